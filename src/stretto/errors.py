@@ -1,0 +1,53 @@
+"""Every error the library raises on purpose.
+
+StrettoError
+├── SpecError (ValueError)      a value or a file breaks a rule
+├── PlanMismatch                a plan and a model do not belong together
+├── Infeasible                  no plan meets the limits
+├── NoisyProfile                a measurement is too unsteady to be used
+├── RankDisagreement            ranks came with different plans, models or versions
+├── CommTimeout                 a collective or a peer did not answer in time
+└── LabError                    an emulated cluster or its command does not start
+"""
+
+from __future__ import annotations
+
+
+class StrettoError(Exception):
+    """Root of the errors raised on purpose."""
+
+
+class SpecError(StrettoError, ValueError):
+    """A value breaks a rule.
+
+    ``place`` is the JSON path below the object that raised, for instance
+    ``.tensors[3].bytes``; the codec puts the file and the path above before it.
+    """
+
+    def __init__(self, message: str, *, place: str = "") -> None:
+        super().__init__(message)
+        self.place = place
+
+
+class PlanMismatch(StrettoError):
+    """A plan and a model do not belong together."""
+
+
+class Infeasible(StrettoError):
+    """No plan meets the limits; a planner raises this rather than relax one."""
+
+
+class NoisyProfile(StrettoError):
+    """A measurement is too unsteady to plan with."""
+
+
+class RankDisagreement(StrettoError):
+    """Ranks came with different plans, models or versions."""
+
+
+class CommTimeout(StrettoError):
+    """A collective or a peer did not answer in time."""
+
+
+class LabError(StrettoError):
+    """An emulated cluster can not be built, or its command can not be started."""

@@ -1,0 +1,33 @@
+"""Plain data and its files."""
+
+from stretto.schema.cluster import (
+    AllReduceFit,
+    Cluster,
+    ComputeContention,
+    Concurrency,
+    Contention,
+    Link,
+    RateCurve,
+)
+from stretto.schema.plan import Bucket, Plan, Prediction, slice_bounds
+from stretto.schema.timeline import Span, Timeline
+from stretto.schema.workload import TensorSpec, Workload, tensors_digest
+
+__all__ = [
+    "AllReduceFit",
+    "Bucket",
+    "Cluster",
+    "ComputeContention",
+    "Concurrency",
+    "Contention",
+    "Link",
+    "Plan",
+    "Prediction",
+    "RateCurve",
+    "Span",
+    "TensorSpec",
+    "Timeline",
+    "Workload",
+    "slice_bounds",
+    "tensors_digest",
+]

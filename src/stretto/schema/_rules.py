@@ -1,0 +1,78 @@
+"""Checks shared by the values of this package."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "complex64": 8,
+    "complex128": 16,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one element, by the name PyTorch and NumPy give the type."""
+
+
+def finite(place: str, value: float, *, above: float | None = None) -> None:
+    """Requires a finite number at least 0, or more than ``above`` where given.
+
+    Raises:
+        SpecError: naming the place, the rule and the value.
+    """
+    name = place.rpartition(".")[2]
+    if not math.isfinite(value):
+        raise SpecError(f"{name} must be finite, got {value}", place=place)
+    if above is not None and value <= above:
+        raise SpecError(f"{name} must be > {above:g}, got {value:g}", place=place)
+    if above is None and value < 0:
+        raise SpecError(f"{name} must be >= 0, got {value:g}", place=place)
+
+
+def at_least(place: str, value: int, least: int) -> None:
+    """Requires an integer of at least ``least``.
+
+    Raises:
+        SpecError: naming the place, the rule and the value.
+    """
+    if value < least:
+        name = place.rpartition(".")[2]
+        raise SpecError(f"{name} must be >= {least}, got {value}", place=place)
+
+
+def one_of(place: str, value: str, allowed: Iterable[str]) -> None:
+    """Requires one of some words.
+
+    Raises:
+        SpecError: naming the place, the rule and the value.
+    """
+    choices = list(allowed)
+    if value not in choices:
+        name = place.rpartition(".")[2]
+        raise SpecError(
+            f"{name} must be one of {', '.join(choices)}, got {value!r}", place=place
+        )
+
+
+def not_empty(place: str, value: str) -> None:
+    """Requires a name that is not blank.
+
+    Raises:
+        SpecError: naming the place and the rule.
+    """
+    if not value.strip():
+        name = place.rpartition(".")[2]
+        raise SpecError(f"{name} must not be empty", place=place)

@@ -1,0 +1,89 @@
+"""Named spans on named tracks, predicted or measured: the same type for both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import SpecError
+from stretto.schema import _rules, codec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One thing that took time."""
+
+    track: str
+    """``compute``, ``lane0``, ``lane1``, ..."""
+
+    name: str
+
+    start_s: float
+    """From the start of the timeline."""
+
+    end_s: float
+
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _rules.not_empty(".track", self.track)
+        _rules.finite(".start_s", self.start_s)
+        _rules.finite(".end_s", self.end_s)
+        if self.end_s < self.start_s:
+            raise SpecError(
+                f"end_s must be >= start_s ({self.start_s:g}), got {self.end_s:g}",
+                place=".end_s",
+            )
+
+    @property
+    def duration_s(self) -> float:
+        """Length of the span."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What happened, or will happen, in one step.
+
+    A bucket that waits for its lane has a span named ``wait ...`` on the lane's track
+    with ``args["kind"] == "wait"``; its collective has ``args["kind"] == "send"``.
+    Computation has ``args["kind"]`` ``forward`` or ``backward``.
+    """
+
+    name: str
+
+    spans: tuple[Span, ...]
+
+    @property
+    def end_s(self) -> float:
+        """When the last span ends."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    @property
+    def tracks(self) -> tuple[str, ...]:
+        """Track names, computation first, lanes by number, others by name."""
+        return tuple(sorted({span.track for span in self.spans}, key=_track_order))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        """The timeline in a Chrome trace that `save` wrote.
+
+        Raises:
+            SpecError: the file breaks a rule; the message names file and place.
+        """
+        return codec.load_timeline(path)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the timeline atomically, as Chrome trace events."""
+        codec.save_timeline(path, self)
+
+
+def _track_order(track: str) -> tuple[int, int, str]:
+    if track == "compute":
+        return (0, 0, "")
+    if track.startswith("lane") and track[4:].isdigit():
+        return (1, int(track[4:]), "")
+    return (2, 0, track)

@@ -1,0 +1,142 @@
+"""What was measured of a model."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import SpecError
+from stretto.schema import _rules, codec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One parameter's gradient."""
+
+    name: str
+
+    bytes: int
+    """Size of the gradient in bytes, a whole number of elements of ``dtype``."""
+
+    dtype: str
+
+    ready_s: float
+    """When the gradient is ready, from the start of backward, without communication."""
+
+    needed_s: float
+    """When forward first uses the parameter, from the start of forward."""
+
+    def __post_init__(self) -> None:
+        _rules.not_empty(".name", self.name)
+        _rules.one_of(".dtype", self.dtype, _rules.DTYPE_BYTES)
+        _rules.at_least(".bytes", self.bytes, 0)
+        width = _rules.DTYPE_BYTES[self.dtype]
+        if self.bytes % width:
+            raise SpecError(
+                f"bytes must be a multiple of {width}, the width of {self.dtype}, "
+                f"got {self.bytes}",
+                place=".bytes",
+            )
+        _rules.finite(".ready_s", self.ready_s)
+        _rules.finite(".needed_s", self.needed_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model's tensors with their sizes and times, on one rank.
+
+    ``tensors`` stand in the order in which their gradients become ready.
+    """
+
+    name: str
+
+    framework: str
+
+    device: str
+
+    batch_per_rank: int
+
+    forward_s: float
+    """The part of a step that is not backward: forward and, where it was measured on a
+    running job, the optimizer and the input pipeline."""
+
+    backward_s: float
+    """Duration of backward without communication."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """Free: host, versions, repetitions, spread."""
+
+    def __post_init__(self) -> None:
+        _rules.at_least(".batch_per_rank", self.batch_per_rank, 1)
+        _rules.finite(".forward_s", self.forward_s)
+        _rules.finite(".backward_s", self.backward_s)
+        if not self.tensors:
+            raise SpecError("a workload needs at least one tensor", place=".tensors")
+        seen: dict[str, int] = {}
+        last_ready_s = 0.0
+        for i, tensor in enumerate(self.tensors):
+            place = f".tensors[{i}]"
+            if tensor.name in seen:
+                raise SpecError(
+                    f"name {tensor.name!r} stands at tensors[{seen[tensor.name]}] too; "
+                    "every tensor must stand exactly once",
+                    place=f"{place}.name",
+                )
+            seen[tensor.name] = i
+            if tensor.ready_s < last_ready_s:
+                raise SpecError(
+                    f"tensors must stand in the order of ready_s, got "
+                    f"{tensor.ready_s:g} after {last_ready_s:g}",
+                    place=f"{place}.ready_s",
+                )
+            last_ready_s = tensor.ready_s
+            if tensor.ready_s > self.backward_s:
+                raise SpecError(
+                    f"ready_s must be <= backward_s ({self.backward_s:g}), "
+                    f"got {tensor.ready_s:g}",
+                    place=f"{place}.ready_s",
+                )
+            if tensor.needed_s > self.forward_s:
+                raise SpecError(
+                    f"needed_s must be <= forward_s ({self.forward_s:g}), "
+                    f"got {tensor.needed_s:g}",
+                    place=f"{place}.needed_s",
+                )
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of tensor names, sizes, dtypes and order, not of times."""
+        return tensors_digest((t.name, t.bytes, t.dtype) for t in self.tensors)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all gradients together."""
+        return sum(tensor.bytes for tensor in self.tensors)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Workload:
+        """The workload in a file.
+
+        Raises:
+            SpecError: the file breaks a rule; the message names file and place.
+        """
+        return codec.load(path, cls)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the workload atomically."""
+        codec.save(path, self)
+
+
+def tensors_digest(rows: Any) -> str:
+    """``sha256:...`` over (name, bytes, dtype) rows in their order."""
+    sha = hashlib.sha256()
+    for name, size_bytes, dtype in rows:
+        sha.update(f"{name}\0{size_bytes}\0{dtype}\n".encode())
+    return f"sha256:{sha.hexdigest()}"

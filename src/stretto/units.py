@@ -1,0 +1,74 @@
+"""The only place where seconds and bytes turn into text and back."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from stretto.errors import SpecError
+
+_RATE = re.compile(
+    r"^\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(k|m|g|t)?(bit|bps)\s*$", re.IGNORECASE
+)
+_SIZE = re.compile(
+    r"^\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(ki|mi|gi|k|m|g)?b?\s*$", re.IGNORECASE
+)
+_DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
+
+
+def parse_rate_bytes_per_s(text: str) -> float:
+    """Bytes per second of a rate such as ``1gbit``, ``300mbit`` or ``2.5Gbps``.
+
+    Raises:
+        SpecError: the text is no positive rate.
+    """
+    match = _RATE.match(text)
+    bits = float(match[1]) * _DECIMAL[(match[2] or "").lower()] if match else 0.0
+    if bits <= 0:
+        raise SpecError(
+            f"a rate is a positive number and one of bit, kbit, mbit, gbit, "
+            f"for instance 300mbit; got {text!r}"
+        )
+    return bits / 8
+
+
+def parse_bytes(text: str) -> int:
+    """Whole bytes of a size such as ``25MiB``, ``64KiB``, ``1MB`` or ``4096``.
+
+    Raises:
+        SpecError: the text is no size.
+    """
+    match = _SIZE.match(text)
+    if match is None:
+        raise SpecError(f"a size is a number and one of B, KiB, MiB, GiB; got {text!r}")
+    unit = (match[2] or "").lower()
+    return round(float(match[1]) * (_BINARY.get(unit) or _DECIMAL[unit]))
+
+
+def format_s(duration_s: float) -> str:
+    """A duration with three significant digits and its unit: ``12.3 ms``."""
+    if not math.isfinite(duration_s):
+        return str(duration_s)
+    magnitude = abs(duration_s)
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if magnitude >= scale:
+            return f"{duration_s / scale:.3g} {unit}"
+    return f"{duration_s / 1e-9:.3g} ns" if magnitude else "0 s"
+
+
+def format_bytes(size_bytes: float) -> str:
+    """A size with three significant digits and a binary unit: ``25 MiB``."""
+    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(size_bytes) >= scale:
+            return f"{size_bytes / scale:.3g} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """A rate in bits per second, as links are sold: ``300 Mbit/s``."""
+    bits_per_s = bytes_per_s * 8
+    for scale, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+        if bits_per_s >= scale:
+            return f"{bits_per_s / scale:.3g} {unit}"
+    return f"{bits_per_s:.3g} bit/s"
