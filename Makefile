@@ -1,0 +1,21 @@
+# Every target sets itself up: a virtual environment in .venv, once.
+.PHONY: demo test check bench setup
+SHELL := /bin/bash
+
+setup:
+	@scripts/setup
+
+demo: setup  ## the main job end to end; options: make demo ARGS="--quick"
+	@scripts/packages
+	@.venv/bin/stretto demo $(ARGS)
+
+test: setup  ## all tests; options: make test ARGS="-k lab -x"
+	@scripts/packages
+	@scripts/test $(ARGS)
+
+check: setup  ## style, types, import directions
+	@scripts/check
+
+bench: setup  ## the figures of benchmarks/README.md, into benchmarks/results/
+	@scripts/packages
+	@scripts/bench $(ARGS)
