@@ -8,6 +8,7 @@ StrettoError
 ├── RankDisagreement            ranks came with different plans, models or versions
 ├── CommTimeout                 a collective or a peer did not answer in time
 └── LabError                    an emulated cluster or its command does not start
+    └── CommandNotFound         the command for its ranks is not there
 """
 
 from __future__ import annotations
@@ -51,3 +52,7 @@ class CommTimeout(StrettoError):
 
 class LabError(StrettoError):
     """An emulated cluster can not be built, or its command can not be started."""
+
+
+class CommandNotFound(LabError):
+    """The command that ranks should run is not there."""

@@ -1,0 +1,127 @@
+"""``stretto lab``: an emulated cluster on one machine."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stretto.errors import CommandNotFound
+from stretto.lab import LabSpec, Mode, run_lab
+from stretto.units import parse_rate_bytes_per_s
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+COMMAND_NOT_FOUND = 127
+"""Exit status for a command that is not there, as in a shell."""
+
+
+@click.group()
+def command() -> None:
+    """An emulated cluster on one machine."""
+
+
+@command.command(context_settings={"allow_interspersed_args": False})
+@click.option("--hosts", type=int, default=4, show_default=True, help="Machines.")
+@click.option(
+    "--ranks-per-host",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Processes on each.",
+)
+@click.option(
+    "--link",
+    "link_text",
+    default="1gbit",
+    show_default=True,
+    metavar="RATE",
+    help="What a host can send in all.",
+)
+@click.option(
+    "--flow",
+    "flow_text",
+    default=None,
+    metavar="RATE",
+    help="What one TCP connection can carry. [default: the link]",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    default=None,
+    metavar="SECONDS",
+    help="Stop it all after this time, with exit status 124.",
+)
+@click.option(
+    "--grace",
+    "grace_s",
+    type=float,
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the others may go on when a rank has failed.",
+)
+@click.option(
+    "--logs",
+    type=click.Path(file_okay=False),
+    default=None,
+    metavar="FOLDER",
+    help="Keep every rank's output here, in rank0.log, rank1.log, ...",
+)
+@click.option(
+    "--mode",
+    type=click.Choice([mode.value for mode in Mode]),
+    default=Mode.AUTO.value,
+    show_default=True,
+    help="Namespaces, or paced: connections capped on loopback, links not.",
+)
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(
+    hosts: int,
+    ranks_per_host: int,
+    link_text: str,
+    flow_text: str | None,
+    timeout_s: float | None,
+    grace_s: float,
+    logs: str | None,
+    mode: str,
+    program: tuple[str, ...],
+) -> None:
+    r"""Run PROGRAM on every rank of an emulated cluster.
+
+    Each rank finds in its environment what torchrun would set. Rank 0's output is
+    shown. When a rank fails, the others are stopped, and its exit status is returned.
+
+    \b
+    stretto lab run --hosts 4 --link 1gbit --flow 300mbit -- python train.py
+    """
+    spec = LabSpec(
+        hosts=hosts,
+        ranks_per_host=ranks_per_host,
+        link_bytes_per_s=parse_rate_bytes_per_s(link_text),
+        flow_bytes_per_s=None
+        if flow_text is None
+        else parse_rate_bytes_per_s(flow_text),
+    )
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _exit_by_signal)
+    try:
+        status = run_lab(
+            spec, program, mode=mode, timeout_s=timeout_s, grace_s=grace_s, logs=logs
+        )
+    except CommandNotFound as error:
+        click.echo(f"stretto: error: {error}", err=True)
+        status = COMMAND_NOT_FOUND
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    sys.exit(status)
+
+
+def _exit_by_signal(number: int, frame: FrameType | None) -> Any:
+    """Unwinds, so that the lab is stopped on the way out."""
+    del frame
+    sys.exit(128 + number)

@@ -1,0 +1,300 @@
+"""Running a command in a lab: prerequisites, fallback, waiting, stopping."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import CommandNotFound, LabError, SpecError
+from stretto.lab.job import TIMEOUT_STATUS, Job
+from stretto.lab.spec import LabSpec, Mode, shared_environment
+from stretto.units import format_rate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+TOOLS = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables"}
+"""Programs that build the network, and the packages that hold them."""
+
+_SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin"
+_NAMESPACE_PORT = 29500
+_PACING_FOLDER = Path(__file__).parent / "pacing"
+_STOP_S = 30.0
+
+
+def run_lab(
+    spec: LabSpec,
+    command: Sequence[str],
+    *,
+    mode: Mode | str = Mode.AUTO,
+    timeout_s: float | None = None,
+    logs: str | os.PathLike[str] | None = None,
+    grace_s: float = 10.0,
+    env: Mapping[str, str] | None = None,
+    announce: Callable[[str], None] | None = None,
+    stdout: int | None = None,
+    stderr: int | None = None,
+) -> int:
+    """The exit status of ``command`` run on every rank of an emulated cluster.
+
+    That is 0 when every rank ended with 0; else the status of the first that failed
+    (128 + signal when a signal killed it); 124 when the time limit ended it.
+    Nothing of the lab remains afterwards, also when an exception leaves this function
+    or this process is killed.
+
+    Args:
+        spec: the cluster.
+        command: program and arguments; the same for all ranks, which learn who they
+            are from the variables that torchrun sets.
+        mode: namespaces, paced, or auto: namespaces where they can be had.
+        timeout_s: when to stop it all; None: never.
+        logs: folder for ``rank0.log``, ``rank1.log``, ...; None: kept nowhere.
+        grace_s: how long the others may go on after a rank has failed, so that each
+            can say what it saw.
+        env: the ranks' environment, to which the lab's own variables are added; None:
+            this process's.
+        announce: receives what the lab itself has to say, such as the failure of a
+            rank with the end of its log; None: standard error.
+        stdout: descriptor that gets rank 0's standard output; None: this process's.
+        stderr: the same for rank 0's standard error.
+
+    Raises:
+        SpecError: an argument breaks a rule.
+        CommandNotFound: there is no such program.
+        LabError: no lab of this mode can be had here.
+    """
+    mode = Mode(mode)
+    say = announce or _say
+    if timeout_s is not None and timeout_s <= 0:
+        raise SpecError(f"timeout_s must be > 0, got {timeout_s}")
+    if grace_s < 0:
+        raise SpecError(f"grace_s must be >= 0, got {grace_s}")
+    rank_env = shared_environment(
+        os.environ if env is None else env,
+        num_ranks=spec.num_ranks,
+        num_cores=len(os.sched_getaffinity(0)),
+    )
+    _check_command(command, rank_env["PATH"])
+    job = Job(
+        **{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)},
+        mode=Mode.NAMESPACES.value,
+        command=list(command),
+        env=rank_env,
+        tools_env=_tools_env(),
+        master_port=_NAMESPACE_PORT,
+        timeout_s=timeout_s,
+        grace_s=grace_s,
+        logs=_prepare_logs(logs),
+        parent_pid=os.getpid(),
+    )
+    if mode is not Mode.PACED:
+        reason = _missing_tools(job.tools_env["PATH"])
+        if reason is None:
+            outcome = _Run(job, say, stdout, stderr).wait()
+            if "status" in outcome:
+                return int(outcome["status"])
+            reason = str(outcome["unavailable"])
+        if mode is Mode.NAMESPACES:
+            raise LabError(
+                f"this system gives no network namespaces to build a lab from: "
+                f"{reason}. Run it as root or where user namespaces are allowed, "
+                "or use --mode paced (a cap per connection, none per link)"
+            )
+        say(f"no network namespaces here: {reason}")
+    say(_describe_paced(spec))
+    paced_env = dict(rank_env)
+    if spec.flow_bytes_per_s is not None:
+        paced_env["STRETTO_LAB_PACING_BYTES_PER_S"] = f"{spec.flow_bytes_per_s:.0f}"
+        paths = [str(_PACING_FOLDER), rank_env.get("PYTHONPATH", "")]
+        paced_env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    job = dataclasses.replace(
+        job, mode=Mode.PACED.value, env=paced_env, master_port=_free_port()
+    )
+    return int(_Run(job, say, stdout, stderr).wait()["status"])
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"stretto lab: {text}\n")
+    sys.stderr.flush()
+
+
+def _describe_paced(spec: LabSpec) -> str:
+    if spec.flow_bytes_per_s is None:
+        limits = "nothing is capped, as no flow rate was given"
+    else:
+        limits = (
+            f"each TCP connection is capped at {format_rate(spec.flow_bytes_per_s)}"
+        )
+    return (
+        f"paced mode: all {spec.num_ranks} ranks share the loopback interface; "
+        f"{limits} (Python ranks only), and the link rate of "
+        f"{format_rate(spec.link_bytes_per_s)} is not emulated"
+    )
+
+
+def _check_command(command: Sequence[str], path: str) -> None:
+    if not command:
+        raise SpecError("a lab needs a command to run, got none")
+    if shutil.which(command[0], path=path) is None:
+        raise CommandNotFound(
+            f"command {command[0]!r} is not there or can not be executed; "
+            "give a path, or a program on PATH"
+        )
+
+
+def _prepare_logs(logs: str | os.PathLike[str] | None) -> str | None:
+    if logs is None:
+        return None
+    folder = Path(logs).resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LabError(
+            f"the folder for logs can not be made: {folder}: {error.strerror}"
+        ) from error
+    return str(folder)
+
+
+def _tools_env() -> dict[str, str]:
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), _SYSTEM_FOLDERS])
+    return {"PATH": path, "LC_ALL": "C"}
+
+
+def _missing_tools(path: str) -> str | None:
+    """Why the tools can not build a network; None: they are all there."""
+    missing = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
+    if not missing:
+        return None
+    packages = sorted({TOOLS[tool] for tool in missing})
+    return (
+        f"{', '.join(missing)} missing; the full lab needs the packages "
+        f"iproute2 and nftables (install {' and '.join(packages)})"
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class _Run:
+    """One attempt to run a job, with its supervisor."""
+
+    def __init__(
+        self,
+        job: Job,
+        say: Callable[[str], None],
+        stdout: int | None,
+        stderr: int | None,
+    ) -> None:
+        self._say = say
+        self._hard_limit_s = None
+        if job.timeout_s is not None:
+            # For a supervisor that can not act: rank 0's reader may have stalled.
+            self._hard_limit_s = time.monotonic() + job.timeout_s + _STOP_S
+        report_read, report_write = os.pipe()
+        self._reports = os.fdopen(report_read, "rb", buffering=0)
+        try:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "stretto.lab.supervisor",
+                    str(report_write),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=[report_write],
+                # Ctrl-C is for us to pass on, once.
+                start_new_session=True,
+                bufsize=0,
+            )
+        finally:
+            os.close(report_write)
+        assert self._process.stdin is not None  # noqa: S101  asked for a pipe above
+        self._control = self._process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self._write_all(json.dumps(dataclasses.asdict(job)).encode() + b"\n")
+
+    def _write_all(self, line: bytes) -> None:
+        view = memoryview(line)
+        while view:
+            view = view[self._control.write(view) or 0 :]
+
+    def wait(self) -> dict[str, Any]:
+        """The last report: ``status`` or ``unavailable``.
+
+        Raises:
+            LabError: the supervisor could not start the command, or ended unasked.
+        """
+        try:
+            outcome = self._read_reports()
+        except KeyboardInterrupt:
+            self._stop(b"INT\n")
+            raise
+        except BaseException:
+            self._stop(b"TERM\n")
+            raise
+        finally:
+            self._close()
+        if outcome is None:
+            raise LabError(
+                "the lab's supervisor ended without a word "
+                f"(exit status {self._process.returncode}); run it again"
+            )
+        if "error" in outcome:
+            raise LabError(outcome["error"])
+        return outcome
+
+    def _read_reports(self) -> dict[str, Any] | None:
+        """Passes on what is said until the supervisor ends; then its outcome."""
+        outcome = None
+        rest = b""
+        while True:
+            timeout_s = None
+            if self._hard_limit_s is not None:
+                timeout_s = max(0.0, self._hard_limit_s - time.monotonic())
+            if not select.select([self._reports], [], [], timeout_s)[0]:
+                return {"status": TIMEOUT_STATUS}
+            piece = self._reports.read(65536)
+            if not piece:
+                return outcome
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                report = json.loads(line)
+                if "say" in report:
+                    self._say(report["say"])
+                else:
+                    outcome = report
+
+    def _stop(self, word: bytes) -> None:
+        """Asks for an end and waits for it; a second Ctrl-C does not wait."""
+        with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+            self._write_all(word)
+            self._hard_limit_s = time.monotonic() + _STOP_S
+            self._read_reports()
+
+    def _close(self) -> None:
+        """Ends whatever is left, by the closed control pipe or by the kernel."""
+        with contextlib.suppress(BrokenPipeError):
+            self._control.close()
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+        self._reports.close()

@@ -1,0 +1,69 @@
+# ruff: noqa: PTH  (it runs in every Python process of a rank: no pathlib to import)
+"""Caps every TCP connection of the Python process that starts with this on its path.
+
+``site`` imports it before the program. A thread looks for new sockets and sets
+SO_MAX_PACING_RATE on them; the kernel then paces TCP by itself, without a queueing
+discipline and without privileges. It works for sockets that C++ code opened as well,
+which is why it looks at descriptors rather than at Python's sockets.
+"""
+
+import os
+import socket
+import threading
+import time
+
+_SO_MAX_PACING_RATE = 47
+_SCAN_PERIOD_S = 0.05
+
+
+def _pace_new_sockets(rate_bytes_per_s: int, paced: dict[int, str]) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if not target.startswith("socket:"):
+                paced.pop(fd, None)
+                continue
+            # The inode tells a new socket under an old number.
+            if paced.get(fd) == target:
+                continue
+            paced[fd] = target
+            with socket.socket(fileno=os.dup(fd)) as found:
+                if found.type == socket.SOCK_STREAM and found.family in (
+                    socket.AF_INET,
+                    socket.AF_INET6,
+                ):
+                    found.setsockopt(
+                        socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate_bytes_per_s
+                    )
+        except OSError:
+            # Closed while we looked.
+            continue
+
+
+def _pace_forever(rate_bytes_per_s: int) -> None:
+    paced: dict[int, str] = {}
+    while True:
+        _pace_new_sockets(rate_bytes_per_s, paced)
+        time.sleep(_SCAN_PERIOD_S)
+
+
+def _run_shadowed_sitecustomize() -> None:
+    """Runs the ``sitecustomize`` that this file stands in front of, if any."""
+    import importlib.machinery
+    import importlib.util
+    import sys
+
+    here = os.path.dirname(__file__)
+    others = [entry for entry in sys.path if entry != here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+_rate = os.environ.get("STRETTO_LAB_PACING_BYTES_PER_S")
+if _rate:
+    threading.Thread(
+        target=_pace_forever, args=(int(_rate),), name="stretto-pacing", daemon=True
+    ).start()
+_run_shadowed_sitecustomize()

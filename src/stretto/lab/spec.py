@@ -1,0 +1,168 @@
+"""What a lab is: its hosts, its rates, and the environment of a rank."""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+INTERFACE = "eth0"
+"""Name of every host's interface in namespaces."""
+
+SUBNET = ipaddress.ip_network("10.77.0.0/16")
+"""Addresses inside the lab; they exist in its namespaces alone."""
+
+MAX_HOSTS = 64
+
+_INHERITED_AWAY = ("TORCHELASTIC_", "PET_", "ROLE_")
+"""Variables of an outer launcher that would mislead the ranks."""
+
+
+class Mode(enum.Enum):
+    """How the network is emulated."""
+
+    AUTO = "auto"
+    """Namespaces where they can be had, else paced."""
+
+    NAMESPACES = "namespaces"
+    """Link and flow caps between network namespaces."""
+
+    PACED = "paced"
+    """A cap per connection on loopback, none per link."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabSpec:
+    """An emulated cluster of equal hosts around one switch."""
+
+    hosts: int
+    """Machines, 1 to 64."""
+
+    ranks_per_host: int = 1
+    """Processes on each machine."""
+
+    link_bytes_per_s: float
+    """What one host can send, over all its connections."""
+
+    flow_bytes_per_s: float | None = None
+    """What one connection can carry in one direction; None: the whole link."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.hosts <= MAX_HOSTS:
+            raise SpecError(
+                f"hosts must be 1 to {MAX_HOSTS}, got {self.hosts}", place=".hosts"
+            )
+        if self.ranks_per_host < 1:
+            raise SpecError(
+                f"ranks_per_host must be at least 1, got {self.ranks_per_host}",
+                place=".ranks_per_host",
+            )
+        # htb counts in whole bytes per second from 8 bit/s up; below 1 kbit/s
+        # nothing useful ends in a lifetime.
+        for name in ("link_bytes_per_s", "flow_bytes_per_s"):
+            rate = getattr(self, name)
+            if rate is not None and not 125 <= rate < float("inf"):
+                raise SpecError(
+                    f"{name} must be at least 1 kbit/s (125 bytes/s), got {rate}",
+                    place=f".{name}",
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes in the whole lab."""
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def flow_cap_bytes_per_s(self) -> float:
+        """What one connection reaches: the flow cap, at most the link."""
+        if self.flow_bytes_per_s is None:
+            return self.link_bytes_per_s
+        return min(self.flow_bytes_per_s, self.link_bytes_per_s)
+
+
+def host_name(host: int) -> str:
+    """The name by which ``host`` knows itself."""
+    return f"host{host}"
+
+
+def host_address(host: int) -> str:
+    """The address of ``host`` in namespaces: host 0 has 10.77.0.1."""
+    return str(SUBNET[host + 1])
+
+
+def hosts_file(spec: LabSpec) -> str:
+    """The ``/etc/hosts`` that all hosts of a lab share."""
+    lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
+    for host in range(spec.hosts):
+        address, name = host_address(host), host_name(host)
+        # Mapped too: so a listener on IPv6 and IPv4 sees its peers.
+        lines += [f"{address} {name}", f"::ffff:{address} {name}"]
+    return "\n".join(lines) + "\n"
+
+
+def shared_environment(
+    base: Mapping[str, str], *, num_ranks: int, num_cores: int
+) -> dict[str, str]:
+    """The environment that all ranks have in common, made from the caller's.
+
+    The caller's Python comes first on PATH, so that ``python train.py`` runs with the
+    packages that stretto was started with.
+    """
+    env = {
+        key: value for key, value in base.items() if not key.startswith(_INHERITED_AWAY)
+    }
+    # Not resolved: a virtual environment's python is a link out of it.
+    here = str(Path(sys.executable).parent)
+    env["PATH"] = os.pathsep.join([here, env.get("PATH", os.defpath)])
+    env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_ranks)))
+    # Rank 0 writes to a pipe; without this its lines would arrive in lumps.
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    return env
+
+
+def rank_environment(
+    spec: LabSpec, rank: int, *, mode: Mode, master_port: int
+) -> dict[str, str]:
+    """What torchrun would set for ``rank``, and what the lab says of itself."""
+    host, local_rank = divmod(rank, spec.ranks_per_host)
+    namespaces = mode is Mode.NAMESPACES
+    interface = INTERFACE if namespaces else "lo"
+    addresses = [
+        host_address(each) if namespaces else "127.0.0.1" for each in range(spec.hosts)
+    ]
+    flow = spec.flow_bytes_per_s
+    return {
+        "MASTER_ADDR": addresses[0],
+        "MASTER_PORT": str(master_port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(spec.num_ranks),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(spec.ranks_per_host),
+        "GROUP_RANK": str(host),
+        "NODE_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(spec.hosts),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(spec.num_ranks),
+        "TORCHELASTIC_RUN_ID": "stretto-lab",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
+        "STRETTO_LAB": "1",
+        "STRETTO_LAB_MODE": mode.value,
+        "STRETTO_LAB_HOSTS": str(spec.hosts),
+        "STRETTO_LAB_ADDRESSES": ",".join(addresses),
+        "STRETTO_LAB_LINK_BYTES_PER_S": f"{spec.link_bytes_per_s:.0f}",
+        "STRETTO_LAB_FLOW_BYTES_PER_S": "" if flow is None else f"{flow:.0f}",
+    }

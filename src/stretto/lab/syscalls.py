@@ -1,0 +1,75 @@
+"""The few system calls that Python 3.11 does not offer."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_NOSUID = 0x2
+MS_NODEV = 0x4
+MS_NOEXEC = 0x8
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_PRIVATE = 0x40000
+MNT_DETACH = 0x2
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, call: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
+
+
+def unshare(flags: int) -> None:
+    """Moves this process (for NEWPID: its children) into new namespaces."""
+    _check(_libc.unshare(flags), "unshare")
+
+
+def setns(fd: int, flags: int) -> None:
+    """Moves this process into the namespace behind ``fd``."""
+    _check(_libc.setns(fd, flags), "setns")
+
+
+def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    """Mounts ``source`` on ``target`` in the mount namespace of this process."""
+    arguments = [part.encode() for part in (source, target, kind)]
+    result = _libc.mount(*arguments, ctypes.c_ulong(flags), data.encode() or None)
+    _check(result, f"mount {target}")
+
+
+def unmount(target: str, flags: int) -> None:
+    """Takes the topmost mount off ``target``."""
+    _check(_libc.umount2(target.encode(), flags), f"umount {target}")
+
+
+def set_host_name(name: str) -> None:
+    """Names the host of this process's UTS namespace."""
+    encoded = name.encode()
+    _check(_libc.sethostname(encoded, ctypes.c_size_t(len(encoded))), "sethostname")
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent ends.
+
+    It holds for the thread that forked, is lost on a change of credentials, and says
+    nothing about a parent that ended before the call: callers check for that.
+    """
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose parent ends."""
+    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
