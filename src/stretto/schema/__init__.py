@@ -10,6 +10,7 @@ from stretto.schema.cluster import (
     RateCurve,
 )
 from stretto.schema.plan import Bucket, Plan, Prediction, slice_bounds
+from stretto.schema.samples import CollectiveSample, ContentionSample
 from stretto.schema.timeline import Span, Timeline
 from stretto.schema.workload import TensorSpec, Workload, tensors_digest
 
@@ -17,9 +18,11 @@ __all__ = [
     "AllReduceFit",
     "Bucket",
     "Cluster",
+    "CollectiveSample",
     "ComputeContention",
     "Concurrency",
     "Contention",
+    "ContentionSample",
     "Link",
     "Plan",
     "Prediction",

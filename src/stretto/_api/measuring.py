@@ -1,0 +1,59 @@
+"""Measuring, wired together."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from stretto.cost.fit import fit_cluster
+from stretto.measure import probe_network
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from stretto.schema import Cluster
+
+
+def probe(
+    *,
+    name: str = "cluster",
+    hosts: int | None = None,
+    group: ProcessGroup | None = None,
+    **options: Any,
+) -> Cluster:
+    """The cluster under a live process group, measured and fitted.
+
+    Call it on every rank; all get the same value. ``options`` are `probe_network`'s.
+
+    Args:
+        name: The cluster's name.
+        hosts: Number of hosts; by default counted by their host names.
+        group: The ranks to measure; all by default.
+        **options: ``sizes_bytes``, ``lanes``, ``repetitions``, ``budget_s`` and others.
+
+    Raises:
+        SpecError: too few ranks or too small a budget.
+        Infeasible: the times contradict any network.
+        NoisyProfile: no model fits the times.
+    """
+    measured = probe_network(group=group, **options)
+    ranks = dist.get_world_size(group)
+    count = hosts or _count_hosts(ranks, group)
+    return fit_cluster(
+        measured.collectives,
+        name=name,
+        hosts=count,
+        ranks_per_host=ranks // count,
+        contention_samples=measured.contention,
+        provenance=measured.provenance,
+    )
+
+
+def _count_hosts(ranks: int, group: ProcessGroup | None) -> int:
+    names: list[Any] = [None] * ranks
+    dist.all_gather_object(names, platform.node(), group=group)
+    count = len(set(names))
+    # Hosts of unequal size are described as one rank per host.
+    return count if ranks % count == 0 else ranks

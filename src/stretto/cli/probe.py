@@ -1,0 +1,176 @@
+"""`stretto probe`: the network under the running process group -> cluster file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stretto import units
+from stretto.errors import SpecError
+from stretto.schema import Cluster, codec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@click.command()
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Cluster file to write.",
+)
+@click.option("--name", default="cluster", show_default=True, help="Its name.")
+@click.option(
+    "--budget",
+    "budget_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Seconds the probe may take; the grid becomes coarser where they are few.",
+)
+@click.option(
+    "--sizes",
+    help="Message sizes, separated by commas.  [default: 1KiB,4KiB,...,16MiB]",
+)
+@click.option(
+    "--lanes",
+    default="1,2,4,8",
+    show_default=True,
+    help="Numbers of simultaneous all-reduces, separated by commas.",
+)
+@click.option(
+    "--repetitions",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="At most so many times each.",
+)
+@click.option(
+    "--contention/--no-contention",
+    default=True,
+    help="Measure computation beside communication as well.",
+)
+@click.option(
+    "--hosts",
+    type=click.IntRange(min=1),
+    help="Number of hosts.  [default: counted by host name]",
+)
+@click.option("--json", "as_json", is_flag=True, help="The cluster on stdout as well.")
+def command(
+    output: Path,
+    name: str,
+    budget_s: float,
+    sizes: str | None,
+    lanes: str,
+    repetitions: int,
+    contention: bool,
+    hosts: int | None,
+    as_json: bool,
+) -> None:
+    r"""Measures the network: all-reduces over sizes and lanes, fitted.
+
+    Runs on every rank, so start it as a training script is started:
+
+    \b
+      stretto lab run --hosts 4 --link 1gbit --flow 300mbit -- \
+        stretto probe -o cluster.json
+      torchrun --nproc-per-node 4 --no-python stretto probe -o cluster.json
+
+    Rank 0 writes the file.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise SpecError(
+            "stretto probe runs on every rank of a cluster, but RANK and WORLD_SIZE "
+            "are not set: start it with `stretto lab run ... -- stretto probe ...` or "
+            "`torchrun --no-python ... stretto probe ...`"
+        )
+    options: dict[str, Any] = {
+        "budget_s": budget_s,
+        "repetitions": repetitions,
+        "contention": contention,
+        "lanes": _lanes(lanes),
+    }
+    if sizes:
+        options["sizes_bytes"] = [units.parse_bytes(part) for part in sizes.split(",")]
+    # Imported here: `stretto probe --help` must not wait for torch.
+    import torch
+    import torch.distributed as dist
+
+    from stretto._api.measuring import probe
+
+    gpu = torch.cuda.is_available() and dist.is_nccl_available()
+    if gpu:  # not yet run on a GPU
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if gpu else "gloo")
+    try:
+        rank = dist.get_rank()
+        with _progress(rank) as progress:
+            cluster = probe(name=name, hosts=hosts, progress=progress, **options)
+        if rank == 0:
+            cluster.save(output)
+            if as_json:
+                click.echo(codec.encode(cluster).decode(), nl=False)
+            click.echo(_summary(cluster, output), err=True)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _lanes(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise SpecError(
+            f"--lanes is whole numbers separated by commas, for instance 1,2,4; "
+            f"got {text!r}"
+        ) from error
+
+
+class _progress:  # noqa: N801 - used as a function
+    """A progress bar on rank 0's terminal; nothing in a pipe."""
+
+    def __init__(self, rank: int) -> None:
+        self._bar = None
+        if rank == 0 and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+
+    def __enter__(self) -> Callable[[float, str], None] | None:
+        if self._bar is None:
+            return None
+        bar = self._bar
+        bar.start()
+        task = bar.add_task("connecting", total=1.0)
+        return lambda share, line: bar.update(task, completed=share, description=line)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _summary(cluster: Cluster, output: Path) -> str:
+    fit = cluster.provenance["fit"]
+    link = cluster.bottleneck
+    assert cluster.allreduce is not None  # noqa: S101 - the fit always gives one
+    flow = (
+        "not capped"
+        if link.stream_bytes_per_s is None
+        else units.format_rate(link.stream_bytes_per_s)
+    )
+    reached = "" if fit["link_reached"] else " or more (never saturated)"
+    return (
+        f"{output}: {cluster.ranks} ranks on {cluster.hosts} hosts, "
+        f"start-up {units.format_s(cluster.allreduce.startup_s)}, "
+        f"one flow {flow}, link {units.format_rate(link.bandwidth_bytes_per_s)}"
+        f"{reached}; the fit misses the samples by "
+        f"{100 * fit['median_error']:.1f} % in the median, "
+        f"{100 * fit['worst_error']:.0f} % at worst"
+    )

@@ -1,0 +1,359 @@
+"""Measured all-reduce times -> the coefficients of a `Cluster`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import Infeasible, NoisyProfile, SpecError
+from stretto.schema import (
+    AllReduceFit,
+    Cluster,
+    ComputeContention,
+    Concurrency,
+    Contention,
+    Link,
+    RateCurve,
+)
+from stretto.units import format_bytes, format_rate, format_s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from stretto.schema import CollectiveSample, ContentionSample
+
+SMALL_BYTES = 64 * 1024
+"""Messages below this follow another line (other segments, no pacing yet); they are
+fitted with little weight."""
+
+_SMALL_WEIGHT = 0.15
+_SAME = 0.05  # a flow within this share of the link is not capped
+_SLACK = 0.15  # how far measured times may contradict physics before they are refused
+_MAX_ERROR = 0.35  # median relative residual beyond which no fit is given
+_SIGMA_FLOOR = 0.05
+
+
+def fit_cluster(
+    samples: Iterable[CollectiveSample],
+    *,
+    name: str,
+    hosts: int,
+    ranks_per_host: int = 1,
+    contention_samples: Iterable[ContentionSample] = (),
+    provenance: Mapping[str, Any] | None = None,
+) -> Cluster:
+    r"""The cluster whose model comes nearest to measured all-reduce times.
+
+    $T_k(m) = a + \rho m / \min(c,\, B/k) \cdot \epsilon_k$
+
+    is the time of $k$ simultaneous all-reduces of $m$ bytes each: $a$ the start-up,
+    $c$ what one flow reaches, $B$ the link, both on the wire, $\rho = 2(N-1)/N$ the
+    ring's factor at $N$ ranks, $\epsilon_k \ge 1$ what $k$ lanes take beyond that.
+    $a, c, B$ minimise the robust (soft L1) sum of $\log$ (predicted / measured);
+    messages below `SMALL_BYTES` weigh little. Then
+    $\gamma_k = \epsilon_k \max(1, kc/B)$, between measured $k$ with $\epsilon$
+    interpolated. All are positive by construction and every $k / (\gamma_k b) \le$
+    link (`check_capacity`).
+
+    Where no number of lanes saturates the link, $B$ is what the most lanes reached,
+    ``provenance["fit"]["link_reached"]`` is false, and the true link may be faster.
+    A flow within 5 % of the link counts as not capped (``stream_bytes_per_s`` null).
+
+    ``provenance`` of the result keeps each sample with its prediction under ``fit``.
+
+    Raises:
+        SpecError: too few samples, or samples of differing numbers of ranks.
+        Infeasible: the times contradict any network, with what contradicts.
+        NoisyProfile: the model misses the samples by more than a third in the median.
+    """
+    rows = sorted(samples, key=lambda s: (s.lanes, s.size_bytes))
+    ranks = _check(rows, hosts * ranks_per_host)
+    rho = 2 * (ranks - 1) / ranks
+    startup_s, flow, link, growth = _fit_rates(rows, rho)
+    widest = rows[-1].lanes
+    reached = widest * flow >= (1 - _SAME) * link
+    if not reached:
+        link = widest * flow
+    link = max(link, flow)
+    capped = flow < (1 - _SAME) * link
+    if not capped:
+        flow = link = max(flow, link)
+    gamma = _fit_gamma(rows, rho, startup_s, flow, link)
+    all_reduce = AllReduceFit(startup_s=startup_s, s_per_byte=rho / flow, ranks=ranks)
+    wire = Link(
+        latency_s=startup_s / (2 * (ranks - 1)),
+        bandwidth_bytes_per_s=link,
+        stream_bytes_per_s=flow if capped else None,
+    )
+    residuals = [
+        _residual(s, predict_s(s.size_bytes, s.lanes, all_reduce, gamma)) for s in rows
+    ]
+    errors = [abs(r["error"]) for r in residuals if r["size_bytes"] >= SMALL_BYTES]
+    error = statistics.median(errors or [abs(r["error"]) for r in residuals])
+    if error > _MAX_ERROR:
+        raise NoisyProfile(
+            f"no start-up and bandwidths explain the measured all-reduce times: the "
+            f"best fit misses them by {100 * error:.0f} % in the median. Measure again "
+            "on a quiet network, with more repetitions"
+        )
+    beside = sorted(contention_samples, key=lambda s: s.lanes)
+    for sample in beside:
+        if sample.ranks != ranks:
+            raise SpecError(
+                f"contention samples must be of {ranks} ranks as the others, "
+                f"got {sample.ranks}"
+            )
+    fitted = {
+        "model": "startup + wire_factor * bytes / min(flow, link / lanes) * epsilon",
+        "link_reached": reached,
+        "flow_bytes_per_s": flow,
+        "startup_growth_per_lane": growth,
+        "median_error": error,
+        "worst_error": max(errors or [0.0]),
+        "residuals": residuals,
+        "contention": [_contention_row(s) for s in beside],
+    }
+    cluster = Cluster(
+        name=name,
+        hosts=hosts,
+        ranks_per_host=ranks_per_host,
+        inter_host=wire,
+        intra_host=wire,
+        allreduce=all_reduce,
+        concurrency=Concurrency(gamma=gamma),
+        contention=_fit_contention(beside, rho, startup_s, flow, link),
+        provenance={**(provenance or {}), "fit": fitted},
+    )
+    check_capacity(cluster)
+    return cluster
+
+
+def predict_s(
+    size_bytes: int, lanes: int, fit: AllReduceFit, gamma: Sequence[float]
+) -> float:
+    r"""Time of ``lanes`` simultaneous all-reduces of ``size_bytes`` each.
+
+    $T = a + \gamma_k b m$; beyond the list $\gamma$ grows in proportion to $k$.
+    """
+    last = len(gamma)
+    factor = gamma[lanes - 1] if lanes <= last else gamma[-1] * lanes / last
+    return fit.startup_s + factor * fit.s_per_byte * size_bytes
+
+
+def check_capacity(cluster: Cluster) -> None:
+    r"""Requires that simultaneous all-reduces never exceed the link.
+
+    $k \rho / (\gamma_k b) \le B$ for every $k$ of the list. Published coefficients
+    break this (ASC-WFBP's $\gamma_2 = 1.5$ asks for 1.33 times the link).
+
+    Raises:
+        Infeasible: naming the number of lanes, what they would send, and the link.
+    """
+    fit = cluster.allreduce
+    if fit is None:
+        return
+    link = cluster.bottleneck.bandwidth_bytes_per_s
+    alone = 2 * (fit.ranks - 1) / fit.ranks / fit.s_per_byte
+    gamma = cluster.concurrency.gamma if cluster.concurrency else (1.0,)
+    for k, value in enumerate(gamma, start=1):
+        total = k * alone / value
+        if total > link * (1 + 1e-6):
+            raise Infeasible(
+                f"{k} all-reduce{'s' if k > 1 else ''} at once would send "
+                f"{format_rate(total)} over a link of {format_rate(link)} in cluster "
+                f"{cluster.name!r}: gamma[{k - 1}] must be at least "
+                f"{k * alone / link:.4g}, got {value:.4g}. Measure the network again "
+                "(`stretto probe`)"
+            )
+
+
+def _check(rows: Sequence[CollectiveSample], ranks: int) -> int:
+    alone = [s for s in rows if s.lanes == 1]
+    if len({s.size_bytes for s in alone}) < 2:
+        raise SpecError(
+            "a fit needs samples of at least two sizes on one lane, got "
+            f"{len({s.size_bytes for s in alone})}; give the probe a larger budget"
+        )
+    if ranks < 2:
+        raise SpecError(f"hosts * ranks_per_host must be at least 2, got {ranks}")
+    for sample in rows:
+        if sample.ranks != ranks:
+            raise SpecError(
+                f"every sample must be of {ranks} ranks (hosts * ranks_per_host), "
+                f"got one of {sample.ranks}"
+            )
+    small, large = alone[0], alone[-1]
+    if large.duration_s <= small.duration_s:
+        raise Infeasible(
+            f"an all-reduce of {format_bytes(large.size_bytes)} took "
+            f"{format_s(large.duration_s)}, one of {format_bytes(small.size_bytes)} "
+            f"{format_s(small.duration_s)}: times that do not grow with the size give "
+            "no bandwidth. Measure larger messages"
+        )
+    by_size = {(s.size_bytes, s.lanes): s.duration_s for s in rows}
+    for (size_bytes, lanes), duration_s in by_size.items():
+        alone_s = by_size.get((size_bytes, 1), 0.0)
+        if size_bytes >= 16 * SMALL_BYTES and duration_s < (1 - 2 * _SLACK) * alone_s:
+            raise Infeasible(
+                f"{lanes} all-reduces of {format_bytes(size_bytes)} at once took "
+                f"{format_s(duration_s)}, one alone {format_s(alone_s)}: more at once "
+                "can not be faster. Measure again on a quiet network"
+            )
+    return ranks
+
+
+def _fit_rates(
+    rows: Sequence[CollectiveSample], rho: float
+) -> tuple[float, float, float, float]:
+    """Start-up, rate of a flow, rate of the link, growth of the start-up per lane."""
+    # Imported here so that reading a cluster file does not wait for SciPy.
+    import numpy as np
+    from scipy.optimize import least_squares
+
+    size = np.array([s.size_bytes for s in rows], dtype=float)
+    lanes = np.array([s.lanes for s in rows], dtype=float)
+    measured_s = np.array([s.duration_s for s in rows])
+    weight = np.where(size >= SMALL_BYTES, 1.0, _SMALL_WEIGHT)
+
+    def times_s(x: Any) -> Any:
+        startup_s, flow, link = np.exp(x[:3])
+        rate = np.minimum(flow, link / lanes)
+        return startup_s * (1 + x[3] * (lanes - 1)) + rho * size / rate
+
+    def residuals(x: Any) -> Any:
+        return weight * np.log(times_s(x) / measured_s)
+
+    largest = max((s for s in rows if s.lanes == 1), key=lambda s: s.size_bytes)
+    flow0 = rho * largest.size_bytes / largest.duration_s
+    link0 = float(np.max(rho * size * lanes / measured_s))
+    startup0 = float(np.min(measured_s))
+    best: Any = None
+    for start, wide in itertools.product((0.1, 0.5, 1.0), (1.0, 1.3)):
+        guess = [
+            math.log(start * startup0),
+            math.log(flow0),
+            math.log(max(wide * link0, flow0)),
+            0.1,
+        ]
+        low = [math.log(1e-9), -10.0, -10.0, 0.0]
+        high = [math.log(max(float(np.max(measured_s)), 1e-8)), 40.0, 40.0, 4.0]
+        fit = least_squares(
+            residuals, guess, bounds=(low, high), loss="soft_l1", f_scale=0.05
+        )
+        if best is None or fit.cost < best.cost:
+            best = fit
+    startup_s, flow, link = (float(v) for v in np.exp(best.x[:3]))
+    return startup_s, flow, link, float(best.x[3])
+
+
+def _fit_gamma(
+    rows: Sequence[CollectiveSample],
+    rho: float,
+    startup_s: float,
+    flow: float,
+    link: float,
+) -> tuple[float, ...]:
+    widest = max(s.lanes for s in rows)
+    measured: dict[int, float] = {1: 1.0}
+    for lanes in sorted({s.lanes for s in rows if s.lanes > 1}):
+        ideal = rho / min(flow, link / lanes)
+        ratios, weights = [], []
+        for s in rows:
+            if s.lanes == lanes and s.size_bytes >= SMALL_BYTES:
+                sending_s = ideal * s.size_bytes
+                ratios.append((s.duration_s - startup_s) / sending_s)
+                # What is mostly start-up says little of the rate.
+                weights.append(sending_s / (sending_s + startup_s))
+        if ratios:
+            measured[lanes] = max(1.0, _weighted_median(ratios, weights))
+    known = sorted(measured)
+    gamma: list[float] = []
+    for lanes in range(1, widest + 1):
+        left = max(k for k in known if k <= lanes)
+        right = min((k for k in known if k >= lanes), default=left)
+        part = (lanes - left) / (right - left) if right > left else 0.0
+        excess = measured[left] * (1 - part) + measured[right] * part
+        value = excess * max(1.0, lanes * flow / link)
+        gamma.append(max(value, gamma[-1] if gamma else 1.0))
+    return tuple(gamma)
+
+
+def _weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
+    pairs = sorted(zip(values, weights, strict=True))
+    half = sum(weights) / 2
+    passed = 0.0
+    for value, weight in pairs:
+        passed += weight
+        if passed >= half:
+            return value
+    return pairs[-1][0]
+
+
+def _fit_contention(
+    samples: Sequence[ContentionSample],
+    rho: float,
+    startup_s: float,
+    flow: float,
+    link: float,
+) -> Contention | None:
+    r"""$\sigma_k = 1 - \alpha_2 k$ through 1, and one flow's rate beside computation.
+
+    Both by least squares over the numbers of lanes that the link can feed: beyond
+    these, more lanes carry no more bytes.
+    """
+    if not samples:
+        return None
+    useful = [s for s in samples if s.lanes <= max(1, math.ceil(link / flow))]
+    useful = useful or [samples[0]]
+    lost = sum(
+        s.lanes * (1 - s.compute_alone_s / s.compute_overlapped_s) for s in useful
+    )
+    alpha2 = max(0.0, lost / sum(s.lanes**2 for s in useful))
+    widest = max(s.lanes for s in useful)
+    alpha2 = min(alpha2, (1 - _SIGMA_FLOOR) / widest)
+    # A flow beside computation: the rate that k lanes kept, as a share of what they
+    # had alone in the same minute, on the rate that the fit gives one flow.
+    logs = [math.log(s.duration_alone_s / s.duration_overlapped_s) for s in useful]
+    kept = min(1.0, math.exp(statistics.fmean(logs)))
+    fastest = max(
+        min(flow, link / s.lanes)
+        * min(1.0, s.duration_alone_s / s.duration_overlapped_s)
+        for s in useful
+    )
+    del rho, startup_s, fastest
+    return Contention(
+        compute=ComputeContention(alpha1=1.0, alpha2=alpha2),
+        overlapped=_constant_rate(kept * flow),
+        exclusive=_constant_rate(flow),
+        resources=(1,),
+    )
+
+
+def _constant_rate(bytes_per_s: float) -> RateCurve:
+    return RateCurve(gamma1=bytes_per_s, gamma2=0.0, gamma3=0.0, gamma4=0.0)
+
+
+def _residual(sample: CollectiveSample, predicted_s: float) -> dict[str, Any]:
+    return {
+        "size_bytes": sample.size_bytes,
+        "lanes": sample.lanes,
+        "measured_s": sample.duration_s,
+        "spread_s": sample.spread_s,
+        "repetitions": sample.repetitions,
+        "predicted_s": predicted_s,
+        "error": predicted_s / sample.duration_s - 1,
+    }
+
+
+def _contention_row(sample: ContentionSample) -> dict[str, Any]:
+    return {
+        "lanes": sample.lanes,
+        "size_bytes": sample.size_bytes,
+        "compute_slowdown": sample.compute_overlapped_s / sample.compute_alone_s,
+        "collective_slowdown": sample.duration_overlapped_s / sample.duration_alone_s,
+        "compute_alone_s": sample.compute_alone_s,
+        "duration_alone_s": sample.duration_alone_s,
+        "repetitions": sample.repetitions,
+    }

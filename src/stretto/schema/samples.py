@@ -1,0 +1,76 @@
+"""What a probe of the network yields: times of collectives, to be fitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stretto.schema import _rules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveSample:
+    """The time of some all-reduces that run at the same time, one per lane."""
+
+    size_bytes: int
+    """Message of each of them."""
+
+    lanes: int
+    """How many at once."""
+
+    ranks: int
+
+    duration_s: float
+    """Median time until all of them have ended, the slowest rank's."""
+
+    spread_s: float
+    """Distance between the quartiles of that time."""
+
+    repetitions: int
+
+    def __post_init__(self) -> None:
+        _rules.at_least(".size_bytes", self.size_bytes, 1)
+        _rules.at_least(".lanes", self.lanes, 1)
+        _rules.at_least(".ranks", self.ranks, 2)
+        _rules.finite(".duration_s", self.duration_s, above=0.0)
+        _rules.finite(".spread_s", self.spread_s)
+        _rules.at_least(".repetitions", self.repetitions, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContentionSample:
+    """Computation beside continuous all-reduces, and both alone, on all ranks."""
+
+    size_bytes: int
+    """Message of each all-reduce."""
+
+    lanes: int
+    """How many all-reduces at once, one after another on each lane."""
+
+    ranks: int
+
+    compute_alone_s: float
+    """Time of a fixed piece of work without communication."""
+
+    compute_overlapped_s: float
+    """Time of the same work while the all-reduces run."""
+
+    duration_alone_s: float
+    """Time of one all-reduce per lane without computation."""
+
+    duration_overlapped_s: float
+    """The same while computation runs."""
+
+    repetitions: int
+
+    def __post_init__(self) -> None:
+        _rules.at_least(".size_bytes", self.size_bytes, 1)
+        _rules.at_least(".lanes", self.lanes, 1)
+        _rules.at_least(".ranks", self.ranks, 2)
+        for name in (
+            "compute_alone_s",
+            "compute_overlapped_s",
+            "duration_alone_s",
+            "duration_overlapped_s",
+        ):
+            _rules.finite(f".{name}", getattr(self, name), above=0.0)
+        _rules.at_least(".repetitions", self.repetitions, 1)
