@@ -1,0 +1,115 @@
+"""Rates of simultaneous flows on the link they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stretto.cost.collectives import collective_cost, wire_factor
+
+if TYPE_CHECKING:
+    from stretto.schema import Cluster
+
+
+def gamma_at(gamma: tuple[float, ...], num_flows: int) -> float:
+    r"""Slow-down $\gamma_k$ of each of $k$ = ``num_flows`` simultaneous flows.
+
+    Beyond the list $\gamma_k = \gamma_K k / K$ with $K$ its length: the sum of the
+    rates stays as with $K$. Source: ASC-WFBP (INFOCOM 2021) Eq. 7-11 for $k = 2$.
+    """
+    known = len(gamma)
+    if num_flows <= known:
+        return gamma[num_flows - 1]
+    return gamma[-1] * num_flows / known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowRates:
+    r"""Rates of $k$ equal flows on one link, bytes/s on the wire.
+
+    $x_k = \min(x_1 / \gamma_k,\; B / k)$
+
+    with $x_1$ = ``alone_bytes_per_s``, $B$ = ``link_bytes_per_s`` and $\gamma_k = 1$
+    where there is no ``gamma``. Holds for flows that are past their start-up; one in
+    start-up asks nothing of the link.
+    """
+
+    alone_bytes_per_s: float
+
+    link_bytes_per_s: float
+
+    gamma: tuple[float, ...] = ()
+
+    def per_flow_bytes_per_s(self, num_flows: int) -> float:
+        """Rate of each of ``num_flows`` flows."""
+        rate = self.alone_bytes_per_s
+        if self.gamma:
+            rate /= gamma_at(self.gamma, num_flows)
+        return min(rate, self.link_bytes_per_s / num_flows)
+
+    @property
+    def limits_bytes_per_s(self) -> tuple[float, ...]:
+        """What each of 1, 2, ... flows gets by ``gamma`` alone; empty without it."""
+        return tuple(self.alone_bytes_per_s / value for value in self.gamma)
+
+    def best_total_bytes_per_s(
+        self, flow_cap_bytes_per_s: float | None = None
+    ) -> float:
+        """The most that any number of flows reaches together.
+
+        ``flow_cap_bytes_per_s`` is a further limit of each flow.
+        """
+        if not self.gamma:
+            return self.link_bytes_per_s
+        totals = [
+            count * min(limit, flow_cap_bytes_per_s or limit)
+            for count, limit in enumerate(self.limits_bytes_per_s, start=1)
+        ]
+        # Beyond the list the sum stays, and a cap per flow no longer binds.
+        totals.append(len(self.gamma) * self.limits_bytes_per_s[-1])
+        return min(self.link_bytes_per_s, max(totals))
+
+
+def flow_rates(cluster: Cluster) -> FlowRates:
+    r"""How fast simultaneous all-reduces over all ranks send on the bottleneck link.
+
+    The figures of a cluster combine so:
+
+    - The bottleneck link is ``inter_host``, or ``intra_host`` where there is one host.
+      Its ``bandwidth_bytes_per_s`` is never exceeded by the sum of the flows.
+    - One flow alone reaches, with a fitted ``allreduce``,
+      $\rho(\mathrm{ranks\ of\ the\ fit})$ / ``allreduce.s_per_byte`` with $\rho$ the
+      ring's `wire_factor`: a rate on the wire that holds for other numbers of ranks
+      too. The fit then stands in place of the link's ``stream_bytes_per_s`` and
+      ``latency_s``. Without a fit a flow reaches the link's ``stream_bytes_per_s``.
+    - With ``concurrency``, each of $k$ flows reaches that rate divided by $\gamma_k$;
+      without, each keeps it while the link suffices.
+    - ``contention`` lowers a flow's own rate further (`curve_bytes_per_s`); that is
+      for the simulator to apply, which knows whether computation runs.
+    """
+    link = cluster.bottleneck
+    alone_bytes_per_s = link.flow_bytes_per_s
+    if cluster.allreduce is not None:
+        fit = cluster.allreduce
+        on_wire_bytes_per_s = wire_factor("ring", fit.ranks) / fit.s_per_byte
+        alone_bytes_per_s = min(on_wire_bytes_per_s, link.bandwidth_bytes_per_s)
+    return FlowRates(
+        alone_bytes_per_s=alone_bytes_per_s,
+        link_bytes_per_s=link.bandwidth_bytes_per_s,
+        gamma=() if cluster.concurrency is None else cluster.concurrency.gamma,
+    )
+
+
+def all_reduce_s(size_bytes: int, cluster: Cluster, algorithm: str = "ring") -> float:
+    """Time of one all-reduce over all ranks that has the cluster for itself.
+
+    Beside no computation and without `Contention`. A ring over as many ranks as the
+    cluster's fit takes what the fit says, unless the fit is faster than the link.
+    """
+    cost = collective_cost(cluster, algorithm)
+    alone_bytes_per_s = flow_rates(cluster).per_flow_bytes_per_s(1)
+    return (
+        cost.startup_s
+        + cost.startup_s_per_byte * size_bytes
+        + cost.wire_factor * size_bytes / alone_bytes_per_s
+    )

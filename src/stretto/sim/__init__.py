@@ -1,0 +1,6 @@
+"""What would happen: one step under a plan, and what no plan can beat."""
+
+from stretto.sim.bounds import LowerBound, lower_bound
+from stretto.sim.step import StepModel, StepResult, simulate_step
+
+__all__ = ["LowerBound", "StepModel", "StepResult", "lower_bound", "simulate_step"]

@@ -1,0 +1,91 @@
+"""What no plan can beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stretto.cost import collective_cost, curve_bytes_per_s, flow_rates
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.schema import Cluster, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowerBound:
+    """Bounds on the iteration time of every plan, in seconds."""
+
+    compute_s: float
+    """Computation undisturbed."""
+
+    cut_s: float
+    """The best over all cuts of the tensors: what is ready late is sent late."""
+
+    link_s: float
+    """All bytes at the link's full rate after the first gradient."""
+
+    value_s: float
+    """The largest: no plan's iteration is shorter."""
+
+
+def lower_bound(
+    workload: Workload, cluster: Cluster, *, algorithms: Sequence[str] = ("ring",)
+) -> LowerBound:
+    r"""Bounds on `stretto.sim.simulate_step`'s iteration time over all plans.
+
+    With forward $t_f$, backward $t_b$, gradient $l$ of $m_l$ bytes ready at $\tau_l$,
+    least start-up $a$ and least wire factor $\rho$:
+
+    - compute: $t_f + t_b$. Contention only slows computation.
+    - cut: $\max_l t_f + \tau_l + a + \rho \sum_{j: \tau_j \ge \tau_l} m_j / X$. A
+      bucket with one of these gradients starts no earlier than $\tau_l$ and pays a
+      start-up. $X$ is the most that any number of flows reaches together: the link's
+      bandwidth, or less where ``concurrency`` keeps their sum below it.
+    - link: $t_f + \tau_1 + a + \rho \sum_j m_j / B$ with $B$ the link's bandwidth.
+
+    Lanes, slices, order and resources are free. Holds for plans whose buckets use
+    ``algorithms``, overlap backward at most, and send the gradients in a type no
+    narrower than their own.
+    """
+    compute_s = workload.forward_s + workload.backward_s
+    sent = [tensor for tensor in workload.tensors if tensor.bytes]
+    if cluster.ranks == 1 or not sent:
+        return LowerBound(
+            compute_s=compute_s, cut_s=compute_s, link_s=compute_s, value_s=compute_s
+        )
+    costs = [collective_cost(cluster, algorithm) for algorithm in algorithms]
+    startup_s = min(cost.startup_s for cost in costs)
+    factor = min(cost.wire_factor for cost in costs)
+    rates = flow_rates(cluster)
+    best_bytes_per_s = rates.best_total_bytes_per_s(_fastest_flow(cluster))
+    cut_s = 0.0
+    size_bytes = 0
+    # Backwards over the order of readiness: all that is ready at or after a tensor.
+    for tensor in reversed(sent):
+        size_bytes += tensor.bytes
+        cut_s = max(cut_s, tensor.ready_s + factor * size_bytes / best_bytes_per_s)
+    cut_s += workload.forward_s + startup_s
+    link_s = (
+        workload.forward_s
+        + sent[0].ready_s
+        + startup_s
+        + factor * size_bytes / rates.link_bytes_per_s
+    )
+    return LowerBound(
+        compute_s=compute_s,
+        cut_s=cut_s,
+        link_s=link_s,
+        value_s=max(compute_s, cut_s, link_s),
+    )
+
+
+def _fastest_flow(cluster: Cluster) -> float | None:
+    """What a flow reaches at most under any resource, with or without computation."""
+    contention = cluster.contention
+    if contention is None:
+        return None
+    curves = (contention.overlapped, contention.exclusive)
+    most = contention.resources[-1]  # the curves never fall with the resource
+    return max(curve_bytes_per_s(curve, most) for curve in curves)

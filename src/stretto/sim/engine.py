@@ -1,0 +1,361 @@
+"""A fluid event engine: flows on lanes and links, beside one track of work.
+
+It knows nothing of training. Between two events every rate is constant; events are:
+work reaches a point where flows become ready, work ends, a flow's start-up ends, a
+flow's last byte is sent. Flows that meet in time are taken in the order of their index,
+so equal inputs give equal runs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_INF = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedLink:
+    """A link that flows share max-min fairly."""
+
+    capacity_bytes_per_s: float
+
+    limits_bytes_per_s: tuple[float, ...] = ()
+    """``limits_bytes_per_s[k-1]``: the most that each of ``k`` flows gets. Beyond the
+    list their sum stays as with the last; empty: no such limit."""
+
+    def __post_init__(self) -> None:
+        for value in (self.capacity_bytes_per_s, *self.limits_bytes_per_s):
+            if not 0 < value < _INF:
+                raise SpecError(f"a link's rates must be finite and > 0, got {value}")
+
+    def flow_limit_bytes_per_s(self, num_flows: int) -> float:
+        """The most that each of ``num_flows`` flows gets, sharing aside."""
+        limits = self.limits_bytes_per_s
+        if not limits:
+            return self.capacity_bytes_per_s
+        if num_flows <= len(limits):
+            return limits[num_flows - 1]
+        return limits[-1] * len(limits) / num_flows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """Bytes to send over some links, after a start-up in which nothing is sent."""
+
+    lane: int
+    """Flows of one lane run one after another, in the order of their index."""
+
+    ready_work_s: float
+    """Work that must be done before the flow may start."""
+
+    startup_s: float
+
+    wire_bytes: float
+
+    cap_bytes_per_s: float
+    """The most this flow reaches while work runs."""
+
+    idle_cap_bytes_per_s: float
+    """The most this flow reaches once work has ended."""
+
+    load: float = 0.0
+    """What the flow takes from the work while it runs, start-up included."""
+
+    links: tuple[int, ...] = (0,)
+    """Indices of the links that it crosses."""
+
+    def __post_init__(self) -> None:
+        for name in ("ready_work_s", "startup_s", "wire_bytes", "load"):
+            if not 0 <= getattr(self, name) < _INF:
+                raise SpecError(
+                    f"{name} must be finite and >= 0, got {getattr(self, name)}",
+                    place=f".{name}",
+                )
+        for name in ("cap_bytes_per_s", "idle_cap_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise SpecError(
+                    f"{name} must be > 0, got {getattr(self, name)}", place=f".{name}"
+                )
+        if not self.links:
+            raise SpecError("a flow crosses at least one link", place=".links")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """When everything happened; tuples are by index of the flow."""
+
+    work_end_s: float
+
+    ready_s: tuple[float, ...]
+    """When the work that a flow waits for was done."""
+
+    start_s: tuple[float, ...]
+    """When its start-up began: it was ready and its lane free."""
+
+    end_s: tuple[float, ...]
+    """When its last byte was sent."""
+
+    @property
+    def makespan_s(self) -> float:
+        """When the last thing ended."""
+        return max((self.work_end_s, *self.end_s))
+
+
+def run(
+    flows: Sequence[Flow],
+    links: Sequence[SharedLink],
+    *,
+    work_s: float,
+    work_rate: Callable[[float], float] | None = None,
+) -> Outcome:
+    """What happens when ``work_s`` of work starts at time 0 beside the flows.
+
+    Work proceeds at rate 1, and while flows run at ``work_rate(load)`` with the sum of
+    their loads; ``None``: always 1. A flow whose ``ready_work_s`` exceeds ``work_s`` is
+    ready when work ends.
+
+    Three events per flow, each linear in the number of flows that run at once.
+    """
+    return _Run(flows, links, work_s, work_rate).outcome()
+
+
+def max_min_rates(
+    caps: Sequence[float],
+    flow_links: Sequence[Sequence[int]],
+    capacities: Sequence[float],
+) -> list[float]:
+    """Max-min fair rates under a cap per flow and a capacity per link.
+
+    Progressive filling (Bertsekas and Gallager, Data Networks, section 6.5.2): all
+    rates rise together; a flow stops at its cap or when one of its links is full.
+    """
+    rates = [0.0] * len(caps)
+    left = list(capacities)
+    count = [0] * len(capacities)
+    for crossed in flow_links:
+        for link in crossed:
+            count[link] += 1
+    rising = sorted(range(len(caps)), key=lambda i: (caps[i], i))
+    while rising:
+        share, tight = min(
+            (left[link] / count[link], link) for link in range(len(left)) if count[link]
+        )
+        first = rising[0]
+        if caps[first] <= share:
+            stopped, rate = [first], caps[first]
+        else:
+            stopped, rate = [i for i in rising if tight in flow_links[i]], share
+        for i in stopped:
+            rates[i] = rate
+            for link in flow_links[i]:
+                left[link] = max(0.0, left[link] - rate)
+                count[link] -= 1
+        gone = set(stopped)
+        rising = [i for i in rising if i not in gone]
+    return rates
+
+
+class _Run:
+    """The state of one run; `outcome` carries it out."""
+
+    def __init__(
+        self,
+        flows: Sequence[Flow],
+        links: Sequence[SharedLink],
+        work_s: float,
+        work_rate: Callable[[float], float] | None,
+    ) -> None:
+        self.flows = flows
+        self.links = links
+        self.work_s = work_s
+        self.work_rate = work_rate
+        count = len(flows)
+        self.now = 0.0
+        self.ready_s = [_INF] * count
+        self.start_s = [_INF] * count
+        self.end_s = [_INF] * count
+
+        # Work: `done` was reached at `done_at` and grows at `speed` since.
+        self.working = True
+        self.work_end_s = 0.0
+        self.done = self.done_at = 0.0
+        self.speed = 1.0
+        self.load = 0.0
+        self.by_ready = sorted(range(count), key=lambda i: (flows[i].ready_work_s, i))
+        self.released = 0
+
+        # Lanes: the flow after each on its lane, and whether a flow is next on its.
+        self.follower = [-1] * count
+        self.is_next = [False] * count
+        last: dict[int, int] = {}
+        for i, flow in enumerate(flows):
+            if flow.lane in last:
+                self.follower[last[flow.lane]] = i
+            else:
+                self.is_next[i] = True
+            last[flow.lane] = i
+
+        # Flows under way: `left_bytes` held at `settled` and falls at `rate` since.
+        self.starting: list[tuple[float, int]] = []
+        self.sending: list[int] = []
+        self.num_active = 0
+        self.settled = 0.0
+        self.left_bytes = [flow.wire_bytes for flow in flows]
+        self.rate = [0.0] * count
+        self.finish_at = _INF
+        self.finishing: list[int] = []
+
+        # fast: flows that are all alike need no filling, only a rate per number of
+        # them; a plan's flows are, as long as its buckets get one resource.
+        kinds = {(f.cap_bytes_per_s, f.idle_cap_bytes_per_s, f.links) for f in flows}
+        self.alike = len(links) == 1 and len(kinds) == 1
+        self.alike_rates: dict[tuple[bool, int], float] = {}
+
+    def outcome(self) -> Outcome:
+        while True:
+            self._release()
+            work_at = self._next_work_event()
+            start_at = self.starting[0][0] if self.starting else _INF
+            self.now = min(self.finish_at, start_at, work_at)
+            if self.now == _INF:
+                break
+            if self.finish_at <= self.now:
+                self._finish()
+            elif start_at <= self.now:
+                self._settle()
+                while self.starting and self.starting[0][0] <= self.now:
+                    insort(self.sending, heapq.heappop(self.starting)[1])
+                self._share()
+            else:
+                self.done, self.done_at = self._target(), self.now
+                if self.done >= self.work_s:
+                    self.working = False
+                    self.work_end_s = self.now
+                    self._settle()
+                    self._share()
+        return Outcome(
+            work_end_s=self.work_end_s,
+            ready_s=tuple(self.ready_s),
+            start_s=tuple(self.start_s),
+            end_s=tuple(self.end_s),
+        )
+
+    def _release(self) -> None:
+        """Starts the flows that have become ready on a free lane."""
+        by_ready = self.by_ready
+        while self.released < len(by_ready):
+            i = by_ready[self.released]
+            if self.working and self.flows[i].ready_work_s > self.done:
+                return
+            self.released += 1
+            self.ready_s[i] = self.now
+            if self.is_next[i]:
+                self._start(i)
+
+    def _target(self) -> float:
+        """The work at which something happens next."""
+        if self.released < len(self.by_ready):
+            flow = self.flows[self.by_ready[self.released]]
+            return min(self.work_s, flow.ready_work_s)
+        return self.work_s
+
+    def _next_work_event(self) -> float:
+        if not self.working:
+            return _INF
+        speed = 1.0
+        if self.work_rate is not None and self.num_active:
+            speed = self.work_rate(self.load)
+        if speed != self.speed:
+            self.done += (self.now - self.done_at) * self.speed
+            self.done_at, self.speed = self.now, speed
+        return max(self.now, self.done_at + (self._target() - self.done) / speed)
+
+    def _start(self, i: int) -> None:
+        flow = self.flows[i]
+        self.start_s[i] = self.now
+        self.load += flow.load
+        self.num_active += 1
+        heapq.heappush(self.starting, (self.now + flow.startup_s, i))
+
+    def _finish(self) -> None:
+        """Ends the flows whose last byte is sent and starts the next on their lanes."""
+        self._settle()
+        for i in self.finishing:
+            self.sending.remove(i)
+            self.end_s[i] = self.now
+            self.load -= self.flows[i].load
+            self.num_active -= 1
+            after = self.follower[i]
+            if after >= 0:
+                self.is_next[after] = True
+                if self.ready_s[after] < _INF:
+                    self._start(after)
+        self._share()
+
+    def _settle(self) -> None:
+        """Takes what was sent at the present rates off what is left."""
+        elapsed_s = self.now - self.settled
+        for i in self.sending:
+            self.left_bytes[i] = max(0.0, self.left_bytes[i] - self.rate[i] * elapsed_s)
+        self.settled = self.now
+
+    def _share(self) -> None:
+        """Shares the links out anew and finds who ends next."""
+        self.finish_at, self.finishing = _INF, []
+        if not self.sending:
+            return
+        first_s = _INF
+        for i, rate in zip(self.sending, self._rates(), strict=True):
+            self.rate[i] = rate
+            last_s = self.left_bytes[i] / rate
+            if last_s < first_s:
+                first_s, self.finishing = last_s, [i]
+            elif last_s == first_s:
+                self.finishing.append(i)
+        self.finish_at = self.now + first_s
+
+    def _rates(self) -> list[float]:
+        """Rates of the flows that send, in their order."""
+        count = len(self.sending)
+        if not self.alike:
+            return self._filled()
+        key = (self.working, count)
+        if key not in self.alike_rates:
+            flow, link = self.flows[0], self.links[0]
+            self.alike_rates[key] = min(
+                flow.cap_bytes_per_s if self.working else flow.idle_cap_bytes_per_s,
+                link.flow_limit_bytes_per_s(count),
+                link.capacity_bytes_per_s / count,
+            )
+        return [self.alike_rates[key]] * count
+
+    def _filled(self) -> list[float]:
+        flows = [self.flows[i] for i in self.sending]
+        count = [0] * len(self.links)
+        for flow in flows:
+            for link in flow.links:
+                count[link] += 1
+        limits = [
+            link.flow_limit_bytes_per_s(num) if num else _INF
+            for link, num in zip(self.links, count, strict=True)
+        ]
+        caps = [
+            min(
+                flow.cap_bytes_per_s if self.working else flow.idle_cap_bytes_per_s,
+                *(limits[link] for link in flow.links),
+            )
+            for flow in flows
+        ]
+        return max_min_rates(
+            caps,
+            [flow.links for flow in flows],
+            [link.capacity_bytes_per_s for link in self.links],
+        )
