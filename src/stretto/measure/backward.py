@@ -1,0 +1,463 @@
+"""When gradients become ready and when parameters are first used, in a real step."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from stretto.errors import SpecError
+from stretto.measure.clocks import clock_for
+from stretto.measure.network import device_of
+from stretto.measure.steady import quartile_distance, require_steady, spread_ratio
+from stretto.schema import TensorSpec, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+    from torch.distributed import ProcessGroup
+
+DEFAULT_WARMUP = 3
+DEFAULT_REPETITIONS = 10
+DEFAULT_MAX_SPREAD_RATIO = 0.35
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedStep:
+    """One step without communication, on one rank."""
+
+    step_s: float
+    """From the start of forward to the start of the next, without waiting for ranks."""
+
+    forward_s: float
+    """The model's forward alone."""
+
+    backward_s: float
+
+    ready_s: tuple[float, ...]
+    """Per parameter, from the start of backward, in the order of the parameters."""
+
+    needed_s: tuple[float, ...]
+    """Per parameter, from the start of forward, in the order of the parameters."""
+
+
+class StepObserver:
+    """Watches a model's steps in any training loop, as a context.
+
+    A step begins where the model is called with gradients enabled and ends where it is
+    called so again after a backward, or at `end_step`. Evaluation under
+    ``torch.no_grad`` counts to the step it stands in, so keep it out of the steps that
+    are measured.
+
+    Backward begins when the gradient of the model's output is there: the loss, its
+    backward, the optimizer and the input pipeline all count to what is not backward.
+    Times are without communication only if the model does not communicate: give the
+    module inside a ``DistributedDataParallel``, and run under its ``no_sync``.
+
+        with StepObserver(model) as observer:
+            for images, labels in loader:
+                loss = criterion(model(images), labels)
+                ...
+        workload = observer.workload(name="resnet", batch_per_rank=32)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        group: ProcessGroup | None = None,
+        on_step: Callable[[int], None] | None = None,
+    ) -> None:
+        """Prepares; nothing is watched before the context is entered.
+
+        Args:
+            model: The module whose call is a step's forward.
+            group: Ranks that begin every step together, so that they load each other
+                as they do in training; absent: nobody is waited for.
+            on_step: Called with the number of whole steps seen, after each.
+
+        Raises:
+            SpecError: the model has no parameter that wants a gradient.
+        """
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        if not named:
+            raise SpecError(
+                f"{type(model).__name__} has no parameter that requires a gradient"
+            )
+        self.model = model
+        self.steps: list[ObservedStep] = []
+        self.order: tuple[int, ...] = ()
+        """Parameters in the order in which they became ready in the last step."""
+        self.batch_size: int | None = None
+        """First dimension of the first tensor that the model was last called with."""
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._group = group
+        self._on_step = on_step
+        self._device = self._parameters[0].device
+        self._clock = clock_for(self._device)
+        self._mark = self._clock.mark
+        self._handles: list[Any] = []
+        self._owners = self._find_owners()
+        self._reset()
+
+    # -- the context -------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        model = self.model
+        # Before any other hook of the root, so that theirs count to its forward.
+        self._handles.append(
+            model.register_forward_pre_hook(
+                self._root_called, with_kwargs=True, prepend=True
+            )
+        )
+        self._handles.append(model.register_forward_hook(self._root_returned))
+        for prefix, module in model.named_modules(remove_duplicate=True):
+            if module is not model and next(module.parameters(), None) is not None:
+                hook = self._module_hook(prefix)
+                self._handles.append(module.register_forward_pre_hook(hook))
+        for i, parameter in enumerate(self._parameters):
+            hook = self._ready_hook(i)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops watching. A step under way is dropped."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._reset()
+
+    def end_step(self) -> None:
+        """Ends the step here rather than at the next call of the model."""
+        self._finish()
+        self._reset()
+
+    # -- hooks -------------------------------------------------------------
+
+    def _reset(self) -> None:
+        self._begin: Any = None
+        self._forward_end: Any = None
+        self._backward_begin: Any = None
+        self._backward_end: Any = None
+        self._first_use: dict[str, Any] = {}
+        self._ready: list[Any] = [None] * len(self._parameters)
+        self._ready_order: list[int] = []
+        self._callback_queued = False
+
+    def _root_called(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._begin is not None and not self._ready_order:
+            return  # a second forward before backward: the same step goes on
+        self._finish()
+        self._reset()
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+                self.batch_size = leaf.shape[0]
+                break
+        if self._group is not None:
+            dist.barrier(self._group)
+        self._begin = self._mark()
+        self._first_use[""] = self._begin
+
+    def _root_returned(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self._begin is None or not torch.is_grad_enabled():
+            return
+        self._forward_end = self._mark()
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._backward_began)
+
+    def _module_hook(self, prefix: str) -> Callable[..., None]:
+        def first_used(_module: nn.Module, _args: Any) -> None:
+            if self._begin is not None and prefix not in self._first_use:
+                self._first_use[prefix] = self._mark()
+
+        return first_used
+
+    def _backward_began(self, _gradient: torch.Tensor) -> None:
+        if self._begin is None:
+            return
+        if self._backward_begin is None:
+            self._backward_begin = self._mark()
+        self._queue_end()
+
+    def _queue_end(self) -> None:
+        if not self._callback_queued:
+            self._callback_queued = True
+            # What DDP itself uses to learn that backward is over.
+            torch.autograd.Variable._execution_engine.queue_callback(  # noqa: SLF001
+                self._backward_ended
+            )
+
+    def _backward_ended(self) -> None:
+        self._callback_queued = False
+        if self._begin is not None:
+            self._backward_end = self._mark()
+
+    def _ready_hook(self, i: int) -> Callable[[torch.Tensor], None]:
+        def became_ready(_parameter: torch.Tensor) -> None:
+            if self._begin is None:
+                return
+            if self._ready[i] is None:
+                self._ready_order.append(i)
+            self._ready[i] = self._mark()
+            self._queue_end()
+
+        return became_ready
+
+    # -- a step's record ---------------------------------------------------
+
+    def _find_owners(self) -> list[tuple[str, ...]]:
+        """Per parameter, the modules that own it under any name."""
+        owners: dict[int, list[str]] = {id(p): [] for p in self._parameters}
+        for prefix, module in self.model.named_modules(remove_duplicate=True):
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) in owners:
+                    owners[id(parameter)].append(prefix)
+        return [tuple(owners[id(p)]) for p in self._parameters]
+
+    def _first_use_of(self, i: int) -> list[Any]:
+        """The earliest start of an owner; of one never called, its nearest parent's."""
+        marks = []
+        for owner in self._owners[i]:
+            prefix = owner
+            while prefix not in self._first_use:
+                prefix = prefix.rpartition(".")[0]
+            marks.append(self._first_use[prefix])
+        return marks
+
+    def _finish(self) -> None:
+        if self._begin is None or not self._ready_order or self._backward_end is None:
+            return
+        end = self._mark()
+        missing = [
+            name
+            for name, moment in zip(self._names, self._ready, strict=True)
+            if moment is None
+        ]
+        if missing:
+            shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+            raise SpecError(
+                f"{len(missing)} of {len(self._names)} parameters got no gradient in a "
+                f"step: {shown}. A plan needs every gradient in every step: freeze "
+                "these (requires_grad=False) or use them in the loss"
+            )
+        seconds = self._clock.seconds
+        begin, forward_end = self._begin, self._forward_end
+        backward_begin = self._backward_begin or forward_end
+        self.order = tuple(self._ready_order)
+        self.steps.append(
+            ObservedStep(
+                step_s=seconds(begin, end),
+                forward_s=seconds(begin, forward_end),
+                backward_s=seconds(backward_begin, self._backward_end),
+                ready_s=tuple(
+                    max(0.0, seconds(backward_begin, moment)) for moment in self._ready
+                ),
+                needed_s=tuple(
+                    min(seconds(begin, mark) for mark in self._first_use_of(i))
+                    for i in range(len(self._names))
+                ),
+            )
+        )
+        self._begin = None
+        if self._on_step is not None:
+            self._on_step(len(self.steps))
+
+    # -- the workload ------------------------------------------------------
+
+    def workload(
+        self,
+        *,
+        name: str,
+        batch_per_rank: int | None = None,
+        warmup: int = DEFAULT_WARMUP,
+        group: ProcessGroup | None = None,
+        max_spread_ratio: float = DEFAULT_MAX_SPREAD_RATIO,
+    ) -> Workload:
+        """The workload that the observed steps show: medians over steps.
+
+        With several ranks each step counts as its slowest rank took it, tensor by
+        tensor, because a collective waits for the slowest.
+
+        Args:
+            name: The workload's name.
+            batch_per_rank: Samples per step and rank; by default the first dimension
+                of the model's first input.
+            warmup: So many first steps are left out.
+            group: Ranks that observed the same steps; every one of them must call.
+            max_spread_ratio: Largest accepted distance between the quartiles of the
+                time of backward, as a share of its median.
+
+        Raises:
+            SpecError: fewer than three steps are left.
+            NoisyProfile: the steps differ too much.
+        """
+        steps = self.steps[warmup:]
+        if len(steps) < 3:
+            raise SpecError(
+                f"a workload needs at least 3 steps after {warmup} to warm up, saw "
+                f"{len(self.steps)} in all; let the model train for longer"
+            )
+        table = _StepTable(steps, self.order, group)
+        require_steady(
+            "the time of backward",
+            table.backward_s,
+            max_spread_ratio=max_spread_ratio,
+            next_step=(
+                "Leave the machine to this job alone, pin torch.set_num_threads, or "
+                "measure more steps; `--max-spread` accepts more"
+            ),
+        )
+        count = len(self._names)
+        tensors = [
+            TensorSpec(
+                name=self._names[i],
+                bytes=self._parameters[i].numel() * self._parameters[i].element_size(),
+                dtype=str(self._parameters[i].dtype).removeprefix("torch."),
+                ready_s=table.ready_s(i),
+                needed_s=table.needed_s(i),
+            )
+            for i in sorted(
+                range(count), key=lambda i: (table.ready_s(i), table.rank(i))
+            )
+        ]
+        forward_s = statistics.median(table.forward_s)
+        return Workload(
+            name=name,
+            framework="pytorch",
+            device=_device_name(self._device),
+            batch_per_rank=batch_per_rank or self.batch_size or 1,
+            forward_s=max(forward_s, max(t.needed_s for t in tensors)),
+            backward_s=max(statistics.median(table.backward_s), tensors[-1].ready_s),
+            tensors=tuple(tensors),
+            provenance={
+                "host": platform.node(),
+                "torch": torch.__version__,
+                "torch_threads": torch.get_num_threads(),
+                "ranks": 1 if group is None else dist.get_world_size(group),
+                "warmup": warmup,
+                "repetitions": len(steps),
+                "step_s": statistics.median(table.step_s),
+                "outside_s": statistics.median(table.outside_s),
+                "outside": "loss, optimizer and input pipeline, part of forward_s",
+                "forward_spread_s": quartile_distance(table.forward_s),
+                "backward_spread_s": quartile_distance(table.backward_s),
+                "backward_spread_ratio": spread_ratio(table.backward_s),
+            },
+        )
+
+
+class _StepTable:
+    """Steps as their slowest rank took them.
+
+    Every rank's clock starts with its forward. All that is not backward is put before
+    backward, so gradient ``i`` is there at (not backward) + ``ready_s[i]``, and a
+    collective may begin when the latest rank has it.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[ObservedStep],
+        order: Sequence[int],
+        group: ProcessGroup | None,
+    ) -> None:
+        position = {parameter: place for place, parameter in enumerate(order)}
+        rows = []
+        for step in steps:
+            before_s = max(0.0, step.step_s - step.backward_s)
+            rows.append(
+                [
+                    before_s,
+                    before_s + step.backward_s,
+                    max(0.0, before_s - step.forward_s),
+                    *(before_s + value for value in step.ready_s),
+                    *step.needed_s,
+                    *(float(position[i]) for i in range(len(order))),
+                ]
+            )
+        if group is not None:
+            table = torch.tensor(rows, dtype=torch.float64, device=device_of(group))
+            dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
+            rows = table.tolist()
+        self._rows = rows
+        self._count = len(order)
+        self.forward_s = [row[0] for row in rows]
+        self.step_s = [row[1] for row in rows]
+        self.backward_s = [row[1] - row[0] for row in rows]
+        self.outside_s = [row[2] for row in rows]
+
+    def ready_s(self, i: int) -> float:
+        return statistics.median(row[3 + i] - row[0] for row in self._rows)
+
+    def needed_s(self, i: int) -> float:
+        return statistics.median(row[3 + self._count + i] for row in self._rows)
+
+    def rank(self, i: int) -> float:
+        """Place in the order of readiness."""
+        return self._rows[-1][3 + 2 * self._count + i]
+
+
+def profile_model(
+    model: nn.Module,
+    step: Callable[[], object],
+    *,
+    name: str | None = None,
+    batch_per_rank: int | None = None,
+    warmup: int = DEFAULT_WARMUP,
+    repetitions: int = DEFAULT_REPETITIONS,
+    group: ProcessGroup | None = None,
+    max_spread_ratio: float = DEFAULT_MAX_SPREAD_RATIO,
+) -> Workload:
+    """The workload of a model, from real training steps without communication.
+
+    Args:
+        model: The module that ``step`` calls and whose gradients count.
+        step: Runs one whole step: input, forward, loss, backward, optimizer.
+        name: The workload's name, the model's class by default.
+        batch_per_rank: As for `StepObserver.workload`.
+        warmup: Steps before those that count.
+        repetitions: Steps that count, at least 3.
+        group: Ranks that all call this; they begin each step together and count as
+            their slowest.
+        max_spread_ratio: As for `StepObserver.workload`.
+
+    Raises:
+        SpecError: a parameter gets no gradient, or too few repetitions.
+        NoisyProfile: the steps differ too much.
+    """
+    with StepObserver(model, group=group) as observer:
+        for _ in range(warmup + repetitions):
+            step()
+            observer.end_step()
+        if not observer.steps:
+            raise SpecError(
+                f"no step was seen: the function never called {type(model).__name__} "
+                "and backward on what it returned"
+            )
+        return observer.workload(
+            name=name or type(model).__name__,
+            batch_per_rank=batch_per_rank,
+            warmup=warmup,
+            group=group,
+            max_spread_ratio=max_spread_ratio,
+        )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine() or "cpu"

@@ -1,0 +1,53 @@
+"""Moments of a step: the host's clock, or events of a CUDA stream."""
+
+from __future__ import annotations
+
+import abc
+from time import perf_counter
+from typing import Any, final
+
+import torch
+
+
+class AbstractClock(abc.ABC):
+    """Marks moments now and tells later how far apart they were.
+
+    Marking costs little and never waits; `seconds` may wait for the device.
+    """
+
+    @abc.abstractmethod
+    def mark(self) -> Any:
+        """A moment: when what was issued before it is done."""
+
+    @abc.abstractmethod
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds from one moment to another."""
+
+
+@final
+class HostClock(AbstractClock):
+    """The host's clock, right for devices that compute when they are told to."""
+
+    mark = staticmethod(perf_counter)
+
+    def seconds(self, start: Any, end: Any) -> float:  # noqa: D102
+        return float(end - start)
+
+
+@final
+class CudaClock(AbstractClock):
+    """Events on the current stream. Not yet run on a GPU."""
+
+    def mark(self) -> Any:  # noqa: D102
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:  # noqa: D102
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000.0
+
+
+def clock_for(device: torch.device) -> AbstractClock:
+    """The clock that sees when a device has done its work."""
+    return CudaClock() if device.type == "cuda" else HostClock()
