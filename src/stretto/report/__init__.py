@@ -1,0 +1,33 @@
+"""What was measured and predicted, shown: tables, traces, pages."""
+
+from stretto.report.page import render, save
+from stretto.report.results import (
+    DemoReport,
+    MethodResult,
+    Results,
+    report_of,
+    results_json,
+    results_of,
+    save_results,
+)
+from stretto.report.svg import step_time_svg
+from stretto.report.tables import methods_table, plan_table, planners_table
+from stretto.report.trace import labelled_timelines, save_trace
+
+__all__ = [
+    "DemoReport",
+    "MethodResult",
+    "Results",
+    "labelled_timelines",
+    "methods_table",
+    "plan_table",
+    "planners_table",
+    "render",
+    "report_of",
+    "results_json",
+    "results_of",
+    "save",
+    "save_results",
+    "save_trace",
+    "step_time_svg",
+]

@@ -1,0 +1,487 @@
+"""One self-contained HTML page: nothing is fetched, all is inside."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from stretto.report import svg
+from stretto.schema import codec
+from stretto.units import format_bytes, format_rate, format_s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from stretto.report.results import DemoReport, MethodResult
+    from stretto.schema import Cluster, Link, Workload
+
+_DASH = "–"
+
+
+def save(path: str | Path, report: DemoReport) -> None:
+    """Writes the page atomically.
+
+    Raises:
+        SpecError: the file can't be written.
+    """
+    codec.write_atomically(path, render(report).encode())
+
+
+def render(report: DemoReport) -> str:
+    """The page as HTML text; sections about what the report lacks are left out."""
+    sections = (
+        _headline(report),
+        _step_times(report),
+        _timelines(report),
+        _losses(report),
+        _plans(report),
+        _subject(report),
+        _reading(report),
+        _provenance(report),
+    )
+    return _PAGE.format(
+        title=escape(report.title),
+        style=_style(),
+        body="\n".join(section for section in sections if section),
+        made_by=escape(codec.MADE_BY),
+        script=_asset("page.js"),
+    )
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width,initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>
+{style}
+</style>
+</head>
+<body>
+<main>
+{body}
+<footer>Made by {made_by}. This page is whole: it loads nothing.</footer>
+</main>
+<script>
+{script}</script>
+</body>
+</html>
+"""
+
+
+def _asset(name: str) -> str:
+    return resources.files("stretto.report").joinpath(name).read_text("utf-8")
+
+
+def _style() -> str:
+    light = svg.css_variables(svg.LIGHT | {"back": "#f3f5f8", "font": svg.FONT})
+    dark = svg.css_variables(svg.DARK | {"back": "#0e1217"})
+    curves = "".join(
+        f".drawing .c{i}{{stroke:{on_light};stroke-dasharray:{dashes or 'none'}}}"
+        f".drawing .n{i}{{fill:{on_light}}}"
+        f".key .c{i}{{background:{on_light}}}"
+        for i, (on_light, _, dashes) in enumerate(svg.SERIES)
+    )
+    dark_curves = "".join(
+        f".drawing .c{i}{{stroke:{on_dark}}}.drawing .n{i}{{fill:{on_dark}}}"
+        for i, (_, on_dark, _) in enumerate(svg.SERIES)
+    )
+    kinds = "".join(
+        f".drawing .span.{kind},.key .{kind}{{fill:var(--{kind});"
+        f"background:var(--{kind})}}.drawing .on.{kind}{{fill:var(--on-{kind})}}"
+        for kind in _KINDS
+    )
+    return (
+        f":root{{{light}}}\n{svg.SVG_STYLE}\n{kinds}\n{curves}\n{_asset('page.css')}"
+        "@media screen and (prefers-color-scheme: dark){"
+        f":root{{{dark}}}{dark_curves}}}"
+    )
+
+
+_KINDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "send": "a bucket or slice on the wire",
+    "wait": "a bucket that waits for its lane",
+    "other": "other",
+}
+
+
+def _headline(report: DemoReport) -> str:
+    fastest = report.fastest
+    title, lead = report.title, ""
+    tiles: list[str] = []
+    if fastest is not None and fastest.measured_step_s:
+        others = [m for m in report.methods if m is not fastest and m.measured_step_s]
+        title = f"{fastest.name} is the fastest of {len(others) + 1} methods"
+        if not others:
+            title = f"{fastest.name}: {format_s(fastest.measured_step_s)} a step"
+        lead = _lead(fastest, others)
+        tiles.append(
+            _tile(
+                format_s(fastest.measured_step_s),
+                f"a step with {fastest.name}, the median measured",
+                best=True,
+            )
+        )
+        if fastest.speedup_over_ddp is not None:
+            tiles.append(
+                _tile(f"{fastest.speedup_over_ddp:.2f}×", "as fast as DDP's default")
+            )
+        if fastest.bound_share is not None:
+            tiles.append(
+                _tile(
+                    f"{fastest.bound_share:.0%}",
+                    "of the lower bound: no plan can pass 100 %",
+                )
+            )
+    mean, worst = report.mean_error_ratio, report.worst_error_ratio
+    if mean is not None and worst is not None:
+        count = sum(m.error_ratio is not None for m in report.methods)
+        words = "prediction error"
+        if count > 1:
+            words = f"mean prediction error, {_share(worst)} at worst"
+        tiles.append(_tile(_share(mean), words))
+    kicker = f'<p class="kicker">{escape(report.title)}</p>'
+    return (
+        f"<header>{kicker if title != report.title else ''}"
+        f"<h1>{escape(title)}</h1>{lead}</header>"
+        + (f'<div class="tiles">{"".join(tiles)}</div>' if tiles else "")
+    )
+
+
+def _lead(fastest: MethodResult, others: list[MethodResult]) -> str:
+    """One sentence: how much faster than the next best, with how sure that is."""
+    if not others or fastest.measured_step_s is None:
+        return ""
+    second = min(others, key=lambda m: m.measured_step_s or math.inf)
+    second_s = second.measured_step_s or math.inf
+    text = (
+        f"A step takes {format_s(fastest.measured_step_s)}, against "
+        f"{format_s(second_s)} with {second.name}, the next best: "
+        f"{second_s / fastest.measured_step_s:.2f} times as fast."
+    )
+    spread_s = (fastest.spread_s or 0.0) + (second.spread_s or 0.0)
+    if second_s - fastest.measured_step_s <= spread_s:
+        text += " The difference is within the spread of the measurements."
+    return f'<p class="lead">{escape(text)}</p>'
+
+
+def _tile(figure: str, words: str, *, best: bool = False) -> str:
+    return (
+        f'<div class="tile{" best" if best else ""}"><b>{escape(figure)}</b>'
+        f"<span>{escape(words)}</span></div>"
+    )
+
+
+def _step_times(report: DemoReport) -> str:
+    if not any(m.step_s is not None for m in report.methods):
+        return ""
+    return _section(
+        "Step time",
+        "Shorter is better."
+        + (
+            " Left of the dashed line no plan can come: it is the time that the "
+            "computation, or sending the gradients through the slowest link, takes "
+            "at least."
+            if report.bound_s is not None
+            else ""
+        ),
+        f'<figure class="scroll">{svg.step_time_svg(report)}</figure>'
+        f'<div class="scroll" style="margin-top:18px">{_methods_table(report)}</div>',
+    )
+
+
+def _methods_table(report: DemoReport) -> str:
+    described = any(m.description for m in report.methods)
+    heads = [
+        "method",
+        "predicted",
+        "measured",
+        "spread",
+        "error",
+        "against ddp",
+        "of bound",
+        "final loss",
+    ]
+    rows = []
+    for m in report.methods:
+        cells = [
+            m.name,
+            _maybe(m.predicted_step_s, format_s),
+            _maybe(m.measured_step_s, format_s),
+            _maybe(m.spread_s, lambda v: f"± {format_s(v)}"),
+            _maybe(m.error_ratio, lambda v: f"{v:+.1%}".replace("-", "−")),
+            _maybe(m.speedup_over_ddp, lambda v: f"{v:.2f}×"),
+            _maybe(m.bound_share, _share),
+            _maybe(m.final_loss, lambda v: f"{v:.4g}"),
+        ]
+        rows.append((cells, m.description if described else None, m is report.fastest))
+    return _table(heads, rows, "what it does" if described else None)
+
+
+def _table(
+    heads: list[str],
+    rows: Iterable[tuple[list[str], str | None, bool]],
+    words_head: str | None,
+) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    if words_head is not None:
+        head += f'<th class="words">{escape(words_head)}</th>'
+    body = ""
+    for cells, words, best in rows:
+        row = "".join(f"<td>{escape(text)}</td>" for text in cells)
+        if words_head is not None:
+            row += f'<td class="words">{escape(words or "")}</td>'
+        body += f'<tr class="best">{row}</tr>' if best else f"<tr>{row}</tr>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _timelines(report: DemoReport) -> str:
+    drawn = [
+        m for m in report.methods if m.predicted is not None or m.measured is not None
+    ]
+    if not drawn:
+        return ""
+    lines = [line for m in drawn for line in (m.predicted, m.measured) if line]
+    shared_end_s = max((line.end_s for line in lines), default=0.0)
+    present = {svg.span_kind(span) for line in lines for span in line.spans}
+    key = "".join(
+        f'<span><i class="{kind}"></i>{words}</span>'
+        for kind, words in _KINDS.items()
+        if kind in present
+    )
+    key += '<span><i class="line"></i>end of the step</span>'
+    if len(drawn) > 1:
+        key += '<button id="zoom" type="button" aria-pressed="false" hidden></button>'
+    figures = "".join(
+        f"<h3>{escape(m.name)}{_described(m)}</h3>"
+        '<figure class="scroll">'
+        + svg.timeline_svg(m.name, m.predicted, m.measured, shared_end_s=shared_end_s)
+        + "</figure>"
+        for m in drawn
+    )
+    return _section(
+        "One step, drawn",
+        "Computation above, the lanes that carry gradients below, from the start of "
+        "forward. Point at a span to read what it is.",
+        f'<div class="key">{key}</div>{figures}',
+        id_="timelines",
+        class_="long",
+    )
+
+
+def _described(method: MethodResult) -> str:
+    if not method.description:
+        return ""
+    return f' <span class="soft">{escape(method.description)}</span>'
+
+
+def _losses(report: DemoReport) -> str:
+    groups = svg.loss_groups(report.methods)
+    if not groups:
+        return ""
+    total = sum(len(names) for names, _ in groups)
+    words = "Same seeds, same data: what differs is only when gradients are sent."
+    if len(groups) == 1 and total > 1:
+        words += " The curves lie on one another to a thousandth, as they must."
+    elif len(groups) > 1:
+        words += " Curves that agree to a thousandth are drawn as one."
+    figure = f'<figure class="scroll">{svg.loss_svg(report.methods)}</figure>'
+    return _section("Training loss", words, figure)
+
+
+def _plans(report: DemoReport) -> str:
+    planned = [(m, m.plan) for m in report.methods if m.plan is not None]
+    if not planned:
+        return ""
+    sizes = {}
+    if report.workload is not None:
+        sizes = {tensor.name: tensor.bytes for tensor in report.workload.tensors}
+    rows = []
+    for m, plan in planned:
+        totals = [
+            sum(sizes[name] for name in bucket.tensors)
+            for bucket in plan.buckets
+            if all(name in sizes for name in bucket.tensors)
+        ]
+        known = len(totals) == len(plan.buckets)
+        rows.append(
+            (
+                [
+                    m.name,
+                    plan.planner,
+                    plan.overlap,
+                    str(len(plan.buckets)),
+                    str(sum(bucket.slices for bucket in plan.buckets)),
+                    str(plan.lanes),
+                    format_bytes(min(totals)) if known else _DASH,
+                    format_bytes(max(totals)) if known else _DASH,
+                ],
+                None,
+                m is report.fastest,
+            )
+        )
+    heads = [
+        "method",
+        "planner",
+        "overlap",
+        "buckets",
+        "collectives",
+        "lanes",
+        "smallest bucket",
+        "largest bucket",
+    ]
+    return _section(
+        "Plans",
+        "A bucket is what one collective sends; slices of it are sent at once on "
+        "several lanes, so there may be more collectives than buckets.",
+        f'<div class="scroll">{_table(heads, rows, None)}</div>',
+    )
+
+
+def _subject(report: DemoReport) -> str:
+    parts = []
+    if report.workload is not None:
+        parts.append(
+            f"<div><h3>Model</h3>{_facts(_workload_facts(report.workload))}</div>"
+        )
+    if report.cluster is not None:
+        parts.append(
+            f"<div><h3>Cluster</h3>{_facts(_cluster_facts(report.cluster))}</div>"
+        )
+    if not parts:
+        return ""
+    return _section(
+        "What was trained on what", "", f'<div class="pair">{"".join(parts)}</div>'
+    )
+
+
+def _workload_facts(workload: Workload) -> dict[str, str]:
+    sizes = [tensor.bytes for tensor in workload.tensors]
+    return {
+        "name": workload.name,
+        "framework": workload.framework,
+        "device": workload.device,
+        "batch per rank": str(workload.batch_per_rank),
+        "forward and rest": format_s(workload.forward_s),
+        "backward": format_s(workload.backward_s),
+        "gradients": f"{len(sizes)} tensors, {format_bytes(workload.total_bytes)}",
+        "largest tensor": format_bytes(max(sizes)),
+        "smallest tensor": format_bytes(min(sizes)),
+    }
+
+
+def _cluster_facts(cluster: Cluster) -> dict[str, str]:
+    facts = {
+        "name": cluster.name,
+        "ranks": f"{cluster.ranks}: {cluster.hosts} hosts of {cluster.ranks_per_host}",
+    }
+    if cluster.hosts > 1:
+        facts |= _link_facts("between hosts", cluster.inter_host)
+    if cluster.ranks_per_host > 1 or cluster.hosts == 1:
+        facts |= _link_facts("inside a host", cluster.intra_host)
+    if cluster.allreduce is not None:
+        fit = cluster.allreduce
+        facts["all-reduce alone"] = (
+            f"{format_s(fit.startup_s)} and {format_s(fit.s_per_byte * 2**20)} per "
+            f"MiB, fitted at {fit.ranks} ranks"
+        )
+    if cluster.concurrency is not None:
+        gammas = ", ".join(f"{value:.3g}" for value in cluster.concurrency.gamma)
+        facts["slow-down of 1, 2, ... at once"] = gammas
+    return facts
+
+
+def _link_facts(name: str, link: Link) -> dict[str, str]:
+    flow = link.stream_bytes_per_s
+    return {
+        name: format_rate(link.bandwidth_bytes_per_s)
+        + (f", one flow {format_rate(flow)}" if flow is not None else "")
+        + (f", latency {format_s(link.latency_s)}" if link.latency_s else "")
+    }
+
+
+def _facts(facts: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f"<dt>{escape(str(key))}</dt><dd>{escape(_fact(value))}</dd>"
+        for key, value in facts.items()
+    )
+    return f"<dl>{rows}</dl>"
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_fact(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_fact(item) for item in value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return {True: "yes", False: "no", None: _DASH}.get(value, str(value))
+
+
+def _reading(report: DemoReport) -> str:
+    notes = [escape(note) for note in report.notes]
+    if any(m.measured_step_s is not None for m in report.methods):
+        notes.append(
+            "<b>measured</b> is the median over the steps of the slowest rank; "
+            "<b>spread</b> is half the distance between the quartiles."
+        )
+    if report.mean_error_ratio is not None:
+        notes.append(
+            "<b>predicted</b> was computed before the run from the model's profile and "
+            "the network's probe alone; <b>error</b> is predicted over measured, less "
+            "one."
+        )
+    if report.bound_s is not None:
+        notes.append(
+            f"<b>of bound</b> is the lower bound, {format_s(report.bound_s)}, over the "
+            "measured step: what a perfect plan would reach is 100 %."
+        )
+    if any(m.measured is not None for m in report.methods):
+        notes.append(
+            "A measured timeline is one step of one rank, the one nearest to the "
+            "median; lanes carry traffic of all ranks."
+        )
+    if not notes:
+        return ""
+    items = "".join(f"<li>{note}</li>" for note in notes)
+    return _section("How to read this", "", f"<ul>{items}</ul>")
+
+
+def _provenance(report: DemoReport) -> str:
+    parts = []
+    for title, facts in (
+        ("Machine and options", report.environment),
+        ("Profile", report.workload.provenance if report.workload else {}),
+        ("Probe", report.cluster.provenance if report.cluster else {}),
+    ):
+        if facts:
+            parts.append(f"<div><h3>{title}</h3>{_facts(facts)}</div>")
+    if not parts:
+        return ""
+    body = f'<div class="pair">{"".join(parts)}</div>'
+    return _section("Where the figures come from", "", body)
+
+
+def _section(
+    title: str, why: str, body: str, *, id_: str = "", class_: str = ""
+) -> str:
+    attributes = (f' id="{id_}"' if id_ else "") + (
+        f' class="{class_}"' if class_ else ""
+    )
+    why = f'<p class="why">{why}</p>' if why else ""
+    return f"<section{attributes}><h2>{title}</h2>{why}{body}</section>"
+
+
+def _share(ratio: float) -> str:
+    return f"{ratio:.1%}"
+
+
+def _maybe(value: Any, text: Any) -> str:
+    return _DASH if value is None else str(text(value))

@@ -1,0 +1,230 @@
+"""What a report is made from, and the results file."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stretto.errors import SpecError
+from stretto.schema import Cluster, Plan, Timeline, Workload, codec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BASELINE = "ddp"
+"""Name of the method that speed-ups refer to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodResult:
+    """What one method was predicted to do and did; ``None``: not known."""
+
+    name: str
+
+    predicted_step_s: float | None
+
+    measured_step_s: float | None
+    """Median of the measured steps."""
+
+    spread_s: float | None
+    """Half the distance between the quartiles of the measured steps."""
+
+    speedup_over_ddp: float | None
+
+    bound_share: float | None
+    """Lower bound on the step time over the measured one: 1 can't be passed."""
+
+    final_loss: float | None
+
+    steps: tuple[float, ...] = ()
+    """Measured seconds, step by step."""
+
+    losses: tuple[float, ...] = ()
+    """Training loss, step by step."""
+
+    predicted: Timeline | None = None
+
+    measured: Timeline | None = None
+
+    description: str = ""
+    """What the method does, in a few words."""
+
+    plan: Plan | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name.strip():
+            raise SpecError("name must not be empty", place=".name")
+        for name in ("predicted_step_s", "measured_step_s", "spread_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise SpecError(
+                    f"{name} must be finite and >= 0, got {value}", place=f".{name}"
+                )
+
+    @property
+    def error_ratio(self) -> float | None:
+        """Predicted over measured, less one; ``None`` where either lacks."""
+        if self.predicted_step_s is None or not self.measured_step_s:
+            return None
+        return self.predicted_step_s / self.measured_step_s - 1
+
+    @property
+    def step_s(self) -> float | None:
+        """The measured step time, else the predicted one."""
+        if self.measured_step_s is None:
+            return self.predicted_step_s
+        return self.measured_step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoReport:
+    """Everything that a page shows; what is absent is left out of it."""
+
+    title: str
+
+    cluster: Cluster | None = None
+
+    workload: Workload | None = None
+
+    methods: tuple[MethodResult, ...] = ()
+
+    bound_s: float | None = None
+    """Lower bound on the step time of any plan."""
+
+    environment: dict[str, Any] = field(default_factory=dict)
+    """Machine, versions, options: shown as it is."""
+
+    notes: tuple[str, ...] = ()
+    """Sentences that belong to these results."""
+
+    def __post_init__(self) -> None:
+        names = [method.name for method in self.methods]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise SpecError(
+                    f"method {name!r} stands twice; every method must stand once",
+                    place=f".methods[{i}].name",
+                )
+
+    @property
+    def fastest(self) -> MethodResult | None:
+        """The method of the shortest measured step; first of equals."""
+        known = [m for m in self.methods if m.measured_step_s is not None]
+        return min(known, key=lambda m: m.measured_step_s or 0.0, default=None)
+
+    @property
+    def mean_error_ratio(self) -> float | None:
+        """Mean of the prediction errors' sizes; ``None`` without any."""
+        errors = [abs(m.error_ratio) for m in self.methods if m.error_ratio is not None]
+        return statistics.fmean(errors) if errors else None
+
+    @property
+    def worst_error_ratio(self) -> float | None:
+        """Greatest of the prediction errors' sizes; ``None`` without any."""
+        errors = [abs(m.error_ratio) for m in self.methods if m.error_ratio is not None]
+        return max(errors, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultRow:
+    """One method in the results file."""
+
+    name: str
+    predicted_step_s: float | None
+    measured_step_s: float | None
+    spread_s: float | None
+    speedup_over_ddp: float | None
+    bound_share: float | None
+    final_loss: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """The results file: a report's figures without its timelines."""
+
+    title: str
+    bound_s: float | None
+    methods: tuple[ResultRow, ...]
+    descriptions: dict[str, str]
+    steps_s: dict[str, tuple[float, ...]]
+    losses: dict[str, tuple[float, ...]]
+    environment: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def results_of(report: DemoReport) -> Results:
+    """The figures of a report, as they are filed."""
+    methods = report.methods
+    return Results(
+        title=report.title,
+        bound_s=report.bound_s,
+        methods=tuple(
+            ResultRow(
+                name=m.name,
+                predicted_step_s=m.predicted_step_s,
+                measured_step_s=m.measured_step_s,
+                spread_s=m.spread_s,
+                speedup_over_ddp=m.speedup_over_ddp,
+                bound_share=m.bound_share,
+                final_loss=m.final_loss,
+            )
+            for m in methods
+        ),
+        descriptions={m.name: m.description for m in methods if m.description},
+        steps_s={m.name: m.steps for m in methods if m.steps},
+        losses={m.name: m.losses for m in methods if m.losses},
+        environment=report.environment,
+        notes=report.notes,
+    )
+
+
+def results_json(report: DemoReport) -> dict[str, Any]:
+    """The results file as plain JSON data, header and all."""
+    plain: dict[str, Any] = msgspec.json.decode(codec.encode(results_of(report)))
+    return plain
+
+
+def save_results(path: str | Path, report: DemoReport) -> None:
+    """Writes the results file atomically.
+
+    Raises:
+        SpecError: the file can't be written.
+    """
+    codec.save(path, results_of(report))
+
+
+def report_of(results: Results) -> DemoReport:
+    """The report that a results file holds: all but cluster, workload, timelines."""
+    return DemoReport(
+        title=results.title,
+        bound_s=results.bound_s,
+        methods=tuple(
+            MethodResult(
+                name=row.name,
+                predicted_step_s=row.predicted_step_s,
+                measured_step_s=row.measured_step_s,
+                spread_s=row.spread_s,
+                speedup_over_ddp=row.speedup_over_ddp,
+                bound_share=row.bound_share,
+                final_loss=row.final_loss,
+                steps=results.steps_s.get(row.name, ()),
+                losses=results.losses.get(row.name, ()),
+                description=results.descriptions.get(row.name, ""),
+            )
+            for row in results.methods
+        ),
+        environment=results.environment,
+        notes=results.notes,
+    )
+
+
+def with_method(report: DemoReport, method: MethodResult) -> DemoReport:
+    """The report with a method put in the place of its namesake, or at the end."""
+    names = [m.name for m in report.methods]
+    if method.name not in names:
+        return replace(report, methods=(*report.methods, method))
+    methods = tuple(method if m.name == method.name else m for m in report.methods)
+    return replace(report, methods=methods)

@@ -1,0 +1,133 @@
+"""Tables for a terminal, as text."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from stretto.units import format_bytes, format_s
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.table import Table
+
+    from stretto.report.results import DemoReport
+    from stretto.schema import Plan, Workload
+
+_DASH = "-"
+
+
+def planners_table(rows: Sequence[Mapping[str, Any]], *, width: int = 100) -> str:
+    """A comparison of planners, one row each, fastest marked.
+
+    Each row holds ``planner, iteration_s, exposed_communication_s, lower_bound_s, gap,
+    lanes, buckets`` (their number) and, where it was timed, ``search_s``: what
+    ``stretto compare --json`` prints.
+    """
+    table = _table(
+        "planner", "step", "exposed", "over bound", "lanes", "buckets", "search"
+    )
+    best_s = min((row["iteration_s"] for row in rows), default=None)
+    for row in rows:
+        table.add_row(
+            row["planner"],
+            format_s(row["iteration_s"]),
+            format_s(row["exposed_communication_s"]),
+            _percent(row["gap"]),
+            str(row["lanes"]),
+            str(row["buckets"]),
+            _or_dash(row.get("search_s"), format_s),
+            style="bold" if row["iteration_s"] == best_s else None,
+        )
+    bounds = {row["lower_bound_s"] for row in rows}
+    if len(bounds) == 1:
+        table.caption = f"no plan can be faster than {format_s(bounds.pop())} per step"
+    return _text(table, width)
+
+
+def methods_table(report: DemoReport, *, width: int = 100) -> str:
+    """What each method was predicted to do and did, fastest marked."""
+    table = _table(
+        "method",
+        "predicted",
+        "measured",
+        "spread",
+        "error",
+        "against ddp",
+        "of bound",
+        "final loss",
+    )
+    fastest = report.fastest
+    for m in report.methods:
+        table.add_row(
+            m.name,
+            _or_dash(m.predicted_step_s, format_s),
+            _or_dash(m.measured_step_s, format_s),
+            _or_dash(m.spread_s, lambda spread_s: f"± {format_s(spread_s)}"),
+            _or_dash(m.error_ratio, lambda error: f"{error:+.1%}"),
+            _or_dash(m.speedup_over_ddp, lambda ratio: f"{ratio:.2f} x"),
+            _or_dash(m.bound_share, _percent),
+            _or_dash(m.final_loss, lambda loss: f"{loss:.4g}"),
+            style="bold" if m is fastest else None,
+        )
+    if report.bound_s is not None:
+        table.caption = f"no plan can be faster than {format_s(report.bound_s)} a step"
+    return _text(table, width)
+
+
+def plan_table(plan: Plan, workload: Workload, *, width: int = 100) -> str:
+    """The buckets of a plan in launch order.
+
+    Raises:
+        PlanMismatch: the plan was made for another model.
+    """
+    plan.check_matches(workload)
+    tensors = {tensor.name: tensor for tensor in workload.tensors}
+    table = _table(
+        "bucket", "tensors", "size", "ready", "lane", "slices", "last tensor"
+    )
+    table.columns[-1].justify = "left"
+    for i, bucket in enumerate(plan.buckets):
+        members = [tensors[name] for name in bucket.tensors]
+        last = max(members, key=lambda tensor: tensor.ready_s)
+        table.add_row(
+            str(i),
+            str(len(members)),
+            format_bytes(sum(tensor.bytes for tensor in members)),
+            format_s(last.ready_s),
+            str(bucket.lane),
+            str(bucket.slices),
+            last.name,
+        )
+    return _text(table, width)
+
+
+def _table(first: str, *others: str) -> Table:
+    # rich takes longer to import than the rest of a command: only what prints pays.
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, caption_justify="left", pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _text(table: Table, width: int) -> str:
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    return "\n".join(lines).strip("\n")
+
+
+def _percent(ratio: float) -> str:
+    return f"{ratio:.1%}"
+
+
+def _or_dash(value: Any, text: Any) -> str:
+    return _DASH if value is None else str(text(value))
