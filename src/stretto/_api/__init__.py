@@ -1,0 +1,5 @@
+"""What a program calls: a few lines of wiring each."""
+
+from stretto._api.planning import compare, plan, predicted, resized, simulate
+
+__all__ = ["compare", "plan", "predicted", "resized", "simulate"]

@@ -1,0 +1,80 @@
+"""Planning and predicting, wired together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from stretto import planners
+from stretto.errors import SpecError
+from stretto.planners.base import with_prediction
+from stretto.sim.step import simulate_step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from stretto.schema import Cluster, Plan, Workload
+    from stretto.sim.step import StepResult
+
+
+def plan(
+    workload: Workload, cluster: Cluster, planner: str = "joint", **options: Any
+) -> Plan:
+    """A plan for a workload on a cluster, with its prediction.
+
+    Args:
+        workload: what was measured of the model.
+        cluster: what was measured or said of the hardware.
+        planner: one of ``stretto.planners.NAMES``.
+        options: the planner's own, for instance ``max_lanes`` of ``joint``.
+
+    Raises:
+        SpecError: there is no such planner or option.
+        Infeasible: no plan meets the limits.
+    """
+    return planners.get(planner, **options).plan(workload, cluster)
+
+
+def simulate(workload: Workload, cluster: Cluster, plan: Plan) -> StepResult:
+    """What one step under a plan will be: its times and its timeline.
+
+    Raises:
+        PlanMismatch: the plan was made for another model.
+    """
+    plan.check_matches(workload)
+    return simulate_step(workload, cluster, plan)
+
+
+def compare(
+    workload: Workload, cluster: Cluster, names: Iterable[str] = planners.NAMES
+) -> dict[str, Plan]:
+    """The plan of every planner, by name."""
+    return {name: plan(workload, cluster, name) for name in names}
+
+
+def predicted(workload: Workload, cluster: Cluster, plan: Plan) -> Plan:
+    """A plan made anywhere with its prediction on this cluster.
+
+    Raises:
+        PlanMismatch: the plan was made for another model.
+    """
+    plan.check_matches(workload)
+    return with_prediction(replace(plan, ranks=cluster.ranks), workload, cluster)
+
+
+def resized(cluster: Cluster, ranks: int) -> Cluster:
+    """The cluster with another number of ranks: more or fewer hosts, or a part of one.
+
+    Raises:
+        SpecError: the ranks do not fill whole hosts.
+    """
+    if ranks == cluster.ranks:
+        return cluster
+    each = cluster.ranks_per_host
+    if 0 < ranks < each:
+        return replace(cluster, hosts=1, ranks_per_host=ranks)
+    if ranks < 1 or ranks % each:
+        raise SpecError(
+            f"ranks must fill whole hosts of {each}, or a part of one; got {ranks}"
+        )
+    return replace(cluster, hosts=ranks // each)

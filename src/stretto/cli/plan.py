@@ -1,0 +1,51 @@
+"""``stretto plan``: a plan for a workload on a cluster."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from stretto import _api
+from stretto.cli import _planning
+from stretto.schema import Cluster, Workload
+
+
+@click.command(name="plan")
+@click.argument("workload_file", metavar="WORKLOAD", type=click.Path())
+@click.argument("cluster_file", metavar="CLUSTER", type=click.Path())
+@click.option("--planner", default="joint", show_default=True, help="the method's name")
+@click.option("-o", "--output", metavar="PLAN", help="write the plan to this file")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@_planning.planner_options
+def command(
+    workload_file: str,
+    cluster_file: str,
+    planner: str,
+    output: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Plans a step of WORKLOAD on CLUSTER and predicts it.
+
+    Prints the plan's buckets and its predicted times beside the bound that no plan can
+    pass; -o keeps the plan for `stretto run --plan`.
+    """
+    workload = Workload.load(workload_file)
+    cluster = Cluster.load(cluster_file)
+    with _planning.progress(f"planning {workload.name} with {planner}"):
+        begin_s = time.perf_counter()
+        plan = _api.plan(workload, cluster, planner, **_planning.given(options))
+        search_s = time.perf_counter() - begin_s
+    if output is not None:
+        plan.save(output)
+    row = _planning.row_of(plan) | {"search_s": search_s}
+    if as_json:
+        click.echo(_planning.json_text(row))
+        return
+    from stretto.report.tables import plan_table, planners_table
+
+    click.echo(plan_table(plan, workload))
+    click.echo()
+    click.echo(planners_table([row]))

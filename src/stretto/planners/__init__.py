@@ -1,0 +1,6 @@
+"""What to do: one contract, one file per method, and their registry."""
+
+from stretto.planners.base import AbstractPlanner
+from stretto.planners.registry import NAMES, get, options_of
+
+__all__ = ["NAMES", "AbstractPlanner", "get", "options_of"]

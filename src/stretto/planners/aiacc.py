@@ -1,0 +1,92 @@
+"""AIACC-Training: units of equal size on several lanes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, final
+
+from stretto.planners.base import AbstractPlanner, Draft, finish, positive
+from stretto.planners.ddp import capped_ends
+from stretto.sim.step import StepModel
+
+if TYPE_CHECKING:
+    from stretto.schema import Cluster, Plan, Workload
+
+UNIT_BYTES = tuple(2**20 * 4**i for i in range(4))
+MAX_LANES = 8
+
+
+@final
+class AiaccPlanner(AbstractPlanner):
+    """Gradients packed or split into units of one size, units to lanes in turn.
+
+    Small gradients are packed until they fill a unit; a pack larger than a unit is cut
+    into as many slices as units fit in it. AIACC's autotuner chooses unit size and
+    number of streams on the running job; here the simulator stands for the job, over a
+    grid of unit sizes from 1 to 64 MiB and 1, 2, 4, ... lanes.
+    """
+
+    name: ClassVar[str] = "aiacc"
+
+    def __init__(
+        self,
+        *,
+        unit_bytes: int | None = None,
+        lanes: int | None = None,
+        max_lanes: int = MAX_LANES,
+    ) -> None:
+        """Unit size and lanes; ``None``: chosen, lanes up to ``max_lanes``."""
+        positive(self.name, "max_lanes", max_lanes)
+        if unit_bytes is not None:
+            positive(self.name, "unit_bytes", unit_bytes)
+        if lanes is not None:
+            positive(self.name, "lanes", lanes)
+        self._units = UNIT_BYTES if unit_bytes is None else (unit_bytes,)
+        self._lanes = lane_choices(max_lanes) if lanes is None else (lanes,)
+
+    def plan(self, workload: Workload, cluster: Cluster) -> Plan:
+        """The best of the grid under the simulator, the plainest of equals."""
+        model = StepModel(workload, cluster)
+        drafts = [
+            dispatched(
+                workload, capped_ends(workload, unit_bytes, unit_bytes), unit_bytes, k
+            )
+            for unit_bytes in self._units
+            for k in self._lanes
+        ]
+        best = min(
+            drafts,
+            key=lambda d: (
+                model.iteration_s(d.ends, d.lanes, d.bucket_lanes, d.slices),
+                d.collectives,
+                d.lanes,
+            ),
+        )
+        return finish(best, self.name, workload, cluster)
+
+
+def lane_choices(max_lanes: int) -> tuple[int, ...]:
+    """1, 2, 4, ... up to a limit, and the limit."""
+    powers = [2**i for i in range(max_lanes.bit_length()) if 2**i < max_lanes]
+    return (*powers, max_lanes)
+
+
+def dispatched(
+    workload: Workload, ends: tuple[int, ...], unit_bytes: int, lanes: int
+) -> Draft:
+    """Packs cut into units of at most a size, units to lanes in turn."""
+    slices: list[int] = []
+    bucket_lanes: list[int] = []
+    start = next_lane = 0
+    for end in ends:
+        size = sum(t.bytes for t in workload.tensors[start:end])
+        parts = max(1, -(-size // unit_bytes))
+        slices.append(parts)
+        bucket_lanes.append(next_lane % lanes)
+        next_lane += parts
+        start = end
+    return Draft(
+        ends=ends,
+        slices=tuple(slices),
+        bucket_lanes=tuple(bucket_lanes),
+        lanes=lanes,
+    )

@@ -1,0 +1,241 @@
+"""The planners' contract, and how a decision over tensor indices becomes a plan."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from stretto.errors import Infeasible, SpecError
+from stretto.schema import Bucket, Plan, Prediction, TensorSpec, Workload
+from stretto.sim.bounds import lower_bound
+from stretto.sim.step import StepModel, simulate_step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.schema import Cluster
+
+WIRE_DTYPE_OF = {
+    "float64": "float64",
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    # A complex gradient travels as pairs of its real type.
+    "complex64": "float32",
+    "complex128": "float64",
+}
+"""Type on the wire of a gradient's own type: nothing is converted."""
+
+
+class AbstractPlanner(abc.ABC):
+    """Chooses buckets, lanes and slices for one workload on one cluster.
+
+    An implementation is deterministic, puts every tensor into exactly one bucket, keeps
+    buckets contiguous in the order in which gradients become ready and of one type
+    each, never mutates its input, and raises `Infeasible` rather than relax a limit.
+    The plan it returns carries its prediction.
+    """
+
+    name: ClassVar[str]
+    """Under which the registry and the plan file know the method."""
+
+    @abc.abstractmethod
+    def plan(self, workload: Workload, cluster: Cluster) -> Plan:
+        """The plan of this method.
+
+        Raises:
+            Infeasible: no plan meets the limits given to the constructor.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A plan over tensor indices: what searches work on."""
+
+    ends: tuple[int, ...]
+    """Exclusive index of each bucket's last tensor, ascending."""
+
+    slices: tuple[int, ...]
+
+    bucket_lanes: tuple[int, ...]
+    """Lane of each bucket's first slice."""
+
+    lanes: int = 1
+
+    overlap: str = "backward"
+
+    @classmethod
+    def in_turn(
+        cls,
+        ends: Sequence[int],
+        *,
+        lanes: int = 1,
+        slices: int = 1,
+        overlap: str = "backward",
+    ) -> Draft:
+        """Every bucket in ``slices`` parts, lanes taken in turn."""
+        return cls(
+            ends=tuple(ends),
+            slices=(slices,) * len(ends),
+            bucket_lanes=tuple(i * slices % lanes for i in range(len(ends))),
+            lanes=lanes,
+            overlap=overlap,
+        )
+
+    @classmethod
+    def of(cls, plan: Plan) -> Draft:
+        """What a plan of ours decided, without its tensors' names."""
+        ends: list[int] = []
+        for bucket in plan.buckets:
+            ends.append(len(bucket.tensors) + (ends[-1] if ends else 0))
+        return cls(
+            ends=tuple(ends),
+            slices=tuple(b.slices for b in plan.buckets),
+            bucket_lanes=tuple(b.lane for b in plan.buckets),
+            lanes=plan.lanes,
+            overlap=plan.overlap,
+        )
+
+    @property
+    def collectives(self) -> int:
+        """All-reduces in a step, an upper bound where a bucket is tiny."""
+        return sum(self.slices)
+
+
+def finish(draft: Draft, planner: str, workload: Workload, cluster: Cluster) -> Plan:
+    """The draft as a plan, with what the simulator predicts for it.
+
+    Raises:
+        Infeasible: a gradient's type can't be sent.
+    """
+    starts = (0, *draft.ends[:-1])
+    buckets = tuple(
+        Bucket(
+            tensors=tuple(t.name for t in workload.tensors[start:end]),
+            lane=lane,
+            slices=slices,
+            wire_dtype=wire_dtype(workload.tensors[start]),
+        )
+        for start, end, lane, slices in zip(
+            starts, draft.ends, draft.bucket_lanes, draft.slices, strict=True
+        )
+    )
+    return with_prediction(
+        Plan(
+            planner=planner,
+            workload_digest=workload.digest,
+            ranks=cluster.ranks,
+            overlap=draft.overlap,
+            lanes=draft.lanes,
+            buckets=buckets,
+        ),
+        workload,
+        cluster,
+    )
+
+
+def with_prediction(plan: Plan, workload: Workload, cluster: Cluster) -> Plan:
+    """The plan with what the simulator predicts for it on this cluster."""
+    step = simulate_step(workload, cluster, plan)
+    bound_s = lower_bound(workload, cluster).value_s
+    return Plan(
+        planner=plan.planner,
+        workload_digest=plan.workload_digest,
+        ranks=plan.ranks,
+        overlap=plan.overlap,
+        lanes=plan.lanes,
+        buckets=plan.buckets,
+        predicted=Prediction(
+            iteration_s=step.iteration_s,
+            backward_s=step.backward_s,
+            exposed_communication_s=step.exposed_communication_s,
+            lower_bound_s=bound_s,
+            gap=step.iteration_s / bound_s - 1.0 if bound_s > 0 else 0.0,
+        ),
+    )
+
+
+def wire_dtype(tensor: TensorSpec) -> str:
+    """The type in which a tensor's gradient travels unconverted.
+
+    Raises:
+        Infeasible: the type has no average.
+    """
+    try:
+        return WIRE_DTYPE_OF[tensor.dtype]
+    except KeyError:
+        raise Infeasible(
+            f"tensor {tensor.name!r} is of type {tensor.dtype}: only gradients of type "
+            f"{', '.join(WIRE_DTYPE_OF)} can be averaged over ranks. "
+            "Leave it out of the workload."
+        ) from None
+
+
+def dtype_starts(workload: Workload) -> tuple[int, ...]:
+    """For each tensor the index at which the run of its type begins.
+
+    A bucket has one type, so none reaches back beyond this index.
+    """
+    starts: list[int] = []
+    for i, tensor in enumerate(workload.tensors):
+        same = i > 0 and tensor.dtype == workload.tensors[i - 1].dtype
+        starts.append(starts[-1] if same else i)
+    return tuple(starts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearCost:
+    r"""Time of one bucket alone: $a + b m$ (ASC-WFBP Eq. 3), nothing if it is empty."""
+
+    startup_s: float
+
+    s_per_byte: float
+
+    def of(self, size_bytes: float) -> float:
+        """Seconds for a bucket of a size."""
+        return self.startup_s + self.s_per_byte * size_bytes if size_bytes else 0.0
+
+
+def linear_cost(workload: Workload, cluster: Cluster, *, slices: int = 1) -> LinearCost:
+    """The cost of a bucket sent in ``slices`` parts on as many lanes, nothing else
+    running.
+
+    Read off the simulator at half of the workload's bytes and at all of them, so that
+    searches on closed forms and the simulator can't disagree on a and b.
+    """
+    granule = 8 * slices
+    half = max(1, workload.total_bytes // (2 * granule)) * granule
+    times = [_bucket_s(size, workload, cluster, slices) for size in (half, 2 * half)]
+    s_per_byte = max(0.0, (times[1] - times[0]) / half)
+    return LinearCost(
+        startup_s=max(0.0, times[0] - s_per_byte * half), s_per_byte=s_per_byte
+    )
+
+
+def _bucket_s(
+    size_bytes: int, workload: Workload, cluster: Cluster, slices: int
+) -> float:
+    tensor = TensorSpec(
+        name="probe", bytes=size_bytes, dtype="float64", ready_s=0.0, needed_s=0.0
+    )
+    probe = Workload(
+        name="probe",
+        framework=workload.framework,
+        device=workload.device,
+        batch_per_rank=workload.batch_per_rank,
+        forward_s=0.0,
+        backward_s=0.0,
+        tensors=(tensor,),
+    )
+    return StepModel(probe, cluster).iteration_s((1,), slices, (0,), (slices,))
+
+
+def positive(planner: str, option: str, value: float) -> None:
+    """Requires an option above zero.
+
+    Raises:
+        SpecError: naming planner, option and value.
+    """
+    if not value > 0:
+        raise SpecError(f"planner {planner}: {option} must be > 0, got {value:g}")

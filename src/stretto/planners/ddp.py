@@ -1,0 +1,70 @@
+"""PyTorch's bucket rule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, final
+
+from stretto.planners.base import (
+    AbstractPlanner,
+    Draft,
+    dtype_starts,
+    finish,
+    positive,
+)
+
+if TYPE_CHECKING:
+    from stretto.schema import Cluster, Plan, Workload
+
+FIRST_CAP_BYTES = 2**20
+CAP_BYTES = 25 * 2**20
+
+
+@final
+class DdpPlanner(AbstractPlanner):
+    """Buckets as PyTorch's DistributedDataParallel builds them, on one lane.
+
+    A bucket closes with the tensor that brings it to its cap: the first bucket's cap is
+    ``first_cap_bytes``, the others' ``cap_bytes``. Where types alternate DDP keeps one
+    open bucket per type; here a bucket closes at a change of type, because buckets are
+    contiguous in ready order.
+    """
+
+    name: ClassVar[str] = "ddp"
+
+    def __init__(
+        self, *, cap_bytes: int = CAP_BYTES, first_cap_bytes: int | None = None
+    ) -> None:
+        """Caps of the buckets; the first defaults to 1 MiB, or to a smaller cap."""
+        positive(self.name, "cap_bytes", cap_bytes)
+        if first_cap_bytes is None:
+            first_cap_bytes = min(FIRST_CAP_BYTES, cap_bytes)
+        positive(self.name, "first_cap_bytes", first_cap_bytes)
+        self._caps = (first_cap_bytes, cap_bytes)
+
+    def plan(self, workload: Workload, cluster: Cluster) -> Plan:
+        """Buckets by the caps, without a look at the times."""
+        draft = Draft.in_turn(capped_ends(workload, *self._caps))
+        return finish(draft, self.name, workload, cluster)
+
+
+def capped_ends(
+    workload: Workload, first_cap_bytes: int, cap_bytes: int
+) -> tuple[int, ...]:
+    """Ends of buckets that close with the tensor that brings them to the cap."""
+    starts = dtype_starts(workload)
+    ends: list[int] = []
+    open_bytes = 0
+    cap = first_cap_bytes
+    for i, tensor in enumerate(workload.tensors):
+        if starts[i] == i and i and ends[-1:] != [i]:
+            ends.append(i)
+            open_bytes = 0
+            cap = cap_bytes
+        open_bytes += tensor.bytes
+        if open_bytes >= cap:
+            ends.append(i + 1)
+            open_bytes = 0
+            cap = cap_bytes
+    if ends[-1:] != [len(starts)]:
+        ends.append(len(starts))
+    return tuple(ends)

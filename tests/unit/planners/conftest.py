@@ -1,0 +1,111 @@
+"""Instances for the planners' tests."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from stretto.schema import Cluster, Link, TensorSpec, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def build_workload(
+    sizes_bytes: Sequence[int],
+    ready_s: Sequence[float],
+    *,
+    forward_s: float = 0.0,
+    backward_s: float | None = None,
+    dtypes: Sequence[str] | None = None,
+) -> Workload:
+    return Workload(
+        name="instance",
+        framework="none",
+        device="none",
+        batch_per_rank=1,
+        forward_s=forward_s,
+        backward_s=max(ready_s) if backward_s is None else backward_s,
+        tensors=tuple(
+            TensorSpec(
+                name=f"t{i}",
+                bytes=size,
+                dtype=dtypes[i] if dtypes else "float32",
+                ready_s=at_s,
+                needed_s=0.0,
+            )
+            for i, (size, at_s) in enumerate(zip(sizes_bytes, ready_s, strict=True))
+        ),
+    )
+
+
+def build_cluster(
+    *,
+    hosts: int = 4,
+    link_bytes_per_s: float = 117e6,
+    flow_bytes_per_s: float | None = 36e6,
+    latency_s: float = 1.7e-4,
+) -> Cluster:
+    return Cluster(
+        name="cluster",
+        hosts=hosts,
+        ranks_per_host=1,
+        inter_host=Link(
+            latency_s=latency_s,
+            bandwidth_bytes_per_s=link_bytes_per_s,
+            stream_bytes_per_s=flow_bytes_per_s,
+        ),
+        intra_host=Link(latency_s=5e-6, bandwidth_bytes_per_s=1e10),
+    )
+
+
+def random_instance(seed: int, tensors: int | None = None) -> tuple[Workload, Cluster]:
+    """The mixtures of real models: bursts, even pace, a giant at the end, mostly tiny
+    tensors; start-ups from nothing to dominating; flows that fill the link or don't.
+    """
+    rng = random.Random(seed)
+    number = tensors or rng.randint(1, 6)
+    backward_s = rng.uniform(0.02, 0.2)
+    gaps = {
+        "even": [1.0] * number,
+        "bursts": [rng.choice((0.0, 0.0, 1.0)) for _ in range(number)],
+        "mixed": [rng.random() for _ in range(number)],
+        "at once": [0.0] * number,
+    }[rng.choice(("even", "bursts", "mixed", "at once"))]
+    total = sum(gaps) or 1.0
+    ready = []
+    at_s = 0.0
+    for gap in gaps:
+        at_s += gap / total * backward_s * 0.999
+        ready.append(at_s)
+    sizes = [4 * int(2 ** rng.uniform(0, 20)) for _ in range(number)]
+    if rng.random() < 0.3:
+        sizes[-1] *= 8
+    if rng.random() < 0.3:
+        sizes = [s if rng.random() < 0.35 else 4 * rng.randint(0, 64) for s in sizes]
+    workload = build_workload(
+        sizes, ready, forward_s=rng.uniform(0.0, 0.1), backward_s=backward_s
+    )
+    cluster = build_cluster(
+        hosts=rng.choice((2, 4, 8)),
+        latency_s=rng.choice((0.0, 1e-5, 2e-4, 5e-3)),
+        flow_bytes_per_s=rng.choice((None, 36e6, 60e6, 20e6)),
+    )
+    return workload, cluster
+
+
+@pytest.fixture(scope="session")
+def make_workload() -> Callable[..., Workload]:
+    return build_workload
+
+
+@pytest.fixture(scope="session")
+def make_cluster() -> Callable[..., Cluster]:
+    return build_cluster
+
+
+@pytest.fixture(scope="session")
+def make_instance() -> Callable[..., tuple[Workload, Cluster]]:
+    return random_instance
