@@ -1,0 +1,187 @@
+"""All ranks compare what they came with before anything depends on it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, final
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from stretto.errors import CommTimeout, RankDisagreement
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.002
+_POLL_MOST_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """One process's place in a process group, and the group's store."""
+
+    rank: int
+    """In the group."""
+
+    size: int
+
+    names: tuple[int, ...]
+    """Global rank of each rank of the group: what messages call it."""
+
+    store: Store
+
+    timeout_s: float
+
+    def name(self, rank: int) -> str:
+        """``rank 3``, by its global number."""
+        return f"rank {self.names[rank]}"
+
+    def name_all(self, ranks: Sequence[int]) -> str:
+        """``rank 1`` or ``ranks 0, 2``, by their global numbers."""
+        numbers = ", ".join(str(self.names[r]) for r in ranks)
+        return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+
+
+def ranks_of(group: dist.ProcessGroup, *, timeout_s: float | None) -> Ranks:
+    """This process's place in a group.
+
+    ``timeout_s=None`` takes the group's own time-out.
+    """
+    if timeout_s is None:
+        timeout_s = _group_timeout_s(group)
+    return Ranks(
+        rank=dist.get_rank(group),
+        size=dist.get_world_size(group),
+        names=tuple(dist.get_process_group_ranks(group)),
+        store=PrefixStore("stretto", _store_of(group)),
+        timeout_s=timeout_s,
+    )
+
+
+def _store_of(group: dist.ProcessGroup) -> Store:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    found: Store = dist.distributed_c10d._world.pg_map[group][1]  # noqa: SLF001
+    return found
+
+
+def _group_timeout_s(group: dist.ProcessGroup) -> float:
+    backend: Any = dist.distributed_c10d._get_default_group()  # noqa: SLF001
+    for device in group._device_types:  # noqa: SLF001
+        backend = group._get_backend(device)  # noqa: SLF001
+        options = getattr(backend, "options", None)
+        if options is not None:
+            return float(options._timeout.total_seconds())  # noqa: SLF001
+    return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
+
+
+@final
+class Agreement:
+    """Meetings of all ranks of a group in its store, numbered by their order.
+
+    Every rank must call `require_same` the same number of times in the same order;
+    what each call is about is part of what is compared, so ranks that come to the
+    same meeting with different intents are told so.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        # A counter inside the store rather than in this process: it begins anew
+        # with the store, so it is the same on all ranks also after a restart.
+        self.serial = ranks.store.add(f"serial/{ranks.rank}", 1)
+        self._store = PrefixStore(f"agree/{self.serial}", ranks.store)
+        self._meeting = 0
+
+    def require_same(self, purpose: str, values: Mapping[str, str]) -> None:
+        """Requires that all ranks pass equal values.
+
+        A value under ``trouble`` is not compared: where any rank has one, every
+        other rank is told.
+
+        Raises:
+            RankDisagreement: on every rank, naming the values and their ranks.
+            CommTimeout: some ranks did not come in time; the message names them.
+        """
+        mine = {"purpose": purpose, **values}
+        all_values = self._exchange(purpose, json.dumps(mine))
+        rows = [json.loads(value) for value in all_values]
+        # What ranks want to do comes first: other values then differ by nature.
+        keys = sorted({k for row in rows for k in row}, key=_KEY_ORDER.get)  # type: ignore[arg-type]
+        for key in keys:
+            if key == "trouble":
+                continue
+            ranks_by_value: dict[str, list[int]] = {}
+            for rank, row in enumerate(rows):
+                ranks_by_value.setdefault(row.get(key, "nothing"), []).append(rank)
+            if len(ranks_by_value) > 1:
+                raise RankDisagreement(self._difference(key, ranks_by_value))
+        for rank, row in enumerate(rows):
+            if "trouble" in row and rank != self._ranks.rank:
+                raise RankDisagreement(
+                    f"{self._ranks.name(rank)} can't go on: {row['trouble']}"
+                )
+
+    def _difference(self, key: str, ranks_by_value: dict[str, list[int]]) -> str:
+        parts = [
+            f"{self._ranks.name_all(ranks)} came with {value}"
+            for value, ranks in ranks_by_value.items()
+        ]
+        return f"{_KEY_WORDS.get(key, key)}: {'; '.join(parts)}. {_REMEDY[key]}"
+
+    def _exchange(self, purpose: str, mine: str) -> list[str]:
+        """What every rank brought, by rank."""
+        ranks, store = self._ranks, self._store
+        meeting, self._meeting = self._meeting, self._meeting + 1
+        keys = [f"{meeting}/{rank}" for rank in range(ranks.size)]
+        store.set(keys[ranks.rank], mine)
+        deadline = time.perf_counter() + ranks.timeout_s
+        pause_s = _POLL_S
+        missing = list(range(ranks.size))
+        while True:
+            missing = [r for r in missing if not store.check([keys[r]])]
+            if not missing:
+                break
+            if time.perf_counter() > deadline:
+                raise CommTimeout(
+                    f"{ranks.name(ranks.rank)} waited {ranks.timeout_s:g} s for "
+                    f"{ranks.name_all(missing)} to {purpose}. Look at the log of "
+                    "what did not come: it ended, hangs, or does something else."
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_MOST_S)
+        found = [store.get(key).decode() for key in keys]
+        if meeting > 0:
+            # All came to this meeting, so all have read what the last one left.
+            store.delete_key(f"{meeting - 1}/{ranks.rank}")
+        return found
+
+
+_KEY_WORDS = {
+    "purpose": "ranks do different things",
+    "stretto": "ranks run different versions of stretto",
+    "torch": "ranks run different versions of PyTorch",
+    "model": "ranks hold different models",
+    "plan": "ranks hold different plans",
+    "settings": "ranks are set differently",
+}
+_KEY_ORDER = {key: i for i, key in enumerate((*_KEY_WORDS, "trouble"))}
+_REMEDY = {
+    "purpose": "Let every rank build its models and apply its plans in one order.",
+    "stretto": "Install one version everywhere.",
+    "torch": "Install one version everywhere.",
+    "model": "Build the model with the same code and options on every rank.",
+    "plan": "Give every rank the same plan file.",
+    "settings": "Give every rank the same arguments and environment.",
+}
+
+
+def timeout_of(seconds: float) -> timedelta:
+    """A time-out as torch.distributed takes it."""
+    return timedelta(seconds=seconds)

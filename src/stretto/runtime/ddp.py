@@ -1,0 +1,623 @@
+"""A DDP that carries out a plan."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from stretto._version import __version__
+from stretto.errors import PlanMismatch, StrettoError
+from stretto.runtime.agreement import Agreement, ranks_of
+from stretto.runtime.failure import FailureDesk, is_communication_error
+from stretto.runtime.hook import Part, PlannedGroup, Route
+from stretto.runtime.lanes import LanePool
+from stretto.runtime.recorder import BucketRow
+from stretto.runtime.reducer import build_planned_reducer
+from stretto.schema import slice_bounds, tensors_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stretto.runtime.recorder import AbstractStepObserver
+    from stretto.schema import Bucket, Plan
+
+_log = logging.getLogger(__name__)
+
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+_graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
+
+
+class TensorRow(NamedTuple):
+    """One parameter that requires a gradient."""
+
+    name: str
+
+    bytes: int
+
+    dtype: str
+
+
+class DistributedDataParallel(TorchDDP):
+    """PyTorch's DistributedDataParallel, with its communication done by a plan.
+
+    Every argument and every method of PyTorch's class works. With ``plan=None`` it is
+    that class, bucket rule and all-reduce included.
+
+    Args:
+        module: The module to be parallelised.
+        *args: Passed on to PyTorch's class.
+        plan: Which gradients travel together, when, and on how many lanes.
+        record: Is told what happens in every step, for instance a `Recorder`.
+        timeout_s: How long a rank waits for another in an agreement or in a planned
+            collective; ``None``: as long as the process group does.
+        **kwargs: Passed on to PyTorch's class.
+
+    Raises:
+        PlanMismatch: the plan is for another model, or asks for what this runtime
+            can't do.
+        RankDisagreement: ranks came with different plans, models or versions.
+        CommTimeout: a rank did not come.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *args: Any,
+        plan: Plan | None = None,
+        record: AbstractStepObserver | None = None,
+        timeout_s: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        group = _process_group(module, args, kwargs)
+        # Plain values may be set before nn.Module is initialised; the Reducer, which
+        # needs them, is built within PyTorch's own __init__.
+        self._comm_ready = False
+        self._plan: Plan | None = None
+        self._planned: PlannedGroup | None = None
+        self._observer: AbstractStepObserver | None = None
+        self._observer_handles: list[Any] = []
+        self._builtin_hook: Any = None
+        self._attach(group, module, timeout_s)
+        self._meet(module, plan, "build a model")
+        if plan is not None:
+            self._planned = self._build_group(module, group, plan)
+            self._plan = plan
+        super().__init__(module, *args, **kwargs)
+        if plan is not None and not hasattr(self, "reducer"):
+            raise PlanMismatch(
+                "no gradient is left for the plan: delay_all_reduce_named_params names "
+                "all of them. Leave plan out, or some parameters in."
+            )
+        self._comm_ready = True
+        if record is not None:
+            self.observe(record)
+
+    # Plans.
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is carried out; ``None``: PyTorch's own rule."""
+        return self._plan
+
+    def apply_plan(self, plan: Plan | None) -> None:
+        """Carries out another plan from the next step on.
+
+        To be called between two steps, by every rank. ``None`` goes back to PyTorch's
+        bucket rule and all-reduce. Gradients, hooks and settings stay.
+
+        Raises:
+            PlanMismatch: the plan is for another model, or asks for what this runtime
+                can't do.
+            RankDisagreement: ranks came with different plans.
+            CommTimeout: a rank did not come.
+        """
+        if _graph_task_id() != -1:
+            raise StrettoError(
+                "apply_plan must be called between two steps, not within backward"
+            )
+        # A step that was not finished (parameters without gradients) is told by DDP.
+        self.reducer._check_reducer_finalized()  # noqa: SLF001
+        self._meet(self.module, plan, "apply a plan")
+        planned = None
+        if plan is not None:
+            planned = self._build_group(self.module, self.process_group, plan)
+        ddp: Any = self
+        before = (self._planned, self._plan, self.reducer, self.logger)
+        self._planned, self._plan = planned, plan
+        try:
+            parameters, expect_sparse = ddp._build_params_for_reducer()  # noqa: SLF001
+            names = ddp._build_debug_param_to_name_mapping(parameters)  # noqa: SLF001
+            self._ddp_init_helper(parameters, expect_sparse, names, self.static_graph)
+        except BaseException:
+            self._planned, self._plan, self.reducer, self.logger = before
+            raise
+        # Its hooks on the parameters go now, not when the last reference does.
+        before[2]._remove_autograd_hooks()  # noqa: SLF001
+        self._restore_reducer_state()
+        if self._observer is not None:
+            self.observe(self._observer)
+
+    def tensor_table(self) -> tuple[TensorRow, ...]:
+        """Parameters that require gradients, as ``named_parameters()`` orders them."""
+        return tuple(row for row, _ in self._table(self.module))
+
+    def ready_order(self) -> tuple[str, ...]:
+        """Names in the order in which the last reduced backward made them ready.
+
+        Empty before the first one.
+        """
+        return tuple(sorted(times := self.ready_s(), key=times.__getitem__))
+
+    def ready_s(self) -> dict[str, float]:
+        """When each gradient of the last reduced backward was ready, in seconds.
+
+        From the end of forward, on the host's clock; the Reducer keeps these anyway.
+        Empty before the first backward.
+        """
+        names = [row.name for row in self.tensor_table()]
+        stats_ns = self.reducer.get_backward_stats()
+        if not any(stats_ns):
+            return {}
+        return {n: ns * 1e-9 for n, ns in zip(names, stats_ns, strict=True)}
+
+    # Observation.
+
+    def observe(self, observer: AbstractStepObserver | None) -> None:
+        """Reports every step to ``observer`` from now on; ``None`` ends it.
+
+        What is not observed costs nothing: no hook is installed then.
+        """
+        for handle in self._observer_handles:
+            handle.remove()
+        self._observer_handles = []
+        self._observer = observer
+        if self._planned is not None:
+            self._planned.observe(observer)
+        if observer is None:
+            return
+        rows = self._table(self.module)
+        observer.attached([row.name for row, _ in rows], self._bucket_rows())
+        watch = _StepWatch(observer)
+        self._observer_handles = [
+            self.register_forward_pre_hook(watch.forward_started),
+            self.register_forward_hook(watch.forward_ended),
+            *(
+                parameter.register_post_accumulate_grad_hook(
+                    partial(watch.gradient_ready, index)
+                )
+                for index, (_, parameter) in enumerate(rows)
+            ),
+        ]
+
+    def _bucket_rows(self) -> list[BucketRow]:
+        if self._planned is None:
+            return []
+        by_name = {row.name: p for row, p in self._table(self.module)}
+        return [
+            BucketRow(
+                tensors=route.tensors,
+                slices=tuple(
+                    (
+                        part.lane,
+                        (part.end - part.start)
+                        * by_name[route.tensors[0]].element_size(),
+                    )
+                    for part in route.parts
+                ),
+            )
+            for route in self._planned.routes
+        ]
+
+    # What of DDP is extended.
+
+    def _ddp_init_helper(self, *arguments: Any) -> None:
+        if self._planned is None:
+            parent: Any = super()
+            parent._ddp_init_helper(*arguments)  # noqa: SLF001
+            return
+        if self._use_python_reducer:
+            raise PlanMismatch(
+                "torch._dynamo.config.optimize_ddp is 'python_reducer', which has no "
+                "buckets for a plan to set. Set it to 'ddp_optimizer', or pass "
+                "plan=None."
+            )
+        indices = [route.parameters for route in self._planned.routes]
+        build_planned_reducer(self, indices, self._planned, arguments)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output, as DDP gives it."""
+        parent: Any = super()
+        try:
+            return parent.forward(*inputs, **kwargs)
+        except RuntimeError as exc:
+            if not self._comm_ready or not is_communication_error(exc):
+                raise
+            raise self._desk.report("a collective of forward", exc) from exc
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._planned is not None:
+            self._planned.begin_step()
+        parent: Any = super()
+        return parent._pre_forward(*inputs, **kwargs)  # noqa: SLF001
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Registers a communication hook as DDP does.
+
+        It takes over: the plan's buckets stay, but what is sent is the hook's business.
+        """
+        super().register_comm_hook(state, hook)
+        self._hand_over(getattr(hook, "__qualname__", repr(hook)))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        parent: Any = super()
+        parent._register_builtin_comm_hook(comm_hook_type)  # noqa: SLF001
+        self._builtin_hook = comm_hook_type
+        self._hand_over(str(comm_hook_type))
+
+    def _hand_over(self, name: str) -> None:
+        if self._planned is None:
+            return
+        self._planned.hand_over()
+        if self._comm_ready and self._ranks.rank == 0:
+            _log.warning(
+                "%s: communication hook %s takes over: the plan's %d buckets stay, its "
+                "lanes and slices are used only where the hook asks the Reducer to "
+                "reduce",
+                self._ranks.name(0),
+                name,
+                len(self._planned.routes),
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.observe(None)
+        parent: Any = super()
+        attributes: dict[str, Any] = parent.__getstate__()
+        for name in ("_planned", "_pool", "_desk", "_agreement", "_ranks"):
+            attributes.pop(name, None)
+        return attributes
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        plan = state.pop("_plan", None)
+        self._plan = None
+        self._planned = None
+        parent: Any = super()
+        parent.__setstate__(state)
+        self._attach(self.process_group, self.module, self._timeout_s)
+        if plan is not None and self._ranks.rank == 0:
+            _log.warning(
+                "%s: a copied or unpickled model communicates as DDP does until "
+                "apply_plan gives it its plan",
+                self._ranks.name(0),
+            )
+
+    # Parts.
+
+    def _attach(
+        self, group: dist.ProcessGroup, module: nn.Module, timeout_s: float | None
+    ) -> None:
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._timeout_s = timeout_s
+        self._device_used = device
+        self._backend = _backend_of(group, device)
+        self._ranks = ranks_of(group, timeout_s=timeout_s)
+        self._agreement = Agreement(self._ranks)
+        self._pool = LanePool(
+            self._ranks,
+            serial=self._agreement.serial,
+            backend=self._backend,
+            device=device,
+        )
+        self._desk = FailureDesk(self._ranks, self._pool.abort)
+
+    def _meet(self, module: nn.Module, plan: Plan | None, purpose: str) -> None:
+        """Requires that all ranks have come with the same plan and model."""
+        rows = [row for row, _ in self._table(module)]
+        trouble: StrettoError | None = None
+        if plan is not None:
+            try:
+                self._routes(module, plan)
+            except StrettoError as exc:
+                trouble = exc
+        if self._ranks.size > 1:
+            values = {
+                "stretto": __version__,
+                "torch": torch.__version__,
+                "model": (
+                    f"{len(rows)} tensors of {sum(r.bytes for r in rows)} bytes, "
+                    f"{tensors_digest(rows)}"
+                ),
+                "plan": "no plan" if plan is None else plan.digest,
+                "settings": f"timeout_s={self._ranks.timeout_s:g}",
+            }
+            if trouble is not None:
+                values["trouble"] = str(trouble)
+            self._agreement.require_same(purpose, values)
+        if trouble is not None:
+            raise trouble
+        if plan is not None and plan.ranks != self._ranks.size and not self._ranks.rank:
+            _log.warning(
+                "%s: the plan was made for %d ranks, here are %d: it is carried out, "
+                "but may not be the best",
+                self._ranks.name(0),
+                plan.ranks,
+                self._ranks.size,
+            )
+
+    def _build_group(
+        self, module: nn.Module, group: dist.ProcessGroup, plan: Plan
+    ) -> PlannedGroup:
+        return PlannedGroup(
+            base=group,
+            device=self._device_used,
+            routes=self._routes(module, plan),
+            pool=self._pool,
+            desk=self._desk,
+            deferred=plan.overlap == "none",
+            nccl=self._backend == "nccl",
+        )
+
+    def _table(self, module: nn.Module) -> list[tuple[TensorRow, nn.Parameter]]:
+        """Rows and parameters in the order of DDP's parameter list."""
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        if "parameters_to_ignore" in self.__dict__:
+            ignored |= self.parameters_to_ignore
+        rows = []
+        seen: set[int] = set()
+        for prefix, owner in module.named_modules():
+            for leaf, parameter in owner.named_parameters(recurse=False):
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                if not parameter.requires_grad or f"{prefix}.{leaf}" in ignored:
+                    continue
+                if id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                size_bytes = parameter.numel() * parameter.element_size()
+                row = TensorRow(name, size_bytes, _dtype_name(parameter.dtype))
+                rows.append((row, parameter))
+        return rows
+
+    def _routes(self, module: nn.Module, plan: Plan) -> list[Route]:
+        table = self._table(module)
+        index_of = {row.name: i for i, (row, _) in enumerate(table)}
+        _check_names(plan, index_of)
+        _check_digest(plan, [row for row, _ in table], index_of)
+        _check_supported(plan, self._backend, self._device_used)
+        sparse = _sparse_parameters(module)
+        return [
+            _route(
+                i,
+                bucket,
+                plan,
+                [table[index_of[n]] for n in bucket.tensors],
+                [index_of[n] for n in bucket.tensors],
+                sparse,
+            )
+            for i, bucket in enumerate(plan.buckets)
+        ]
+
+    def _restore_reducer_state(self) -> None:
+        """Gives a new Reducer what was set on the old one."""
+        reducer: Any = self.reducer
+        logger: Any = self.logger
+        c10d: Any = dist
+        self._has_rebuilt_buckets = False
+        if self.static_graph:
+            self._static_graph_delay_allreduce_enqueued = False
+            reducer._set_static_graph()  # noqa: SLF001
+            logger._set_static_graph()  # noqa: SLF001
+        if self.mixed_precision is not None:
+            reducer._set_mixed_precision_param_dtype(  # noqa: SLF001
+                self.mixed_precision.param_dtype
+            )
+        for hook, state in self._comm_hooks:
+            c10d._register_comm_hook(reducer, state, hook)  # noqa: SLF001
+        if self._builtin_hook is not None:
+            c10d._register_builtin_comm_hook(reducer, self._builtin_hook)  # noqa: SLF001
+        if self._planned is not None and (self._comm_hooks or self._builtin_hook):
+            self._planned.hand_over()
+        in_backward = any(
+            hasattr(p, "_in_backward_optimizers") for p in self._module_parameters
+        )
+        if in_backward and self._lazy_init_ran:
+            reducer._set_optimizer_in_backward()  # noqa: SLF001
+
+
+class _StepWatch:
+    """Turns PyTorch's hooks into an observer's calls."""
+
+    def __init__(self, observer: AbstractStepObserver) -> None:
+        self._observer = observer
+        self._ending = False
+
+    def forward_started(self, *_: Any) -> None:
+        self._ending = False
+        self._observer.forward_started(perf_counter())
+
+    def forward_ended(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        now_s = perf_counter()
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._backward_started)
+        self._observer.forward_ended(now_s)
+
+    def _backward_started(self, _gradient: torch.Tensor) -> None:
+        self._observer.backward_started(perf_counter())
+
+    def gradient_ready(self, index: int, _parameter: nn.Parameter) -> None:
+        self._observer.gradient_ready(index, perf_counter())
+        if not self._ending:
+            self._ending = True
+            # Runs when the graph is done, before the Reducer waits for its buckets;
+            # what it queues in turn runs after that.
+            _queue_callback(self._computed)
+
+    def _computed(self) -> None:
+        self._observer.backward_computed(perf_counter())
+        _queue_callback(self._ended)
+
+    def _ended(self) -> None:
+        self._ending = False
+        self._observer.backward_ended(perf_counter())
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    find: Any = torch.nn.parallel.distributed._find_tensors  # noqa: SLF001
+    return list(find(value))
+
+
+def _process_group(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dist.ProcessGroup:
+    """The process group DDP will take from its arguments."""
+    bound = inspect.signature(TorchDDP.__init__).bind_partial(
+        None, module, *args, **kwargs
+    )
+    given = bound.arguments.get("process_group")
+    mesh = bound.arguments.get("device_mesh")
+    if given is not None:
+        return cast("dist.ProcessGroup", given)
+    if mesh is not None and mesh.ndim == 1:
+        return cast("dist.ProcessGroup", mesh.get_group(mesh_dim=0))
+    return dist.distributed_c10d._get_default_group()  # noqa: SLF001
+
+
+def _backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    name: str = group._get_backend(device).name()  # noqa: SLF001
+    return name
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sparse_parameters(module: nn.Module) -> set[int]:
+    """Ids of parameters whose gradients are sparse."""
+    return {
+        id(parameter)
+        for owner in module.modules()
+        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
+        for parameter in owner.parameters(recurse=False)
+    }
+
+
+_AGAIN = "Run `stretto profile` and plan again."
+
+
+def _check_names(plan: Plan, known: dict[str, int]) -> None:
+    planned = {}
+    for i, bucket in enumerate(plan.buckets):
+        for name in bucket.tensors:
+            if name not in known:
+                raise PlanMismatch(
+                    f"bucket {i} names tensor {name!r}, which this model lacks or does "
+                    f"not train: the plan was made for another model. {_AGAIN}"
+                )
+            planned[name] = i
+    for name in known:
+        if name not in planned:
+            raise PlanMismatch(
+                f"no bucket holds parameter {name!r} of this model: the plan was made "
+                f"for another model. {_AGAIN}"
+            )
+
+
+def _check_digest(
+    plan: Plan, rows: Sequence[TensorRow], index_of: dict[str, int]
+) -> None:
+    """Requires that sizes and types are those the plan was made for.
+
+    The digest covers an order the plan need not keep, so the plan's order is tried,
+    then the order of declaration, forwards and backwards. An empty digest says that a
+    plan was made by hand, for whatever model has these names.
+    """
+    if not plan.workload_digest:
+        return
+    in_plan = [rows[index_of[n]] for bucket in plan.buckets for n in bucket.tensors]
+    tried = [tensors_digest(order) for order in (in_plan, rows, rows[::-1])]
+    if plan.workload_digest not in tried:
+        raise PlanMismatch(
+            f"the plan was made for a model with digest {plan.workload_digest}, this "
+            f"one has {tried[0]}: names agree, but sizes, types or order differ. "
+            f"{_AGAIN}"
+        )
+
+
+def _check_supported(plan: Plan, backend: str, device: torch.device) -> None:
+    if backend not in ("gloo", "nccl"):
+        raise PlanMismatch(
+            f"this runtime can't carry out plans on backend {backend!r} yet: use gloo "
+            "or nccl, or pass plan=None."
+        )
+    if plan.overlap == "forward":
+        raise PlanMismatch(
+            "this runtime can't carry out overlap 'forward' yet: plan with 'backward' "
+            "or 'none'."
+        )
+    for i, bucket in enumerate(plan.buckets):
+        if bucket.algorithm != "ring":
+            raise PlanMismatch(
+                f"this runtime can't carry out algorithm {bucket.algorithm!r} of "
+                f"bucket {i} yet: plan with 'ring'."
+            )
+        if bucket.resource is not None and backend == "gloo":
+            raise PlanMismatch(
+                f"this runtime can't carry out resource {bucket.resource} of bucket "
+                f"{i} on gloo yet: plan with resource null."
+            )
+        if bucket.slices > 1 and backend == "gloo" and device.type != "cpu":
+            raise PlanMismatch(
+                f"this runtime can't carry out the {bucket.slices} slices of bucket "
+                f"{i} on gloo with tensors on {device.type} yet: plan with 1."
+            )
+
+
+def _route(
+    index: int,
+    bucket: Bucket,
+    plan: Plan,
+    rows: Sequence[tuple[TensorRow, nn.Parameter]],
+    positions: Sequence[int],
+    sparse: set[int],
+) -> Route:
+    dtypes = sorted({row.dtype for row, _ in rows})
+    devices = sorted({str(parameter.device) for _, parameter in rows})
+    if len(dtypes) > 1 or len(devices) > 1:
+        mixed = " and ".join(dtypes if len(dtypes) > 1 else devices)
+        raise PlanMismatch(
+            f"bucket {index} mixes {mixed}: one collective carries one type on one device. {_AGAIN}"
+        )
+    if bucket.wire_dtype != dtypes[0]:
+        raise PlanMismatch(
+            f"this runtime can't carry out wire_dtype {bucket.wire_dtype!r} of bucket "
+            f"{index} yet: its gradients are {dtypes[0]}. Plan with that wire_dtype."
+        )
+    if any(id(p) in sparse for _, p in rows) and (len(rows) > 1 or bucket.slices > 1):
+        raise PlanMismatch(
+            f"bucket {index} holds a parameter with sparse gradients, which must be "
+            "alone in its bucket and in one slice."
+        )
+    elements = sum(parameter.numel() for _, parameter in rows)
+    bounds = slice_bounds(elements, bucket.slices) or ((0, elements),)
+    return Route(
+        index=index,
+        tensors=bucket.tensors,
+        parameters=tuple(positions),
+        elements=elements,
+        parts=tuple(
+            Part(
+                lane=(bucket.lane + i) % plan.lanes,
+                resource=bucket.resource,
+                start=start,
+                end=end,
+            )
+            for i, (start, end) in enumerate(bounds)
+        ),
+    )

@@ -1,0 +1,116 @@
+"""One clear message when a collective fails: what failed, and who is gone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, final
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from stretto.errors import CommTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stretto.runtime.agreement import Ranks
+
+_log = logging.getLogger(__name__)
+
+_ROLL_CALL_S = 5.0
+_POLL_S = 0.05
+
+_TIMED_OUT = ("timed out", "timeout", "took too long")
+_TRANSPORT = ("gloo/transport", "gloo/rendezvous", "gloo/common/store")
+
+
+def is_communication_error(exc: BaseException) -> bool:
+    """Whether an error comes from the transport below a collective."""
+    text = str(exc)
+    return any(mark in text for mark in _TRANSPORT)
+
+
+@final
+class FailureDesk:
+    """Turns the first failure of a model's communication into its one error.
+
+    A closed connection names a neighbour's address, and often that neighbour only
+    ended because its own neighbour died. So each rank that fails writes its name
+    into the store, closes its connections (which lets the next ones fail at once
+    rather than at their time-out), and waits a few seconds for the others' names:
+    whoever does not write is gone or stuck. Nothing of this runs before a failure.
+    """
+
+    def __init__(self, ranks: Ranks, abort: Callable[[], None]) -> None:
+        self._ranks = ranks
+        self._abort = abort
+        self._lock = threading.Lock()
+        self.error: CommTimeout | None = None
+
+    def report(self, place: str, cause: BaseException) -> CommTimeout:
+        """The error to raise: the same one for every later failure."""
+        with self._lock:
+            if self.error is None:
+                self.error = self._diagnose(place, cause)
+                self.error.__cause__ = cause
+            return self.error
+
+    def _diagnose(self, place: str, cause: BaseException) -> CommTimeout:
+        silent, store_error = self._call_the_roll(place)
+        ranks = self._ranks
+        text = str(cause).lower()
+        if any(word in text for word in _TIMED_OUT):
+            what = f"did not end within {ranks.timeout_s:g} s"
+        else:
+            what = "lost its connection"
+        if store_error is not None:
+            who = (
+                f"the store, which {ranks.name(0)} or the launcher holds, does not "
+                f"answer ({store_error}): {ranks.name(0)} is gone, or the network is"
+            )
+        elif silent:
+            verb = "is" if len(silent) == 1 else "are"
+            who = (
+                f"{ranks.name_all(silent)} {verb} gone or stuck (no answer in "
+                f"{_ROLL_CALL_S:g} s), all others answered"
+            )
+        else:
+            who = "every rank still answers, so the network between them failed"
+        where = f"Look at the log of {ranks.name_all(silent)} first. " if silent else ""
+        cause_line = (str(cause) or type(cause).__name__).splitlines()[0]
+        return CommTimeout(
+            f"{ranks.name(ranks.rank)}: {place} {what}; {who}. {where}"
+            f"Cause: {cause_line}"
+        )
+
+    def _call_the_roll(self, place: str) -> tuple[list[int], str | None]:
+        """Ranks that do not answer, and what is wrong with the store if it is."""
+        ranks = self._ranks
+        silent = [r for r in range(ranks.size) if r != ranks.rank]
+        trouble: list[str] = []
+        # In threads that may be left behind: neither closing connections nor asking
+        # a store whose host is gone can be told to end in time.
+        aborting = threading.Thread(target=self._abort, daemon=True)
+        asking = threading.Thread(
+            target=self._ask, args=(place, silent, trouble), daemon=True
+        )
+        deadline = time.perf_counter() + _ROLL_CALL_S
+        asking.start()
+        aborting.start()
+        asking.join(max(0.0, deadline - time.perf_counter()) + 1.0)
+        if asking.is_alive() and not trouble:
+            trouble.append(f"no answer in {_ROLL_CALL_S:g} s")
+        return list(silent), trouble[0] if trouble else None
+
+    def _ask(self, place: str, silent: list[int], trouble: list[str]) -> None:
+        ranks = self._ranks
+        try:
+            store = PrefixStore("failed", ranks.store)
+            store.set(str(ranks.rank), place)
+            deadline = time.perf_counter() + _ROLL_CALL_S
+            while silent and time.perf_counter() < deadline:
+                silent[:] = [r for r in silent if not store.check([str(r)])]
+                time.sleep(_POLL_S)
+        except RuntimeError as exc:
+            trouble.append(str(exc).splitlines()[0])
