@@ -50,18 +50,20 @@ def format_s(duration_s: float) -> str:
     """A duration with three significant digits and its unit: ``12.3 ms``."""
     if not math.isfinite(duration_s):
         return str(duration_s)
-    magnitude = abs(duration_s)
+    if duration_s == 0:
+        return "0 s"
+    # Rounding may carry: 999.9 us is 1.00 ms. Hence the limits just below 1.
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if magnitude >= scale:
-            return f"{duration_s / scale:.3g} {unit}"
-    return f"{duration_s / 1e-9:.3g} ns" if magnitude else "0 s"
+        if abs(duration_s) >= 0.9995 * scale:
+            return f"{_digits(duration_s / scale, keep_zeros=True)} {unit}"
+    return f"{_digits(duration_s / 1e-9, keep_zeros=True)} ns"
 
 
 def format_bytes(size_bytes: float) -> str:
     """A size with three significant digits and a binary unit: ``25 MiB``."""
     for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(size_bytes) >= scale:
-            return f"{size_bytes / scale:.3g} {unit}"
+            return f"{_digits(size_bytes / scale)} {unit}"
     return f"{size_bytes:.0f} B"
 
 
@@ -69,6 +71,15 @@ def format_rate(bytes_per_s: float) -> str:
     """A rate in bits per second, as links are sold: ``300 Mbit/s``."""
     bits_per_s = bytes_per_s * 8
     for scale, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
-        if bits_per_s >= scale:
-            return f"{bits_per_s / scale:.3g} {unit}"
-    return f"{bits_per_s:.3g} bit/s"
+        if abs(bits_per_s) >= 0.9995 * scale:
+            return f"{_digits(bits_per_s / scale)} {unit}"
+    return f"{_digits(bits_per_s)} bit/s"
+
+
+def _digits(value: float, *, keep_zeros: bool = False) -> str:
+    """Three significant digits, never an exponent; whole from 1000 on."""
+    if abs(value) >= 999.5:
+        return f"{value:.0f}"
+    if abs(value) < 1e-3:
+        return f"{value:.3g}"
+    return f"{value:#.3g}".rstrip(".") if keep_zeros else f"{value:.3g}"

@@ -198,7 +198,6 @@ def _step_times(report: DemoReport) -> str:
 
 
 def _methods_table(report: DemoReport) -> str:
-    described = any(m.description for m in report.methods)
     heads = [
         "method",
         "predicted",
@@ -221,23 +220,25 @@ def _methods_table(report: DemoReport) -> str:
             _maybe(m.bound_share, _share),
             _maybe(m.final_loss, lambda v: f"{v:.4g}"),
         ]
-        rows.append((cells, m.description if described else None, m is report.fastest))
-    return _table(heads, rows, "what it does" if described else None)
+        rows.append((cells, m.description, m is report.fastest))
+    return _table(heads, rows)
 
 
-def _table(
-    heads: list[str],
-    rows: Iterable[tuple[list[str], str | None, bool]],
-    words_head: str | None,
-) -> str:
+def _table(heads: list[str], rows: Iterable[tuple[list[str], str, bool]]) -> str:
+    """Rows of cells; a row's words, if any, stand small below its first cell.
+
+    Columns in which nothing is known are left out.
+    """
+    rows = list(rows)
+    kept = [i for i in range(len(heads)) if any(row[0][i] != _DASH for row in rows)]
+    heads = [heads[i] for i in kept]
+    rows = [([cells[i] for i in kept], words, best) for cells, words, best in rows]
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    if words_head is not None:
-        head += f'<th class="words">{escape(words_head)}</th>'
     body = ""
     for cells, words, best in rows:
-        row = "".join(f"<td>{escape(text)}</td>" for text in cells)
-        if words_head is not None:
-            row += f'<td class="words">{escape(words or "")}</td>'
+        below = f"<small>{escape(words)}</small>" if words else ""
+        row = f"<td>{escape(cells[0])}{below}</td>"
+        row += "".join(f"<td>{escape(text)}</td>" for text in cells[1:])
         body += f'<tr class="best">{row}</tr>' if best else f"<tr>{row}</tr>"
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -323,7 +324,7 @@ def _plans(report: DemoReport) -> str:
                     format_bytes(min(totals)) if known else _DASH,
                     format_bytes(max(totals)) if known else _DASH,
                 ],
-                None,
+                "",
                 m is report.fastest,
             )
         )
@@ -341,7 +342,7 @@ def _plans(report: DemoReport) -> str:
         "Plans",
         "A bucket is what one collective sends; slices of it are sent at once on "
         "several lanes, so there may be more collectives than buckets.",
-        f'<div class="scroll">{_table(heads, rows, None)}</div>',
+        f'<div class="scroll">{_table(heads, rows)}</div>',
     )
 
 

@@ -139,15 +139,17 @@ def step_time_svg(report: DemoReport, *, standalone: bool = False) -> str:
         return left + (right - left) * value_s / reach_s
 
     out = [_axis(reach_s, x, top - 6, top + row * len(methods))]
-    for i, m in enumerate(methods):
-        y = top + row * i + (row - bar) / 2
-        out.append(_bar(m, report, x, y, bar, left))
+    tops = [top + row * i + (row - bar) / 2 for i in range(len(methods))]
+    out += [
+        _bar(m, x, y, bar, left, best=m is report.fastest)
+        for m, y in zip(methods, tops, strict=True)
+    ]
     bottom = top + row * len(methods)
     if report.bound_s is not None:
         at = x(report.bound_s)
+        out.append(_tag("line", x1=at, x2=at, y1=top - 10, y2=bottom, class_="bound"))
         out.append(
-            _tag("line", x1=at, x2=at, y1=top - 10, y2=bottom, class_="bound")
-            + _text(
+            _text(
                 at,
                 top - 16,
                 f"lower bound {format_s(report.bound_s)}",
@@ -155,6 +157,8 @@ def step_time_svg(report: DemoReport, *, standalone: bool = False) -> str:
                 text_anchor=_anchor(at, left, _WIDTH - pad),
             )
         )
+    # Marks after the bound's line, so that it never hides one.
+    out += [_marks(m, x, y + bar / 2) for m, y in zip(methods, tops, strict=True)]
     out.append(_step_legend(methods, left, bottom + 46))
     label = "Step time of each method"
     if not standalone:
@@ -208,42 +212,41 @@ def _axis(
 
 def _bar(
     method: MethodResult,
-    report: DemoReport,
     x: Callable[[float], float],
     y: float,
     height: float,
     left: float,
+    *,
+    best: bool,
 ) -> str:
-    """One method's row: name, bar, whiskers, prediction, figures."""
-    best = method is report.fastest
+    """One method's name, bar and figures; hollow where nothing was measured."""
+    name_class = "name best-text" if best else "name"
     middle = y + height / 2
-    out = [
-        _text(
-            left - 12,
-            middle + 5,
-            method.name,
-            class_="name best-text" if best else "name",
-            text_anchor="end",
+    hollow = method.measured_step_s is None
+    bar_class = "bar hollow" if hollow else "bar best" if best else "bar"
+    width = x(method.step_s or 0.0) - left
+    return _tag(
+        "g",
+        _tag("title", escape(_bar_title(method)))
+        + _text(
+            left - 12, middle + 5, method.name, class_=name_class, text_anchor="end"
         )
-    ]
-    measured_s, predicted_s = method.measured_step_s, method.predicted_step_s
-    if measured_s is not None:
-        bar_class = "bar best" if best else "bar"
-        width = x(measured_s) - left
-        out.append(
-            _tag(
-                "rect", x=left, y=y, width=width, height=height, rx=2, class_=bar_class
-            )
-        )
-        if method.spread_s:
-            out.append(_whisker(x, measured_s, method.spread_s, middle))
-    if predicted_s is not None:
-        at, d = x(predicted_s), 6.5
+        + _tag("rect", x=left, y=y, width=width, height=height, rx=2, class_=bar_class)
+        + _figures(method, middle, best=best),
+    )
+
+
+def _marks(method: MethodResult, x: Callable[[float], float], middle: float) -> str:
+    """Whiskers of the measured spread and a diamond at the prediction."""
+    out = ""
+    if method.measured_step_s is not None and method.spread_s:
+        out += _whisker(x, method.measured_step_s, method.spread_s, middle)
+    if method.predicted_step_s is not None:
+        at, d = x(method.predicted_step_s), 6.5
         points = f"{at:.1f},{middle - d} {at + d:.1f},{middle} "
         points += f"{at:.1f},{middle + d} {at - d:.1f},{middle}"
-        out.append(_tag("polygon", points=points, class_="mark"))
-    out.append(_figures(method, middle, best=best))
-    return _tag("g", _tag("title", escape(_bar_title(method))) + "".join(out))
+        out += _tag("polygon", points=points, class_="mark")
+    return out
 
 
 def _whisker(
@@ -325,10 +328,12 @@ def timeline_svg(
     own_end_s = max(
         (line.end_s for line in (predicted, measured) if line is not None), default=0.0
     )
-    scale_s = max(shared_end_s, own_end_s) or 1.0
-    zoom = scale_s / own_end_s if own_end_s else 1.0
-    left, inner = 128, _WIDTH - 128 - 8
+    scale_s = 1.01 * max(shared_end_s, own_end_s) or 1.0
+    zoom = scale_s / (1.01 * own_end_s) if own_end_s else 1.0
+    left = 160
+    inner = _WIDTH - left - 8
     outside: list[str] = []
+    ground: list[str] = []
     inside: list[str] = []
     y = 4.0
     for label, line in (("predicted", predicted), ("measured", measured)):
@@ -340,7 +345,7 @@ def timeline_svg(
             outside.append(
                 _text(left - 8, y + 13, track, class_="small", text_anchor="end")
             )
-            inside.append(
+            ground.append(
                 _tag("rect", x=0, y=y, width="100%", height=_TRACK, class_="track")
             )
             inside += [
@@ -369,7 +374,7 @@ def timeline_svg(
     ]
     plot = _tag(
         "svg",
-        "".join((*grid, *inside, *ends)),
+        "".join((*grid, *ground, *ends, *inside)),
         x=left,
         y=0,
         width=inner,
@@ -430,7 +435,7 @@ def _span(span: Span, y: float, scale_s: float, inner: float, zoom: float) -> st
         f"{span.name}\n{format_s(span.start_s)} to {format_s(span.end_s)}: "
         f"{format_s(span.duration_s)}"
     )
-    for key, value in span.args.items():
+    for key, value in sorted(span.args.items()):
         title += f"\n{key}: {value}"
     waits = kind == "wait"
     rect = _tag(
@@ -569,6 +574,7 @@ SVG_STYLE = (
     "font-variant-numeric:tabular-nums}"
     ".drawing .grid{stroke:var(--rule);stroke-width:1}"
     ".drawing .bar{fill:var(--bar)}.drawing .bar.best{fill:var(--best)}"
+    ".drawing .bar.hollow{fill:none;stroke:var(--bar);stroke-width:1.5}"
     ".drawing .whisker{stroke:var(--ink);stroke-width:1.4;fill:none}"
     ".drawing .whisker-halo{stroke:var(--paper);stroke-width:3.6;fill:none;opacity:.7}"
     ".drawing .mark{fill:var(--mark);stroke:var(--paper);stroke-width:1.5}"

@@ -1,0 +1,133 @@
+"""A report from files, whichever are at hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import SpecError
+from stretto.report.results import (
+    DemoReport,
+    MethodResult,
+    Results,
+    report_of,
+    with_method,
+)
+from stretto.report.trace import MEASURED, PREDICTED, split_label
+from stretto.schema import Cluster, Plan, Timeline, Workload, codec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+KINDS = ("results", "workload", "cluster", "plan", "timeline", "trace")
+"""Kinds of files that a page can show."""
+
+
+def gather(paths: Iterable[str | Path], *, title: str | None = None) -> DemoReport:
+    """The report on what the files hold; each file says itself what it is.
+
+    Plans and timelines go to the method whose name their file bears
+    (``plan-mg-wfbp.json``, ``ddp predicted.json``) or, for a plan, their planner; where
+    there is none, a method is added for them.
+
+    Raises:
+        SpecError: a file can't be read, is none of ours, breaks a rule, or is the
+            second of a kind that a page shows once.
+    """
+    by_kind: dict[str, list[Path]] = {kind: [] for kind in KINDS}
+    for path in map(Path, paths):
+        kind = codec.kind_in(path)
+        if kind not in by_kind:
+            raise SpecError(
+                f"{path}: $.kind: must be one of {', '.join(KINDS)}, got {kind!r}",
+                place="$.kind",
+            )
+        by_kind[kind].append(path)
+    for kind in ("results", "workload", "cluster"):
+        if len(by_kind[kind]) > 1:
+            raise SpecError(
+                f"{by_kind[kind][1]}: a page shows one {kind} file, and "
+                f"{by_kind[kind][0]} is one already; make a page of each"
+            )
+    report = DemoReport(title=title or "stretto report")
+    for path in by_kind["results"]:
+        report = report_of(codec.load(path, Results))
+        report = replace(report, title=title or report.title)
+    for path in by_kind["workload"]:
+        report = replace(report, workload=Workload.load(path))
+    for path in by_kind["cluster"]:
+        report = replace(report, cluster=Cluster.load(path))
+    for path in by_kind["plan"]:
+        report = _with_plan(report, path, Plan.load(path))
+    for path in by_kind["trace"]:
+        for label, timeline in codec.load_timelines(path).items():
+            name, measured = split_label(label)
+            report = _with_timeline(report, name, timeline, measured=measured)
+    for path in by_kind["timeline"]:
+        timeline = Timeline.load(path)
+        name, word = _name_and_word(path)
+        predicted = word == PREDICTED or timeline.name.endswith(PREDICTED)
+        report = _with_timeline(report, name, timeline, measured=not predicted)
+    return report
+
+
+def _with_plan(report: DemoReport, path: Path, plan: Plan) -> DemoReport:
+    stem = path.stem.removeprefix("plan-")
+    by_file = [m for m in report.methods if _plain(m.name) == _plain(stem)]
+    by_planner = [m for m in report.methods if _plain(m.name) == _plain(plan.planner)]
+    free = [m for m in (*by_file, *by_planner) if m.plan is None]
+    name = _free_name(report, plan.planner, stem)
+    method = free[0] if free else _unmeasured(name)
+    method = replace(method, plan=plan)
+    if plan.predicted is not None:
+        if method.predicted_step_s is None:
+            method = replace(method, predicted_step_s=plan.predicted.iteration_s)
+        if report.bound_s is None:
+            report = replace(report, bound_s=plan.predicted.lower_bound_s)
+    return with_method(report, method)
+
+
+def _with_timeline(
+    report: DemoReport, name: str, timeline: Timeline, *, measured: bool
+) -> DemoReport:
+    named = [m for m in report.methods if _plain(m.name) == _plain(name)]
+    method = named[0] if named else _unmeasured(name)
+    drawn: dict[str, Any] = {MEASURED if measured else PREDICTED: timeline}
+    return with_method(report, replace(method, **drawn))
+
+
+def _name_and_word(path: Path) -> tuple[str, str]:
+    """Method and ``predicted``, ``measured`` or nothing, as a file's name has them."""
+    for word in (PREDICTED, MEASURED):
+        for sign in " -_.":
+            if path.stem.endswith(sign + word):
+                return path.stem.removesuffix(sign + word), word
+    return path.stem, ""
+
+
+def _free_name(report: DemoReport, *wanted: str) -> str:
+    taken = {m.name for m in report.methods}
+    for name in wanted:
+        if name not in taken:
+            return name
+    numbers = range(2, len(taken) + 3)
+    return next(
+        f"{wanted[-1]} {i}" for i in numbers if f"{wanted[-1]} {i}" not in taken
+    )
+
+
+def _unmeasured(name: str) -> MethodResult:
+    return MethodResult(
+        name=name,
+        predicted_step_s=None,
+        measured_step_s=None,
+        spread_s=None,
+        speedup_over_ddp=None,
+        bound_share=None,
+        final_loss=None,
+    )
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", " ").replace("_", " ")
