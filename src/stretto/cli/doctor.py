@@ -1,0 +1,264 @@
+"""``stretto doctor``: what this machine can do, and how to mend what it can't."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stretto._version import __version__
+from stretto.errors import LabError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+OK, NOTE, WRONG = "ok", "note", "wrong"
+TORCH_VERSIONS = ((2, 11), (2, 15))
+"""First and last minor version that stretto was written for."""
+
+OVERRIDES = {
+    "NCCL_MAX_CTAS": "overrides the CTAs that a plan gives each collective",
+    "NCCL_MIN_CTAS": "overrides the CTAs that a plan gives each collective",
+    "NCCL_MAX_NCHANNELS": "limits the CTAs that a plan gives each collective",
+    "NCCL_MIN_NCHANNELS": "raises the CTAs that a plan gives each collective",
+    "NCCL_CGA_CLUSTER_SIZE": "overrides the launch that a plan's resources assume",
+    "NCCL_CTA_POLICY": "overrides the CTAs that a plan gives each collective",
+    "NCCL_NET": "chooses the network that was probed or will be",
+    "NCCL_ALGO": "overrides the algorithm of a plan's buckets",
+    "NCCL_SOCKET_IFNAME": "chooses the network that was probed or will be",
+    "GLOO_SOCKET_IFNAME": (
+        "chooses the network; several names give every group as many connections, "
+        "which lanes then have on top"
+    ),
+    "GLOO_DEVICE_TRANSPORT": "chooses how Gloo sends",
+    "TORCH_DISTRIBUTED_USE_TORCHCOMMS": "replaces the process groups that lanes use",
+}
+"""Variables that change what a plan does, and how."""
+
+_OVERLAP = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing looked at."""
+
+    name: str
+
+    status: str
+    """``ok``, ``note`` (works, with a limit) or ``wrong``."""
+
+    found: str
+
+    remedy: str = ""
+    """The line that mends it."""
+
+
+@click.command(name="doctor")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+def command(*, as_json: bool) -> None:
+    """Says what this machine can do, what is wrong, and the line that mends it.
+
+    Ends with 1 if something is wrong that stretto can't do without.
+    """
+    checks = [*_python_checks(), *environment_checks(os.environ), *_lab_checks()]
+    if as_json:
+        import json
+
+        report = {"stretto": __version__, "checks": [asdict(check) for check in checks]}
+        click.echo(json.dumps(report))
+    else:
+        _print(checks)
+    if any(check.status == WRONG for check in checks):
+        sys.exit(1)
+
+
+def _print(checks: list[Check]) -> None:
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        colour = {OK: "green", NOTE: "yellow", WRONG: "red"}[check.status]
+        sign = click.style(f"{check.status:>5}", fg=colour)
+        click.echo(f"{sign}  {check.name:<{width}}  {check.found}")
+        if check.remedy:
+            click.echo(f"{'':>5}  {'':<{width}}  -> {check.remedy}")
+
+
+def _python_checks() -> Iterator[Check]:
+    version = platform.python_version()
+    yield Check(
+        name="python",
+        status=OK if sys.version_info >= (3, 11) else WRONG,
+        found=f"{version} on {platform.system()} {platform.machine()}",
+        remedy="" if sys.version_info >= (3, 11) else "install Python 3.11 or newer",
+    )
+    yield Check(
+        name="cores", status=OK, found=f"{len(os.sched_getaffinity(0))} usable cores"
+    )
+    try:
+        import torch
+    except ImportError as error:
+        yield Check(
+            name="torch",
+            status=WRONG,
+            found=f"can't be imported: {error}",
+            remedy="pip install 'torch>=2.11,<2.16'",
+        )
+        return
+    yield torch_version_check(torch.__version__)
+    yield from _backend_checks()
+
+
+def torch_version_check(version: str) -> Check:
+    """Whether a version of torch is one that stretto was written for."""
+    first, last = TORCH_VERSIONS
+    parts = version.split("+")[0].split(".")
+    found = tuple(int(part) if part.isdigit() else -1 for part in parts[:2])
+    span = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
+    if first <= found <= last:
+        return Check(name="torch", status=OK, found=version)
+    return Check(
+        name="torch",
+        status=WRONG if found < first else NOTE,
+        found=f"{version}; stretto is tested with {span}",
+        remedy=f"pip install 'torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}'",
+    )
+
+
+def _backend_checks() -> Iterator[Check]:
+    import torch
+    from torch import distributed
+
+    if not distributed.is_available():
+        yield Check(
+            name="torch.distributed",
+            status=WRONG,
+            found="this build of torch has none",
+            remedy="pip install torch (a build for Linux)",
+        )
+        return
+    gloo = distributed.is_gloo_available()
+    yield Check(
+        name="gloo",
+        status=OK if gloo else NOTE,
+        found="usable, on CPU" if gloo else "not in this build of torch",
+        remedy="" if gloo else "pip install torch (a build with Gloo)",
+    )
+    if not torch.cuda.is_available():
+        yield Check(name="cuda", status=OK, found="no device: training runs on CPU")
+        return
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        found = (
+            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
+            f"{properties.multi_processor_count} SMs"
+        )
+        yield Check(name=f"cuda:{i}", status=OK, found=found)
+    if distributed.is_nccl_available():
+        runtime = ".".join(map(str, torch.cuda.nccl.version()))
+        yield Check(name="nccl", status=OK, found=f"{runtime}, as loaded")
+    else:
+        yield Check(
+            name="nccl",
+            status=NOTE,
+            found="not in this build of torch, though there are devices",
+            remedy="pip install torch (a build for CUDA)",
+        )
+
+
+def environment_checks(environment: Mapping[str, str]) -> Iterator[Check]:
+    """Variables that would silently change what a plan does."""
+    nothing = True
+    for name, effect in OVERRIDES.items():
+        if name in environment:
+            nothing = False
+            yield Check(
+                name="environment",
+                status=NOTE,
+                found=f"{name}={environment[name]}: {effect}",
+                remedy=f"unset {name}, or probe and plan with it set",
+            )
+    if environment.get(_OVERLAP) == "1":
+        nothing = False
+        yield Check(
+            name="environment",
+            status=NOTE,
+            found=f"{_OVERLAP}=1: communication can't overlap computation on CUDA",
+            remedy=f"unset {_OVERLAP}",
+        )
+    if nothing:
+        yield Check(
+            name="environment",
+            status=OK,
+            found="no variable overrides what a plan says",
+        )
+
+
+def _lab_checks() -> Iterator[Check]:
+    """Whether a lab of each mode can be had: by building one for a moment."""
+    from stretto.lab import LabSpec, Mode, run_lab
+
+    program = shutil.which("true")
+    if program is None:
+        yield Check(name="lab", status=NOTE, found="no program `true` to try it with")
+        return
+    spec = LabSpec(hosts=2, link_bytes_per_s=1.25e8, flow_bytes_per_s=3.75e7)
+
+    def attempt(mode: Mode) -> str | None:
+        said: list[str] = []
+        return lab_failure(
+            lambda: run_lab(
+                spec, [program], mode=mode, timeout_s=20, announce=said.append
+            ),
+            said,
+        )
+
+    failure = attempt(Mode.NAMESPACES)
+    if failure is None:
+        who = "as root" if os.geteuid() == 0 else "in a user namespace"
+        yield Check(
+            name="lab", status=OK, found=f"namespaces, {who}: link and flow caps"
+        )
+        return
+    yield Check(name="lab", status=NOTE, found=failure, remedy=_lab_remedy(failure))
+    failure = attempt(Mode.PACED)
+    yield Check(
+        name="lab",
+        status=OK if failure is None else NOTE,
+        found=failure or "paced: a cap per connection, none per link",
+    )
+
+
+def lab_failure(attempt: Callable[[], int], said: list[str]) -> str | None:
+    """Why an attempt to build a lab failed, or ``None`` if it did not."""
+    try:
+        status = attempt()
+    except (LabError, OSError) as error:
+        return str(error)
+    if status == 0:
+        return None
+    return f"a lab of `true` ended with {status}: {' '.join(said)}"
+
+
+def _lab_remedy(failure: str) -> str:
+    search: dict[str, Any] = {"path": os.environ.get("PATH", "") + ":/usr/sbin:/sbin"}
+    missing = [
+        package
+        for tool, package in (
+            ("ip", "iproute2"),
+            ("tc", "iproute2"),
+            ("nft", "nftables"),
+        )
+        if shutil.which(tool, **search) is None
+    ]
+    if missing:
+        return f"apt-get install {' '.join(dict.fromkeys(missing))}"
+    if os.geteuid() != 0 and "namespace" in failure:
+        return (
+            "sudo sysctl kernel.unprivileged_userns_clone=1 "
+            "kernel.apparmor_restrict_unprivileged_userns=0, or run as root"
+        )
+    return "run as root, with the capability CAP_SYS_ADMIN in a container"
