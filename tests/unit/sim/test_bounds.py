@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.cost import all_reduce_s
-from stretto.schema import Cluster, Concurrency, Link, TensorSpec, Workload
+from stretto.schema import (
+    Cluster,
+    ComputeContention,
+    Concurrency,
+    Contention,
+    Link,
+    RateCurve,
+    TensorSpec,
+    Workload,
+)
 from stretto.sim import lower_bound, simulate_step
 from stretto.testing import strategies as own
 
@@ -100,6 +111,35 @@ def test_flows_that_never_fill_the_link_tighten_the_cut():
     # Two at once reach 2e8 together, three and more 1.5e8.
     assert bound.cut_s == pytest.approx(0.3 + 8e6 / 2e8, rel=1e-12)
     assert bound.link_s == pytest.approx(0.3 + 8e6 / 1e9, rel=1e-12)
+
+
+def test_contention_binds_by_the_faster_curve_at_the_greatest_resource():
+    link = Link(latency_s=0.0, bandwidth_bytes_per_s=1e9, stream_bytes_per_s=1e8)
+    slow = RateCurve(gamma1=4e7, gamma2=0.0, gamma3=0.0, gamma4=0.0)
+    fast = RateCurve(gamma1=6e7, gamma2=3e7, gamma3=1.0, gamma4=1.0)
+    on = Cluster(
+        name="c",
+        hosts=2,
+        ranks_per_host=1,
+        inter_host=link,
+        intra_host=link,
+        concurrency=Concurrency(gamma=(1.0, 1.0, 4.0)),
+        contention=Contention(
+            compute=ComputeContention(alpha1=1.0, alpha2=0.0),
+            overlapped=slow,
+            exclusive=fast,
+            resources=(1, 1000),
+        ),
+    )
+    work = one_burst()
+    bound = lower_bound(work, on)
+    # After computation two flows reach 6e7 each; three and more 7.5e7 together.
+    assert bound.cut_s == pytest.approx(0.3 + 8e6 / 1.2e8, rel=1e-9)
+    halves = own.Choice(ends=(1,), lanes=2, bucket_lanes=(0,), slices=(2,))
+    one = halves.plan(work, on)
+    one = replace(one, buckets=(replace(one.buckets[0], resource=1000),))
+    reached = simulate_step(work, on, one).iteration_s
+    assert reached == pytest.approx(bound.value_s, rel=1e-9)
 
 
 def test_one_rank_is_bound_by_computation():
