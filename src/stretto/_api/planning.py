@@ -39,9 +39,8 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan) -> StepResult:
     """What one step under a plan will be: its times and its timeline.
 
     Raises:
-        PlanMismatch: the plan was made for another model.
+        PlanMismatch: the plan was made for another model or number of ranks.
     """
-    plan.check_matches(workload)
     return simulate_step(workload, cluster, plan)
 
 
@@ -56,10 +55,9 @@ def predicted(workload: Workload, cluster: Cluster, plan: Plan) -> Plan:
     """A plan made anywhere with its prediction on this cluster.
 
     Raises:
-        PlanMismatch: the plan was made for another model.
+        PlanMismatch: the plan was made for another model or number of ranks.
     """
-    plan.check_matches(workload)
-    return with_prediction(replace(plan, ranks=cluster.ranks), workload, cluster)
+    return with_prediction(plan, workload, cluster)
 
 
 def resized(cluster: Cluster, ranks: int) -> Cluster:

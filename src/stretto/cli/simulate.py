@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -70,7 +71,9 @@ def command(
 
     def planned_on(sized: Cluster) -> Plan:
         if loaded is not None:
-            return _api.predicted(workload, sized, loaded)
+            # Only a table over numbers of ranks takes a plan to others than its own.
+            moved = loaded if sized is cluster else replace(loaded, ranks=sized.ranks)
+            return _api.predicted(workload, sized, moved)
         with _planning.progress(f"planning {workload.name} for {sized.ranks} ranks"):
             return _api.plan(workload, sized, str(planner), **chosen)
 

@@ -26,12 +26,18 @@ from stretto.schema import Cluster, Workload
 from stretto.sim.step import StepModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from stretto.schema import Plan
 
-SIMPLER_RATIO = 1e-3
-"""Plans this close to the fastest count as equally fast; the simplest is taken."""
+NEAR_RATIO = 5e-3
+"""How much slower than the fastest plan found a sturdier or plainer one may be."""
+
+EQUAL_RATIO = 1e-3
+"""Plans whose scores are this close count as equally good; the plainest is taken."""
+
+OTHER_PACES = (0.8, 1.5)
+"""Durations of backward, over the measured one, at which plans must do well too."""
 
 CLIMBS = 4
 WORK_LIMIT = 12_000
@@ -40,6 +46,7 @@ on the machine, so that the plan does not either."""
 
 _FEW_TENSORS = 16
 _GAIN_RATIO = 1e-9
+_POOL = 200
 
 
 @final
@@ -55,9 +62,14 @@ class JointPlanner(AbstractPlanner):
     bucket's slices or first lane changed, first improvement taken, within a fixed
     number of simulated collectives.
 
-    Real systems pay for each collective and each lane more than the model sees, so of
-    the plans within 0.1 % of the fastest one, and no slower than any other planner's,
-    it takes the one with the fewest collectives, then lanes, then buckets.
+    A plan that is fastest for exact times can be fragile: its buckets become ready the
+    moment a lane is free, and when backward takes half as long again beside the
+    communication, the link idles. Real systems also pay for each collective and each
+    lane more than the model sees. So of the plans within 0.5 % of the fastest one, and
+    no slower than any other planner's, it looks for the least sum of iteration times at
+    backward's measured pace, half slower and a quarter faster, and of those within
+    0.1 % of this sum it takes the one with the fewest collectives, then lanes, then
+    buckets.
     """
 
     name: ClassVar[str] = "joint"
@@ -86,13 +98,14 @@ class JointPlanner(AbstractPlanner):
         search = _Search(workload, cluster)
         for plan in others:
             search.take(Draft.of(plan), _iteration_s(plan))
-        ceiling_s = search.best_s
+        # Equal up to rounding is not slower.
+        ceiling_s = search.best_s * (1.0 + _GAIN_RATIO)
         for draft in _starts(workload, cluster, self._max_lanes):
             search.value_s(draft)
         for draft in search.leaders(CLIMBS):
             search.climb(draft)
-        search.simplify(ceiling_s)
-        return finish(search.simplest(ceiling_s), self.name, workload, cluster)
+        sturdy = search.sturdiest(ceiling_s)
+        return finish(sturdy, self.name, workload, cluster)
 
 
 def _iteration_s(plan: Plan) -> float:
@@ -101,30 +114,43 @@ def _iteration_s(plan: Plan) -> float:
     return plan.predicted.iteration_s
 
 
-def _starts(workload: Workload, cluster: Cluster, max_lanes: int) -> Iterator[Draft]:
-    """Every family of equal buckets, at its optimum and a little beyond it.
+def _paced(workload: Workload, pace: float) -> Workload:
+    """The workload with a backward that takes ``pace`` times as long."""
+    if pace == 1.0:
+        return workload
+    tensors = workload.tensors
+    return replace(
+        workload,
+        backward_s=workload.backward_s * pace,
+        tensors=tuple(replace(t, ready_s=t.ready_s * pace) for t in tensors),
+    )
 
-    Beyond: with a deadline some ten-thousandths or hundredths later there are fewer
-    buckets, which may be as good and is simpler.
+
+def _starts(workload: Workload, cluster: Cluster, max_lanes: int) -> Iterator[Draft]:
+    """Every family of equal buckets, at its optimum for each pace and a little beyond.
+
+    Beyond: with a deadline some thousandths later there are fewer buckets, which may be
+    as good and is simpler.
     """
+    paced = [_paced(workload, pace) for pace in (1.0, *OTHER_PACES)]
     for lanes in _lane_numbers(max_lanes):
         together = linear_cost(workload, cluster, slices=lanes)
-        for slices in range(1, lanes + 1):
-            if lanes % slices:
-                continue
+        for slices in (s for s in range(1, lanes + 1) if lanes % s == 0):
             cost = LinearCost(
                 startup_s=together.startup_s * slices / lanes,
                 s_per_byte=together.s_per_byte,
             )
-            problem = FusionProblem(workload=workload, cost=cost)
-            end_s = max(problem.finish_s(), workload.backward_s)
-            step_s = workload.forward_s + end_s
-            seen = set()
-            for later_ratio in (0.0, SIMPLER_RATIO / 2, 1e-2):
-                ends = problem.fewest_buckets(end_s + later_ratio * step_s)
-                if ends not in seen:
-                    seen.add(ends)
-                    yield Draft.in_turn(ends, lanes=lanes, slices=slices)
+            fusions = dict.fromkeys(ends for w in paced for ends in _fusions(w, cost))
+            for ends in fusions:
+                yield Draft.in_turn(ends, lanes=lanes, slices=slices)
+
+
+def _fusions(workload: Workload, cost: LinearCost) -> Iterator[tuple[int, ...]]:
+    problem = FusionProblem(workload=workload, cost=cost)
+    end_s = max(problem.finish_s(), workload.backward_s)
+    step_s = workload.forward_s + end_s
+    for later_ratio in (0.0, NEAR_RATIO / 2, 2 * NEAR_RATIO):
+        yield problem.fewest_buckets(end_s + later_ratio * step_s)
 
 
 def _lane_numbers(max_lanes: int) -> tuple[int, ...]:
@@ -149,7 +175,11 @@ class _Search:
 
     _model: StepModel = field(init=False)
 
+    _paced_models: tuple[StepModel, ...] = field(init=False)
+
     _values: dict[Draft, float] = field(default_factory=dict)
+
+    _scores: dict[Draft, float] = field(default_factory=dict)
 
     _cuts: tuple[int, ...] = field(init=False)
     """Where buckets may end: after the last tensor of each ready time."""
@@ -160,6 +190,9 @@ class _Search:
 
     def __post_init__(self) -> None:
         self._model = StepModel(self.workload, self.cluster)
+        self._paced_models = tuple(
+            StepModel(_paced(self.workload, pace), self.cluster) for pace in OTHER_PACES
+        )
         self._dtype_starts = dtype_starts(self.workload)
         tensors = self.workload.tensors
         every = len(tensors) <= _FEW_TENSORS
@@ -204,16 +237,20 @@ class _Search:
         return chosen
 
     def climb(self, draft: Draft) -> None:
-        """Hill climbing from a draft: bucket by bucket from the last, again and again,
-        until a whole round finds nothing better or the work is used up.
+        """Hill climbing from a draft towards the least iteration time."""
+        self._climbed(draft, self.value_s)
+
+    def _climbed(self, draft: Draft, objective: Callable[[Draft], float]) -> Draft:
+        """What climbing reaches: bucket by bucket from the last, again and again, until
+        a whole round finds nothing better or the work is used up.
         """
         limit = self._work + WORK_LIMIT
         bucket = len(draft.ends) - 1
         fruitless = 0
         while fruitless < len(draft.ends) and self._work < limit:
-            here_s = self.value_s(draft)
+            here = objective(draft)
             for other in self._neighbours(draft, bucket):
-                if self.value_s(other) < here_s * (1.0 - _GAIN_RATIO):
+                if objective(other) < here * (1.0 - _GAIN_RATIO):
                     draft = other
                     fruitless = -1
                     break
@@ -221,34 +258,59 @@ class _Search:
                     break
             fruitless += 1
             bucket = (min(bucket, len(draft.ends)) - 1) % len(draft.ends)
+        return draft
 
-    def simplest(self, ceiling_s: float) -> Draft:
-        """The plainest draft that is as good as the fastest and under the ceiling."""
-        limit_s = self._limit_s(ceiling_s)
-        good = [draft for draft, value in self._values.items() if value <= limit_s]
-        return min(good, key=lambda d: (_plainness(d), self._values[d]))
+    def sturdiest(self, ceiling_s: float) -> Draft:
+        """The plainest draft of the least score, near the fastest, under the ceiling.
 
-    def simplify(self, ceiling_s: float) -> None:
-        """Makes the plainest good draft plainer still, as long as it stays good."""
+        Climbs once more, by score; then makes plainer what stays as good.
+        """
+        limit_s = min(self.best_s * (1.0 + NEAR_RATIO), ceiling_s)
+        near = sorted(
+            (draft for draft, value in self._values.items() if value <= limit_s),
+            key=lambda d: (self._values[d], _plainness(d)),
+        )
+        draft = min(near[:_POOL], key=lambda d: (self._score(d), _plainness(d)))
+        if draft.overlap == "backward":
+            draft = self._climbed(draft, lambda d: self._score_within(d, limit_s))
+        good_s = self._score(draft) * (1.0 + EQUAL_RATIO)
+        draft = min(
+            (d for d, score in self._scores.items() if score <= good_s),
+            key=lambda d: (_plainness(d), self._scores[d]),
+        )
         limit = self._work + WORK_LIMIT
-        draft = self.simplest(ceiling_s)
-        if draft.overlap != "backward":
-            return
-        while self._work < limit:
+        plainer: Draft | None = draft
+        while plainer is not None and self._work < limit:
+            draft = plainer
             plainer = next(
                 (
                     other
                     for other in _plainer(draft, self._dtype_starts)
-                    if self.value_s(other) <= self._limit_s(ceiling_s)
+                    if self._score_within(other, limit_s) <= good_s
                 ),
                 None,
             )
-            if plainer is None:
-                return
-            draft = plainer
+        return draft
 
-    def _limit_s(self, ceiling_s: float) -> float:
-        return min(self.best_s * (1.0 + SIMPLER_RATIO), ceiling_s)
+    def _score(self, draft: Draft) -> float:
+        """Sum of iteration times at the measured pace and at the others."""
+        score = self._scores.get(draft)
+        if score is None:
+            score = self.value_s(draft)
+            for pace, model in zip(OTHER_PACES, self._paced_models, strict=True):
+                if draft.overlap == "none":
+                    late_s = (pace - 1.0) * self.workload.backward_s
+                    score += self.value_s(draft) + late_s
+                else:
+                    self._work += draft.collectives + len(draft.ends)
+                    score += model.iteration_s(
+                        draft.ends, draft.lanes, draft.bucket_lanes, draft.slices
+                    )
+            self._scores[draft] = score
+        return score
+
+    def _score_within(self, draft: Draft, limit_s: float) -> float:
+        return self._score(draft) if self.value_s(draft) <= limit_s else float("inf")
 
     def _neighbours(self, draft: Draft, bucket: int) -> Iterator[Draft]:
         yield from self._other_cuts(draft, bucket)

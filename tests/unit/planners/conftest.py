@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from stretto.schema import Cluster, Link, TensorSpec, Workload
+from stretto.schema import (
+    Cluster,
+    ComputeContention,
+    Concurrency,
+    Contention,
+    Link,
+    RateCurve,
+    TensorSpec,
+    Workload,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,6 +56,8 @@ def build_cluster(
     link_bytes_per_s: float = 117e6,
     flow_bytes_per_s: float | None = 36e6,
     latency_s: float = 1.7e-4,
+    gamma: tuple[float, ...] | None = None,
+    contention: Contention | None = None,
 ) -> Cluster:
     return Cluster(
         name="cluster",
@@ -58,12 +69,25 @@ def build_cluster(
             stream_bytes_per_s=flow_bytes_per_s,
         ),
         intra_host=Link(latency_s=5e-6, bandwidth_bytes_per_s=1e10),
+        concurrency=Concurrency(gamma=gamma) if gamma else None,
+        contention=contention,
     )
 
 
-def random_instance(seed: int, tensors: int | None = None) -> tuple[Workload, Cluster]:
+CONTENTION = Contention(
+    compute=ComputeContention(alpha1=1.0, alpha2=0.1),
+    overlapped=RateCurve(gamma1=5e7, gamma2=2e7, gamma3=0.5, gamma4=0.6),
+    exclusive=RateCurve(gamma1=6e7, gamma2=2e7, gamma3=0.5, gamma4=0.6),
+    resources=(1, 2),
+)
+
+
+def random_instance(
+    seed: int, tensors: int | None = None, *, contended: bool = False
+) -> tuple[Workload, Cluster]:
     """The mixtures of real models: bursts, even pace, a giant at the end, mostly tiny
-    tensors; start-ups from nothing to dominating; flows that fill the link or don't.
+    tensors; start-ups from nothing to dominating; flows that fill the link or don't,
+    and that slow each other or, where ``contended``, computation too.
     """
     rng = random.Random(seed)
     number = tensors or rng.randint(1, 6)
@@ -92,6 +116,8 @@ def random_instance(seed: int, tensors: int | None = None) -> tuple[Workload, Cl
         hosts=rng.choice((2, 4, 8)),
         latency_s=rng.choice((0.0, 1e-5, 2e-4, 5e-3)),
         flow_bytes_per_s=rng.choice((None, 36e6, 60e6, 20e6)),
+        gamma=rng.choice((None, None, (1.0, 1.5), (1.0, 1.1, 1.2, 2.0))),
+        contention=CONTENTION if contended else None,
     )
     return workload, cluster
 

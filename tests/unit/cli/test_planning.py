@@ -1,0 +1,277 @@
+"""The commands plan, compare and simulate, as a shell sees them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from stretto import planners
+from stretto.cli._main import exit_code_of, group
+from stretto.errors import StrettoError
+from stretto.schema import Cluster, Link, Plan, TensorSpec, Timeline, Workload
+
+PLAN_KEYS = {
+    "planner",
+    "iteration_s",
+    "backward_s",
+    "exposed_communication_s",
+    "lower_bound_s",
+    "gap",
+    "lanes",
+    "buckets",
+    "search_s",
+}
+
+
+def a_workload(name: str = "model", tensors: int = 12) -> Workload:
+    return Workload(
+        name=name,
+        framework="pytorch",
+        device="cpu",
+        batch_per_rank=8,
+        forward_s=0.02,
+        backward_s=0.1,
+        tensors=tuple(
+            TensorSpec(
+                name=f"{name}.{i}",
+                bytes=1_200_000 if i % 2 else 400,
+                dtype="float32",
+                ready_s=0.008 * i,
+                needed_s=0.0,
+            )
+            for i in range(tensors)
+        ),
+    )
+
+
+A_CLUSTER = Cluster(
+    name="lab",
+    hosts=4,
+    ranks_per_host=1,
+    inter_host=Link(
+        latency_s=1.5e-4, bandwidth_bytes_per_s=117e6, stream_bytes_per_s=36e6
+    ),
+    intra_host=Link(latency_s=5e-6, bandwidth_bytes_per_s=1e10),
+)
+
+
+@pytest.fixture
+def files(tmp_path) -> tuple[str, str]:
+    a_workload().save(tmp_path / "workload.json")
+    A_CLUSTER.save(tmp_path / "cluster.json")
+    return str(tmp_path / "workload.json"), str(tmp_path / "cluster.json")
+
+
+def call(*args: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr, with errors as `main` turns them into codes."""
+    result = CliRunner().invoke(group, [str(a) for a in args])
+    if isinstance(result.exception, StrettoError):
+        return exit_code_of(result.exception), result.stdout, str(result.exception)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_plan_prints_the_agreed_keys_and_writes_the_plan(files, tmp_path) -> None:
+    target = tmp_path / "plan.json"
+    code, out, err = call("plan", *files, "-o", target, "--json")
+    assert (code, err) == (0, "")
+    row = json.loads(out)
+    assert set(row) == PLAN_KEYS
+    plan = Plan.load(target)
+    plan.check_matches(a_workload())
+    assert plan.planner == row["planner"] == "joint"
+    assert len(plan.buckets) == row["buckets"]
+    assert plan.predicted.iteration_s == row["iteration_s"]
+    assert row["search_s"] > 0
+
+
+def test_plan_prints_a_table_of_its_buckets(files) -> None:
+    code, out, err = call("plan", *files, "--planner", "wfbp")
+    assert (code, err) == (0, "")
+    for i in range(12):
+        assert f"model.{i}" in out
+    assert "no plan can be faster than" in out
+
+
+@pytest.mark.parametrize(
+    ("planner", "options", "made_by"),
+    [
+        ("ddp", ["--cap", "2MiB", "--first-cap", "4KiB"], ("cap_bytes", 2**21)),
+        ("aiacc", ["--unit", "1MiB", "--lanes", "3"], ("lanes", 3)),
+        ("horovod", ["--cycle-ms", "20", "--fusion-buffer", "2MB"], ("cycle_s", 0.02)),
+        ("joint", ["--max-lanes", "2"], ("max_lanes", 2)),
+    ],
+)
+def test_planner_options_reach_the_planner(
+    planner, options, made_by, files, tmp_path
+) -> None:
+    target = tmp_path / "plan.json"
+    assert call("plan", *files, "--planner", planner, *options, "-o", target)[0] == 0
+    known = {
+        "ddp": {"first_cap_bytes": 4096},
+        "aiacc": {"unit_bytes": 2**20},
+        "horovod": {"fusion_bytes": 2_000_000},
+    }.get(planner, {})
+    expected = planners.get(planner, **dict([made_by]), **known)
+    assert Plan.load(target) == expected.plan(a_workload(), A_CLUSTER)
+    default = planners.get(planner).plan(a_workload(), A_CLUSTER)
+    assert Plan.load(target) != default
+
+
+def test_wrong_input_exits_with_2_and_writes_nothing(files, tmp_path) -> None:
+    workload, cluster = files
+    target = tmp_path / "plan.json"
+    code, out, err = call("plan", workload, workload, "-o", target)
+    assert (code, out) == (2, "")
+    assert workload in err
+    code, _, err = call("plan", workload, cluster, "--planner", "best", "-o", target)
+    assert code == 2
+    assert "'best'" in err
+    code, _, err = call("plan", workload, cluster, "--cap", "1MiB", "-o", target)
+    assert code == 2
+    assert "joint has no option" in err
+    code, _, err = call("plan", workload, cluster, "--cap", "big", "-o", target)
+    assert code == 2
+    assert "'big'" in err
+    assert call("plan", workload, tmp_path / "none.json", "-o", target)[0] == 2
+    assert not target.exists()
+
+
+def test_no_feasible_plan_exits_with_3(files) -> None:
+    code, _, err = call("plan", *files, "--planner", "exhaustive")
+    assert code == 3
+    assert "at most 8 tensors" in err
+
+
+def test_compare_gives_every_planner_a_row_beside_the_same_bound(files) -> None:
+    code, out, err = call("compare", *files, "--json")
+    assert (code, err) == (0, "")
+    rows = json.loads(out)
+    assert [row["planner"] for row in rows] == list(planners.NAMES)
+    assert all(set(row) == PLAN_KEYS for row in rows)
+    assert len({row["lower_bound_s"] for row in rows}) == 1
+    joint = next(row for row in rows if row["planner"] == "joint")
+    # Rounding aside.
+    fastest_s = min(row["iteration_s"] for row in rows)
+    assert joint["iteration_s"] <= fastest_s * (1 + 1e-9)
+    code, out, err = call("compare", *files)
+    assert (code, err) == (0, "")
+    assert all(name in out for name in planners.NAMES)
+
+
+def test_simulate_agrees_with_the_plan_s_prediction_and_writes_a_trace(
+    files, tmp_path
+) -> None:
+    plan_file, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+    call("plan", *files, "-o", plan_file)
+    code, out, err = call(
+        "simulate", *files, "--plan", plan_file, "--trace", trace, "--json"
+    )
+    assert (code, err) == (0, "")
+    row = json.loads(out)
+    plan = Plan.load(plan_file)
+    assert row["iteration_s"] == plan.predicted.iteration_s
+    assert set(row) == PLAN_KEYS - {"search_s"} | {"ranks", "efficiency"}
+    timeline = Timeline.load(trace)
+    assert timeline.end_s == pytest.approx(row["iteration_s"])
+    lanes = {f"lane{i}" for i in range(plan.lanes)}
+    assert lanes | {"compute"} >= set(timeline.tracks) > {"compute"}
+
+
+def test_simulate_scales_over_ranks(files, tmp_path) -> None:
+    code, out, _ = call(
+        "simulate", *files, "--planner", "ddp", "--ranks", "1,2,16,2048", "--json"
+    )
+    assert code == 0
+    rows = json.loads(out)["scaling"]
+    assert [row["ranks"] for row in rows] == [1, 2, 16, 2048]
+    times = [row["iteration_s"] for row in rows]
+    assert times == sorted(times)
+    assert times[0] == pytest.approx(0.12)
+    assert rows[0]["efficiency"] == pytest.approx(1.0)
+    plan_file = tmp_path / "plan.json"
+    call("plan", *files, "--planner", "ddp", "-o", plan_file)
+    code, fixed, _ = call(
+        "simulate", *files, "--plan", plan_file, "--ranks", "16", "--json"
+    )
+    assert code == 0
+    # DDP's buckets do not depend on the cluster: planning anew gives the same.
+    assert json.loads(fixed)["scaling"] == rows[2:3]
+    code, out, _ = call("simulate", *files, "--planner", "ddp", "--ranks", "2,16")
+    assert code == 0
+    assert "ranks" in out
+    assert "efficiency" in out
+
+
+def test_simulate_refuses_what_does_not_belong_together(files, tmp_path) -> None:
+    workload, cluster = files
+    plan_file = tmp_path / "plan.json"
+    call("plan", workload, cluster, "-o", plan_file)
+    other = tmp_path / "other.json"
+    a_workload("other").save(other)
+    code, _, err = call("simulate", other, cluster, "--plan", plan_file)
+    assert code == 2
+    assert "another model" in err
+    larger = tmp_path / "larger.json"
+    replace(A_CLUSTER, hosts=8).save(larger)
+    code, _, err = call("simulate", workload, larger, "--plan", plan_file)
+    assert code == 2
+    assert "4 ranks" in err
+    both = ["--plan", plan_file, "--planner", "ddp"]
+    assert call("simulate", workload, cluster, *both)[0] == 2
+    assert call("simulate", workload, cluster)[0] == 2
+    code, _, err = call("simulate", *files, "--planner", "ddp", "--ranks", "4,none")
+    assert code == 2
+    assert "'4,none'" in err
+
+
+def test_ranks_must_fill_whole_hosts(files, tmp_path) -> None:
+    wide = tmp_path / "wide.json"
+    replace(A_CLUSTER, ranks_per_host=4).save(wide)
+    code, _, err = call("simulate", files[0], wide, "--planner", "ddp", "--ranks", "6")
+    assert code == 2
+    assert "whole hosts of 4" in err
+    code, out, _ = call(
+        "simulate", files[0], wide, "--planner", "ddp", "--ranks", "2,8", "--json"
+    )
+    assert code == 0
+    assert [row["ranks"] for row in json.loads(out)["scaling"]] == [2, 8]
+
+
+def test_the_whole_process_works_without_torch(files, tmp_path) -> None:
+    """As a shell calls it; torch must not even be looked for."""
+    program = (
+        "import sys, runpy\n"
+        "sys.modules['torch'] = None\n"  # an import of torch fails from here on
+        "sys.argv = ['stretto', *sys.argv[1:]]\n"
+        "try:\n"
+        "    runpy.run_module('stretto', run_name='__main__')\n"
+        "finally:\n"
+        "    loaded = {name for name, module in sys.modules.items() if module}\n"
+        "    heavy = loaded & {'torch', 'numpy', 'scipy', 'rich'}\n"
+        "    print(sorted(heavy), file=sys.stderr)\n"
+    )
+    target = tmp_path / "plan.json"
+    command = [sys.executable, "-c", program, "plan", *files, "-o", str(target)]
+    done = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "[]\n"
+    assert json.loads(done.stdout)["planner"] == "joint"
+    assert Plan.load(target).planner == "joint"
+
+
+def test_errors_of_the_whole_process_are_one_line_and_a_code(files) -> None:
+    command = [sys.executable, "-m", "stretto", "plan", *files, "--planner", "best"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("stretto: error: planner must be one of")
+    assert done.stderr.count("\n") == 1
