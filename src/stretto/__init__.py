@@ -1,5 +1,63 @@
-"""stretto: synchronous data-parallel training with communication overlapped."""
+"""stretto: synchronous data-parallel training with communication overlapped.
+
+    model = stretto.DistributedDataParallel(model)      # where DDP stood
+
+Names are loaded when they are first used, so that planning never loads torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from stretto._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from stretto._api.ddp import DistributedDataParallel
+    from stretto._api.ddp import DistributedDataParallel as DDP  # noqa: N817
+    from stretto._api.measuring import probe
+    from stretto._api.planning import compare, plan, simulate
+    from stretto.measure import profile_model as profile
+    from stretto.schema import Cluster, Plan, Timeline, Workload
+
+__all__ = [
+    "DDP",
+    "Cluster",
+    "DistributedDataParallel",
+    "Plan",
+    "Timeline",
+    "Workload",
+    "__version__",
+    "compare",
+    "plan",
+    "probe",
+    "profile",
+    "simulate",
+]
+
+_HOMES = {
+    "DDP": ("stretto._api.ddp", "DistributedDataParallel"),
+    "DistributedDataParallel": ("stretto._api.ddp", "DistributedDataParallel"),
+    "probe": ("stretto._api.measuring", "probe"),
+    "profile": ("stretto.measure", "profile_model"),
+    "plan": ("stretto._api.planning", "plan"),
+    "compare": ("stretto._api.planning", "compare"),
+    "simulate": ("stretto._api.planning", "simulate"),
+    "Cluster": ("stretto.schema", "Cluster"),
+    "Plan": ("stretto.schema", "Plan"),
+    "Timeline": ("stretto.schema", "Timeline"),
+    "Workload": ("stretto.schema", "Workload"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stretto' has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    value = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

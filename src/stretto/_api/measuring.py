@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from stretto.cost.fit import fit_cluster
-from stretto.measure import probe_network
+from stretto.measure import count_hosts, probe_network
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,7 +39,7 @@ def probe(
     """
     measured = probe_network(group=group, **options)
     ranks = dist.get_world_size(group)
-    count = hosts or _count_hosts(ranks, group)
+    count = hosts or count_hosts(group)
     return fit_cluster(
         measured.collectives,
         name=name,
@@ -49,11 +48,3 @@ def probe(
         contention_samples=measured.contention,
         provenance=measured.provenance,
     )
-
-
-def _count_hosts(ranks: int, group: ProcessGroup | None) -> int:
-    names: list[Any] = [None] * ranks
-    dist.all_gather_object(names, platform.node(), group=group)
-    count = len(set(names))
-    # Hosts of unequal size are described as one rank per host.
-    return count if ranks % count == 0 else ranks

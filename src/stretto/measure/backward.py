@@ -137,6 +137,16 @@ class StepObserver:
         self._handles.clear()
         self._reset()
 
+    def exclude(self, duration_s: float) -> None:
+        """Leaves some seconds out of the step under way: a wait for communication."""
+        self._excluded_s += duration_s
+
+    def begin_step(self) -> None:
+        """Begins a step here rather than at the next call of the model."""
+        self._finish()
+        self._reset()
+        self._started: Any = self._mark()
+
     def end_step(self) -> None:
         """Ends the step here rather than at the next call of the model."""
         self._finish()
@@ -153,6 +163,8 @@ class StepObserver:
         self._ready: list[Any] = [None] * len(self._parameters)
         self._ready_order: list[int] = []
         self._callback_queued = False
+        self._excluded_s = 0.0
+        self._started = None
 
     def _root_called(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -162,6 +174,7 @@ class StepObserver:
         if self._begin is not None and not self._ready_order:
             return  # a second forward before backward: the same step goes on
         self._finish()
+        started = self._started
         self._reset()
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
@@ -169,8 +182,8 @@ class StepObserver:
                 break
         if self._group is not None:
             dist.barrier(self._group)
-        self._begin = self._mark()
-        self._first_use[""] = self._begin
+        self._first_use[""] = self._mark()
+        self._begin = started or self._first_use[""]
 
     def _root_returned(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if self._begin is None or not torch.is_grad_enabled():
@@ -261,7 +274,7 @@ class StepObserver:
         self.order = tuple(self._ready_order)
         self.steps.append(
             ObservedStep(
-                step_s=seconds(begin, end),
+                step_s=seconds(begin, end) - self._excluded_s,
                 forward_s=seconds(begin, forward_end),
                 backward_s=seconds(backward_begin, self._backward_end),
                 ready_s=tuple(

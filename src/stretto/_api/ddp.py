@@ -1,0 +1,132 @@
+"""The class users put where DDP stood."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from stretto import runtime
+from stretto._api.keep import Keeper
+from stretto.schema import Plan
+from stretto.tune import AutoPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from stretto.tune import OnSettled, Settled
+
+AUTO = "auto"
+DDP_RULE = "ddp"
+
+PLAN_VARIABLE = "STRETTO_PLAN"
+"""What `stretto run --plan` sets: it stands for ``"auto"``."""
+
+_log = logging.getLogger(__name__)
+
+
+class DistributedDataParallel(runtime.DistributedDataParallel):
+    """PyTorch's DistributedDataParallel with a planned overlap of communication.
+
+    Every argument, method and `isinstance` check of PyTorch's class works, and
+    gradients are DDP's.
+
+    Args:
+        module: The module to be parallelised.
+        *args: Passed on to PyTorch's class.
+        plan: ``"auto"`` measures the first steps and the network, plans and applies,
+            while every step trains; ``"ddp"`` or ``None`` keeps PyTorch's own rule; a
+            `Plan` or the path of a plan file is carried out as it is.
+        on_settled: Called with the `Settled` measurement and decision of ``"auto"``.
+        **kwargs: Passed on to PyTorch's class, and ``record`` and ``timeout_s`` to
+            `stretto.runtime.DistributedDataParallel`.
+
+    Raises:
+        SpecError: a plan file is broken.
+        PlanMismatch: a plan is for another model.
+        RankDisagreement: ranks came with different plans, models or versions.
+        CommTimeout: a rank did not come.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *args: Any,
+        plan: Plan | str | Path | None = AUTO,
+        on_settled: OnSettled | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._auto: AutoPlan | None = None
+        self._keeper: Keeper | None = None
+        self._between: Callable[[], None] | None = None
+        if plan == AUTO:
+            plan = os.environ.get(PLAN_VARIABLE, AUTO)
+        automatic = plan == AUTO
+        if automatic or plan == DDP_RULE:
+            plan = None
+        elif isinstance(plan, str | Path):
+            plan = Plan.load(plan)
+        super().__init__(module, *args, plan=plan, **kwargs)
+        self._on_settled = on_settled
+        self._keeper = Keeper.of_environment(dist.get_rank(self.process_group))
+        if automatic and self._can_plan():
+            name = type(module).__name__.lower()
+            self._auto = AutoPlan(self, name=name, on_settled=self._settled)
+        if self._auto is not None or self._keeper is not None:
+            self._between = self._before_forward
+
+    def _can_plan(self) -> bool:
+        """Whether measuring can lead to a better plan than DDP's rule."""
+        if dist.get_world_size(self.process_group) == 1:
+            return False
+        if self.find_unused_parameters and not self.static_graph:
+            if dist.get_rank(self.process_group) == 0:
+                _log.warning(
+                    "left as DDP does it: with find_unused_parameters the gradients of "
+                    "a step are not known before it. If all parameters are used, leave "
+                    "it out; if the same ones are unused in every step, pass "
+                    "static_graph=True."
+                )
+            return False
+        return True
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output, as DDP gives it."""
+        if self._between is not None and torch.is_grad_enabled():
+            self._between()
+        return super().forward(*inputs, **kwargs)
+
+    def _before_forward(self) -> None:
+        """Measures, plans, applies and records, while there is something to do."""
+        if self._auto is not None:
+            self._auto.before_forward(reduces=self.require_backward_grad_sync)
+            if not self._auto.settled:
+                return
+            self._auto = None
+        if self._keeper is not None:
+            self._keeper.before_forward(self)
+            if not self._keeper.done:
+                return
+            self._keeper = None
+        self._between = None
+
+    def _settled(self, settled: Settled) -> None:
+        if self._keeper is not None:
+            self._keeper.settled(settled)
+        if self._on_settled is not None:
+            self._on_settled(settled)
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Registers a communication hook as DDP does; automatic planning ends."""
+        self._auto = None
+        super().register_comm_hook(state, hook)
+
+    def __getstate__(self) -> dict[str, Any]:
+        attributes = super().__getstate__()
+        return {**attributes, "_auto": None, "_keeper": None, "_between": None}

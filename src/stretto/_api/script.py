@@ -1,0 +1,66 @@
+"""Runs a script in this process with every DistributedDataParallel ours.
+
+Also a module: torchrun starts ``python -m stretto._api.script SCRIPT ARGS``.
+"""
+
+from __future__ import annotations
+
+import logging
+import runpy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.nn.parallel
+import torch.nn.parallel.distributed
+
+from stretto._api.ddp import DistributedDataParallel
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def replace_ddp() -> None:
+    """Puts our class where scripts and libraries find DDP's.
+
+    `isinstance` checks against DDP hold either way, since ours is a subclass; code that
+    imported the class before this call keeps DDP's own.
+    """
+    torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
+    torch.nn.parallel.distributed.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
+
+
+def run_script(script: Path, arguments: Sequence[str]) -> None:
+    """Runs a script as ``python SCRIPT ARGUMENTS`` would, on our DDP.
+
+    Raises:
+        SpecError: there is no such script.
+    """
+    if not script.is_file():
+        raise SpecError(f"{script}: no such script")
+    replace_ddp()
+    _show_log()
+    sys.argv = [str(script), *arguments]
+    sys.path[0:1] = [str(script.resolve().parent)]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _show_log() -> None:
+    """Lets our few lines be seen where the script sets no logging up itself."""
+    logger = logging.getLogger("stretto")
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("stretto: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+
+
+def main() -> None:
+    """``python -m stretto._api.script SCRIPT ARGS``."""
+    script, *arguments = sys.argv[1:]
+    run_script(Path(script), arguments)
+
+
+if __name__ == "__main__":
+    main()

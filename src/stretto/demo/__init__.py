@@ -1,0 +1,1 @@
+"""The main job end to end on one machine: emulated cluster, real training."""

@@ -1,0 +1,157 @@
+"""The command's side of the demo: start the lab, then show what the ranks found."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from stretto.demo.settings import BUCKET_SIZES_MIB, DemoSettings, Outcome
+from stretto.errors import LabError, SpecError
+from stretto.lab import LabSpec, Mode, run_lab
+from stretto.report import (
+    DemoReport,
+    MethodResult,
+    save_results,
+    save_trace,
+)
+from stretto.report import (
+    save as save_page,
+)
+from stretto.schema import Cluster, Plan, Timeline, Workload
+from stretto.units import format_rate, format_s
+
+SETTINGS_FILE = "settings.json"
+OUTCOME_FILE = "outcome.json"
+
+
+def run_demo(
+    settings: DemoSettings,
+    spec: LabSpec,
+    *,
+    mode: Mode = Mode.AUTO,
+    timeout_s: float = 900.0,
+) -> DemoReport:
+    """The report of one demo, whose files then stand in ``settings.out``.
+
+    Raises:
+        LabError: the lab could not be had, or the training in it failed.
+        SpecError: the folder can't be written.
+    """
+    out = Path(settings.out)
+    for folder in (out, out / "plans"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise SpecError(f"{folder}: can't be made: {exc.strerror}") from exc
+    with tempfile.TemporaryDirectory(prefix="stretto-demo-") as scratch:
+        settings.save(Path(scratch) / SETTINGS_FILE)
+        status = run_lab(
+            spec,
+            [sys.executable, "-m", "stretto.demo.worker", scratch],
+            mode=mode,
+            timeout_s=timeout_s,
+        )
+        if status:
+            raise LabError(
+                f"the training in the lab ended with status {status}; its own message "
+                "stands above"
+            )
+        report = _report(settings, spec, Path(scratch))
+    save_results(out / "results.json", report)
+    save_trace(out / "trace.json", report)
+    save_page(out / "report.html", report)
+    return report
+
+
+def plan_file(out: Path, method: str) -> Path:
+    """Where a method's plan is kept."""
+    return out / "plans" / f"{method}.json"
+
+
+def _report(settings: DemoSettings, spec: LabSpec, scratch: Path) -> DemoReport:
+    out = Path(settings.out)
+    outcome = Outcome.load(scratch / OUTCOME_FILE)
+    cluster = Cluster.load(out / "cluster.json")
+    workload = Workload.load(out / "workload.json")
+    medians = {m.name: statistics.median(m.steps_s) for m in outcome.methods}
+    methods = []
+    for found in outcome.methods:
+        first, _, third = statistics.quantiles(found.steps_s, n=4)
+        methods.append(
+            MethodResult(
+                name=found.name,
+                description=found.description,
+                predicted_step_s=found.predicted_step_s,
+                measured_step_s=medians[found.name],
+                spread_s=(third - first) / 2,
+                speedup_over_ddp=medians["ddp"] / medians[found.name],
+                bound_share=outcome.bound_s / medians[found.name],
+                final_loss=found.losses[-1],
+                steps=tuple(found.steps_s),
+                losses=tuple(found.losses),
+                predicted=Timeline.load(scratch / f"predicted-{found.name}.json"),
+                measured=Timeline.load(scratch / f"measured-{found.name}.json"),
+                plan=Plan.load(plan_file(out, found.name)),
+            )
+        )
+    return DemoReport(
+        title=f"{settings.model} on {spec.hosts} hosts, {_network(spec)}",
+        cluster=cluster,
+        workload=workload,
+        methods=tuple(methods),
+        bound_s=outcome.bound_s,
+        environment=_environment(settings, spec, outcome),
+        notes=_notes(outcome),
+    )
+
+
+def _network(spec: LabSpec) -> str:
+    text = f"{format_rate(spec.link_bytes_per_s)} links"
+    if spec.flow_bytes_per_s is not None:
+        text += f", {format_rate(spec.flow_bytes_per_s)} per flow"
+    return text
+
+
+def _environment(
+    settings: DemoSettings, spec: LabSpec, outcome: Outcome
+) -> dict[str, Any]:
+    return {
+        **outcome.environment,
+        "model": settings.model,
+        "parameters": outcome.parameters,
+        "hosts": spec.hosts,
+        "ranks_per_host": spec.ranks_per_host,
+        "link": format_rate(spec.link_bytes_per_s),
+        "flow": "none"
+        if spec.flow_bytes_per_s is None
+        else format_rate(spec.flow_bytes_per_s),
+        "batch_per_rank": settings.batch_per_rank,
+        "steps": settings.steps,
+        "seed": settings.seed,
+    }
+
+
+def _notes(outcome: Outcome) -> tuple[str, ...]:
+    sizes = ", ".join(
+        f"{size:g} MiB {format_s(outcome.bucket_sizes_s[f'{size:g}'])}"
+        for size in BUCKET_SIZES_MIB
+    )
+    losses = [m.losses[-1] for m in outcome.methods]
+    apart = (max(losses) - min(losses)) / max(abs(loss) for loss in losses)
+    return (
+        (
+            f"DDP by bucket size, median of a few steps each: {sizes}; the best of "
+            "them is ddp-best."
+        ),
+        (
+            "Gradients of stretto against DDP's after one backward on the same batch: "
+            f"largest relative difference {outcome.gradient_difference:.1e}."
+        ),
+        (
+            f"Final losses lie {apart:.1e} of their value apart: same seeds, same "
+            "data; beyond two ranks the order of the sums rounds them differently."
+        ),
+    )

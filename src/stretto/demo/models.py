@@ -1,0 +1,61 @@
+"""The two models of the demo, small enough for two cores and large on the wire."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class ConvNet(nn.Module):
+    """Eight 3x3 convolutions with batch norm for 8x8 grey images, 10 classes.
+
+    About ``1287 * width**2`` parameters; 5.3 million at width 64. Its late layers see
+    one or four pixels each, so that gradients weigh much and computing them little, as
+    on a fast device behind a slow network.
+    """
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        widths = (1, 1, 1, 2, 2, 4, 4, 4, 8, 8)
+        strides = (1, 1, 2, 1, 2, 1, 1, 2, 1)
+        layers: list[nn.Module] = []
+        for i, stride in enumerate(strides):
+            narrow = 1 if i == 0 else widths[i] * width
+            wide = widths[i + 1] * width
+            layers += [
+                nn.Conv2d(narrow, wide, 3, stride, padding=1, bias=False),
+                nn.BatchNorm2d(wide),
+                nn.ReLU(inplace=True),
+            ]
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Linear(8 * width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Class scores ``(batch, 10)`` of images ``(batch, 1, 8, 8)``."""
+        out: Tensor = self.head(self.features(images).flatten(1))
+        return out
+
+
+class Transformer(nn.Module):
+    """A causal transformer over bytes, about 5 million parameters as given."""
+
+    def __init__(
+        self, width: int = 320, layers: int = 4, heads: int = 5, context: int = 32
+    ) -> None:
+        super().__init__()
+        self.token = nn.Embedding(256, width)
+        self.position = nn.Parameter(torch.zeros(context, width))
+        block = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 256)
+        mask = nn.Transformer.generate_square_subsequent_mask(context)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Next-byte scores ``(batch, 256, context)`` of bytes ``(batch, context)``."""
+        hidden = self.token(tokens) + self.position[: tokens.shape[1]]
+        hidden = self.blocks(hidden, mask=self.mask, is_causal=True)
+        out: Tensor = self.head(hidden).transpose(1, 2)
+        return out

@@ -1,0 +1,103 @@
+"""What a demo does: the options, as they pass from the command to the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODELS = ("convnet", "transformer")
+
+BUCKET_SIZES_MIB = (25.0, 10.0, 5.0, 2.0, 1.0)
+"""DDP's default and the four that its users try; the best of them is a method."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    """Options of one demo."""
+
+    out: str
+    """Folder that receives the results; it exists."""
+
+    model: str = "convnet"
+
+    batch_per_rank: int = 32
+
+    width: int | None = None
+    """The model's width; ``None``: its default."""
+
+    steps: int = 24
+    """Training steps of every method."""
+
+    screening_steps: int = 4
+    """Steps by which the best of DDP's bucket sizes is found."""
+
+    profile_steps: int = 12
+
+    probe_budget_s: float = 20.0
+
+    seed: int = 0
+
+    learning_rate: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise SpecError(
+                f"model must be one of {', '.join(MODELS)}, got {self.model!r}"
+            )
+        for name in ("batch_per_rank", "screening_steps", "profile_steps"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.steps < 3:
+            raise SpecError(f"steps must be >= 3, got {self.steps}")
+
+    def save(self, path: Path) -> None:
+        """Writes the settings for the ranks."""
+        path.write_bytes(msgspec.json.encode(self))
+
+    @classmethod
+    def load(cls, path: Path) -> DemoSettings:
+        """The settings that `save` wrote."""
+        return msgspec.json.decode(path.read_bytes(), type=cls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodOutcome:
+    """What one method's training was."""
+
+    name: str
+    description: str
+    steps_s: list[float]
+    losses: list[float]
+    predicted_step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the ranks found: written by rank 0, read by the command."""
+
+    methods: list[MethodOutcome]
+    bucket_sizes_s: dict[str, float]
+    """Median step time of DDP by bucket size in MiB, from the screening."""
+    gradient_difference: float
+    """Largest difference of stretto's gradients from DDP's after one backward on the
+    same batch, relative to the largest gradient of each tensor."""
+    bound_s: float
+    parameters: int
+    ranks: int
+    environment: dict[str, str]
+
+    def save(self, path: Path) -> None:
+        """Writes the outcome."""
+        path.write_bytes(msgspec.json.encode(self))
+
+    @classmethod
+    def load(cls, path: Path) -> Outcome:
+        """The outcome that `save` wrote."""
+        return msgspec.json.decode(path.read_bytes(), type=cls)

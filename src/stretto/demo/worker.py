@@ -1,0 +1,380 @@
+"""One rank of the demo: ``python -m stretto.demo.worker SCRATCH`` inside the lab.
+
+Measures the job and the network, plans every method on rank 0, trains each of them on a
+replica of its own, one step of each in turn so that a noisy moment touches all alike,
+and leaves what it found in the scratch folder for the command.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from stretto._api.measuring import probe
+from stretto._api.planning import plan as make_plan
+from stretto._version import __version__
+from stretto.demo import data, models
+from stretto.demo.driver import OUTCOME_FILE, SETTINGS_FILE, plan_file
+from stretto.demo.settings import (
+    BUCKET_SIZES_MIB,
+    DemoSettings,
+    MethodOutcome,
+    Outcome,
+)
+from stretto.runtime import DistributedDataParallel, Recorder
+from stretto.schema import Plan, Timeline
+from stretto.sim.bounds import lower_bound
+from stretto.sim.step import simulate_step
+from stretto.tune import DeferredProfile
+from stretto.units import format_s
+
+if TYPE_CHECKING:
+    from stretto.schema import Cluster, Workload
+
+_MIB = 2**20
+_RECORDED = 3
+
+
+def say(text: str) -> None:
+    """A line of progress, from rank 0 to standard error."""
+    if dist.get_rank() == 0:
+        sys.stderr.write(f"demo: {text}\n")
+        sys.stderr.flush()
+
+
+@dataclass(kw_only=True)
+class Task:
+    """What all methods train alike: data, loss, model."""
+
+    settings: DemoSettings
+    batches: data.Batches
+
+    @classmethod
+    def of(cls, settings: DemoSettings) -> Self:
+        """The task that the settings describe, for this rank."""
+        if settings.model == "convnet":
+            inputs, targets = data.digits()
+        else:
+            inputs, targets = data.text(32)
+        batches = data.Batches(
+            inputs,
+            targets,
+            batch_per_rank=settings.batch_per_rank,
+            rank=dist.get_rank(),
+            ranks=dist.get_world_size(),
+            seed=settings.seed,
+        )
+        return cls(settings=settings, batches=batches)
+
+    def model(self) -> nn.Module:
+        """A fresh model, the same for every method."""
+        torch.manual_seed(self.settings.seed)
+        make = (
+            models.ConvNet if self.settings.model == "convnet" else models.Transformer
+        )
+        return make() if self.settings.width is None else make(self.settings.width)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """A fresh optimizer."""
+        return torch.optim.SGD(
+            model.parameters(), lr=self.settings.learning_rate, momentum=0.9
+        )
+
+
+class Trainee:
+    """A replica in training by one method."""
+
+    def __init__(self, task: Task, model: TorchDDP) -> None:
+        self.model = model
+        self._task = task
+        self._optimizer = task.optimizer(model)
+        self._step = 0
+        self.steps_s: list[float] = []
+        self.losses: list[float] = []
+
+    def step(self) -> float:
+        """Seconds of one whole step on this rank, begun with all ranks together."""
+        dist.barrier()
+        begin = perf_counter()
+        self.run()
+        return perf_counter() - begin
+
+    def run(self) -> None:
+        """One whole step: input, forward, loss, backward, optimizer."""
+        inputs, targets = self._task.batches(self._step)
+        self._optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(inputs), targets)
+        loss.backward()
+        self._optimizer.step()
+        self._step += 1
+        self.losses.append(float(loss.detach()))
+
+    def measured_step(self) -> None:
+        """One step whose time, the slowest rank's, is kept."""
+        duration = torch.tensor([self.step()], dtype=torch.float64)
+        dist.all_reduce(duration, op=dist.ReduceOp.MAX)
+        self.steps_s.append(float(duration[0]))
+
+    def gradients(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Reduced gradients of one backward, parameters untouched."""
+        self.model.zero_grad()
+        nn.functional.cross_entropy(self.model(inputs), targets).backward()
+        return {
+            name: parameter.grad.clone()
+            for name, parameter in self.model.module.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to train, and the plan that predicts it."""
+
+    name: str
+    description: str
+    plan: Plan
+    cap_mib: float | None = None
+    """Stock DDP with this bucket size; ``None``: our DDP carries the plan out."""
+
+    def trainee(self, task: Task) -> Trainee:
+        """A fresh replica trained by this method."""
+        model = task.model()
+        if self.cap_mib is not None:
+            return Trainee(task, TorchDDP(model, bucket_cap_mb=self.cap_mib))
+        return Trainee(task, DistributedDataParallel(model, plan=self.plan))
+
+
+def measure_workload(task: Task) -> Workload:
+    """The workload: training steps whose communication waits for backward's end."""
+    settings = task.settings
+    trainee = Trainee(task, DistributedDataParallel(task.model()))
+    model = trainee.model
+    assert isinstance(model, DistributedDataParallel)  # noqa: S101
+    profile = DeferredProfile(model)
+    profile.start()
+    warmup = 3
+    for _ in range(warmup + settings.profile_steps):
+        dist.barrier()
+        profile.begin_step()
+        trainee.run()
+        profile.end_step()
+    profile.stop()
+    return profile.workload(name=settings.model, warmup=warmup, max_spread_ratio=1.0)
+
+
+def plan_methods(workload: Workload, cluster: Cluster) -> list[Method]:
+    """Every method with its plan, DDP's bucket sizes first; equal on all ranks."""
+    methods = [
+        Method(
+            name=f"ddp-{size:g}",
+            description=f"PyTorch DDP, {size:g} MiB buckets",
+            plan=make_plan(workload, cluster, "ddp", cap_bytes=round(size * _MIB)),
+            cap_mib=size,
+        )
+        for size in BUCKET_SIZES_MIB
+    ]
+    methods += [
+        Method(
+            name="single",
+            description="one all-reduce after backward",
+            plan=make_plan(workload, cluster, "single"),
+        ),
+        Method(
+            name="mg-wfbp",
+            description="MG-WFBP's greedy merging, one lane",
+            plan=make_plan(workload, cluster, "mg-wfbp"),
+        ),
+        Method(
+            name="stretto",
+            description="fusion, lanes and slices together",
+            plan=make_plan(workload, cluster, "joint"),
+        ),
+    ]
+    return methods
+
+
+def shared(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def screen(task: Task, methods: list[Method]) -> dict[str, float]:
+    """Median step time of DDP by bucket size, a few steps of each in turn."""
+    trainees = {m.name: m.trainee(task) for m in methods}
+    # DDP rebuilds its buckets in its second step.
+    for trainee in trainees.values():
+        for _ in range(2):
+            trainee.step()
+    for _ in range(task.settings.screening_steps):
+        for trainee in trainees.values():
+            trainee.measured_step()
+    return {n: statistics.median(t.steps_s) for n, t in trainees.items()}
+
+
+def train(task: Task, methods: list[Method]) -> dict[str, Trainee]:
+    """All methods in training, one step of each in turn."""
+    trainees = {m.name: m.trainee(task) for m in methods}
+    total = task.settings.steps
+    for step in range(total):
+        names = list(trainees) if step % 2 else list(trainees)[::-1]
+        for name in names:
+            if step < 2:  # DDP rebuilds its buckets in its second step
+                trainees[name].step()
+            else:
+                trainees[name].measured_step()
+        if step % max(1, total // 6) == 0 or step == total - 1:
+            loss = trainees["stretto"].losses[-1]
+            say(f"step {step + 1} of {total} by each method, loss {loss:.4f}")
+    return trainees
+
+
+def record(task: Task, trainee: Trainee, method: Method) -> Timeline:
+    """The timeline of a typical step of a method.
+
+    Stock DDP can't be watched from within, so its buckets are carried out by our DDP
+    on one lane: the same buckets, in the same order.
+    """
+    replica = trainee
+    if method.cap_mib is not None:
+        replica = Trainee(task, DistributedDataParallel(task.model(), plan=method.plan))
+    model = replica.model
+    assert isinstance(model, DistributedDataParallel)  # noqa: S101
+    replica.step()
+    replica.step()
+    recorder = Recorder(keep=_RECORDED, name=f"{method.name}, measured")
+    model.observe(recorder)
+    for _ in range(_RECORDED):
+        replica.step()
+    model.observe(None)
+    timelines = sorted(recorder.timelines, key=lambda t: t.end_s)
+    return timelines[len(timelines) // 2]
+
+
+def gradient_difference(task: Task, ours: Method, theirs: Method) -> float:
+    """Largest difference of two methods' gradients on the same model and batch.
+
+    Relative to the largest gradient of each tensor.
+    """
+    inputs, targets = task.batches(10**6)
+    found = [m.trainee(task).gradients(inputs, targets) for m in (ours, theirs)]
+    worst = 0.0
+    for name, reference in found[1].items():
+        scale = float(reference.abs().max()) or 1.0
+        worst = max(worst, float((found[0][name] - reference).abs().max()) / scale)
+    return worst
+
+
+def main() -> None:
+    """The rank's whole life."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    torch.set_num_threads(1)
+    scratch = Path(sys.argv[1])
+    settings = DemoSettings.load(scratch / SETTINGS_FILE)
+    out = Path(settings.out)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    task = Task.of(settings)
+
+    say(f"measuring {settings.model}: backward without communication")
+    workload = measure_workload(task)
+    say(
+        f"backward {format_s(workload.backward_s)}, the rest of a step "
+        f"{format_s(workload.forward_s)}; measuring the network"
+    )
+    cluster = probe(name="lab", budget_s=settings.probe_budget_s)
+    workload, cluster, methods = shared(
+        (workload, cluster, plan_methods(workload, cluster) if rank == 0 else None)
+    )
+    by_name = {m.name: m for m in methods}
+    sized = [m for m in methods if m.cap_mib is not None]
+
+    say(f"trying DDP's bucket sizes: {', '.join(f'{m.cap_mib:g}' for m in sized)} MiB")
+    sizes_s = shared(screen(task, sized))
+    best = by_name[min(sizes_s, key=sizes_s.__getitem__)]
+    chosen = [
+        by_name["single"],
+        _renamed(by_name[f"ddp-{BUCKET_SIZES_MIB[0]:g}"], "ddp", "default"),
+        _renamed(best, "ddp-best", f"best of {len(sized)} sizes"),
+        by_name["mg-wfbp"],
+        by_name["stretto"],
+    ]
+    say(f"training {settings.steps} steps by each of {len(chosen)} methods")
+    trainees = train(task, chosen)
+    difference = gradient_difference(task, by_name["stretto"], chosen[1])
+    say("recording timelines")
+    timelines = {m.name: record(task, trainees[m.name], m) for m in chosen}
+    parameters = sum(p.numel() for p in task.model().parameters())
+    # The last loss is of each rank's own part of the batch: all parts' mean counts.
+    finals = {name: _mean_over_ranks(t.losses) for name, t in trainees.items()}
+    if rank == 0:
+        workload.save(out / "workload.json")
+        cluster.save(out / "cluster.json")
+        for method in chosen:
+            method.plan.save(plan_file(out, method.name))
+            timelines[method.name].save(scratch / f"measured-{method.name}.json")
+            predicted = simulate_step(workload, cluster, method.plan).timeline
+            predicted.save(scratch / f"predicted-{method.name}.json")
+        Outcome(
+            methods=[
+                MethodOutcome(
+                    name=m.name,
+                    description=m.description,
+                    steps_s=trainees[m.name].steps_s,
+                    losses=finals[m.name],
+                    predicted_step_s=_predicted_s(m.plan),
+                )
+                for m in chosen
+            ],
+            bucket_sizes_s={f"{m.cap_mib:g}": sizes_s[m.name] for m in sized},
+            gradient_difference=difference,
+            bound_s=lower_bound(workload, cluster).value_s,
+            parameters=parameters,
+            ranks=dist.get_world_size(),
+            environment={
+                "stretto": __version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+                "machine": f"{platform.machine()}, {torch.get_num_threads()} thread "
+                "per rank",
+            },
+        ).save(scratch / OUTCOME_FILE)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _renamed(method: Method, name: str, remark: str) -> Method:
+    return Method(
+        name=name,
+        description=f"{method.description} ({remark})",
+        plan=method.plan,
+        cap_mib=method.cap_mib,
+    )
+
+
+def _predicted_s(plan: Plan) -> float:
+    assert plan.predicted is not None  # noqa: S101
+    return plan.predicted.iteration_s
+
+
+def _mean_over_ranks(losses: list[float]) -> list[float]:
+    table = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(table)
+    mean: list[float] = (table / dist.get_world_size()).tolist()
+    return mean
+
+
+if __name__ == "__main__":
+    main()
