@@ -123,7 +123,7 @@ def fit_cluster(
         intra_host=wire,
         allreduce=all_reduce,
         concurrency=Concurrency(gamma=gamma),
-        contention=_fit_contention(beside, rho, startup_s, flow, link),
+        contention=_fit_contention(beside, all_reduce, gamma, link),
         provenance={**(provenance or {}), "fit": fitted},
     )
     check_capacity(cluster)
@@ -293,39 +293,47 @@ def _weighted_median(values: Sequence[float], weights: Sequence[float]) -> float
 
 def _fit_contention(
     samples: Sequence[ContentionSample],
-    rho: float,
-    startup_s: float,
-    flow: float,
+    all_reduce: AllReduceFit,
+    gamma: Sequence[float],
     link: float,
 ) -> Contention | None:
-    r"""$\sigma_k = 1 - \alpha_2 k$ through 1, and one flow's rate beside computation.
+    r"""How computation and all-reduces slow each other, over the useful lanes.
 
-    Both by least squares over the numbers of lanes that the link can feed: beyond
-    these, more lanes carry no more bytes.
+    $\sigma_k = 1 - \alpha_2 k$ by least squares through 1. One flow's rate beside
+    computation is the one whose $a + \rho m / \min(x, c / \gamma_k)$ comes nearest,
+    in least squares of logarithms, to the fitted time of $k$ all-reduces times their
+    measured slow-down. Lanes beyond what the link can feed carry no more bytes and
+    are left out.
     """
     if not samples:
         return None
-    useful = [s for s in samples if s.lanes <= max(1, math.ceil(link / flow))]
-    useful = useful or [samples[0]]
+    rho = 2 * (all_reduce.ranks - 1) / all_reduce.ranks
+    flow = rho / all_reduce.s_per_byte
+    feeds = math.ceil((1 - _SAME) * link / flow)
+    useful = [s for s in samples if s.lanes <= min(feeds, len(gamma))] or [samples[0]]
     lost = sum(
         s.lanes * (1 - s.compute_alone_s / s.compute_overlapped_s) for s in useful
     )
-    alpha2 = max(0.0, lost / sum(s.lanes**2 for s in useful))
     widest = max(s.lanes for s in useful)
+    alpha2 = max(0.0, lost / sum(s.lanes**2 for s in useful))
     alpha2 = min(alpha2, (1 - _SIGMA_FLOOR) / widest)
-    # A flow beside computation: the rate that k lanes kept, as a share of what they
-    # had alone in the same minute, on the rate that the fit gives one flow.
-    logs = [math.log(s.duration_alone_s / s.duration_overlapped_s) for s in useful]
-    kept = min(1.0, math.exp(statistics.fmean(logs)))
-    fastest = max(
-        min(flow, link / s.lanes)
-        * min(1.0, s.duration_alone_s / s.duration_overlapped_s)
-        for s in useful
-    )
-    del rho, startup_s, fastest
+
+    def miss(rate: float) -> float:
+        total = 0.0
+        for s in useful:
+            alone_s = predict_s(s.size_bytes, s.lanes, all_reduce, gamma)
+            slower = max(1.0, s.duration_overlapped_s / s.duration_alone_s)
+            sending_s = rho * s.size_bytes / min(rate, flow / gamma[s.lanes - 1])
+            ratio = (all_reduce.startup_s + sending_s) / (alone_s * slower)
+            total += math.log(ratio) ** 2
+        return total
+
+    # From a hundredth of the flow up to it, in steps of 1 %; ties go to the fastest.
+    steps = math.ceil(math.log(100) / 0.01)
+    rates = [flow * math.exp(-0.01 * i) for i in range(steps + 1)]
     return Contention(
         compute=ComputeContention(alpha1=1.0, alpha2=alpha2),
-        overlapped=_constant_rate(kept * flow),
+        overlapped=_constant_rate(min(rates, key=miss)),
         exclusive=_constant_rate(flow),
         resources=(1,),
     )

@@ -105,6 +105,7 @@ class StepObserver:
         self._mark = self._clock.mark
         self._handles: list[Any] = []
         self._owners = self._find_owners()
+        self._started: Any = None
         self._reset()
 
     # -- the context -------------------------------------------------------
@@ -145,7 +146,9 @@ class StepObserver:
         """Begins a step here rather than at the next call of the model."""
         self._finish()
         self._reset()
-        self._started: Any = self._mark()
+        if self._group is not None:
+            dist.barrier(self._group)
+        self._started = self._mark()
 
     def end_step(self) -> None:
         """Ends the step here rather than at the next call of the model."""
@@ -180,7 +183,7 @@ class StepObserver:
             if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
                 self.batch_size = leaf.shape[0]
                 break
-        if self._group is not None:
+        if self._group is not None and started is None:
             dist.barrier(self._group)
         self._first_use[""] = self._mark()
         self._begin = started or self._first_use[""]

@@ -38,8 +38,8 @@ Progress = Callable[[float, str], None]
 _PILOT_BYTES = 256 * 1024
 _SHORT_S = 0.01  # a repetition is filled up to this with back-to-back collectives
 _MAX_INNER = 32
-_LOAD_S = 0.25  # length of the synthetic computation
-_CONTENTION_BYTES = 512 * 1024
+_LOAD_S = 0.2  # length of the synthetic computation
+_CONTENTION_BYTES = 1024 * 1024
 _MARGIN = 1.25  # on estimates, when they are held against the budget
 _LEAST_REPETITIONS = 3
 _SIZE_PRIORITY = (20, 16, 22, 18, 24, 14, 12, 10)  # log2, what matters most first
@@ -288,7 +288,7 @@ class _Probe:
         points = self._choose(decided[3])
         if len({p.size_bytes for p in points if p.lanes == self._lanes[0]}) < 2:
             self._refuse_budget()
-        done = self._rounds(points, repetitions, end_s)
+        self._rounds(points, repetitions, end_s)
         width = max(len(point.durations_s) for point in points)
         rows = self._slowest(
             [p.durations_s + [0.0] * (width - len(p.durations_s)) for p in points]
@@ -308,7 +308,6 @@ class _Probe:
                     repetitions=len(times_s),
                 )
             )
-        del done
         return tuple(sorted(samples, key=lambda s: (s.lanes, s.size_bytes)))
 
     def _refuse_budget(self) -> None:
@@ -324,7 +323,7 @@ class _Probe:
             f"this network; give at least {format_s(3 * least_s)}"
         )
 
-    def _rounds(self, points: list[_Point], repetitions: int, end_s: float) -> int:
+    def _rounds(self, points: list[_Point], repetitions: int, end_s: float) -> None:
         """Measures round after round until enough or out of time."""
         total = repetitions * len(points)
         done = 0
@@ -353,7 +352,6 @@ class _Probe:
                 )
             if self._agree(self._elapsed_s())[0] >= end_s:
                 break
-        return done
 
     # -- contention --------------------------------------------------------
 
@@ -362,7 +360,7 @@ class _Probe:
         units = self._calibrate(load)
         size_bytes = min(_CONTENTION_BYTES, self._sizes[-1]) // 4 * 4
         rows: dict[int, list[list[float]]] = {k: [] for k in self._lanes}
-        alone: list[float] = []
+        total = _LEAST_REPETITIONS * len(self._lanes)
         longest_s = 0.0
         for turn in range(_LEAST_REPETITIONS):
             order = list(self._lanes)
@@ -372,31 +370,33 @@ class _Probe:
                 fits = before_s + _MARGIN * longest_s + 0.1 < self._budget_s
                 if not self._agree(float(fits))[0]:
                     continue
+                # Alone right before beside, so that a machine that grows slower
+                # meanwhile is not taken for contention.
                 dist.barrier(self._group)
-                alone.append(self._compute(load, units))
-                rows[lanes].append(self._beside(load, units, size_bytes, lanes))
+                alone_s = self._compute(load, units)
+                beside = self._beside(load, units, size_bytes, lanes)
+                rows[lanes].append([alone_s, *beside])
                 longest_s = max(longest_s, self._elapsed_s() - before_s)
                 self._progress(
-                    0.65 + 0.35 * (turn + len(alone) % 4 / 4) / _LEAST_REPETITIONS,
+                    0.65 + 0.35 * sum(map(len, rows.values())) / total,
                     f"computation beside {lanes} lane{'s' if lanes > 1 else ''}",
                 )
-        if not alone:
-            return ()
-        alone_s = statistics.median(self._slowest([alone])[0])
         samples = []
         for lanes, values in rows.items():
             if not values:
                 continue
-            columns = list(zip(*self._slowest(values), strict=True))
+            alone, beside_, collective, collective_beside = zip(
+                *self._slowest(values), strict=True
+            )
             samples.append(
                 ContentionSample(
                     size_bytes=size_bytes,
                     lanes=lanes,
                     ranks=self.ranks,
-                    compute_alone_s=alone_s,
-                    compute_overlapped_s=statistics.median(columns[0]),
-                    duration_alone_s=statistics.median(columns[1]),
-                    duration_overlapped_s=statistics.median(columns[2]),
+                    compute_alone_s=statistics.median(alone),
+                    compute_overlapped_s=statistics.median(beside_),
+                    duration_alone_s=statistics.median(collective),
+                    duration_overlapped_s=statistics.median(collective_beside),
                     repetitions=len(values),
                 )
             )

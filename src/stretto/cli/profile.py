@@ -1,0 +1,112 @@
+"""`stretto profile`: a training script -> workload file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from stretto import units
+from stretto.schema import codec
+
+if TYPE_CHECKING:
+    from stretto.schema import Workload
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Workload file to write.",
+)
+@click.option("--name", help="Its name.  [default: the script's]")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=3),
+    default=10,
+    show_default=True,
+    help="Steps that count.",
+)
+@click.option(
+    "--warmup",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    help="Steps before them.",
+)
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    help="Samples per step and rank.  [default: seen in the model's input]",
+)
+@click.option(
+    "--max-spread",
+    type=click.FloatRange(min=0),
+    default=0.35,
+    show_default=True,
+    help="Largest distance between quartiles of backward's time, against its median.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The workload on stdout as well.")
+@click.argument("script", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    output: Path,
+    name: str | None,
+    steps: int,
+    warmup: int,
+    batch: int | None,
+    max_spread: float,
+    as_json: bool,
+    script: Path,
+    arguments: tuple[str, ...],
+) -> None:
+    """Measures a job: runs SCRIPT, watches some steps, and stops it.
+
+    The script needs no change. Options of stretto stand before it, its own after it.
+    A DistributedDataParallel in it does not exchange gradients meanwhile, so nothing
+    that the script writes in these steps is of use. Under torchrun or `stretto lab
+    run` every rank runs this command and rank 0 writes the file.
+    """
+    # Imported here: `stretto profile --help` must not wait for torch.
+    from stretto.measure import profile_script
+
+    rank = int(os.environ.get("RANK", "0"))
+    total = warmup + steps
+
+    def report(count: int) -> None:
+        if rank == 0 and sys.stderr.isatty():
+            end = "\n" if count == total else ""
+            click.echo(f"\rstep {count} of {total}{end}", nl=False, err=True)
+
+    workload = profile_script(
+        script,
+        arguments,
+        name=name,
+        batch_per_rank=batch,
+        warmup=warmup,
+        repetitions=steps,
+        max_spread_ratio=max_spread,
+        on_step=report,
+    )
+    if rank == 0:
+        workload.save(output)
+        if as_json:
+            click.echo(codec.encode(workload).decode(), nl=False)
+        click.echo(_summary(workload, output), err=True)
+
+
+def _summary(workload: Workload, output: Path) -> str:
+    spread = workload.provenance["backward_spread_ratio"]
+    return (
+        f"{output}: {len(workload.tensors)} tensors, "
+        f"{units.format_bytes(workload.total_bytes)}, backward "
+        f"{units.format_s(workload.backward_s)} (spread {100 * spread:.0f} %), "
+        f"all else of a step {units.format_s(workload.forward_s)}"
+    )
