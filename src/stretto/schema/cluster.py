@@ -66,8 +66,12 @@ class Concurrency:
     as alone; the first is 1. Beyond the list the total rate stays as with the last."""
 
     def __post_init__(self) -> None:
-        if not self.gamma or abs(self.gamma[0] - 1.0) > 1e-9:
-            raise SpecError("gamma must begin with 1.0", place=".gamma")
+        if not self.gamma or not abs(self.gamma[0] - 1.0) <= 1e-9:
+            begin = self.gamma[:1]
+            raise SpecError(
+                f"gamma must begin with 1.0, got {begin[0] if begin else 'nothing'}",
+                place=".gamma[0]" if begin else ".gamma",
+            )
         for i, value in enumerate(self.gamma):
             _rules.finite(f".gamma[{i}]", value, above=0.0)
             if i and value < self.gamma[i - 1]:

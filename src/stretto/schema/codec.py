@@ -316,7 +316,7 @@ def _take_timelines(body: dict[str, Any], source: str) -> dict[str, Timeline]:
 def _process_of(event: dict[str, Any], source: str, at: str) -> tuple[str, int]:
     args, pid = event.get("args"), event.get("pid")
     label = args.get("name") if isinstance(args, dict) else None
-    if not isinstance(label, str) or not isinstance(pid, int):
+    if not isinstance(label, str) or type(pid) is not int:
         raise SpecError(
             f"{source}: {at}: must name a process, got {event!r:.80}", place=at
         )
