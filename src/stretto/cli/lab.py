@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -121,7 +121,7 @@ def run(
     sys.exit(status)
 
 
-def _exit_by_signal(number: int, frame: FrameType | None) -> Any:
+def _exit_by_signal(number: int, frame: FrameType | None) -> NoReturn:
     """Unwinds, so that the lab is stopped on the way out."""
     del frame
     sys.exit(128 + number)

@@ -76,9 +76,9 @@ def run_lab(
     """
     mode = Mode(mode)
     say = announce or _say
-    if timeout_s is not None and timeout_s <= 0:
+    if timeout_s is not None and not timeout_s > 0:
         raise SpecError(f"timeout_s must be > 0, got {timeout_s}")
-    if grace_s < 0:
+    if not grace_s >= 0:
         raise SpecError(f"grace_s must be >= 0, got {grace_s}")
     rank_env = shared_environment(
         os.environ if env is None else env,

@@ -23,6 +23,9 @@ SUBNET = ipaddress.ip_network("10.77.0.0/16")
 
 MAX_HOSTS = 64
 
+MIN_RATE_BYTES_PER_S = 12_500.0
+"""Below it, the burst of a single segment is many seconds of the rate."""
+
 _INHERITED_AWAY = ("TORCHELASTIC_", "PET_", "ROLE_")
 """Variables of an outer launcher that would mislead the ranks."""
 
@@ -66,13 +69,12 @@ class LabSpec:
                 f"ranks_per_host must be at least 1, got {self.ranks_per_host}",
                 place=".ranks_per_host",
             )
-        # htb counts in whole bytes per second from 8 bit/s up; below 1 kbit/s
-        # nothing useful ends in a lifetime.
         for name in ("link_bytes_per_s", "flow_bytes_per_s"):
             rate = getattr(self, name)
-            if rate is not None and not 125 <= rate < float("inf"):
+            if rate is not None and not MIN_RATE_BYTES_PER_S <= rate < float("inf"):
                 raise SpecError(
-                    f"{name} must be at least 1 kbit/s (125 bytes/s), got {rate}",
+                    f"{name} must be at least {MIN_RATE_BYTES_PER_S:g} (100 kbit/s), "
+                    f"got {rate}",
                     place=f".{name}",
                 )
 

@@ -48,6 +48,7 @@ _TAIL_BYTES = 64 * 1024
 _CHUNK_BYTES = 64 * 1024
 _KILL_AFTER_S = 3.0
 _INTERRUPT_GRACE_S = 5.0
+_TIME_SLICE_S = 1e-4
 
 
 class _Reports:
@@ -70,10 +71,10 @@ def main(report_fd: int) -> int:
     if job is None:
         return 0
     if job.mode == Mode.PACED.value:
-        syscalls.die_with_parent()
-        if os.getppid() == job.parent_pid:
-            syscalls.adopt_orphans()
-            _Supervisor(job, reports, hosts=[], home=None).run()
+        # Not to die with the parent: the end of the control pipe tells us, and we are
+        # needed to kill what the ranks have started.
+        syscalls.adopt_orphans()
+        _Supervisor(job, reports, hosts=[], home=None).run()
         return 0
     try:
         _enter_namespaces()
@@ -177,6 +178,10 @@ class _Supervisor:
     def run(self) -> None:
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_child)
         self._selector.register(_CONTROL_FD, selectors.EVENT_READ, self._on_control)
+        # Hosts share the cores: a message that arrives at one of them must not wait
+        # until another has computed for a whole slice of some milliseconds.
+        with contextlib.suppress(OSError):
+            syscalls.set_time_slice_s(_TIME_SLICE_S)
         try:
             self._start_ranks()
         except OSError as error:

@@ -1,4 +1,5 @@
-# ruff: noqa: PTH  (it runs in every Python process of a rank: no pathlib to import)
+# It runs in every Python process of a rank, so it imports no pathlib.
+# ruff: noqa: PTH115, PTH120, PTH208
 """Caps every TCP connection of the Python process that starts with this on its path.
 
 ``site`` imports it before the program. A thread looks for new sockets and sets
