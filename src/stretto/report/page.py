@@ -439,7 +439,8 @@ def _reading(report: DemoReport) -> str:
             "the network's probe alone; <b>error</b> is predicted over measured, less "
             "one."
         )
-    if report.bound_s is not None:
+    shares = any(m.bound_share is not None for m in report.methods)
+    if report.bound_s is not None and shares:
         notes.append(
             f"<b>of bound</b> is the lower bound, {format_s(report.bound_s)}, over the "
             "measured step: what a perfect plan would reach is 100 %."

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from stretto.errors import PlanMismatch
+from stretto.report import methods_table, plan_table, planners_table
+
+ROW = {
+    "planner": "ddp",
+    "iteration_s": 0.82,
+    "backward_s": 0.7,
+    "exposed_communication_s": 0.5,
+    "lower_bound_s": 0.35,
+    "gap": 1.343,
+    "lanes": 1,
+    "buckets": 3,
+    "search_s": 0.002,
+}
+
+
+def cells(table, first):
+    line = next(x for x in table.splitlines() if x.strip().startswith(first))
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def test_planners_stand_one_per_row_in_the_order_given():
+    best = ROW | {"planner": "joint", "iteration_s": 0.39, "gap": 0.114, "lanes": 4}
+    table = planners_table([ROW, best])
+    assert cells(table, "ddp") == [
+        "ddp", "820 ms", "500 ms", "134.3%", "1", "3", "2.00 ms",
+    ]  # fmt: skip
+    assert cells(table, "joint")[1] == "390 ms"
+    assert table.index("ddp") < table.index("joint")
+    assert "no plan can be faster than 350 ms" in table
+
+
+def test_a_bound_that_differs_is_not_told_as_one():
+    other = ROW | {"planner": "x", "lower_bound_s": 0.3}
+    assert "no plan" not in planners_table([ROW, other])
+
+
+def test_what_was_not_timed_is_a_dash():
+    row = {key: value for key, value in ROW.items() if key != "search_s"}
+    assert cells(planners_table([row]), "ddp")[-1] == "-"
+
+
+def test_methods_show_prediction_beside_measurement(report):
+    table = methods_table(report)
+    assert cells(table, "stretto") == [
+        "stretto", "390 ms", "400 ms", "± 10.0 ms", "-2.5%", "2.00 x", "87.5%", "0.5",
+    ]  # fmt: skip
+    assert all(len(line) <= 100 for line in table.splitlines())
+
+
+def test_what_is_not_known_is_a_dash(report):
+    m = dataclasses.replace(
+        report.methods[0], measured_step_s=None, spread_s=None, final_loss=None
+    )
+    table = methods_table(dataclasses.replace(report, methods=(m,)))
+    assert cells(table, "single")[2:5] == ["-", "-", "-"]
+
+
+def test_a_plan_is_shown_bucket_by_bucket(report, workload):
+    table = plan_table(report.methods[2].plan, workload)
+    assert cells(table, "0") == ["0", "2", "3 MiB", "200 ms", "0", "2", "a"]
+
+
+def test_a_plan_for_another_model_is_refused(report, workload):
+    other = dataclasses.replace(workload, tensors=workload.tensors[:1])
+    with pytest.raises(PlanMismatch):
+        plan_table(report.methods[2].plan, other)
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_tables_keep_to_their_width(report, width):
+    table = methods_table(report, width=width)
+    assert max(map(len, table.splitlines())) <= width
