@@ -1,0 +1,79 @@
+"""Who may import whom, and what starts without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLANNING_HALF = [
+    "stretto",
+    "stretto.errors",
+    "stretto.units",
+    "stretto.schema",
+    "stretto.cost",
+    "stretto.sim",
+    "stretto.planners",
+    "stretto.report",
+    "stretto.cli",
+]
+WITHOUT_TORCH = ["compare", "lab", "plan", "report", "simulate"]
+"""Commands that people start on machines without torch."""
+
+
+def python(*args):
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def loads_torch(code):
+    """Whether a fresh interpreter that runs the code has torch afterwards."""
+    done = python("-c", f"{code}\nimport sys\nprint('torch' in sys.modules)")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1] == "True"
+
+
+def test_import_directions_hold():
+    program = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run(
+        [program, "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+def test_the_check_sees_torch():
+    assert loads_torch("import torch")
+
+
+@pytest.mark.parametrize("module", PLANNING_HALF)
+def test_the_planning_half_is_imported_without_torch(module):
+    assert not loads_torch(f"import {module}")
+
+
+@pytest.mark.parametrize("command", WITHOUT_TORCH)
+def test_planning_commands_are_imported_without_torch(command):
+    assert not loads_torch(f"import stretto.cli.{command}")
+
+
+def test_help_is_printed_without_torch():
+    done = python("-X", "importtime", "-m", "stretto", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "Commands:" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "stretto.cli._main" in imported
+    assert "torch" not in imported

@@ -1,0 +1,145 @@
+"""What holds for every file of the repository."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import stretto
+from stretto.cli._main import group
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+MACHINE_PATHS = re.compile(
+    r"(?<![\w./-])/(?:work|root|home/\w+|Users/\w+)/[\w.-]|file:///"
+)
+"""Places of one machine, which mean nothing on another."""
+
+
+def tracked():
+    done = subprocess.run(
+        ["git", "ls-files", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    if done.returncode != 0:
+        pytest.skip("not a git checkout: " + done.stderr.decode(errors="replace"))
+    names = done.stdout.decode().split("\0")
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def texts():
+    for file in tracked():
+        data = file.read_bytes()
+        if b"\0" not in data and file != Path(__file__):
+            yield file.relative_to(ROOT), data.decode()
+
+
+def test_no_file_names_a_place_of_one_machine():
+    found = [
+        f"{file}:{number}: {line.strip()[:80]}"
+        for file, text in texts()
+        for number, line in enumerate(text.splitlines(), 1)
+        if MACHINE_PATHS.search(line)
+    ]
+    assert found == []
+
+
+def test_the_search_for_places_finds_them():
+    for text in ("see /work/main", "'/root/x'", "cd /home/me/x"):
+        assert MACHINE_PATHS.search(text)
+    for text in ("a/work/b", "/tmp/x", "https://x/root/y", "home/work/"):
+        assert not MACHINE_PATHS.search(text)
+
+
+def test_no_tracked_file_is_large():
+    assert [f for f in tracked() if f.stat().st_size > 2**20] == []
+
+
+def test_the_type_marker_is_there():
+    assert (Path(stretto.__file__).parent / "py.typed").is_file()
+
+
+def test_one_version_everywhere():
+    version = stretto.__version__
+    assert importlib.metadata.version("stretto") == version
+    assert version in CliRunner().invoke(group, ["--version"]).output
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version)
+    changes = ROOT / "CHANGELOG.md"
+    if changes in tracked():
+        text = changes.read_text()
+        assert version in text or "Unreleased" in text
+
+
+def test_the_packages_ask_for_what_is_imported():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    asked = {
+        re.split(r"[<>=\[]", line)[0].strip().lower()
+        for lines in groups
+        for line in lines
+    }
+    known = {"scikit-learn": "sklearn", "import-linter": "importlinter"}
+    asked = {known.get(name, name.replace("-", "_")) for name in asked}
+    found = set()
+    for file in SOURCES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {name.name.split(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.split(".")[0])
+    assert found - set(sys.stdlib_module_names) - {"stretto"} - asked == set()
+
+
+def modules():
+    names = ["stretto"]
+    for found in pkgutil.walk_packages(stretto.__path__, "stretto."):
+        last = found.name.rpartition(".")[2]
+        if last not in ("__main__", "sitecustomize"):  # which run when imported
+            names.append(found.name)
+    return names
+
+
+@pytest.mark.parametrize("name", modules())
+def test_every_public_name_is_documented(name):
+    module = importlib.import_module(name)
+    private = any(part.startswith("_") for part in name.split("."))
+    if not private or name.endswith("_api"):
+        assert (module.__doc__ or "").strip(), name
+    exported = getattr(module, "__all__", None)
+    for public in exported or [n for n in vars(module) if not n.startswith("_")]:
+        value = getattr(module, public)
+        if not (inspect.isclass(value) or inspect.isfunction(value)):
+            continue
+        if not (value.__module__ or "").startswith("stretto"):
+            continue
+        doc = (value.__doc__ or "").strip()
+        assert doc, f"{name}.{public}"
+        # A dataclass without a docstring gets its signature as one.
+        assert not doc.startswith(f"{public}("), f"{name}.{public}"
+
+
+def test_what_a_package_exports_exists_and_is_sorted():
+    for name in modules():
+        module = importlib.import_module(name)
+        exported = getattr(module, "__all__", None)
+        if exported is None:
+            continue
+        assert len(set(exported)) == len(exported), name
+        assert sorted(exported) == sorted(n for n in exported if hasattr(module, n)), (
+            name
+        )

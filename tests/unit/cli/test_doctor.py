@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from stretto.cli import doctor
+from stretto.errors import LabError
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [
+        ("2.11.0", "ok"),
+        ("2.13.0+cpu", "ok"),
+        ("2.15.1", "ok"),
+        ("2.16.0", "note"),
+        ("3.0.0a0+git123", "note"),
+        ("2.10.1", "wrong"),
+        ("1.13.1", "wrong"),
+        ("unknown", "wrong"),
+    ],
+)
+def test_torch_outside_the_tested_range_is_told_with_the_line_to_run(version, status):
+    check = doctor.torch_version_check(version)
+    assert check.status == status
+    assert version in check.found
+    assert bool(check.remedy) == (status != "ok")
+
+
+@pytest.mark.parametrize("name", doctor.OVERRIDES)
+def test_a_variable_that_overrides_a_plan_is_told(name):
+    (check,) = doctor.environment_checks({name: "8", "PATH": "/bin"})
+    assert check.status == "note"
+    assert f"{name}=8" in check.found
+    assert f"unset {name}" in check.remedy
+
+
+@pytest.mark.parametrize(("value", "status"), [("1", "note"), ("8", "ok")])
+def test_one_cuda_connection_is_told_because_it_ends_overlap(value, status):
+    (check,) = doctor.environment_checks({"CUDA_DEVICE_MAX_CONNECTIONS": value})
+    assert check.status == status
+    assert ("overlap" in check.found) == (status == "note")
+
+
+def test_a_clean_environment_is_said_to_be_clean():
+    (check,) = doctor.environment_checks({"PATH": "/bin"})
+    assert check.status == "ok"
+
+
+def test_why_a_lab_fails_is_told():
+    def refused():
+        raise LabError("no namespaces here")
+
+    assert doctor.lab_failure(refused, []) == "no namespaces here"
+    assert doctor.lab_failure(lambda: 0, []) is None
+    failure = doctor.lab_failure(lambda: 124, ["it took too long"])
+    assert "124" in failure
+    assert "too long" in failure
+
+
+def test_the_json_is_one_object_with_every_check(monkeypatch):
+    monkeypatch.setenv("NCCL_NET", "Socket")
+    result = CliRunner().invoke(doctor.command, ["--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert sorted(report) == ["checks", "stretto"]
+    names = [check["name"] for check in report["checks"]]
+    assert {"python", "torch", "gloo", "environment", "lab"} <= set(names)
+    for check in report["checks"]:
+        assert sorted(check) == ["found", "name", "remedy", "status"]
+        assert check["status"] in ("ok", "note", "wrong")
+        assert check["remedy"] or check["status"] == "ok"
+    assert any("NCCL_NET=Socket" in check["found"] for check in report["checks"])
+
+
+def test_what_is_wrong_ends_with_1_and_stands_in_the_text(monkeypatch):
+    monkeypatch.setattr(doctor, "TORCH_VERSIONS", ((98, 0), (99, 0)))
+    monkeypatch.setattr(doctor, "_lab_checks", lambda: iter(()))
+    result = CliRunner().invoke(doctor.command, [])
+    assert result.exit_code == 1
+    assert "wrong  torch" in result.output
+    assert "-> pip install 'torch>=98.0,<99.1'" in result.output
