@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from stretto.schema import CollectiveSample, ContentionSample
 
 SMALL_BYTES = 64 * 1024
-"""Messages below this follow another line (other segments, no pacing yet); they are
-fitted with little weight."""
+"""Messages below this follow another line (other segments, no pacing yet): the errors
+that are summed up leave them out."""
 
-_SMALL_WEIGHT = 0.15
+_FULL_WEIGHT_BYTES = 1024 * 1024
+_LEAST_WEIGHT = 0.02
 _SAME = 0.05  # a flow within this share of the link is not capped
 _SLACK = 0.15  # how far measured times may contradict physics before they are refused
 _MAX_ERROR = 0.35  # median relative residual beyond which no fit is given
@@ -51,8 +52,8 @@ def fit_cluster(
     is the time of $k$ simultaneous all-reduces of $m$ bytes each: $a$ the start-up,
     $c$ what one flow reaches, $B$ the link, both on the wire, $\rho = 2(N-1)/N$ the
     ring's factor at $N$ ranks, $\epsilon_k \ge 1$ what $k$ lanes take beyond that.
-    $a, c, B$ minimise the robust (soft L1) sum of $\log$ (predicted / measured);
-    messages below `SMALL_BYTES` weigh little. Then
+    $a, c, B$ minimise the robust (soft L1) sum of $\log$ (predicted / measured),
+    weighted by $m$ up to 1 MiB. Then
     $\gamma_k = \epsilon_k \max(1, kc/B)$, between measured $k$ with $\epsilon$
     interpolated. All are positive by construction and every $k / (\gamma_k b) \le$
     link (`check_capacity`).
@@ -73,7 +74,7 @@ def fit_cluster(
     rho = 2 * (ranks - 1) / ranks
     startup_s, flow, link, growth = _fit_rates(rows, rho)
     widest = rows[-1].lanes
-    reached = widest * flow >= (1 - _SAME) * link
+    reached = (1 - _SAME) * widest * flow > link
     if not reached:
         link = widest * flow
     link = max(link, flow)
@@ -215,7 +216,9 @@ def _fit_rates(
     size = np.array([s.size_bytes for s in rows], dtype=float)
     lanes = np.array([s.lanes for s in rows], dtype=float)
     measured_s = np.array([s.duration_s for s in rows])
-    weight = np.where(size >= SMALL_BYTES, 1.0, _SMALL_WEIGHT)
+    # Small messages are partly carried by what a shaper or a socket buffer lets pass
+    # at once, and a step's time is a sum in which they are little.
+    weight = np.clip(size / _FULL_WEIGHT_BYTES, _LEAST_WEIGHT, 1.0)
 
     def times_s(x: Any) -> Any:
         startup_s, flow, link = np.exp(x[:3])
@@ -240,7 +243,7 @@ def _fit_rates(
         low = [math.log(1e-9), -10.0, -10.0, 0.0]
         high = [math.log(max(float(np.max(measured_s)), 1e-8)), 40.0, 40.0, 4.0]
         fit = least_squares(
-            residuals, guess, bounds=(low, high), loss="soft_l1", f_scale=0.05
+            residuals, guess, bounds=(low, high), loss="soft_l1", f_scale=0.03
         )
         if best is None or fit.cost < best.cost:
             best = fit
