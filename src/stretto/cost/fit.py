@@ -268,7 +268,7 @@ def _fit_gamma(
                 sending_s = ideal * s.size_bytes
                 ratios.append((s.duration_s - startup_s) / sending_s)
                 # What is mostly start-up says little of the rate.
-                weights.append(sending_s / (sending_s + startup_s))
+                weights.append(min(1.0, s.size_bytes / (4 * _FULL_WEIGHT_BYTES)))
         if ratios:
             measured[lanes] = max(1.0, _weighted_median(ratios, weights))
     known = sorted(measured)
