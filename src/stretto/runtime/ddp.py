@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stretto._version import __version__
-from stretto.errors import PlanMismatch, StrettoError
+from stretto.errors import PlanMismatch, RankDisagreement, StrettoError
 from stretto.runtime.agreement import Agreement, ranks_of
 from stretto.runtime.failure import FailureDesk, is_communication_error
 from stretto.runtime.hook import Part, PlannedGroup, Route
@@ -144,6 +144,14 @@ class DistributedDataParallel(TorchDDP):
         self._restore_reducer_state()
         if self._observer is not None:
             self.observe(self._observer)
+
+    def lane(self, number: int) -> Any:
+        """The communicator of a lane, opened where it was not yet; collective.
+
+        It takes ``torch.distributed`` collectives as ``group=``. Measuring these very
+        lanes tells what the plans that use them will see.
+        """
+        return self._pool.lane(number)
 
     def tensor_table(self) -> tuple[TensorRow, ...]:
         """Parameters that require gradients, as ``named_parameters()`` orders them."""
@@ -339,7 +347,11 @@ class DistributedDataParallel(TorchDDP):
             }
             if trouble is not None:
                 values["trouble"] = str(trouble)
-            self._agreement.require_same(purpose, values)
+            try:
+                self._agreement.require_same(purpose, values)
+            except RankDisagreement:
+                if trouble is None:
+                    raise  # what is wrong here says more than that others differ
         if trouble is not None:
             raise trouble
         if plan is not None and plan.ranks != self._ranks.size and not self._ranks.rank:
@@ -592,7 +604,8 @@ def _route(
     if len(dtypes) > 1 or len(devices) > 1:
         mixed = " and ".join(dtypes if len(dtypes) > 1 else devices)
         raise PlanMismatch(
-            f"bucket {index} mixes {mixed}: one collective carries one type on one device. {_AGAIN}"
+            f"bucket {index} mixes {mixed}: one collective carries one type on one "
+            f"device. {_AGAIN}"
         )
     if bucket.wire_dtype != dtypes[0]:
         raise PlanMismatch(

@@ -79,6 +79,7 @@ class FailureDesk:
             who = "every rank still answers, so the network between them failed"
         where = f"Look at the log of {ranks.name_all(silent)} first. " if silent else ""
         cause_line = (str(cause) or type(cause).__name__).splitlines()[0]
+        cause_line = cause_line.partition(" This is typically caused by")[0]
         return CommTimeout(
             f"{ranks.name(ranks.rank)}: {place} {what}; {who}. {where}"
             f"Cause: {cause_line}"
@@ -101,7 +102,10 @@ class FailureDesk:
         asking.join(max(0.0, deadline - time.perf_counter()) + 1.0)
         if asking.is_alive() and not trouble:
             trouble.append(f"no answer in {_ROLL_CALL_S:g} s")
-        return list(silent), trouble[0] if trouble else None
+        # A first rank that has answered and then took the store with it, having
+        # finished its own roll call, is not what went wrong.
+        store_matters = bool(trouble) and 0 in silent
+        return list(silent), trouble[0] if store_matters else None
 
     def _ask(self, place: str, silent: list[int], trouble: list[str]) -> None:
         ranks = self._ranks

@@ -8,8 +8,11 @@ options, and keeps the group until the job ends.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -48,26 +51,31 @@ class LanePool:
             self._open_nccl if backend == "nccl" else self._open_gloo
         )
         self._lanes: dict[tuple[int, int | None], Any] = {}
+        self._sockets: set[tuple[int, str]] = set()
 
     def lane(self, number: int, resource: int | None = None) -> Any:
         """The backend of a lane; every rank must ask in the same order."""
         key = (number, resource)
         if key not in self._lanes:
+            before = _open_sockets()
             self._lanes[key] = self._open(number, resource)
+            self._sockets |= _open_sockets() - before
         return self._lanes[key]
 
     def abort(self) -> None:
-        """Closes every connection, so that no peer waits for this rank any longer."""
-        lanes, self._lanes = self._lanes, {}
-        for lane in lanes.values():
-            try:
-                lane.abort()
-            except RuntimeError as exc:
-                _log.debug("a lane could not be aborted: %s", exc)
+        """Ends every connection, so that no peer waits for this rank any longer.
 
-    def close(self) -> None:
-        """Lets go of every lane: connections and threads end with the last user."""
-        self._lanes.clear()
+        Gloo has no such call (its ``abort`` does nothing), so the sockets that came
+        with the lanes are shut down. Descriptors stay open, for Gloo to close.
+        """
+        for descriptor, inode in self._sockets & _open_sockets():
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(fileno=os.dup(descriptor)) as connection,
+            ):
+                connection.getpeername()  # a listener has none and must stay
+                connection.shutdown(socket.SHUT_RDWR)
+                _log.debug("shut socket %s down", inode)
 
     def _store(self, number: int, resource: int | None) -> PrefixStore:
         name = f"lanes/{self._serial}/{number}/{resource}"
@@ -111,3 +119,17 @@ def _gloo_device(number: int) -> Any:
         interface = named[number % len(named)]
         return dist.ProcessGroupGloo.create_device(interface=interface)
     return dist.ProcessGroupGloo.create_default_device()
+
+
+def _open_sockets() -> set[tuple[int, str]]:
+    """(descriptor, inode) of this process's sockets; empty where /proc is missing."""
+    found = set()
+    try:
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = os.readlink(entry)  # noqa: PTH115
+                if target.startswith("socket:"):
+                    found.add((int(entry.name), target))
+    except OSError:
+        return set()
+    return found
