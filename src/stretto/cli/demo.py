@@ -79,10 +79,10 @@ def command(  # noqa: PLR0913
         model=model,
         batch_per_rank=batch or (32 if model == "convnet" else 4),
         width=width,
-        steps=steps or (8 if quick else 24),
+        steps=steps or (7 if quick else 24),
         screening_steps=2 if quick else 4,
         profile_steps=6 if quick else 12,
-        probe_budget_s=10.0 if quick else 25.0,
+        probe_budget_s=8.0 if quick else 25.0,
         seed=seed,
     )
     report = run_demo(settings, spec, mode=Mode(mode), timeout_s=timeout)

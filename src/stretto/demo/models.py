@@ -25,7 +25,9 @@ class ConvNet(nn.Module):
             layers += [
                 nn.Conv2d(narrow, wide, 3, stride, padding=1, bias=False),
                 nn.BatchNorm2d(wide),
-                nn.ReLU(inplace=True),
+                # Smooth: with ReLU, rounding that differs in the last bit switches
+                # units on or off, and losses of equal methods drift apart.
+                nn.SiLU(inplace=True),
             ]
         self.features = nn.Sequential(*layers)
         self.head = nn.Linear(8 * width, 10)

@@ -54,8 +54,8 @@ class DemoSettings:
         for name in ("batch_per_rank", "screening_steps", "profile_steps"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.steps < 3:
-            raise SpecError(f"steps must be >= 3, got {self.steps}")
+        if self.steps < 6:
+            raise SpecError(f"steps must be >= 6, of which 2 warm up, got {self.steps}")
 
     def save(self, path: Path) -> None:
         """Writes the settings for the ranks."""

@@ -43,7 +43,12 @@ if TYPE_CHECKING:
     from stretto.schema import Cluster, Workload
 
 _MIB = 2**20
-_RECORDED = 3
+
+UNMEASURED_STEPS = 2
+"""First steps of each method, whose times do not count: DDP rebuilds its buckets."""
+
+RECORDED_STEPS = 3
+"""Last steps of each method, of which a timeline is kept."""
 
 
 def say(text: str) -> None:
@@ -149,10 +154,13 @@ class Method:
 
     def trainee(self, task: Task) -> Trainee:
         """A fresh replica trained by this method."""
-        model = task.model()
         if self.cap_mib is not None:
-            return Trainee(task, TorchDDP(model, bucket_cap_mb=self.cap_mib))
-        return Trainee(task, DistributedDataParallel(model, plan=self.plan))
+            return Trainee(task, TorchDDP(task.model(), bucket_cap_mb=self.cap_mib))
+        return self.watched_trainee(task)
+
+    def watched_trainee(self, task: Task) -> Trainee:
+        """A fresh replica whose plan our DDP carries out."""
+        return Trainee(task, DistributedDataParallel(task.model(), plan=self.plan))
 
 
 def measure_workload(task: Task) -> Workload:
@@ -214,51 +222,59 @@ def shared(value: Any) -> Any:
 def screen(task: Task, methods: list[Method]) -> dict[str, float]:
     """Median step time of DDP by bucket size, a few steps of each in turn."""
     trainees = {m.name: m.trainee(task) for m in methods}
-    # DDP rebuilds its buckets in its second step.
     for trainee in trainees.values():
-        for _ in range(2):
-            trainee.step()
+        trainee.step()  # DDP's first step has buckets that its second rebuilds
     for _ in range(task.settings.screening_steps):
         for trainee in trainees.values():
             trainee.measured_step()
     return {n: statistics.median(t.steps_s) for n, t in trainees.items()}
 
 
-def train(task: Task, methods: list[Method]) -> dict[str, Trainee]:
-    """All methods in training, one step of each in turn."""
+def train(
+    task: Task, methods: list[Method]
+) -> tuple[dict[str, Trainee], dict[str, Timeline]]:
+    """All methods in training, one step of each in turn, and a timeline of each.
+
+    Stock DDP can't be watched from within, so for its timeline a replica carries the
+    same buckets out in the same order, on one lane of our DDP, beside the last steps.
+    """
     trainees = {m.name: m.trainee(task) for m in methods}
     total = task.settings.steps
+    recorders: dict[str, Recorder] = {}
+    watched: dict[str, Trainee] = {}
     for step in range(total):
+        if step == total - RECORDED_STEPS:
+            for method in methods:
+                trainee = trainees[method.name]
+                if method.cap_mib is not None:
+                    trainee = watched[method.name] = method.watched_trainee(task)
+                    trainee.step()
+                recorders[method.name] = observe(trainee, method)
         names = list(trainees) if step % 2 else list(trainees)[::-1]
         for name in names:
-            if step < 2:  # DDP rebuilds its buckets in its second step
+            if step < UNMEASURED_STEPS:
                 trainees[name].step()
             else:
                 trainees[name].measured_step()
+            if name in watched:
+                watched[name].step()
         if step % max(1, total // 6) == 0 or step == total - 1:
             loss = trainees["stretto"].losses[-1]
             say(f"step {step + 1} of {total} by each method, loss {loss:.4f}")
-    return trainees
+    return trainees, {name: typical(r) for name, r in recorders.items()}
 
 
-def record(task: Task, trainee: Trainee, method: Method) -> Timeline:
-    """The timeline of a typical step of a method.
-
-    Stock DDP can't be watched from within, so its buckets are carried out by our DDP
-    on one lane: the same buckets, in the same order.
-    """
-    replica = trainee
-    if method.cap_mib is not None:
-        replica = Trainee(task, DistributedDataParallel(task.model(), plan=method.plan))
-    model = replica.model
+def observe(trainee: Trainee, method: Method) -> Recorder:
+    """A recorder that watches a trainee from now on."""
+    model = trainee.model
     assert isinstance(model, DistributedDataParallel)  # noqa: S101
-    replica.step()
-    replica.step()
-    recorder = Recorder(keep=_RECORDED, name=f"{method.name}, measured")
+    recorder = Recorder(keep=RECORDED_STEPS, name=f"{method.name}, measured")
     model.observe(recorder)
-    for _ in range(_RECORDED):
-        replica.step()
-    model.observe(None)
+    return recorder
+
+
+def typical(recorder: Recorder) -> Timeline:
+    """The middle one of the recorded steps, by duration."""
     timelines = sorted(recorder.timelines, key=lambda t: t.end_s)
     return timelines[len(timelines) // 2]
 
@@ -312,10 +328,8 @@ def main() -> None:
         by_name["stretto"],
     ]
     say(f"training {settings.steps} steps by each of {len(chosen)} methods")
-    trainees = train(task, chosen)
+    trainees, timelines = train(task, chosen)
     difference = gradient_difference(task, by_name["stretto"], chosen[1])
-    say("recording timelines")
-    timelines = {m.name: record(task, trainees[m.name], m) for m in chosen}
     parameters = sum(p.numel() for p in task.model().parameters())
     # The last loss is of each rank's own part of the batch: all parts' mean counts.
     finals = {name: _mean_over_ranks(t.losses) for name, t in trainees.items()}

@@ -21,11 +21,15 @@ PROFILE_PLANNER = "profile"
 """What the plan file of a deferred step names as its planner."""
 
 
+DEFERRED_LANES = 4
+"""Lanes of a deferred step: where a flow can't fill the link, the wait is shorter."""
+
+
 def deferred_plan(model: DistributedDataParallel) -> Plan:
     """A plan that sends everything after backward, for any model, measured or not.
 
     One bucket per run of parameters of one type, last declared first, as gradients
-    mostly come.
+    mostly come, in as many slices as there are lanes.
     """
     buckets: list[list[str]] = []
     last = ""
@@ -39,8 +43,10 @@ def deferred_plan(model: DistributedDataParallel) -> Plan:
         workload_digest="",
         ranks=dist.get_world_size(model.process_group),
         overlap="none",
-        lanes=1,
-        buckets=tuple(Bucket(tensors=tuple(names)) for names in buckets),
+        lanes=DEFERRED_LANES,
+        buckets=tuple(
+            Bucket(tensors=tuple(names), slices=DEFERRED_LANES) for names in buckets
+        ),
     )
 
 
