@@ -162,7 +162,7 @@ def rank_of_a_death(rank: int, size: int, when: str) -> tuple[str, str, float]:
                     os._exit(9)
                 model[0].weight.register_hook(lambda _g: os._exit(9))
             ddp(torch.randn(4, 8)).sum().backward()
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001
             return type(exc).__name__, str(exc), time.perf_counter() - began_s
     return "", "", 0.0
 
