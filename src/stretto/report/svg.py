@@ -529,15 +529,18 @@ def loss_svg(methods: Sequence[MethodResult]) -> str:
 def loss_groups(
     methods: Sequence[MethodResult], tolerance: float = 1e-3
 ) -> list[tuple[list[str], tuple[float, ...]]]:
-    """Methods whose losses agree within ``tolerance`` relative, with the first's."""
+    """Methods whose losses agree within ``tolerance`` relative, with their losses.
+
+    Methods that made different numbers of steps agree if they do as far as both went;
+    the losses of the one that went farthest stand for all.
+    """
     groups: list[tuple[list[str], tuple[float, ...]]] = []
-    for m in methods:
-        if not any(math.isfinite(value) for value in m.losses):
-            continue
+    known = [m for m in methods if any(map(math.isfinite, m.losses))]
+    for m in sorted(known, key=lambda m: -len(m.losses)):
         for names, losses in groups:
-            if len(losses) == len(m.losses) and all(
+            if all(
                 math.isclose(a, b, rel_tol=tolerance, abs_tol=1e-9)
-                for a, b in zip(losses, m.losses, strict=True)
+                for a, b in zip(losses, m.losses, strict=False)
             ):
                 names.append(m.name)
                 break

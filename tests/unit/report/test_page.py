@@ -162,6 +162,13 @@ def test_losses_that_agree_are_one_curve_and_others_are_named(report):
     assert "all 3 methods" not in text_of(html)
 
 
+def test_methods_that_made_fewer_steps_share_the_curve_as_far_as_they_went(report):
+    single, ddp, ours = report.methods
+    shorter = dataclasses.replace(ddp, losses=ddp.losses[:2])
+    groups = svg.loss_groups([shorter, single, ours])
+    assert groups == [(["single", "stretto", "ddp"], single.losses)]
+
+
 def test_losses_that_are_no_numbers_do_not_break_the_drawing(report):
     nan = float("nan")
     broken = dataclasses.replace(report.methods[0], losses=(2.0, nan, 1.0))

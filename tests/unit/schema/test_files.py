@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import numpy as np
@@ -511,12 +513,10 @@ def trace_example():
             Span(track="lane0", name="b0", start_s=0.25, end_s=1, args={"bytes": 4}),
         ),
     )
-    return json.loads(
-        codec._dump(
-            codec._header("timeline")
-            | {"name": "step", "traceEvents": codec.trace_events({"step": line})}
-        )
-    )
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "t.json"
+        line.save(file)
+        return json.loads(file.read_text())
 
 
 def trace_cases():

@@ -1,0 +1,97 @@
+"""Values from plain JSON data, with the place of whatever breaks a rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_T = TypeVar("_T")
+
+
+def convert(body: Any, value_type: type[_T], *, source: str, place: str = "$") -> _T:
+    """A value from plain JSON data that carries no header.
+
+    Raises:
+        SpecError: naming ``source``, the place in it, the rule and the value.
+    """
+    for at, rule in _key_errors(body, value_type, place):
+        raise SpecError(f"{source}: {at}: {rule}", place=at)
+    try:
+        return msgspec.convert(body, value_type)
+    except msgspec.ValidationError as exc:
+        raise _located(exc, body, source, place) from exc
+    except SpecError as exc:
+        at = place + exc.place
+        raise SpecError(f"{source}: {at}: {exc}", place=at) from exc
+
+
+def _key_errors(body: Any, value_type: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Places whose keys are unknown or missing; msgspec lets unknown ones pass."""
+    value_type = _dataclass_in(value_type)
+    if value_type is None:
+        return
+    if isinstance(body, list):
+        for i, item in enumerate(body):
+            yield from _key_errors(item, value_type, f"{place}[{i}]")
+        return
+    if not isinstance(body, dict):
+        return
+    fields = {f.name: f for f in dataclasses.fields(value_type)}
+    hints = typing.get_type_hints(value_type)
+    for key, item in body.items():
+        if key not in fields:
+            known = ", ".join(sorted(fields))
+            yield f"{place}.{key}", f"is an unknown key; known are {known}"
+        else:
+            yield from _key_errors(item, hints[key], f"{place}.{key}")
+    for key in fields:
+        if key not in body:
+            yield f"{place}.{key}", "is missing"
+
+
+def _dataclass_in(hint: Any) -> Any:
+    """The dataclass that a hint is, or holds as tuple item or optional value."""
+    if dataclasses.is_dataclass(hint):
+        return hint
+    if typing.get_origin(hint) in (tuple, list, typing.Union, types.UnionType):
+        for argument in typing.get_args(hint):
+            if (found := _dataclass_in(argument)) is not None:
+                return found
+    return None
+
+
+def _located(
+    exc: msgspec.ValidationError, body: Any, source: str, place: str
+) -> SpecError:
+    """The error with one place: msgspec's path and, below it, the rule's own."""
+    text = str(exc)
+    message, _, path = text.partition(" - at `")
+    at = place + path.rstrip("`").removeprefix("$")
+    if isinstance(exc.__cause__, SpecError):
+        message = str(exc.__cause__)
+        at += exc.__cause__.place
+    elif (found := _lookup(body, at.removeprefix(place))) is not _NOTHING:
+        message = f"{message}, value {found!r:.80}"
+    return SpecError(f"{source}: {at}: {message}", place=at)
+
+
+_NOTHING = object()
+
+
+def _lookup(body: Any, path: str) -> Any:
+    for key, index in re.findall(r"\.([^.\[]+)|\[(\d+)\]", path):
+        try:
+            body = body[int(index)] if index else body[key]
+        except (KeyError, IndexError, TypeError):
+            return _NOTHING
+    return body

@@ -1,0 +1,199 @@
+"""Timelines as Chrome trace events, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import SpecError
+from stretto.schema._convert import convert
+from stretto.schema._json import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from stretto.schema.timeline import Span, Timeline
+
+_NS_PER_S = 1e9
+_NS_PER_US = 1e3
+
+
+def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
+    """Chrome trace events of several timelines, one process each, under their labels.
+
+    Times are in microseconds, as the format has them, rounded to nanoseconds;
+    ``track``, ``start_s`` and ``end_s`` stand beside them exactly. Viewers nest what
+    overlaps on one thread, so spans of one track that overlap get threads of their
+    own, and what waits stands apart from what is sent.
+
+    Raises:
+        SpecError: a span's ``args`` hold what no file can hold.
+    """
+    events: list[dict[str, Any]] = []
+    # Numbers from 1: viewers take process 0 and thread 0 for the idle task.
+    tid = 0
+    for pid, (label, timeline) in enumerate(timelines.items(), start=1):
+        process = {"ph": "M", "pid": pid}
+        events.append(process | {"name": "process_name", "args": {"name": label}})
+        order = {"sort_index": pid}
+        events.append(process | {"name": "process_sort_index", "args": order})
+        rows = _rows(timeline)
+        tids: dict[str, int] = {}
+        for row in dict.fromkeys(sorted(rows, key=_row_order)):
+            tid += 1
+            tids[_row_name(row)] = tid
+            thread = process | {"tid": tid}
+            args = {"name": _row_name(row)}
+            events.append(thread | {"name": "thread_name", "args": args})
+            order = {"sort_index": tid}
+            events.append(thread | {"name": "thread_sort_index", "args": order})
+        for i, (span, row) in enumerate(zip(timeline.spans, rows, strict=True)):
+            start_ns = round(span.start_s * _NS_PER_S)
+            end_ns = round(span.end_s * _NS_PER_S)
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": tids[_row_name(row)],
+                    "name": span.name,
+                    "ts": start_ns / _NS_PER_US,
+                    "dur": (end_ns - start_ns) / _NS_PER_US,
+                    "track": span.track,
+                    "start_s": float(span.start_s),
+                    "end_s": float(span.end_s),
+                    "args": plain(span.args, label, f"$.spans[{i}].args"),
+                }
+            )
+    return events
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SpanEvent:
+    """A complete event of a trace of ours."""
+
+    ph: str
+    pid: int
+    tid: int
+    name: str
+    ts: float
+    dur: float
+    track: str
+    start_s: float
+    end_s: float
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Requires that the two ways of saying the times agree, to 2 ns."""
+        for name, want_s, have_us in (
+            ("ts", self.start_s, self.ts),
+            ("dur", self.end_s - self.start_s, self.dur),
+        ):
+            slack_us = 2e-3 + 1e-9 * abs(have_us)
+            if not abs(want_s * _NS_PER_S / _NS_PER_US - have_us) <= slack_us:
+                raise SpecError(
+                    f"{name} must agree with start_s {self.start_s!r} and end_s "
+                    f"{self.end_s!r}, got {have_us!r}",
+                    place=f".{name}",
+                )
+
+
+def take_timelines(body: dict[str, Any], source: str) -> dict[str, Timeline]:
+    """The timelines in the trace events, which must be all that the body holds."""
+    from stretto.schema.timeline import Span, Timeline
+
+    events = body.pop("traceEvents", None)
+    if not isinstance(events, list):
+        raise SpecError(
+            f"{source}: $.traceEvents: must be a list", place="$.traceEvents"
+        )
+    if body.pop("displayTimeUnit", "ms") != "ms":
+        raise SpecError(
+            f"{source}: $.displayTimeUnit: must be 'ms'", place="$.displayTimeUnit"
+        )
+    for key in body:
+        raise SpecError(
+            f"{source}: $.{key}: is an unknown key; known are displayTimeUnit, "
+            "traceEvents and, with one timeline, name",
+            place=f"$.{key}",
+        )
+    labels: dict[int, str] = {}
+    spans: dict[int, list[Span]] = {}
+    for i, event in enumerate(events):
+        at = f"$.traceEvents[{i}]"
+        if isinstance(event, dict) and event.get("ph") == "M":
+            if event.get("name") == "process_name":
+                label, pid = _process_of(event, source, at)
+                if pid in labels or label in labels.values():
+                    raise SpecError(
+                        f"{source}: {at}: process {pid} {label!r} stands twice",
+                        place=at,
+                    )
+                labels[pid] = label
+                spans[pid] = []
+            continue
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            raise SpecError(
+                f"{source}: {at}: must be a complete event or metadata of ours, "
+                f"got {event!r:.80}",
+                place=at,
+            )
+        found = convert(event, _SpanEvent, source=source, place=at)
+        if found.pid not in spans:
+            raise SpecError(
+                f"{source}: {at}.pid: no process_name event before names process "
+                f"{found.pid}",
+                place=f"{at}.pid",
+            )
+        plain = {
+            key: getattr(found, key)
+            for key in ("track", "name", "start_s", "end_s", "args")
+        }
+        spans[found.pid].append(convert(plain, Span, source=source, place=at))
+    return {
+        label: Timeline(name=label, spans=tuple(spans[pid]))
+        for pid, label in labels.items()
+    }
+
+
+def _process_of(event: dict[str, Any], source: str, at: str) -> tuple[str, int]:
+    args, pid = event.get("args"), event.get("pid")
+    label = args.get("name") if isinstance(args, dict) else None
+    if not isinstance(label, str) or type(pid) is not int:
+        raise SpecError(
+            f"{source}: {at}: must name a process, got {event!r:.80}", place=at
+        )
+    return label, pid
+
+
+def _rows(timeline: Timeline) -> list[tuple[int, str, bool, int]]:
+    """The row of each span, so that no two spans of one row overlap.
+
+    A row is (order of its track, track, whether it holds waits, number).
+    """
+    order = {track: i for i, track in enumerate(timeline.tracks)}
+    rows: list[tuple[int, str, bool, int]] = [(0, "", False, 0)] * len(timeline.spans)
+    ends_s: dict[tuple[str, bool], list[float]] = {}
+    spans = timeline.spans
+    for i in sorted(range(len(spans)), key=lambda i: (spans[i].start_s, i)):
+        span = spans[i]
+        waits = span.args.get("kind") == "wait"
+        busy_s = ends_s.setdefault((span.track, waits), [])
+        for number, end_s in enumerate(busy_s):
+            if end_s <= span.start_s:
+                busy_s[number] = span.end_s
+                break
+        else:
+            number = len(busy_s)
+            busy_s.append(span.end_s)
+        rows[i] = (order[span.track], span.track, waits, number)
+    return rows
+
+
+def _row_order(row: tuple[int, str, bool, int]) -> tuple[int, bool, int]:
+    order, _, waits, number = row
+    return order, waits, number
+
+
+def _row_name(row: tuple[int, str, bool, int]) -> str:
+    _, track, waits, number = row
+    return track + (" waiting" if waits else "") + (f" ({number + 1})" * (number > 0))
