@@ -12,9 +12,17 @@ from stretto.units import parse_rate_bytes_per_s
 
 
 @click.command()
-@click.option("--model", default="convnet", show_default=True, help="Or: transformer.")
+@click.option(
+    "--model",
+    type=click.Choice(["convnet", "transformer"]),
+    default="convnet",
+    show_default=True,
+    help="Convolutions on handwritten digits, or attention on English text.",
+)
 @click.option("--hosts", default=4, show_default=True, help="Emulated hosts.")
-@click.option("--ranks-per-host", default=1, show_default=True)
+@click.option(
+    "--ranks-per-host", default=1, show_default=True, help="Processes on each host."
+)
 @click.option("--link", default="1gbit", show_default=True, help="Rate of each link.")
 @click.option(
     "--flow",
@@ -25,7 +33,7 @@ from stretto.units import parse_rate_bytes_per_s
 @click.option("--steps", type=int, help="Training steps per method.  [default: 24]")
 @click.option("--batch", type=int, help="Samples per rank and step.")
 @click.option("--width", type=int, help="Width of the model.")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Of weights and batches.")
 @click.option("--quick", is_flag=True, help="Fewer steps: under 90 seconds.")
 @click.option(
     "--mode",
@@ -35,7 +43,11 @@ from stretto.units import parse_rate_bytes_per_s
     help="How the network is emulated.",
 )
 @click.option(
-    "--out", default="demo-out", show_default=True, type=click.Path(file_okay=False)
+    "--out",
+    default="demo-out",
+    show_default=True,
+    type=click.Path(file_okay=False),
+    help="Folder for what the demo writes.",
 )
 @click.option("--timeout", default=900.0, show_default=True, help="Seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print results.json, no table.")

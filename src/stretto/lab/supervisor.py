@@ -243,7 +243,12 @@ class _Supervisor:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,
+            # A process group of its own, but the supervisor's session: the scheduler
+            # groups tasks by session (sched_autogroup), and then a communication
+            # thread that wakes up waits behind the computation of the other ranks,
+            # which on hosts of their own would not be there (measured: an all-reduce
+            # of 512 KiB beside computation takes 29 ms in one session, 288 ms in four).
+            process_group=0,
             preexec_fn=before_exec,
         )
 
