@@ -80,6 +80,7 @@ class DistributedDataParallel(TorchDDP):
         # Plain values may be set before nn.Module is initialised; the Reducer, which
         # needs them, is built within PyTorch's own __init__.
         self._comm_ready = False
+        self._alone = False
         self._plan: Plan | None = None
         self._planned: PlannedGroup | None = None
         self._observer: AbstractStepObserver | None = None
@@ -97,6 +98,7 @@ class DistributedDataParallel(TorchDDP):
                 "all of them. Leave plan out, or some parameters in."
             )
         self._comm_ready = True
+        self._stand_alone()
         if record is not None:
             self.observe(record)
 
@@ -129,6 +131,13 @@ class DistributedDataParallel(TorchDDP):
         planned = None
         if plan is not None:
             planned = self._build_group(self.module, self.process_group, plan)
+        self._rebuild_reducer(planned, plan)
+        self._stand_alone()
+        if self._observer is not None:
+            self.observe(self._observer)
+
+    def _rebuild_reducer(self, planned: PlannedGroup | None, plan: Plan | None) -> None:
+        """Puts a new Reducer in the place of the old one, or leaves all as it was."""
         ddp: Any = self
         before = (self._planned, self._plan, self.reducer, self.logger)
         self._planned, self._plan = planned, plan
@@ -142,8 +151,27 @@ class DistributedDataParallel(TorchDDP):
         # Its hooks on the parameters go now, not when the last reference does.
         before[2]._remove_autograd_hooks()  # noqa: SLF001
         self._restore_reducer_state()
-        if self._observer is not None:
-            self.observe(self._observer)
+
+    def _stand_alone(self) -> None:
+        """With one rank, takes the Reducer's hooks off: there is nothing to reduce.
+
+        A step then costs what plain PyTorch's does; DDP itself copies every gradient
+        into its bucket and back (some 10 % of a small network's step). Whatever needs
+        the Reducer, such as a communication hook, keeps it.
+        """
+        self._alone = (
+            self._ranks.size == 1
+            and not self._comm_hooks
+            and self._builtin_hook is None
+            and self.mixed_precision is None
+            and not self._delay_all_reduce_all_params
+            and not self._use_python_reducer
+            and not any(
+                hasattr(p, "_in_backward_optimizers") for p in self._module_parameters
+            )
+        )
+        if self._alone:
+            self.reducer._remove_autograd_hooks()  # noqa: SLF001
 
     def lane(self, number: int) -> Any:
         """The communicator of a lane, opened where it was not yet; collective.
@@ -242,6 +270,8 @@ class DistributedDataParallel(TorchDDP):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output, as DDP gives it."""
+        if self._alone:
+            return self._forward_alone(inputs, kwargs)
         parent: Any = super()
         try:
             return parent.forward(*inputs, **kwargs)
@@ -249,6 +279,13 @@ class DistributedDataParallel(TorchDDP):
             if not self._comm_ready or not is_communication_error(exc):
                 raise
             raise self._desk.report("a collective of forward", exc) from exc
+
+    def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.device_ids:
+            ddp: Any = self
+            moved, moved_kwargs = ddp.to_kwargs(inputs, kwargs, self.device_ids[0])
+            return self.module(*moved[0], **moved_kwargs[0])
+        return self.module(*inputs, **kwargs)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._planned is not None:
@@ -261,10 +298,18 @@ class DistributedDataParallel(TorchDDP):
 
         It takes over: the plan's buckets stay, but what is sent is the hook's business.
         """
+        self._need_reducer()
         super().register_comm_hook(state, hook)
         self._hand_over(getattr(hook, "__qualname__", repr(hook)))
 
+    def _need_reducer(self) -> None:
+        """Gives a lone rank its Reducer back."""
+        if self._alone:
+            self._alone = False
+            self._rebuild_reducer(self._planned, self._plan)
+
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._need_reducer()
         parent: Any = super()
         parent._register_builtin_comm_hook(comm_hook_type)  # noqa: SLF001
         self._builtin_hook = comm_hook_type
