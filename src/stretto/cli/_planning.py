@@ -41,7 +41,11 @@ class Size(click.ParamType[int]):
 
 _PLANNER_OPTIONS = {
     "cap_bytes": ("--cap", Size(), "ddp: cap of a bucket, for instance 25MiB"),
-    "first_cap_bytes": ("--first-cap", Size(), "ddp: cap of the first bucket"),
+    "first_cap_bytes": (
+        "--first-cap",
+        Size(),
+        "ddp: cap of the first bucket; 1MiB, or --cap where given",
+    ),
     "fusion_bytes": ("--fusion-buffer", Size(), "horovod: size of the fusion buffer"),
     "cycle_s": ("--cycle-ms", click.FLOAT, "horovod: milliseconds of a cycle"),
     "unit_bytes": ("--unit", Size(), "aiacc: size of a unit"),

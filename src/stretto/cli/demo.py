@@ -51,7 +51,7 @@ from stretto.units import parse_rate_bytes_per_s
 )
 @click.option("--timeout", default=900.0, show_default=True, help="Seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print results.json, no table.")
-def command(  # noqa: PLR0913
+def command(
     model: str,
     hosts: int,
     ranks_per_host: int,

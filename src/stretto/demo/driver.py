@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stretto.demo.settings import BUCKET_SIZES_MIB, DemoSettings, Outcome
+from stretto.demo.settings import DemoSettings, Outcome
 from stretto.errors import LabError, SpecError
 from stretto.lab import LabSpec, Mode, run_lab
 from stretto.report import (
@@ -136,8 +136,8 @@ def _environment(
 
 def _notes(outcome: Outcome) -> tuple[str, ...]:
     sizes = ", ".join(
-        f"{size:g} MiB {format_s(outcome.bucket_sizes_s[f'{size:g}'])}"
-        for size in BUCKET_SIZES_MIB
+        f"{label} {format_s(step_s)}"
+        for label, step_s in outcome.bucket_sizes_s.items()
     )
     losses = [m.losses[-1] for m in outcome.methods]
     apart = (max(losses) - min(losses)) / max(abs(loss) for loss in losses)

@@ -14,8 +14,13 @@ if TYPE_CHECKING:
 
 MODELS = ("convnet", "transformer")
 
-BUCKET_SIZES_MIB = (25.0, 10.0, 5.0, 2.0, 1.0)
-"""DDP's default and the four that its users try; the best of them is a method."""
+BUCKET_SIZES_MIB: tuple[float | None, ...] = (None, 10.0, 5.0, 2.0, 1.0)
+"""DDP's default (1 MiB, then 25 MiB) and four to try; the best of them is a method."""
+
+
+def size_label(size_mib: float | None) -> str:
+    """A bucket size in words."""
+    return "default" if size_mib is None else f"{size_mib:g} MiB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +89,7 @@ class Outcome:
 
     methods: list[MethodOutcome]
     bucket_sizes_s: dict[str, float]
-    """Median step time of DDP by bucket size in MiB, from the screening."""
+    """Median step time of DDP by label of the bucket size, from the screening."""
     gradient_difference: float
     """Largest difference of stretto's gradients from DDP's after one backward on the
     same batch, relative to the largest gradient of each tensor."""

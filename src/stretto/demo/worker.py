@@ -11,7 +11,7 @@ import logging
 import platform
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Self
@@ -31,6 +31,7 @@ from stretto.demo.settings import (
     DemoSettings,
     MethodOutcome,
     Outcome,
+    size_label,
 )
 from stretto.runtime import DistributedDataParallel, Recorder
 from stretto.schema import Plan, Timeline
@@ -149,12 +150,14 @@ class Method:
     name: str
     description: str
     plan: Plan
+    stock: bool = False
+    """Whether PyTorch's own DDP trains; otherwise ours carries the plan out."""
     cap_mib: float | None = None
-    """Stock DDP with this bucket size; ``None``: our DDP carries the plan out."""
+    """Bucket size of PyTorch's own; ``None``: its default."""
 
     def trainee(self, task: Task) -> Trainee:
         """A fresh replica trained by this method."""
-        if self.cap_mib is not None:
+        if self.stock:
             return Trainee(task, TorchDDP(task.model(), bucket_cap_mb=self.cap_mib))
         return self.watched_trainee(task)
 
@@ -185,9 +188,15 @@ def plan_methods(workload: Workload, cluster: Cluster) -> list[Method]:
     """Every method with its plan, DDP's bucket sizes first; equal on all ranks."""
     methods = [
         Method(
-            name=f"ddp-{size:g}",
-            description=f"PyTorch DDP, {size:g} MiB buckets",
-            plan=make_plan(workload, cluster, "ddp", cap_bytes=round(size * _MIB)),
+            name=f"ddp {size_label(size)}",
+            description=f"PyTorch DDP, {size_label(size)} buckets",
+            plan=make_plan(
+                workload,
+                cluster,
+                "ddp",
+                cap_bytes=None if size is None else round(size * _MIB),
+            ),
+            stock=True,
             cap_mib=size,
         )
         for size in BUCKET_SIZES_MIB
@@ -222,8 +231,10 @@ def shared(value: Any) -> Any:
 def screen(task: Task, methods: list[Method]) -> dict[str, float]:
     """Median step time of DDP by bucket size, a few steps of each in turn."""
     trainees = {m.name: m.trainee(task) for m in methods}
-    for trainee in trainees.values():
-        trainee.step()  # DDP's first step has buckets that its second rebuilds
+    # DDP's first step has buckets that its second rebuilds.
+    for _ in range(UNMEASURED_STEPS):
+        for trainee in trainees.values():
+            trainee.step()
     for _ in range(task.settings.screening_steps):
         for trainee in trainees.values():
             trainee.measured_step()
@@ -246,7 +257,7 @@ def train(
         if step == total - RECORDED_STEPS:
             for method in methods:
                 trainee = trainees[method.name]
-                if method.cap_mib is not None:
+                if method.stock:
                     trainee = watched[method.name] = method.watched_trainee(task)
                     trainee.step()
                 recorders[method.name] = observe(trainee, method)
@@ -315,15 +326,19 @@ def main() -> None:
         (workload, cluster, plan_methods(workload, cluster) if rank == 0 else None)
     )
     by_name = {m.name: m for m in methods}
-    sized = [m for m in methods if m.cap_mib is not None]
+    sized = [m for m in methods if m.stock]
 
-    say(f"trying DDP's bucket sizes: {', '.join(f'{m.cap_mib:g}' for m in sized)} MiB")
+    say(f"trying DDP's bucket sizes: {', '.join(size_label(m.cap_mib) for m in sized)}")
     sizes_s = shared(screen(task, sized))
     best = by_name[min(sizes_s, key=sizes_s.__getitem__)]
     chosen = [
         by_name["single"],
-        _renamed(by_name[f"ddp-{BUCKET_SIZES_MIB[0]:g}"], "ddp", "default"),
-        _renamed(best, "ddp-best", f"best of {len(sized)} sizes"),
+        replace(sized[0], name="ddp", description="PyTorch DDP as it comes"),
+        replace(
+            best,
+            name="ddp-best",
+            description=f"{best.description}, the best of {len(sized)} sizes",
+        ),
         by_name["mg-wfbp"],
         by_name["stretto"],
     ]
@@ -352,7 +367,7 @@ def main() -> None:
                 )
                 for m in chosen
             ],
-            bucket_sizes_s={f"{m.cap_mib:g}": sizes_s[m.name] for m in sized},
+            bucket_sizes_s={size_label(m.cap_mib): sizes_s[m.name] for m in sized},
             gradient_difference=difference,
             bound_s=lower_bound(workload, cluster).value_s,
             parameters=parameters,
@@ -367,15 +382,6 @@ def main() -> None:
         ).save(scratch / OUTCOME_FILE)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _renamed(method: Method, name: str, remark: str) -> Method:
-    return Method(
-        name=name,
-        description=f"{method.description} ({remark})",
-        plan=method.plan,
-        cap_mib=method.cap_mib,
-    )
 
 
 def _predicted_s(plan: Plan) -> float:

@@ -24,7 +24,9 @@ class DdpPlanner(AbstractPlanner):
     """Buckets as PyTorch's DistributedDataParallel builds them, on one lane.
 
     A bucket closes with the tensor that brings it to its cap: the first bucket's cap is
-    ``first_cap_bytes``, the others' ``cap_bytes``. Where types alternate DDP keeps one
+    ``first_cap_bytes``, the others' ``cap_bytes``. By default these are 1 MiB and
+    25 MiB; where a cap is given (PyTorch's ``bucket_cap_mb``) the first bucket has it
+    too, as with PyTorch. Where types alternate DDP keeps one
     open bucket per type; here a bucket closes at a change of type, because buckets are
     contiguous in ready order.
     """
@@ -32,12 +34,14 @@ class DdpPlanner(AbstractPlanner):
     name: ClassVar[str] = "ddp"
 
     def __init__(
-        self, *, cap_bytes: int = CAP_BYTES, first_cap_bytes: int | None = None
+        self, *, cap_bytes: int | None = None, first_cap_bytes: int | None = None
     ) -> None:
-        """Caps of the buckets; the first defaults to 1 MiB, or to a smaller cap."""
-        positive(self.name, "cap_bytes", cap_bytes)
+        """Caps of the buckets; ``None``: PyTorch's own choice."""
         if first_cap_bytes is None:
-            first_cap_bytes = min(FIRST_CAP_BYTES, cap_bytes)
+            first_cap_bytes = FIRST_CAP_BYTES if cap_bytes is None else cap_bytes
+        if cap_bytes is None:
+            cap_bytes = CAP_BYTES
+        positive(self.name, "cap_bytes", cap_bytes)
         positive(self.name, "first_cap_bytes", first_cap_bytes)
         self._caps = (first_cap_bytes, cap_bytes)
 

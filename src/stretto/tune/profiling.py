@@ -129,11 +129,16 @@ class DeferredProfile:
 
 @final
 class _Waits(AbstractStepObserver):
-    """Tells the observer of a step how long it waited for communication."""
+    """Tells the observer of a step how long it waited for communication.
+
+    The wait ends with the last collective: what DDP does after it, copying buckets back
+    into gradients, belongs to a step without communication too.
+    """
 
     def __init__(self, observer: StepObserver) -> None:
         self._observer = observer
         self._computed_s = 0.0
+        self._finished_s = 0.0
 
     def attached(self, tensors: Sequence[str], buckets: Sequence[BucketRow]) -> None:
         pass
@@ -156,10 +161,11 @@ class _Waits(AbstractStepObserver):
     def slice_finished(
         self, bucket: int, lane: int, elements: int, now_s: float
     ) -> None:
-        pass
+        self._finished_s = now_s  # lanes end in any order, but close together
 
     def backward_computed(self, now_s: float) -> None:
         self._computed_s = now_s
 
     def backward_ended(self, now_s: float) -> None:
-        self._observer.exclude(now_s - self._computed_s)
+        waited_until_s = min(self._finished_s, now_s)
+        self._observer.exclude(max(0.0, waited_until_s - self._computed_s))

@@ -30,6 +30,21 @@ def test_ddp_builds_torch_s_buckets(seed, make_workload, make_cluster) -> None:
     assert sizes_of(planner.plan(workload, make_cluster()), workload) == theirs
 
 
+@pytest.mark.parametrize("cap_mib", [None, 1, 5, 30])
+def test_ddp_takes_the_caps_that_pytorch_takes(make_workload, make_cluster, cap_mib):
+    from torch.nn.parallel.distributed import _BucketCapacityConfig
+
+    theirs = _BucketCapacityConfig.create(cap_mib, None, False)
+    caps = [theirs.first_bucket_bytes_cap, theirs.bucket_bytes_cap]
+    sizes = [2**19] * 130
+    workload = make_workload(sizes, [0.001 * i for i in range(len(sizes))])
+    tensors = [torch.empty(size // 4) for size in sizes]
+    expected, _ = dist._compute_bucket_assignment_by_size(tensors, caps)
+    options = {} if cap_mib is None else {"cap_bytes": cap_mib * 2**20}
+    plan = planners.get("ddp", **options).plan(workload, make_cluster())
+    assert sizes_of(plan, workload) == expected
+
+
 def test_ddp_default_caps_are_one_and_twenty_five_mib(
     make_workload, make_cluster
 ) -> None:
