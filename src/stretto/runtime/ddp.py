@@ -188,7 +188,7 @@ class DistributedDataParallel(TorchDDP):
     def ready_order(self) -> tuple[str, ...]:
         """Names in the order in which the last reduced backward made them ready.
 
-        Empty before the first one.
+        Empty before the first one, and on a rank alone, which reduces nothing.
         """
         return tuple(sorted(times := self.ready_s(), key=times.__getitem__))
 
@@ -196,7 +196,7 @@ class DistributedDataParallel(TorchDDP):
         """When each gradient of the last reduced backward was ready, in seconds.
 
         From the end of forward, on the host's clock; the Reducer keeps these anyway.
-        Empty before the first backward.
+        Empty before the first backward, and on a rank alone.
         """
         names = [row.name for row in self.tensor_table()]
         stats_ns = self.reducer.get_backward_stats()

@@ -1,9 +1,9 @@
 """Lanes: communicators that carry collectives at the same time.
 
-Collectives on one lane run one after another in launch order; lanes run beside each
-other. A lane is a backend of its own over the ranks of the model's process group, not
-a ``dist.new_group``: that asks every process of the job to take part, takes no Gloo
-options, and keeps the group until the job ends.
+Collectives on one lane start in launch order and share its one connection to each
+peer; lanes run beside each other. A lane is a backend of its own over the ranks of the
+model's process group, not a ``dist.new_group``: that asks every process of the job to
+take part, takes no Gloo options, and keeps the group until the job ends.
 """
 
 from __future__ import annotations
@@ -30,9 +30,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # Note [Threads per lane]
-# One worker thread per Gloo lane: collectives of a lane then run strictly one after
-# another, as the plan and its prediction say.
-GLOO_THREADS = 1
+# Two worker threads per Gloo lane, as PyTorch gives a group of its own. Collectives of
+# a lane start in launch order, and the second in line may begin its start-up while the
+# first still sends: they share the lane's one connection, so the lane's rate stays what
+# it is and only the pause between two collectives goes. Measured, 2 threads against 1,
+# time of backward, 10 MB of gradients: 2 ranks, connections paced at 37.5 MB/s: 0.95 to
+# 1.02; 4 ranks the same: 0.91 to 1.03; 2 ranks on free loopback: 0.65 to 0.80 on one
+# lane, 0.98 to 1.05 on four (medians of ratios within one run, two busy cores).
+GLOO_THREADS = 2
 
 _NCCL_OVERRIDES = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_CGA_CLUSTER_SIZE")
 

@@ -167,32 +167,32 @@ def _spans(step: _Step, buckets: Sequence[BucketRow]) -> tuple[Span, ...]:
         _compute("backward", backward_s - origin_s, step.computed_s - origin_s),
     ]
     launched_s = dict(step.launched)
-    ended_s: dict[tuple[int, int], list[float]] = {}
-    for bucket, lane, at_s in step.finished:
-        ended_s.setdefault((bucket, lane), []).append(at_s)
+    # Slices of one bucket on one lane end in their order, up to what can't be told.
+    numbers = {
+        (index, lane): [n for n, part in enumerate(row.slices) if part[0] == lane]
+        for index, row in enumerate(buckets)
+        for lane in {part[0] for part in row.slices}
+    }
     free_s: dict[int, float] = {}
-    for index, _ in step.launched:
+    for index, lane, end_s in sorted(step.finished, key=lambda mark: mark[2]):
         row = buckets[index]
-        for number, (lane, size_bytes) in enumerate(row.slices):
-            ends_s = ended_s.get((index, lane))
-            if not ends_s:
-                continue
-            # Slices of one bucket on one lane run, and end, in their order.
-            end_s = ends_s.pop(0)
-            ready_s = launched_s[index]
-            start_s = min(max(ready_s, free_s.get(lane, ready_s)), end_s)
-            free_s[lane] = end_s
-            name = f"bucket {index}"
-            if len(row.slices) > 1:
-                name += f" slice {number + 1}/{len(row.slices)}"
-            args = {
-                "bucket": index,
-                "slice": number,
-                "bytes": size_bytes,
-                "tensors": len(row.tensors),
-            }
-            marks = (ready_s - origin_s, start_s - origin_s, end_s - origin_s)
-            spans += _lane_spans(f"lane{lane}", name, marks, args)
+        number = numbers[index, lane].pop(0)
+        ready_s = launched_s[index]
+        # When a slice's first byte left can't be seen from outside. A lane is one
+        # connection, so it is drawn as if it sent its slices one after another.
+        start_s = min(max(ready_s, free_s.get(lane, ready_s)), end_s)
+        free_s[lane] = end_s
+        name = f"bucket {index}"
+        if len(row.slices) > 1:
+            name += f" slice {number + 1}/{len(row.slices)}"
+        args = {
+            "bucket": index,
+            "slice": number,
+            "bytes": row.slices[number][1],
+            "tensors": len(row.tensors),
+        }
+        marks = (ready_s - origin_s, start_s - origin_s, end_s - origin_s)
+        spans += _lane_spans(f"lane{lane}", name, marks, args)
     return tuple(spans)
 
 

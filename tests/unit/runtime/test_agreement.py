@@ -1,0 +1,127 @@
+"""Ranks as threads over one store."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from stretto.errors import CommTimeout, RankDisagreement
+from stretto.runtime.agreement import Agreement, Ranks
+from stretto.runtime.failure import FailureDesk, is_communication_error
+
+
+def make_ranks(size: int, timeout_s: float = 20.0) -> list[Ranks]:
+    store = dist.HashStore()
+    return [
+        Ranks(
+            rank=rank,
+            size=size,
+            names=tuple(range(10, 10 + size)),
+            store=store,
+            timeout_s=timeout_s,
+        )
+        for rank in range(size)
+    ]
+
+
+def everywhere(size: int, function: Any) -> list[Any]:
+    def safe(rank: int) -> Any:
+        try:
+            return function(rank)
+        except (RankDisagreement, CommTimeout) as exc:
+            return exc
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(safe, range(size)))
+
+
+def test_equal_values_pass_again_and_again_and_leave_few_keys() -> None:
+    ranks = make_ranks(3)
+    agreements = [Agreement(r) for r in ranks]
+
+    def meet(rank: int) -> None:
+        for i in range(20):
+            agreements[rank].require_same("meet", {"plan": str(i)})
+
+    assert everywhere(3, meet) == [None] * 3
+    assert ranks[0].store.num_keys() <= 9
+
+
+def test_a_difference_is_told_to_every_rank_with_both_values() -> None:
+    agreements = [Agreement(r) for r in make_ranks(3)]
+    found = everywhere(
+        3,
+        lambda rank: agreements[rank].require_same(
+            "meet", {"plan": "left" if rank == 1 else "right"}
+        ),
+    )
+    texts = {str(exc) for exc in found}
+    assert all(isinstance(exc, RankDisagreement) for exc in found)
+    assert len(texts) == 1
+    text = texts.pop()
+    assert "ranks 10, 12 came with right" in text
+    assert "rank 11 came with left" in text
+
+
+def test_a_different_torch_is_told_before_a_different_model() -> None:
+    agreements = [Agreement(r) for r in make_ranks(2)]
+    found = everywhere(
+        2,
+        lambda rank: agreements[rank].require_same(
+            "meet", {"model": str(rank), "torch": f"2.{rank}"}
+        ),
+    )
+    assert all("PyTorch" in str(exc) for exc in found)
+
+
+def test_one_ranks_trouble_is_told_to_the_others() -> None:
+    agreements = [Agreement(r) for r in make_ranks(2)]
+    found = everywhere(
+        2,
+        lambda rank: agreements[rank].require_same(
+            "meet", {"trouble": "no such plan"} if rank else {}
+        ),
+    )
+    assert "rank 11 can't go on: no such plan" in str(found[0])
+    assert found[1] is None
+
+
+def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
+    ranks = make_ranks(3, timeout_s=0.3)
+    agreements = [Agreement(r) for r in ranks]
+    with pytest.raises(CommTimeout, match=r"rank 10 waited 0\.3 s for ranks 11, 12"):
+        agreements[0].require_same("meet", {})
+
+
+def test_a_roll_call_names_the_rank_that_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stretto.runtime.failure._ROLL_CALL_S", 0.5)
+    closed: list[int] = []
+    ranks = make_ranks(4)
+    desks = [FailureDesk(r, lambda rank=r.rank: closed.append(rank)) for r in ranks]
+    cause = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+
+    def fail(rank: int) -> str:
+        if rank == 2:
+            return ""
+        first = desks[rank].report(f"the all-reduce of bucket {rank}", cause)
+        assert desks[rank].report("another", cause) is first
+        assert first.__cause__ is cause
+        return str(first)
+
+    for rank, text in enumerate(everywhere(4, fail)):
+        if rank != 2:
+            assert text.startswith(f"rank {10 + rank}: the all-reduce of bucket {rank}")
+            assert "rank 12 is gone or stuck" in text
+    assert sorted(closed) == [0, 1, 3]
+
+
+def test_only_the_transports_errors_count_as_communication() -> None:
+    assert is_communication_error(
+        RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:5] Read error")
+    )
+    assert not is_communication_error(RuntimeError("shapes can't be multiplied"))
