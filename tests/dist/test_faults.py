@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from typing import Any
 
@@ -213,8 +214,8 @@ def test_a_wait_ends_at_its_timeout_and_names_who_is_stuck(ranks: Any) -> None:
     assert kind == "CommTimeout"
     assert "within 3 s" in text
     assert "rank 1 is gone or stuck" in text
-    assert "bucket 0" in text
-    assert "lane 0" in text
+    # Both buckets are in flight on the lane: either may be the first to give up.
+    assert re.search(r"bucket [01] \(.*\) on lane 0 ", text)
 
 
 def rank_without_a_gradient(rank: int, size: int) -> tuple[str, str]:

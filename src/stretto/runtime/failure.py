@@ -71,9 +71,10 @@ class FailureDesk:
             )
         elif silent:
             verb = "is" if len(silent) == 1 else "are"
+            others = ", all others answered" if len(silent) < ranks.size - 1 else ""
             who = (
                 f"{ranks.name_all(silent)} {verb} gone or stuck (no answer in "
-                f"{_ROLL_CALL_S:g} s), all others answered"
+                f"{_ROLL_CALL_S:g} s){others}"
             )
         else:
             who = "every rank still answers, so the network between them failed"
