@@ -12,7 +12,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 from _record import store
 

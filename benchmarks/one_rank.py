@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _record import spread, store
 
 import stretto
+from _record import spread, store
 from stretto.demo.models import ConvNet
 
 STEPS, WARMUP = 120, 10

@@ -13,9 +13,14 @@ StrettoError
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class StrettoError(Exception):
     """Root of the errors raised on purpose."""
+
+    exit_code: ClassVar[int] = 1
+    """Status of a command that ends with this error."""
 
 
 class SpecError(StrettoError, ValueError):
@@ -25,6 +30,8 @@ class SpecError(StrettoError, ValueError):
     ``.tensors[3].bytes``; the codec puts the file and the path above before it.
     """
 
+    exit_code: ClassVar[int] = 2
+
     def __init__(self, message: str, *, place: str = "") -> None:
         super().__init__(message)
         self.place = place
@@ -33,9 +40,13 @@ class SpecError(StrettoError, ValueError):
 class PlanMismatch(StrettoError):
     """A plan and a model do not belong together."""
 
+    exit_code: ClassVar[int] = 2
+
 
 class Infeasible(StrettoError):
     """No plan meets the limits; a planner raises this rather than relax one."""
+
+    exit_code: ClassVar[int] = 3
 
 
 class NoisyProfile(StrettoError):

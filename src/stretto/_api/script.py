@@ -15,7 +15,7 @@ import torch.nn.parallel
 import torch.nn.parallel.distributed
 
 from stretto._api.ddp import DistributedDataParallel
-from stretto.errors import SpecError
+from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +59,11 @@ def _show_log() -> None:
 def main() -> None:
     """``python -m stretto._api.script SCRIPT ARGS``."""
     script, *arguments = sys.argv[1:]
-    run_script(Path(script), arguments)
+    try:
+        run_script(Path(script), arguments)
+    except StrettoError as error:
+        sys.stderr.write(f"stretto: error: {error}\n")
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

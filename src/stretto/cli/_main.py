@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from stretto._version import __version__
-from stretto.errors import Infeasible, PlanMismatch, SpecError, StrettoError
+from stretto.errors import StrettoError
 
 COMMANDS = {
     "compare": "all planners on one workload and cluster, one row each",
@@ -63,17 +63,10 @@ def group() -> None:
     """
 
 
-def exit_code_of(error: StrettoError) -> int:
-    """2 for wrong input, 3 where no plan is feasible, else 1."""
-    if isinstance(error, SpecError | PlanMismatch):
-        return 2
-    return 3 if isinstance(error, Infeasible) else 1
-
-
 def main(args: list[str] | None = None, **extra: Any) -> None:
     """Runs the command line and exits with its code."""
     try:
         group.main(args=args, prog_name="stretto", **extra)
     except StrettoError as error:
         click.echo(f"stretto: error: {error}", err=True)
-        sys.exit(exit_code_of(error))
+        sys.exit(error.exit_code)

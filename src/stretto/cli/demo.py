@@ -91,10 +91,11 @@ def command(
         model=model,
         batch_per_rank=batch or (32 if model == "convnet" else 4),
         width=width,
-        steps=steps or (7 if quick else 24),
+        steps=steps or (6 if quick else 24),
         screening_steps=2 if quick else 4,
-        profile_steps=6 if quick else 12,
-        probe_budget_s=8.0 if quick else 25.0,
+        screening_warmup=1 if quick else 2,
+        profile_steps=10 if quick else 16,
+        probe_budget_s=6.0 if quick else 25.0,
         seed=seed,
     )
     report = run_demo(settings, spec, mode=Mode(mode), timeout_s=timeout)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from stretto.errors import SpecError
+
 SETTINGS = {
     "plan": "STRETTO_PLAN",
     "save_plan": "STRETTO_SAVE_PLAN",
@@ -50,28 +52,47 @@ def command(arguments: tuple[str, ...], **settings: str | None) -> None:
         if (value := settings[option]) is not None:
             os.environ[variable] = value
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        from stretto._api.script import run_script
+        _run_here(arguments)
+    else:
+        _launch(arguments)
 
-        script, *rest = arguments
-        if script.startswith("-"):
-            raise click.UsageError(
-                f"RANK and WORLD_SIZE are set, so this is one rank of a job that "
-                f"something else launched: torchrun options such as {script} have no "
-                "meaning here. Put SCRIPT first."
-            )
-        run_script(Path(script), rest)
-        return
-    from torch.distributed.run import main as torchrun
 
-    at = _script_index(arguments)
-    torchrun(
-        [
-            *arguments[:at],
-            "--module",
-            "stretto._api.script",
-            *arguments[at:],
-        ]
-    )
+def _run_here(arguments: tuple[str, ...]) -> None:
+    from stretto._api.script import run_script
+
+    script, *rest = arguments
+    if script.startswith("-"):
+        raise click.UsageError(
+            f"RANK and WORLD_SIZE are set, so this is one rank of a job that something "
+            f"else launched: torchrun options such as {script} have no meaning here. "
+            "Put SCRIPT first."
+        )
+    run_script(Path(script), rest)
+
+
+def _launch(arguments: tuple[str, ...]) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
+    parser = get_args_parser()
+    parsed = parser.parse_args(list(arguments))
+    script = Path(parsed.training_script)
+    if not script.is_file():
+        raise SpecError(f"{script}: no such script")
+    parsed.module = True
+    parsed.training_script = "stretto._api.script"
+    parsed.training_script_args = [str(script), *parsed.training_script_args]
+    try:
+        run(parsed)
+    except ChildFailedError as exc:
+        rank, failure = exc.get_first_failure()
+        code = failure.exitcode
+        click.echo(
+            f"stretto run: rank {rank} failed with exit status {code}; its own message "
+            "stands above",
+            err=True,
+        )
+        sys.exit(code if code > 0 else 128 - code)
 
 
 def _check_files(settings: dict[str, str | None]) -> None:
@@ -86,15 +107,3 @@ def _check_files(settings: dict[str, str | None]) -> None:
             raise click.BadParameter(
                 f"folder {Path(value).parent} does not exist", param_hint=f"--{option}"
             )
-
-
-def _script_index(arguments: tuple[str, ...]) -> int:
-    """Where SCRIPT stands: torchrun's own parser knows which options take a value."""
-    from torch.distributed.run import get_args_parser
-
-    parsed = get_args_parser().parse_args(list(arguments))
-    at = len(arguments) - len(parsed.training_script_args) - 1
-    if arguments[at] != parsed.training_script:
-        click.echo(f"stretto run: no script found in {' '.join(arguments)}", err=True)
-        sys.exit(2)
-    return at

@@ -43,6 +43,9 @@ class DemoSettings:
     screening_steps: int = 4
     """Steps by which the best of DDP's bucket sizes is found."""
 
+    screening_warmup: int = 2
+    """Steps of each bucket size before those; DDP rebuilds its buckets in the second."""
+
     profile_steps: int = 12
 
     probe_budget_s: float = 20.0

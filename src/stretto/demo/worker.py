@@ -232,7 +232,7 @@ def screen(task: Task, methods: list[Method]) -> dict[str, float]:
     """Median step time of DDP by bucket size, a few steps of each in turn."""
     trainees = {m.name: m.trainee(task) for m in methods}
     # DDP's first step has buckets that its second rebuilds.
-    for _ in range(UNMEASURED_STEPS):
+    for _ in range(task.settings.screening_warmup):
         for trainee in trainees.values():
             trainee.step()
     for _ in range(task.settings.screening_steps):

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from stretto import planners
-from stretto.cli._main import exit_code_of, group
+from stretto.cli._main import group
 from stretto.errors import StrettoError
 from stretto.schema import Cluster, Link, Plan, TensorSpec, Timeline, Workload
 
@@ -71,7 +71,7 @@ def call(*args: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr, with errors as `main` turns them into codes."""
     result = CliRunner().invoke(group, [str(a) for a in args])
     if isinstance(result.exception, StrettoError):
-        return exit_code_of(result.exception), result.stdout, str(result.exception)
+        return result.exception.exit_code, result.stdout, str(result.exception)
     return result.exit_code, result.stdout, result.stderr
 
 
