@@ -44,7 +44,7 @@ class DemoSettings:
     """Steps by which the best of DDP's bucket sizes is found."""
 
     screening_warmup: int = 2
-    """Steps of each bucket size before those; DDP rebuilds its buckets in the second."""
+    """Steps of each size before those; DDP rebuilds its buckets in the second."""
 
     profile_steps: int = 12
 

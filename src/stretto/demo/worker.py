@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from stretto.schema import Cluster, Workload
 
 _MIB = 2**20
+ALIKE: dict[str, Any] = {"init_sync": False}
+"""All ranks make their models from the same seed, so none needs to be sent."""
+
+_STARTED_S = perf_counter()
 
 UNMEASURED_STEPS = 2
 """First steps of each method, whose times do not count: DDP rebuilds its buckets."""
@@ -55,7 +59,7 @@ RECORDED_STEPS = 3
 def say(text: str) -> None:
     """A line of progress, from rank 0 to standard error."""
     if dist.get_rank() == 0:
-        sys.stderr.write(f"demo: {text}\n")
+        sys.stderr.write(f"demo: {perf_counter() - _STARTED_S:4.0f} s  {text}\n")
         sys.stderr.flush()
 
 
@@ -158,18 +162,20 @@ class Method:
     def trainee(self, task: Task) -> Trainee:
         """A fresh replica trained by this method."""
         if self.stock:
-            return Trainee(task, TorchDDP(task.model(), bucket_cap_mb=self.cap_mib))
+            model = TorchDDP(task.model(), bucket_cap_mb=self.cap_mib, **ALIKE)
+            return Trainee(task, model)
         return self.watched_trainee(task)
 
     def watched_trainee(self, task: Task) -> Trainee:
         """A fresh replica whose plan our DDP carries out."""
-        return Trainee(task, DistributedDataParallel(task.model(), plan=self.plan))
+        model = DistributedDataParallel(task.model(), plan=self.plan, **ALIKE)
+        return Trainee(task, model)
 
 
 def measure_workload(task: Task) -> Workload:
     """The workload: training steps whose communication waits for backward's end."""
     settings = task.settings
-    trainee = Trainee(task, DistributedDataParallel(task.model()))
+    trainee = Trainee(task, DistributedDataParallel(task.model(), **ALIKE))
     model = trainee.model
     assert isinstance(model, DistributedDataParallel)  # noqa: S101
     profile = DeferredProfile(model)
