@@ -11,9 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stretto.errors import SpecError
+from stretto.schema.plan import ALGORITHMS
 
 if TYPE_CHECKING:
     from stretto.schema import Cluster, Link
+
+PARTS = ("all_reduce", "reduce_scatter", "all_gather")
+"""What a collective does: an all-reduce, or one of its halves alone."""
+
+_TWO_LEVELS = ("hierarchical", "two_level_rails")
 
 
 def wire_factor(algorithm: str, ranks: int, *, ranks_per_host: int = 1) -> float:
@@ -27,11 +33,18 @@ def wire_factor(algorithm: str, ranks: int, *, ranks_per_host: int = 1) -> float
       two below, $2(q-1)/q + 2$: the ranks beyond hand their message to a partner
       before and get the result back after.
     - ``tree``: 2 (double binary tree, pipelined).
-    - ``hierarchical``: $2(n-1)/n$ on the link between hosts; what crosses the links
-      within a host is in `collective_cost`.
+    - ``hierarchical``: $2(n-1)/n$ on the link between hosts, which its ranks share;
+      what crosses the links within a host is in `collective_cost`.
+    - ``two_level_rails``: $2(n-1)/(n g)$: with $g$ = ``ranks_per_host``, each of the
+      $g$ ranks of a host has a network link of its own and carries $1/g$ of the
+      message. Per byte of the message one of these links sends that much.
+    - ``in_network``: 1: switches reduce on the way up and copy on the way down.
+
+    For ``halving_doubling`` beyond a power of two the hand-overs come before and after
+    the rest, so they count in full though they use one direction each.
 
     Sources: Thakur et al., IJHPCA 19(1), 2005; Sanders et al., Parallel Computing
-    35(12), 2009 (tree).
+    35(12), 2009 (tree); Graham et al., COM-HPC 2016 (in-network).
 
     Raises:
         SpecError: the algorithm is unknown, or the ranks do not fill the hosts.
@@ -46,8 +59,13 @@ def wire_factor(algorithm: str, ranks: int, *, ranks_per_host: int = 1) -> float
         return 2 * (power - 1) / power + (2 if power != ranks else 0)
     if algorithm == "tree":
         return 2.0
-    if algorithm == "hierarchical":
-        return 2 * (hosts - 1) / hosts if hosts > 1 else 2 * (ranks - 1) / ranks
+    if algorithm == "in_network":
+        return 1.0
+    if algorithm in _TWO_LEVELS:
+        if hosts == 1:
+            return 2 * (ranks - 1) / ranks
+        rails = ranks_per_host if algorithm == "two_level_rails" else 1
+        return 2 * (hosts - 1) / hosts / rails
     raise _unknown(algorithm)
 
 
@@ -55,9 +73,9 @@ def startup_steps(algorithm: str, ranks: int, *, ranks_per_host: int = 1) -> int
     r"""Latencies that an all-reduce pays one after another.
 
     With $p$ = ``ranks``: ``ring`` $2(p-1)$; ``halving_doubling`` $2\log_2 q$ and 2
-    more where $p$ exceeds $q$, the power of two below; ``tree``
-    $2\lceil\log_2 p\rceil$; ``hierarchical`` $2(g-1) + 2(n-1)$: rings within the hosts
-    of $g$ ranks, then a ring over $n$ hosts.
+    more where $p$ exceeds $q$, the power of two below; ``tree`` and ``in_network``
+    $2\lceil\log_2 p\rceil$; ``hierarchical`` and ``two_level_rails``
+    $2(g-1) + 2(n-1)$: rings within the hosts of $g$ ranks, then rings over $n$ hosts.
 
     Raises:
         SpecError: the algorithm is unknown, or the ranks do not fill the hosts.
@@ -68,9 +86,9 @@ def startup_steps(algorithm: str, ranks: int, *, ranks_per_host: int = 1) -> int
     if algorithm == "halving_doubling":
         log2 = ranks.bit_length() - 1
         return 2 * log2 + (2 if ranks != 1 << log2 else 0)
-    if algorithm == "tree":
+    if algorithm in ("tree", "in_network"):
         return 2 * (ranks - 1).bit_length()
-    if algorithm == "hierarchical":
+    if algorithm in _TWO_LEVELS:
         return 2 * (ranks_per_host - 1) + 2 * (hosts - 1)
     raise _unknown(algorithm)
 
@@ -94,21 +112,23 @@ def ring_all_reduce_s(size_bytes: int, ranks: int, link: Link) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """What one all-reduce over all ranks of a cluster asks of it."""
+    """What one collective over all ranks of a cluster asks of it."""
 
     startup_s: float
     """Time before the first byte, whatever the size."""
 
     startup_s_per_byte: float
-    """Time per byte of the message off the bottleneck link: ``hierarchical``'s rings
-    within the hosts. Other algorithms: 0."""
+    """Time per byte of the message off the bottleneck link: the rings within the hosts
+    of ``hierarchical`` and ``two_level_rails``. Other algorithms: 0."""
 
     wire_factor: float
     """Bytes on the bottleneck link per byte of the message."""
 
 
-def collective_cost(cluster: Cluster, algorithm: str = "ring") -> CollectiveCost:
-    r"""What one all-reduce over all ranks of a cluster asks of it.
+def collective_cost(
+    cluster: Cluster, algorithm: str = "ring", *, part: str = "all_reduce"
+) -> CollectiveCost:
+    r"""What one collective over all ranks of a cluster asks of it.
 
     Start-up is ``steps`` latencies of the bottleneck link. Where the cluster has a
     fitted ``allreduce``, which is taken to be a ring over its ``ranks``, a latency is
@@ -116,12 +136,21 @@ def collective_cost(cluster: Cluster, algorithm: str = "ring") -> CollectiveCost
     ring over as many ranks as the fit's has the fit's start-up, and other numbers of
     ranks and other algorithms are rescaled by their steps.
 
-    ``hierarchical`` adds $2\frac{g-1}{g} m$ / (rate of a flow within a host) and its
-    latencies there; these count as start-up, for they leave the bottleneck free.
+    ``hierarchical`` and ``two_level_rails`` add $2\frac{g-1}{g} m$ / (rate of a flow
+    within a host) and their latencies there; these count as start-up, for they leave
+    the bottleneck free.
+
+    ``part`` ``reduce_scatter`` or ``all_gather`` is that half alone: half of the
+    latencies and half of the bytes. For ``tree`` and ``in_network``, which have no
+    such halves, they are the reduction to a root and the broadcast from it.
 
     Raises:
-        SpecError: the algorithm is unknown.
+        SpecError: the algorithm or the part is unknown.
     """
+    if part not in PARTS:
+        raise SpecError(
+            f"part must be one of {', '.join(PARTS)}, got {part!r}", place=".part"
+        )
     ranks, group = cluster.ranks, cluster.ranks_per_host
     factor = wire_factor(algorithm, ranks, ranks_per_host=group)
     steps = startup_steps(algorithm, ranks, ranks_per_host=group)
@@ -130,15 +159,16 @@ def collective_cost(cluster: Cluster, algorithm: str = "ring") -> CollectiveCost
         fit = cluster.allreduce
         latency_s = fit.startup_s / startup_steps("ring", fit.ranks)
     startup_s, startup_s_per_byte = steps * latency_s, 0.0
-    if algorithm == "hierarchical" and cluster.hosts > 1 and group > 1:
+    if algorithm in _TWO_LEVELS and cluster.hosts > 1 and group > 1:
         intra = cluster.intra_host
         inner = startup_steps("ring", group)
         startup_s = (steps - inner) * latency_s + inner * intra.latency_s
         startup_s_per_byte = wire_factor("ring", group) / intra.flow_bytes_per_s
+    share = 1.0 if part == "all_reduce" else 0.5
     return CollectiveCost(
-        startup_s=startup_s,
-        startup_s_per_byte=startup_s_per_byte,
-        wire_factor=factor,
+        startup_s=share * startup_s,
+        startup_s_per_byte=share * startup_s_per_byte,
+        wire_factor=share * factor,
     )
 
 
@@ -154,7 +184,6 @@ def _num_hosts(ranks: int, ranks_per_host: int) -> int:
 
 def _unknown(algorithm: str) -> SpecError:
     return SpecError(
-        "algorithm must be one of ring, halving_doubling, tree, hierarchical, "
-        f"got {algorithm!r}",
+        f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}",
         place=".algorithm",
     )

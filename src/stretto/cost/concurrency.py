@@ -100,13 +100,20 @@ def flow_rates(cluster: Cluster) -> FlowRates:
     )
 
 
-def all_reduce_s(size_bytes: int, cluster: Cluster, algorithm: str = "ring") -> float:
+def all_reduce_s(
+    size_bytes: int,
+    cluster: Cluster,
+    algorithm: str = "ring",
+    *,
+    part: str = "all_reduce",
+) -> float:
     """Time of one all-reduce over all ranks that has the cluster for itself.
 
     Beside no computation and without `Contention`. A ring over as many ranks as the
     cluster's fit takes what the fit says, unless the fit is faster than the link.
+    ``part`` is as in `collective_cost`: one half of it alone.
     """
-    cost = collective_cost(cluster, algorithm)
+    cost = collective_cost(cluster, algorithm, part=part)
     alone_bytes_per_s = flow_rates(cluster).per_flow_bytes_per_s(1)
     return (
         cost.startup_s

@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from stretto.schema.workload import Workload
 
 OVERLAPS = ("none", "backward", "forward")
-ALGORITHMS = ("ring", "halving_doubling", "tree", "hierarchical")
+ALGORITHMS = (
+    "ring",
+    "halving_doubling",
+    "tree",
+    "hierarchical",
+    "two_level_rails",
+    "in_network",
+)
 WIRE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 

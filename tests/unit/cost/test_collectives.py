@@ -16,9 +16,8 @@ from stretto.cost import (
 )
 from stretto.errors import SpecError
 from stretto.schema import AllReduceFit, Cluster, Link
+from stretto.schema.plan import ALGORITHMS
 from stretto.testing import strategies as own
-
-ALGORITHMS = ("ring", "halving_doubling", "tree", "hierarchical")
 
 
 def exchanged(ranks: int) -> tuple[float, int]:
@@ -171,3 +170,118 @@ def test_costs_are_finite_and_grow_with_the_ranks(c, algorithm):
     if c.hosts > 1 and algorithm != "halving_doubling":
         assert small.startup_s <= large.startup_s
         assert small.wire_factor <= large.wire_factor
+
+
+@given(st.integers(2, 5000), st.integers(1, 16))
+def test_with_one_rank_a_host_two_levels_are_a_ring(hosts, ranks_per_host):
+    for algorithm in ("hierarchical", "two_level_rails"):
+        assert wire_factor(algorithm, hosts) == wire_factor("ring", hosts)
+        assert startup_steps(algorithm, hosts) == startup_steps("ring", hosts)
+    # Rails divide what one host's link carries by their number, and nothing else.
+    ranks = hosts * ranks_per_host
+    shared = wire_factor("hierarchical", ranks, ranks_per_host=ranks_per_host)
+    rails = wire_factor("two_level_rails", ranks, ranks_per_host=ranks_per_host)
+    assert rails * ranks_per_host == pytest.approx(shared, rel=1e-12)
+    assert startup_steps(
+        "two_level_rails", ranks, ranks_per_host=ranks_per_host
+    ) == startup_steps("hierarchical", ranks, ranks_per_host=ranks_per_host)
+
+
+@given(st.integers(2, 100_000))
+def test_a_switch_halves_what_a_tree_sends_and_waits_as_long(ranks):
+    assert wire_factor("in_network", ranks) == wire_factor("tree", ranks) / 2
+    assert startup_steps("in_network", ranks) == startup_steps("tree", ranks)
+
+
+@given(st.integers(1, 12))
+def test_doubling_never_beats_the_ring_on_bytes_nor_loses_on_latency(exponent):
+    # algorithms.md 6.3: "never on bandwidth, always on latency".
+    ranks = 2**exponent
+    assert wire_factor("halving_doubling", ranks) == wire_factor("ring", ranks)
+    assert startup_steps("halving_doubling", ranks) <= startup_steps("ring", ranks)
+    assert wire_factor("halving_doubling", ranks + 1) >= wire_factor("ring", ranks + 1)
+
+
+def folded(ranks):
+    """Bytes on the busiest link and rounds, by doing it message by message.
+
+    Each round every rank sends at most one message; a round lasts as long as its
+    longest. Ranks beyond the power of two hand over first and get the result last.
+    """
+    power = 2
+    while power * 2 <= ranks:
+        power *= 2
+    rounds = [1.0] if ranks > power else []
+    part = 1.0
+    for _ in range(power.bit_length() - 1):
+        part /= 2
+        rounds.append(part)
+    for _ in range(power.bit_length() - 1):
+        rounds.append(part)
+        part *= 2
+    if ranks > power:
+        rounds.append(1.0)
+    return sum(rounds), len(rounds)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 6, 7, 8, 9, 31, 33, 100])
+def test_halving_doubling_counts_what_its_messages_count_for_any_ranks(ranks):
+    sent, rounds = folded(ranks)
+    assert wire_factor("halving_doubling", ranks) == pytest.approx(sent, rel=1e-12)
+    assert startup_steps("halving_doubling", ranks) == rounds
+
+
+def test_rails_take_their_share_of_the_message_between_hosts():
+    c = cluster(ranks_per_host=4)
+    inner = ring_all_reduce_s(10**7, 4, c.intra_host)
+    outer = ring_all_reduce_s(10**7 // 4, 4, c.inter_host)
+    assert all_reduce_s(10**7, c, "two_level_rails") == pytest.approx(
+        inner + outer, rel=1e-12
+    )
+
+
+@given(
+    own.clusters(contended=False),
+    st.sampled_from(ALGORITHMS),
+    st.integers(0, 10**9),
+)
+def test_scattering_and_gathering_are_an_all_reduce(c, algorithm, size_bytes):
+    halves = [
+        all_reduce_s(size_bytes, c, algorithm, part=part)
+        for part in ("reduce_scatter", "all_gather")
+    ]
+    assert sum(halves) == pytest.approx(all_reduce_s(size_bytes, c, algorithm))
+    assert halves[0] == halves[1]
+
+
+def test_a_ring_scatters_in_one_walk():
+    link = cluster().inter_host
+    expected = 3 * link.latency_s + 3 / 4 * 10**7 / link.bandwidth_bytes_per_s
+    took = all_reduce_s(10**7, cluster(), part="reduce_scatter")
+    assert took == pytest.approx(expected, rel=1e-12)
+
+
+def test_an_unknown_part_is_named():
+    with pytest.raises(SpecError, match=r"all_gather, got 'gather'"):
+        collective_cost(cluster(), part="gather")
+
+
+@given(
+    own.clusters(contended=False),
+    st.sampled_from(ALGORITHMS),
+    st.integers(0, 10**9),
+    st.integers(0, 10**9),
+)
+def test_time_grows_with_bytes_and_latency(c, algorithm, one, other):
+    low, high = sorted((one, other))
+    took = all_reduce_s(low, c, algorithm)
+    assert took <= all_reduce_s(high, c, algorithm)
+    late = replace(
+        c,
+        allreduce=None
+        if c.allreduce is None
+        else replace(c.allreduce, startup_s=c.allreduce.startup_s + 1e-3),
+        inter_host=replace(c.inter_host, latency_s=c.inter_host.latency_s + 1e-3),
+        intra_host=replace(c.intra_host, latency_s=c.intra_host.latency_s + 1e-3),
+    )
+    assert took <= all_reduce_s(low, late, algorithm)

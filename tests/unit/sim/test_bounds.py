@@ -17,10 +17,9 @@ from stretto.schema import (
     TensorSpec,
     Workload,
 )
+from stretto.schema.plan import ALGORITHMS
 from stretto.sim import lower_bound, simulate_step
 from stretto.testing import strategies as own
-
-ALGORITHMS = ("ring", "halving_doubling", "tree", "hierarchical")
 
 
 @settings(max_examples=150, deadline=None)

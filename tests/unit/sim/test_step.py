@@ -23,6 +23,7 @@ from stretto.schema import (
     Timeline,
     Workload,
 )
+from stretto.schema.plan import ALGORITHMS
 from stretto.sim import StepModel, simulate_step
 from stretto.testing import strategies as own
 
@@ -150,9 +151,7 @@ def test_a_narrower_type_on_the_wire_sends_fewer_bytes():
     assert result.iteration_s == pytest.approx(1 + 10, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["ring", "halving_doubling", "tree", "hierarchical"]
-)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_one_bucket_takes_what_the_formula_of_its_algorithm_says(algorithm):
     link = Link(latency_s=1e-3, bandwidth_bytes_per_s=1e6, stream_bytes_per_s=4e5)
     on = cluster(hosts=3, ranks_per_host=2, inter_host=link, allreduce=None)
