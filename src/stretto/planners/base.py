@@ -65,6 +65,12 @@ class Draft:
 
     overlap: str = "backward"
 
+    resources: tuple[int | None, ...] = ()
+    """Resource of each bucket; empty: the default for all."""
+
+    algorithms: tuple[str, ...] = ()
+    """Algorithm of each bucket; empty: a ring for all."""
+
     @classmethod
     def in_turn(
         cls,
@@ -95,6 +101,12 @@ class Draft:
             bucket_lanes=tuple(b.lane for b in plan.buckets),
             lanes=plan.lanes,
             overlap=plan.overlap,
+            resources=tuple(b.resource for b in plan.buckets)
+            if any(b.resource is not None for b in plan.buckets)
+            else (),
+            algorithms=tuple(b.algorithm for b in plan.buckets)
+            if any(b.algorithm != "ring" for b in plan.buckets)
+            else (),
         )
 
     @property
@@ -109,16 +121,24 @@ def finish(draft: Draft, planner: str, workload: Workload, cluster: Cluster) -> 
     Raises:
         Infeasible: a gradient's type can't be sent.
     """
-    starts = (0, *draft.ends[:-1])
+    number = len(draft.ends)
     buckets = tuple(
         Bucket(
             tensors=tuple(t.name for t in workload.tensors[start:end]),
             lane=lane,
             slices=slices,
+            resource=resource,
+            algorithm=algorithm,
             wire_dtype=wire_dtype(workload.tensors[start]),
         )
-        for start, end, lane, slices in zip(
-            starts, draft.ends, draft.bucket_lanes, draft.slices, strict=True
+        for start, end, lane, slices, resource, algorithm in zip(
+            (0, *draft.ends[:-1]),
+            draft.ends,
+            draft.bucket_lanes,
+            draft.slices,
+            draft.resources or (None,) * number,
+            draft.algorithms or ("ring",) * number,
+            strict=True,
         )
     )
     return with_prediction(
@@ -138,7 +158,8 @@ def finish(draft: Draft, planner: str, workload: Workload, cluster: Cluster) -> 
 def with_prediction(plan: Plan, workload: Workload, cluster: Cluster) -> Plan:
     """The plan with what the simulator predicts for it on this cluster."""
     step = simulate_step(workload, cluster, plan)
-    bound_s = lower_bound(workload, cluster).value_s
+    used = {"ring", *(bucket.algorithm for bucket in plan.buckets)}
+    bound_s = lower_bound(workload, cluster, algorithms=sorted(used)).value_s
     return Plan(
         planner=plan.planner,
         workload_digest=plan.workload_digest,
