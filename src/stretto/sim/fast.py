@@ -1,0 +1,308 @@
+"""The model of `simulate_step` for searches over algorithms and resources too.
+
+`StepModel` knows rings with the default resource, where all flows have one rate. Here
+each bucket has its own algorithm, which changes its start-up and its bytes on the wire,
+and its own resource, which changes how fast it sends and how much it slows computation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from heapq import heappop, heappush
+from itertools import accumulate, repeat
+from typing import TYPE_CHECKING, final
+
+from stretto.cost import collective_cost, compute_rate, flow_rates
+from stretto.errors import SpecError
+from stretto.schema._rules import DTYPE_BYTES
+from stretto.sim.step import _curve_caps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from stretto.schema import Cluster, Workload
+
+_INF = float("inf")
+
+_Flow = tuple[float, float, float, int]
+"""Ready after this work, start-up, bytes on the wire, level of resource."""
+
+
+@final
+class MixedModel:
+    """Iteration times of buckets of neighbouring tensors, each with its own algorithm
+    and resource, gradients in their own type, under backward.
+
+    Lanes whose queues are equal stay equal and are taken as one. One queue is a chain
+    of closed forms; several are simulated from event to event with the rates of every
+    combination of levels computed once.
+    """
+
+    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+        tensors = workload.tensors
+        self._cluster = cluster
+        self._num_tensors = len(tensors)
+        self._silent = cluster.ranks == 1
+        self._work_s = workload.forward_s + workload.backward_s
+        self._ready_s = [workload.forward_s + tensor.ready_s for tensor in tensors]
+        self._bytes = [0, *accumulate(t.bytes for t in tensors)]
+        self._elements = [
+            0,
+            *accumulate(t.bytes // DTYPE_BYTES[t.dtype] for t in tensors),
+        ]
+        self._costs: dict[str, tuple[float, float, float]] = {}
+        self._rates = flow_rates(cluster)
+        contention = cluster.contention
+        self._compute = None if contention is None else contention.compute
+        levels: tuple[int, ...] = (0,)
+        alone = self._rates.alone_bytes_per_s
+        self._caps = [(alone, alone)]
+        if contention is not None:
+            levels = contention.resources
+            self._caps = [_curve_caps(contention, r, self._rates) for r in levels]
+        self._levels = levels
+        self._level_of: dict[int | None, int] = {r: i for i, r in enumerate(levels)}
+        self._level_of[None] = 0
+        self._shares: dict[tuple[bool, tuple[int, ...]], list[float]] = {}
+        self._speeds: dict[int, float] = {0: 1.0}
+
+    def iteration_s(
+        self,
+        ends: Sequence[int],
+        lanes: int,
+        bucket_lanes: Sequence[int],
+        slices: Sequence[int],
+        resources: Sequence[int | None] = (),
+        algorithms: Sequence[str] = (),
+    ) -> float:
+        """`simulate_step`'s ``iteration_s``; the first four as `StepModel` takes them.
+
+        Raises:
+            SpecError: the buckets leave out tensors, or the cluster lacks a resource.
+        """
+        if not ends or ends[-1] != self._num_tensors:
+            raise SpecError(
+                f"ends must end with the number of tensors ({self._num_tensors}), got "
+                f"{list(ends)[-1:]}",
+                place=".ends",
+            )
+        if self._silent:
+            return self._work_s
+        queues = self._queues(
+            ends,
+            lanes,
+            bucket_lanes,
+            slices,
+            resources or repeat(None),
+            algorithms or repeat("ring"),
+        )
+        if not queues:
+            return self._work_s
+        if len(queues) == 1:
+            queue, number = queues[0]
+            if self._compute is None:
+                return self._in_turn(queue, number)
+            return self._in_turn_beside_contention(queue, number)
+        return self._at_once(queues)
+
+    def _cost(self, algorithm: str) -> tuple[float, float, float]:
+        known = self._costs.get(algorithm)
+        if known is None:
+            cost = collective_cost(self._cluster, algorithm)
+            known = (cost.startup_s, cost.startup_s_per_byte, cost.wire_factor)
+            self._costs[algorithm] = known
+        return known
+
+    def _queues(
+        self,
+        ends: Sequence[int],
+        lanes: int,
+        bucket_lanes: Sequence[int],
+        slices: Sequence[int],
+        resources: Iterable[int | None],
+        algorithms: Iterable[str],
+    ) -> list[tuple[tuple[_Flow, ...], int]]:
+        """Each lane's flows, equal lanes once with their number."""
+        elements, sizes, ready_s = self._elements, self._bytes, self._ready_s
+        queues: list[list[_Flow]] = [[] for _ in range(lanes)]
+        first = 0
+        for end, lane, parts, resource, algorithm in zip(
+            ends, bucket_lanes, slices, resources, algorithms, strict=False
+        ):
+            count = elements[end] - elements[first]
+            size = sizes[end] - sizes[first]
+            first = end
+            if not count:
+                continue
+            at = ready_s[end - 1]
+            startup_s, startup_s_per_byte, factor = self._cost(algorithm)
+            try:
+                level = self._level_of[resource]
+            except KeyError:
+                raise SpecError(
+                    f"resource must be one of the cluster's levels "
+                    f"({', '.join(map(str, self._levels))}), got {resource}",
+                    place=".resources",
+                ) from None
+            each, extra = divmod(count, parts)
+            for number, lane_from, share in (
+                (extra, lane, each + 1),
+                (parts - extra, lane + extra, each),
+            ):
+                if not share:
+                    continue
+                part = size * share / count
+                flow = (at, startup_s + startup_s_per_byte * part, factor * part, level)
+                for j in range(lane_from, lane_from + number):
+                    queues[j % lanes].append(flow)
+        return [
+            (queue, number)
+            for queue, number in Counter(map(tuple, queues)).items()
+            if queue
+        ]
+
+    def _speed(self, load: int) -> float:
+        speed = self._speeds.get(load)
+        if speed is None:
+            speed = 1.0
+            if self._compute is not None:
+                speed = compute_rate(self._compute, load)
+            self._speeds[load] = speed
+        return speed
+
+    def _share(self, counts: tuple[int, ...], *, working: bool) -> list[float]:
+        """Rate of a flow of each level with so many of each: max-min fair."""
+        known = self._shares.get((working, counts))
+        if known is not None:
+            return known
+        rates = self._rates
+        total = sum(counts)
+        limit = rates.per_flow_bytes_per_s(1)
+        if rates.gamma:
+            limit = _gamma_limit(rates.limits_bytes_per_s, total)
+        caps = [min(limit, cap[0 if working else 1]) for cap in self._caps]
+        shares = [0.0] * len(caps)
+        left, flows = rates.link_bytes_per_s, total
+        for level in sorted(range(len(caps)), key=caps.__getitem__):
+            if counts[level]:
+                shares[level] = min(caps[level], left / flows)
+                left -= shares[level] * counts[level]
+                flows -= counts[level]
+        self._shares[working, counts] = shares
+        return shares
+
+    def _in_turn(self, queue: tuple[_Flow, ...], number: int) -> float:
+        rate = self._share((number,), working=True)[0]
+        end = 0.0
+        for ready_s, startup_s, size, _ in queue:
+            end = (ready_s if ready_s > end else end) + startup_s + size / rate
+        return end if end > self._work_s else self._work_s
+
+    def _in_turn_beside_contention(
+        self, queue: tuple[_Flow, ...], number: int
+    ) -> float:
+        """LIBRA's stages (Eq. 8-11): a flow's start-up and bytes, work under them."""
+        work_s = self._work_s
+        tables = {}
+        for level in {flow[3] for flow in queue}:
+            counts = tuple(
+                number if i == level else 0 for i in range(len(self._levels))
+            )
+            tables[level] = (
+                self._share(counts, working=True)[level],
+                self._share(counts, working=False)[level],
+                self._speed(number * self._levels[level]),
+            )
+        now = done = 0.0
+        for ready_s, startup_s, size, level in queue:
+            rate, idle_rate, speed = tables[level]
+            if done < work_s:
+                if ready_s > done:
+                    target = ready_s if ready_s < work_s else work_s
+                    now += target - done
+                    done = target
+                done += startup_s * speed
+                if done < work_s:
+                    work_left_s = (work_s - done) / speed
+                    sending_s = size / rate
+                    if sending_s <= work_left_s:
+                        now += startup_s + sending_s
+                        done += sending_s * speed
+                        continue
+                    now += work_left_s
+                    size -= work_left_s * rate
+                done = work_s
+            now += startup_s + size / idle_rate
+        return now + (work_s - done) if done < work_s else now
+
+    def _at_once(self, queues: list[tuple[tuple[_Flow, ...], int]]) -> float:
+        work_s, levels = self._work_s, self._levels
+        position = [0] * len(queues)
+        # Work for which lanes wait, when start-ups end, who sends and what is left.
+        waiting = sorted((queue[0][0], c) for c, (queue, _) in enumerate(queues))
+        starts: list[tuple[float, int]] = []
+        sending: list[list[float]] = []  # bytes left, level, queue
+        counts = [0] * len(levels)
+        shares: list[float] = []
+        now = done = 0.0
+        load = 0
+        speed = 1.0
+        working = True
+        while working or starts or sending:
+            next_at, event = _INF, 0
+            for flow in sending:
+                end_at = now + flow[0] / shares[int(flow[1])]
+                if end_at < next_at:
+                    next_at, event, ending = end_at, 1, flow
+            if starts and starts[0][0] < next_at:
+                next_at, event = starts[0][0], 2
+            if working:
+                target = waiting[0][0] if waiting else work_s
+                if target > work_s:
+                    target = work_s
+                work_at = now + (target - done) / speed
+                if work_at < next_at:
+                    next_at, event = work_at, 3
+                    done = target
+                else:
+                    done += (next_at - now) * speed
+            elapsed_s = next_at - now
+            for flow in sending:
+                flow[0] -= elapsed_s * shares[int(flow[1])]
+            now = next_at
+            if event == 1:
+                sending.remove(ending)
+                c = int(ending[2])
+                queue, number = queues[c]
+                level = int(ending[1])
+                counts[level] -= number
+                load -= number * levels[level]
+                position[c] += 1
+                if position[c] < len(queue):
+                    heappush(waiting, (queue[position[c]][0], c))
+                shares = self._share(tuple(counts), working=working)
+            elif event == 2:
+                c = heappop(starts)[1]
+                queue, number = queues[c]
+                _, _, size, level = queue[position[c]]
+                sending.append([size, level, c])
+                counts[level] += number
+                shares = self._share(tuple(counts), working=working)
+            elif done >= work_s:
+                working = False
+                shares = self._share(tuple(counts), working=working)
+            while waiting and (not working or waiting[0][0] <= done):
+                c = heappop(waiting)[1]
+                queue, number = queues[c]
+                _, startup_s, _, level = queue[position[c]]
+                load += number * levels[level]
+                heappush(starts, (now + startup_s, c))
+            speed = self._speed(load)
+        return now
+
+
+def _gamma_limit(limits: tuple[float, ...], num_flows: int) -> float:
+    """What each of some flows gets by ``gamma``; beyond the list their sum stays."""
+    if num_flows <= len(limits):
+        return limits[max(num_flows, 1) - 1]
+    return limits[-1] * len(limits) / num_flows

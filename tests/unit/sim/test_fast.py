@@ -1,0 +1,63 @@
+"""The model for searches says what the simulator says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.errors import SpecError
+from stretto.sim import StepModel, simulate_step
+from stretto.sim.fast import MixedModel
+from stretto.testing import strategies as own
+
+ALGORITHMS = ("ring", "halving_doubling", "tree", "hierarchical")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_mixed_algorithms_and_resources_as_simulated(data):
+    work = data.draw(own.workloads())
+    on = data.draw(own.clusters())
+    choice = data.draw(own.choices(work, max_lanes=4, max_slices=5))
+    levels = [None] if on.contention is None else [None, *on.contention.resources]
+    resources = [data.draw(st.sampled_from(levels)) for _ in choice.ends]
+    algorithms = [data.draw(st.sampled_from(ALGORITHMS)) for _ in choice.ends]
+    plan = choice.plan(work, on)
+    buckets = tuple(
+        replace(bucket, resource=resource, algorithm=algorithm)
+        for bucket, resource, algorithm in zip(
+            plan.buckets, resources, algorithms, strict=True
+        )
+    )
+    expected = simulate_step(work, on, replace(plan, buckets=buckets)).iteration_s
+    fast = MixedModel(work, on).iteration_s(
+        choice.ends,
+        choice.lanes,
+        choice.bucket_lanes,
+        choice.slices,
+        resources,
+        algorithms,
+    )
+    assert fast == pytest.approx(expected, rel=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_without_choices_as_the_plain_model(data):
+    work = data.draw(own.workloads())
+    on = data.draw(own.clusters())
+    choice = data.draw(own.choices(work))
+    args = (choice.ends, choice.lanes, choice.bucket_lanes, choice.slices)
+    plain = StepModel(work, on).iteration_s(*args)
+    assert MixedModel(work, on).iteration_s(*args) == pytest.approx(plain, rel=1e-9)
+
+
+@given(own.workloads(), own.clusters(contended=True, min_hosts=2))
+@settings(max_examples=20, deadline=None)
+def test_an_unknown_resource_is_refused(work, on):
+    work = replace(work, tensors=(replace(work.tensors[0], bytes=4),))
+    with pytest.raises(SpecError, match="resource must be one of"):
+        MixedModel(work, on).iteration_s((1,), 1, (0,), (1,), (9999,))
