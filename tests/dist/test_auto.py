@@ -1,0 +1,200 @@
+"""``plan="auto"`` inside a training, against DDP."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import stretto
+from stretto.errors import SpecError
+from stretto.schema import Bucket
+from stretto.tune import auto
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+TorchDDP = nn.parallel.DistributedDataParallel
+
+STEPS = 14
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(64, 600), nn.SiLU(), nn.Linear(600, 600), nn.SiLU(), nn.Linear(600, 4)
+    )
+
+
+def train(model: nn.Module, rank: int, micro_steps: int = 1) -> list[float]:
+    """Losses of a few steps, each of some micro-steps of which the last reduces."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(micro_steps):
+            generator = torch.Generator().manual_seed(step * 100 + micro * 10 + rank)
+            inputs = torch.randn(16, 64, generator=generator)
+            last = micro == micro_steps - 1
+            model.require_backward_grad_sync = last
+            loss = model(inputs).square().mean()
+            loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def logged() -> Lines:
+    lines = Lines()
+    logging.getLogger("stretto").addHandler(lines)
+    logging.getLogger("stretto").setLevel(logging.INFO)
+    return lines
+
+
+def settles(rank: int, size: int, micro_steps: int) -> dict[str, Any]:
+    lines = logged()
+    theirs = train(TorchDDP(net()), rank, micro_steps)
+    settled: list[Any] = []
+    model = stretto.DistributedDataParallel(net(), on_settled=settled.append)
+    ours = train(model, rank, micro_steps)
+    plan = settled[0].plan
+    return {
+        "losses": (theirs, ours),
+        "plan": plan.digest,
+        "applied": (settled[0].applied, model.plan == plan, model.plan is None),
+        "ranks": settled[0].cluster.ranks,
+        "tensors": len(settled[0].workload.tensors),
+        "lines": lines.lines,
+    }
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_all_steps_of_an_automatic_run_are_ddp_s(ranks, micro_steps):
+    found = ranks(settles, 2, micro_steps, timeout_s=90.0)
+    for one in found:
+        theirs, ours = one["losses"]
+        assert ours == theirs
+        assert one["ranks"] == 2
+        assert one["tensors"] == 6
+        applied, is_plan, is_none = one["applied"]
+        assert (is_plan, is_none) == (applied, not applied)
+    assert found[0]["plan"] == found[1]["plan"]
+    (line,) = found[0]["lines"]
+    assert "predicted step" in line
+    assert found[1]["lines"] == []
+
+
+def falls_back(rank: int, size: int) -> dict[str, Any]:
+    """Measuring that never succeeds must not end the training."""
+    lines = logged()
+
+    def refuse(**_options: Any) -> Any:
+        raise SpecError("no probe today")
+
+    auto.probe_network = refuse
+    theirs = train(TorchDDP(net()), rank)
+    model = stretto.DistributedDataParallel(net())
+    ours = train(model, rank)
+    return {"same": ours == theirs, "plan": model.plan, "lines": lines.lines}
+
+
+def test_training_goes_on_as_ddp_where_measuring_fails(ranks):
+    first, second = ranks(falls_back, 2)
+    assert first["same"]
+    assert second["same"]
+    assert first["plan"] is second["plan"] is None
+    assert first["lines"] == [
+        "no plan could be made, DDP's own rule stays: no probe today"
+    ]
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.used(inputs)
+        return out
+
+
+def forgets_a_parameter(rank: int, size: int) -> None:
+    model = stretto.DistributedDataParallel(Unused())
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_ddp_s_message_about_parameters_without_gradients_survives(ranks):
+    for error in ranks(forgets_a_parameter, 2, errors=True):
+        assert error.kind == "RuntimeError"
+        assert "Expected to have finished reduction in the prior iteration" in (
+            error.message
+        )
+
+
+def left_alone(rank: int, size: int) -> list[str]:
+    lines = logged()
+    model = stretto.DistributedDataParallel(Unused(), find_unused_parameters=True)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+    return lines.lines
+
+
+def test_models_with_unused_parameters_are_left_to_ddp_and_say_so(ranks):
+    first, second = ranks(left_alone, 2)
+    assert len(first) == 1
+    assert first[0].startswith("left as DDP does it: with find_unused_parameters")
+    assert second == []
+
+
+def obeys_a_file(rank: int, size: int, path: str) -> tuple[Any, bool]:
+    model = stretto.DDP(net(), plan=path)
+    return model.plan, isinstance(model, TorchDDP)
+
+
+def test_a_plan_file_is_carried_out_and_a_wrong_one_stops_every_rank(ranks, tmp_path):
+    names = [f"{i}.{leaf}" for i in (4, 2, 0) for leaf in ("bias", "weight")]
+    plan = stretto.Plan(
+        planner="hand",
+        workload_digest="",
+        ranks=2,
+        overlap="backward",
+        lanes=2,
+        buckets=(
+            Bucket(tensors=tuple(names[:3]), slices=2),
+            Bucket(tensors=tuple(names[3:]), lane=1),
+        ),
+    )
+    good = tmp_path / "plan.json"
+    plan.save(good)
+    assert ranks(obeys_a_file, 2, str(good)) == [(plan, True)] * 2
+    cut = tmp_path / "cut.json"
+    cut.write_bytes(good.read_bytes()[:200])
+    for error in ranks(obeys_a_file, 2, str(cut), errors=True):
+        assert error.kind == "SpecError"
+        assert str(cut) in error.message
+
+
+def test_one_rank_is_plain_pytorch_and_plans_nothing(ranks):
+    assert ranks(alone, 1) == [(True, [])]
+
+
+def alone(rank: int, size: int) -> tuple[bool, list[str]]:
+    lines = logged()
+    ours = train(stretto.DistributedDataParallel(net()), rank)
+    plain = train(net(), rank)
+    assert dist.get_world_size() == 1
+    return ours == plain, lines.lines
