@@ -6,6 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, ClassVar, final
 
 from stretto.errors import Infeasible
+from stretto.planners._joint.space import RUNNABLE_DIMS, checked_dims, space_of
 from stretto.planners.base import (
     AbstractPlanner,
     Draft,
@@ -13,11 +14,13 @@ from stretto.planners.base import (
     finish,
     positive,
 )
-from stretto.sim.step import StepModel
+from stretto.planners.ddp import CAP_BYTES, FIRST_CAP_BYTES, capped_ends
+from stretto.sim.fast import MixedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from stretto.planners._joint.space import Space
     from stretto.schema import Cluster, Plan, Workload
 
 MAX_TENSORS = 8
@@ -26,7 +29,8 @@ MAX_TENSORS = 8
 @final
 class ExhaustivePlanner(AbstractPlanner):
     """The best of all contiguous fusions, on 1, 2, ... ``max_lanes`` lanes, each bucket
-    whole on any lane or in 2, 3, ... parts of any first lane.
+    whole on any lane or in 2, 3, ... parts of any first lane; with ``dims`` as of
+    `joint` also every resource and algorithm for each bucket.
 
     Lanes are alike, so a bucket opens no lane beyond the first unused one. Refuses
     more than 8 tensors.
@@ -34,10 +38,13 @@ class ExhaustivePlanner(AbstractPlanner):
 
     name: ClassVar[str] = "exhaustive"
 
-    def __init__(self, *, max_lanes: int = 2) -> None:
-        """The largest number of lanes to try."""
+    def __init__(
+        self, *, max_lanes: int = 2, dims: str | Sequence[str] = RUNNABLE_DIMS
+    ) -> None:
+        """The largest number of lanes to try, and the open dimensions."""
         positive(self.name, "max_lanes", max_lanes)
         self._max_lanes = max_lanes
+        self._dims = checked_dims(self.name, dims)
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
         """The best of all, the plainest of equals."""
@@ -46,26 +53,45 @@ class ExhaustivePlanner(AbstractPlanner):
                 f"planner exhaustive takes at most {MAX_TENSORS} tensors, workload "
                 f"{workload.name!r} has {len(workload.tensors)}. Use planner joint."
             )
-        model = StepModel(workload, cluster)
+        space = space_of(self._dims, self._max_lanes, workload, cluster)
+        model = MixedModel(workload, cluster)
         best = min(
-            self._drafts(workload),
+            _drafts(workload, space),
             key=lambda d: (
-                model.iteration_s(d.ends, d.lanes, d.bucket_lanes, d.slices),
+                model.iteration_s(
+                    d.ends,
+                    d.lanes,
+                    d.bucket_lanes,
+                    d.slices,
+                    d.resources,
+                    d.algorithms,
+                ),
                 d.collectives,
                 d.lanes,
             ),
         )
         return finish(best, self.name, workload, cluster)
 
-    def _drafts(self, workload: Workload) -> Iterator[Draft]:
-        for ends in all_fusions(workload):
-            for lanes in range(1, self._max_lanes + 1):
-                for sending in _sendings(len(ends), lanes):
+
+def _drafts(workload: Workload, space: Space) -> Iterator[Draft]:
+    fusions = all_fusions(workload)
+    if not space.fusion:
+        fusions = iter([capped_ends(workload, FIRST_CAP_BYTES, CAP_BYTES)])
+    kinds = list(itertools.product(space.resources, space.algorithms))
+    for ends in fusions:
+        for lanes in range(1, space.max_lanes + 1):
+            for sending in _sendings(len(ends), lanes):
+                slices = tuple(parts for _, parts in sending)
+                if max(slices) > 1 and not space.slices:
+                    continue
+                for chosen in itertools.product(kinds, repeat=len(ends)):
                     yield Draft(
                         ends=ends,
                         lanes=lanes,
                         bucket_lanes=tuple(lane for lane, _ in sending),
-                        slices=tuple(parts for _, parts in sending),
+                        slices=slices,
+                        resources=tuple(resource for resource, _ in chosen),
+                        algorithms=tuple(algorithm for _, algorithm in chosen),
                     )
 
 

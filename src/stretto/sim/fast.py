@@ -105,6 +105,24 @@ class MixedModel:
             return self._in_turn_beside_contention(queue, number)
         return self._at_once(queues)
 
+    def caps(self, resource: int | None) -> tuple[float, float]:
+        """What a flow of a resource reaches alone while work runs, and after."""
+        return self._caps[self._level_of[resource]]
+
+    def linear_cost(
+        self, num_flows: int, resource: int | None, algorithm: str, *, working: bool
+    ) -> tuple[float, float]:
+        """Start-up and seconds per byte of a bucket in equal slices on as many lanes,
+        with computation running all the time or not at all.
+        """
+        if self._silent:
+            return 0.0, 0.0
+        startup_s, startup_s_per_byte, factor = self._cost(algorithm)
+        counts = [0] * len(self._levels)
+        counts[self._level_of[resource]] = num_flows
+        rate = self._share(tuple(counts), working=working)[self._level_of[resource]]
+        return startup_s, startup_s_per_byte + factor / (num_flows * rate)
+
     def _cost(self, algorithm: str) -> tuple[float, float, float]:
         known = self._costs.get(algorithm)
         if known is None:

@@ -1,0 +1,1 @@
+"""The search of `stretto.planners.joint`: its space, its moves, its climbing."""

@@ -1,0 +1,308 @@
+"""What has been simulated, and how the search climbs from one draft to the next."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from stretto.planners._joint.moves import (
+    merged,
+    plainer,
+    plainness,
+    split,
+    steps,
+    with_algorithm,
+    with_end,
+    with_resource,
+    with_sending,
+)
+from stretto.planners._joint.space import Space
+from stretto.planners.base import Draft, dtype_starts
+from stretto.schema import Cluster, Workload
+from stretto.sim.fast import MixedModel
+from stretto.sim.step import StepModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+NEAR_RATIO = 5e-3
+"""How much slower than the fastest plan found a sturdier or plainer one may be."""
+
+EQUAL_RATIO = 1e-3
+"""Plans whose scores are this close count as equally good; the plainest is taken."""
+
+OTHER_PACES = (0.8, 1.5)
+"""Durations of backward, over the measured one, at which plans must do well too."""
+
+WORK_LIMIT = 12_000
+"""Collectives that all simulations of one climb may have: a budget that does not depend
+on the machine, so that the plan does not either."""
+
+GAIN_RATIO = 1e-9
+_FEW_TENSORS = 16
+_POOL = 200
+
+
+class _Models:
+    """One workload's times, by the plainest model that knows a draft."""
+
+    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+        self._workload = workload
+        self._plain = StepModel(workload, cluster)
+        self._mixed = MixedModel(workload, cluster)
+
+    def iteration_s(self, draft: Draft) -> float:
+        """Iteration time of a draft under backward."""
+        sending = (draft.ends, draft.lanes, draft.bucket_lanes, draft.slices)
+        if draft.resources or draft.algorithms:
+            return self._mixed.iteration_s(*sending, draft.resources, draft.algorithms)
+        return self._plain.iteration_s(*sending)
+
+
+@dataclass(slots=True)
+class Search:
+    """Values of drafts, and the moves from one to the next."""
+
+    workload: Workload
+
+    cluster: Cluster
+
+    space: Space
+
+    time_limit_s: float | None = None
+
+    best_s: float = float("inf")
+
+    _models: _Models = field(init=False)
+
+    _paced_models: tuple[_Models, ...] = field(init=False)
+
+    _values: dict[Draft, float] = field(default_factory=dict)
+
+    _scores: dict[Draft, float] = field(default_factory=dict)
+
+    _cuts: tuple[int, ...] = field(init=False)
+    """Where buckets may end: after the last tensor of each ready time."""
+
+    _dtype_starts: tuple[int, ...] = field(init=False)
+
+    _work: int = 0
+    """Collectives simulated so far."""
+
+    _deadline_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._deadline_s = float("inf")
+        if self.time_limit_s is not None:
+            self._deadline_s = time.monotonic() + self.time_limit_s
+        self._models = _Models(self.workload, self.cluster)
+        self._paced_models = tuple(
+            _Models(paced(self.workload, pace), self.cluster) for pace in OTHER_PACES
+        )
+        self._dtype_starts = dtype_starts(self.workload)
+        tensors = self.workload.tensors
+        every = len(tensors) <= _FEW_TENSORS
+        self._cuts = tuple(
+            i
+            for i in range(1, len(tensors))
+            if every
+            or tensors[i].ready_s > tensors[i - 1].ready_s
+            or self._dtype_starts[i] == i
+        )
+
+    def take(self, draft: Draft, iteration_s: float) -> None:
+        """Remembers a draft whose value is known."""
+        self._values[draft] = iteration_s
+        self.best_s = min(self.best_s, iteration_s)
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the time limit has passed."""
+        return time.monotonic() >= self._deadline_s
+
+    def value_s(self, draft: Draft) -> float:
+        """Iteration time of a draft, simulated once."""
+        value = self._values.get(draft)
+        if value is None:
+            self._work += draft.collectives + len(draft.ends)
+            value = self._models.iteration_s(draft)
+            self.take(draft, value)
+        return value
+
+    def leaders(self, number: int) -> list[Draft]:
+        """The fastest drafts, at most two of one number of lanes and slices."""
+        chosen: list[Draft] = []
+        of_family: dict[object, int] = {}
+        for draft in self._ranked():
+            family = (
+                draft.lanes,
+                max(draft.slices),
+                *map(frozenset, (draft.resources, draft.algorithms)),
+            )
+            if draft.overlap != "backward" or of_family.get(family, 0) == 2:
+                continue
+            of_family[family] = of_family.get(family, 0) + 1
+            chosen.append(draft)
+            if len(chosen) == number:
+                break
+        return chosen
+
+    def fastest(self) -> Draft:
+        """The plainest of the fastest drafts, up to rounding."""
+        limit_s = self.best_s * (1.0 + GAIN_RATIO)
+        return min(
+            (draft for draft, value in self._values.items() if value <= limit_s),
+            key=lambda d: (plainness(d), self._values[d]),
+        )
+
+    def climb(self, draft: Draft) -> None:
+        """Hill climbing from a draft towards the least iteration time."""
+        self._climbed(draft, self.value_s)
+
+    def _ranked(self) -> list[Draft]:
+        return sorted(self._values, key=lambda d: (self._values[d], plainness(d)))
+
+    def _climbed(self, draft: Draft, objective: Callable[[Draft], float]) -> Draft:
+        """What climbing reaches: bucket by bucket from the last, again and again, until
+        a whole round finds nothing better or the work is used up.
+        """
+        limit = self._work + WORK_LIMIT
+        bucket = len(draft.ends) - 1
+        fruitless = 0
+        while (
+            fruitless < len(draft.ends) and self._work < limit and not self.out_of_time
+        ):
+            here = objective(draft)
+            for other in self._neighbours(draft, bucket):
+                if objective(other) < here * (1.0 - GAIN_RATIO):
+                    draft = other
+                    fruitless = -1
+                    break
+                if self._work >= limit:
+                    break
+            fruitless += 1
+            bucket = (min(bucket, len(draft.ends)) - 1) % len(draft.ends)
+        return draft
+
+    def sturdiest(self, ceiling_s: float) -> Draft:
+        """The plainest draft of the least score, near the fastest, under the ceiling.
+
+        Climbs once more, by score; then makes plainer what stays as good.
+        """
+        limit_s = min(self.best_s * (1.0 + NEAR_RATIO), ceiling_s)
+        near = [draft for draft in self._ranked() if self._values[draft] <= limit_s]
+        draft = min(near[:_POOL], key=lambda d: (self._score(d), plainness(d)))
+        if draft.overlap == "backward":
+            draft = self._climbed(draft, lambda d: self._score_within(d, limit_s))
+        good_s = self._score(draft) * (1.0 + EQUAL_RATIO)
+        draft = min(
+            (d for d, score in self._scores.items() if score <= good_s),
+            key=lambda d: (plainness(d), self._scores[d]),
+        )
+        limit = self._work + WORK_LIMIT
+        simpler: Draft | None = draft
+        while simpler is not None and self._work < limit and not self.out_of_time:
+            draft = simpler
+            simpler = next(
+                (
+                    other
+                    for other in plainer(draft, self._dtype_starts)
+                    if (self.space.fusion or len(other.ends) == len(draft.ends))
+                    and self._score_within(other, limit_s) <= good_s
+                ),
+                None,
+            )
+        return draft
+
+    def _score(self, draft: Draft) -> float:
+        """Sum of iteration times at the measured pace and at the others."""
+        score = self._scores.get(draft)
+        if score is None:
+            score = self.value_s(draft)
+            for pace, models in zip(OTHER_PACES, self._paced_models, strict=True):
+                if draft.overlap == "none":
+                    late_s = (pace - 1.0) * self.workload.backward_s
+                    score += self.value_s(draft) + late_s
+                else:
+                    self._work += draft.collectives + len(draft.ends)
+                    score += models.iteration_s(draft)
+            self._scores[draft] = score
+        return score
+
+    def _score_within(self, draft: Draft, limit_s: float) -> float:
+        return self._score(draft) if self.value_s(draft) <= limit_s else float("inf")
+
+    def _neighbours(self, draft: Draft, bucket: int) -> Iterator[Draft]:
+        if self.space.fusion:
+            yield from self._other_cuts(draft, bucket)
+        yield from self._other_sending(draft, bucket)
+        yield from self._other_kinds(draft, bucket)
+
+    def _other_cuts(self, draft: Draft, bucket: int) -> Iterator[Draft]:
+        begin = draft.ends[bucket - 1] if bucket else 0
+        end = draft.ends[bucket]
+        if begin and self._dtype_starts[begin] != begin:
+            before = draft.ends[bucket - 2] if bucket > 1 else 0
+            yield merged(draft, bucket - 1)
+            for cut in steps(self._between(before, begin)[::-1]):
+                yield with_end(draft, bucket - 1, cut)
+            for cut in steps(self._between(begin, end)):
+                yield with_end(draft, bucket - 1, cut)
+        inside = self._between(begin, end)
+        if len(inside) <= _FEW_TENSORS:
+            cuts: Sequence[int] = inside
+        else:
+            cuts = [inside[len(inside) * i // 8] for i in range(1, 8)]
+        for cut in cuts:
+            same = draft.bucket_lanes[bucket]
+            turn = (same + draft.slices[bucket]) % draft.lanes
+            for lane in dict.fromkeys((same, turn)):
+                yield split(draft, bucket, cut, lane)
+
+    def _other_sending(self, draft: Draft, bucket: int) -> Iterator[Draft]:
+        if draft.lanes == 1:
+            return
+        now = (draft.bucket_lanes[bucket], draft.slices[bucket])
+        for slices in range(1, draft.lanes + 1 if self.space.slices else 2):
+            lanes = range(draft.lanes) if slices < draft.lanes else (now[0],)
+            for lane in lanes:
+                if (lane, slices) != now:
+                    yield with_sending(draft, bucket, lane, slices)
+
+    def _other_kinds(self, draft: Draft, bucket: int) -> Iterator[Draft]:
+        """Another resource or algorithm, for the bucket and for it and all after it."""
+        number = len(draft.ends)
+        if len(self.space.resources) > 1:
+            now = draft.resources[bucket] if draft.resources else None
+            for resource in self.space.resources:
+                if resource != now:
+                    yield with_resource(draft, bucket, resource)
+        if len(self.space.algorithms) > 1:
+            algorithm_now = draft.algorithms[bucket] if draft.algorithms else "ring"
+            for algorithm in self.space.algorithms:
+                if algorithm != algorithm_now:
+                    yield with_algorithm(draft, bucket, algorithm)
+        if bucket == number - 1 and draft.resources:
+            for resource in self.space.resources:
+                yield replace(draft, resources=(resource,) * number)
+
+    def _between(self, begin: int, end: int) -> tuple[int, ...]:
+        """Candidate cuts strictly between two tensors, within what types allow."""
+        low = bisect_right(self._cuts, begin)
+        high = bisect_left(self._cuts, end)
+        return self._cuts[low:high]
+
+
+def paced(workload: Workload, pace: float) -> Workload:
+    """The workload with a backward that takes ``pace`` times as long."""
+    if pace == 1.0:
+        return workload
+    tensors = workload.tensors
+    return replace(
+        workload,
+        backward_s=workload.backward_s * pace,
+        tensors=tuple(replace(t, ready_s=t.ready_s * pace) for t in tensors),
+    )

@@ -1,0 +1,134 @@
+"""What a joint search may choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stretto.cost import collective_cost
+from stretto.errors import SpecError
+from stretto.sim.fast import MixedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.planners.base import Draft
+    from stretto.schema import Cluster, Workload
+
+DIMS = ("fusion", "lanes", "slices", "resource", "algorithm")
+"""Everything that can be chosen."""
+
+RUNNABLE_DIMS = ("fusion", "lanes", "slices")
+"""What the runtime carries out today; Gloo has one algorithm and no resources."""
+
+ALGORITHMS = ("ring", "halving_doubling", "tree", "hierarchical")
+"""Between which ``algorithm`` chooses: what needs no special network."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The choices open to a search on one cluster."""
+
+    fusion: bool = True
+
+    max_lanes: int = 1
+
+    slices: bool = True
+
+    resources: tuple[int | None, ...] = (None,)
+
+    algorithms: tuple[str, ...] = ("ring",)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether buckets may differ from a ring with the default resource."""
+        return self.resources != (None,) or self.algorithms != ("ring",)
+
+    def holds(self, draft: Draft) -> bool:
+        """Whether a draft chooses nothing that is closed."""
+        return (
+            draft.lanes <= self.max_lanes
+            and (self.slices or max(draft.slices) == 1)
+            and set(draft.resources).issubset((None, *self.resources))
+            and set(draft.algorithms).issubset(self.algorithms)
+        )
+
+
+def space_of(
+    dims: Sequence[str], max_lanes: int, workload: Workload, cluster: Cluster
+) -> Space:
+    """The space of some dimensions on a cluster, without what can't be best there.
+
+    Left out: algorithms that another one beats in start-up and in bytes, and levels of
+    resource that send no faster than a lower one.
+    """
+    resources: tuple[int | None, ...] = (None,)
+    algorithms: tuple[str, ...] = ("ring",)
+    if "resource" in dims and cluster.contention is not None:
+        resources = _useful_resources(workload, cluster)
+    if "algorithm" in dims and cluster.ranks > 1:
+        algorithms = _useful_algorithms(cluster)
+    return Space(
+        fusion="fusion" in dims,
+        max_lanes=max_lanes if "lanes" in dims else 1,
+        slices="slices" in dims,
+        resources=resources,
+        algorithms=algorithms,
+    )
+
+
+def checked_dims(planner: str, dims: str | Sequence[str]) -> tuple[str, ...]:
+    """Dimensions from their names, in the order of `DIMS`; ``"all"``: all.
+
+    Raises:
+        SpecError: a name is unknown.
+    """
+    if dims == "all":
+        return DIMS
+    names = tuple(dims.split(",")) if isinstance(dims, str) else tuple(dims)
+    for name in names:
+        if name not in DIMS:
+            raise SpecError(
+                f"planner {planner}: dims must be all or some of {', '.join(DIMS)}, "
+                f"got {name!r}"
+            )
+    return tuple(name for name in DIMS if name in names)
+
+
+def _useful_algorithms(cluster: Cluster) -> tuple[str, ...]:
+    costs = {}
+    for name in ALGORITHMS:
+        if name == "hierarchical" and (
+            cluster.ranks_per_host == 1 or cluster.hosts == 1
+        ):
+            continue
+        cost = collective_cost(cluster, name)
+        costs[name] = (cost.startup_s, cost.startup_s_per_byte, cost.wire_factor)
+    return _undominated(costs) or ("ring",)
+
+
+def _useful_resources(workload: Workload, cluster: Cluster) -> tuple[int | None, ...]:
+    contention = cluster.contention
+    if contention is None:
+        return (None,)
+    model = MixedModel(workload, cluster)
+    costs = {
+        str(level): (float(level), -model.caps(level)[0], -model.caps(level)[1])
+        for level in contention.resources
+    }
+    return tuple(int(name) for name in _undominated(costs))
+
+
+def _undominated(costs: dict[str, tuple[float, float, float]]) -> tuple[str, ...]:
+    """Names whose figures no other's are all at most; of equals the first."""
+    kept: list[str] = []
+    for name, mine in costs.items():
+        beaten = any(
+            all(a <= b for a, b in zip(theirs, mine, strict=True))
+            and (theirs != mine or other in kept)
+            for other, theirs in costs.items()
+            if other != name
+        )
+        if not beaten:
+            kept.append(name)
+    return tuple(kept)

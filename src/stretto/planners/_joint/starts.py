@@ -1,0 +1,128 @@
+"""Where the search starts: families of like buckets, each at its optimum."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from stretto.planners._joint.search import NEAR_RATIO, OTHER_PACES, paced
+from stretto.planners.aiacc import MAX_LANES
+from stretto.planners.base import Draft, LinearCost, linear_cost
+from stretto.planners.ddp import CAP_BYTES, FIRST_CAP_BYTES, capped_ends
+from stretto.planners.fusion import FusionProblem
+from stretto.sim.fast import MixedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from stretto.planners._joint.space import Space
+    from stretto.schema import Cluster, Workload
+
+_KINDS = 3
+
+
+def starts(
+    workload: Workload,
+    cluster: Cluster,
+    space: Space,
+    value_s: Callable[[Draft], float],
+) -> Iterator[Draft]:
+    """The drafts from which to search in a space.
+
+    Without fusion DDP's buckets, sent in every way that is the same for all. Of the
+    pairs of resource and algorithm the best few are tried on several lanes.
+    """
+    if not space.fusion:
+        ends = capped_ends(workload, FIRST_CAP_BYTES, CAP_BYTES)
+        for lanes, slices in _families(space):
+            draft = Draft.in_turn(ends, lanes=lanes, slices=slices)
+            for resource, algorithm in product(space.resources, space.algorithms):
+                yield _of_kind(draft, resource, algorithm)
+        return
+    if None in space.resources:
+        yield from _plain(workload, cluster, space)
+    if not space.mixed:
+        return
+    model = MixedModel(workload, cluster)
+    ranked = []
+    for kind in product(space.resources, space.algorithms):
+        drafts = list(_of_all_kinds(workload, model, kind, 1, 1))
+        yield from drafts
+        ranked.append((min(map(value_s, drafts)), len(ranked), kind))
+    for _, _, kind in sorted(ranked)[:_KINDS]:
+        for lanes, slices in _families(space):
+            if lanes > 1:
+                yield from _of_all_kinds(workload, model, kind, lanes, slices)
+
+
+def _plain(workload: Workload, cluster: Cluster, space: Space) -> Iterator[Draft]:
+    """Rings with the default resource, at the optimum for each pace and a little
+    beyond.
+
+    Beyond: with a deadline some thousandths later there are fewer buckets, which may be
+    as good and is simpler.
+    """
+    works = [paced(workload, pace) for pace in (1.0, *OTHER_PACES)]
+    costs: dict[int, LinearCost] = {}
+    for lanes, slices in _families(space):
+        if lanes not in costs:
+            costs[lanes] = linear_cost(workload, cluster, slices=lanes)
+        cost = LinearCost(
+            startup_s=costs[lanes].startup_s * slices / lanes,
+            s_per_byte=costs[lanes].s_per_byte,
+        )
+        for ends in dict.fromkeys(ends for w in works for ends in _fusions(w, cost)):
+            yield Draft.in_turn(ends, lanes=lanes, slices=slices)
+
+
+def _of_all_kinds(
+    workload: Workload,
+    model: MixedModel,
+    kind: tuple[int | None, str],
+    lanes: int,
+    slices: int,
+) -> Iterator[Draft]:
+    """One kind of bucket, fused for its cost beside computation and without."""
+    fusions: dict[tuple[int, ...], None] = {}
+    for working in (False, True):
+        startup_s, s_per_byte = model.linear_cost(lanes, *kind, working=working)
+        cost = LinearCost(startup_s=startup_s * slices / lanes, s_per_byte=s_per_byte)
+        fusions.update(dict.fromkeys(_fusions(workload, cost)))
+    for ends in fusions:
+        yield _of_kind(Draft.in_turn(ends, lanes=lanes, slices=slices), *kind)
+
+
+def _of_kind(draft: Draft, resource: int | None, algorithm: str) -> Draft:
+    number = len(draft.ends)
+    return replace(
+        draft,
+        resources=() if resource is None else (resource,) * number,
+        algorithms=() if algorithm == "ring" else (algorithm,) * number,
+    )
+
+
+def _families(space: Space) -> Iterator[tuple[int, int]]:
+    """Numbers of lanes, and of slices that divide them."""
+    for lanes in _lane_numbers(space.max_lanes):
+        for slices in range(1, lanes + 1 if space.slices else 2):
+            if lanes % slices == 0:
+                yield lanes, slices
+
+
+def _fusions(workload: Workload, cost: LinearCost) -> Iterator[tuple[int, ...]]:
+    problem = FusionProblem(workload=workload, cost=cost)
+    end_s = max(problem.finish_s(), workload.backward_s)
+    step_s = workload.forward_s + end_s
+    for later_ratio in (0.0, NEAR_RATIO / 2, 2 * NEAR_RATIO):
+        yield problem.fewest_buckets(end_s + later_ratio * step_s)
+
+
+def _lane_numbers(max_lanes: int) -> tuple[int, ...]:
+    """All up to 8, then doubling, and the limit."""
+    numbers = set(range(1, min(max_lanes, MAX_LANES) + 1)) | {max_lanes}
+    power = 2 * MAX_LANES
+    while power < max_lanes:
+        numbers.add(power)
+        power *= 2
+    return tuple(sorted(numbers))
