@@ -1,6 +1,14 @@
 """What would happen: one step under a plan, and what no plan can beat."""
 
 from stretto.sim.bounds import LowerBound, lower_bound
+from stretto.sim.forward import forward_bound_s
 from stretto.sim.step import StepModel, StepResult, simulate_step
 
-__all__ = ["LowerBound", "StepModel", "StepResult", "lower_bound", "simulate_step"]
+__all__ = [
+    "LowerBound",
+    "StepModel",
+    "StepResult",
+    "forward_bound_s",
+    "lower_bound",
+    "simulate_step",
+]

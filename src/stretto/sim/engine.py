@@ -1,9 +1,9 @@
 """A fluid event engine: flows on lanes and links, beside one track of work.
 
 It knows nothing of training. Between two events every rate is constant; events are:
-work reaches a point where flows become ready, work ends, a flow's start-up ends, a
-flow's last byte is sent. Flows that meet in time are taken in the order of their index,
-so equal inputs give equal runs.
+work reaches a point where flows become ready or where it must wait for some, work ends,
+a flow's start-up ends, a flow's last byte is sent. Flows that meet in time are taken in
+the order of their index, so equal inputs give equal runs.
 """
 
 from __future__ import annotations
@@ -89,6 +89,16 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """A point that work passes only after some flows have ended."""
+
+    work_s: float
+
+    flows: tuple[int, ...] = ()
+    """Indices of the flows; none: the gate only records when work passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """When everything happened; tuples are by index of the flow."""
 
@@ -103,6 +113,12 @@ class Outcome:
     end_s: tuple[float, ...]
     """When its last byte was sent."""
 
+    reached_s: tuple[float, ...] = ()
+    """When work reached each gate."""
+
+    passed_s: tuple[float, ...] = ()
+    """When it went on from there."""
+
     @property
     def makespan_s(self) -> float:
         """When the last thing ended."""
@@ -115,16 +131,21 @@ def run(
     *,
     work_s: float,
     work_rate: Callable[[float], float] | None = None,
+    gates: Sequence[Gate] = (),
 ) -> Outcome:
     """What happens when ``work_s`` of work starts at time 0 beside the flows.
 
     Work proceeds at rate 1, and while flows run at ``work_rate(load)`` with the sum of
     their loads; ``None``: always 1. A flow whose ``ready_work_s`` exceeds ``work_s`` is
-    ready when work ends.
+    ready when work ends. Work that waits at a gate does not run: flows are as fast then
+    as after its end.
+
+    Raises:
+        SpecError: work waits for a flow that waits for work beyond the gate.
 
     Three events per flow, each linear in the number of flows that run at once.
     """
-    return _Run(flows, links, work_s, work_rate).outcome()
+    return _Run(flows, links, work_s, work_rate, gates).outcome()
 
 
 def max_min_rates(
@@ -172,6 +193,7 @@ class _Run:
         links: Sequence[SharedLink],
         work_s: float,
         work_rate: Callable[[float], float] | None,
+        gates: Sequence[Gate],
     ) -> None:
         self.flows = flows
         self.links = links
@@ -189,8 +211,21 @@ class _Run:
         self.done = self.done_at = 0.0
         self.speed = 1.0
         self.load = 0.0
+        self.waiting = False  # at a gate
         self.by_ready = sorted(range(count), key=lambda i: (flows[i].ready_work_s, i))
         self.released = 0
+
+        # Gates in the order of their work; how many flows each still waits for.
+        self.gates = gates
+        self.by_work = sorted(range(len(gates)), key=lambda g: (gates[g].work_s, g))
+        self.passed = 0
+        self.awaited = [len(set(gate.flows)) for gate in gates]
+        self.opens: list[list[int]] = [[] for _ in flows] if gates else []
+        for g, gate in enumerate(gates):
+            for i in set(gate.flows):
+                self.opens[i].append(g)
+        self.reached_s = [_INF] * len(gates)
+        self.passed_s = [_INF] * len(gates)
 
         # Lanes: the flow after each on its lane, and whether a flow is next on its.
         self.follower = [-1] * count
@@ -221,6 +256,8 @@ class _Run:
 
     def outcome(self) -> Outcome:
         while True:
+            if self.by_work:
+                self._pass_gates()
             self._release()
             work_at = self._next_work_event()
             start_at = self.starting[0][0] if self.starting else _INF
@@ -236,17 +273,44 @@ class _Run:
                 self._share()
             else:
                 self.done, self.done_at = self._target(), self.now
-                if self.done >= self.work_s:
+                if self.by_work:
+                    self._pass_gates()
+                if self.done >= self.work_s and not self.waiting:
                     self.working = False
                     self.work_end_s = self.now
                     self._settle()
                     self._share()
+        if self.waiting:
+            raise SpecError(
+                f"work waits at {self.done:g} s for a flow that waits for later work"
+            )
         return Outcome(
             work_end_s=self.work_end_s,
             ready_s=tuple(self.ready_s),
             start_s=tuple(self.start_s),
             end_s=tuple(self.end_s),
+            reached_s=tuple(self.reached_s),
+            passed_s=tuple(self.passed_s),
         )
+
+    def _pass_gates(self) -> None:
+        """Goes through the gates at the work that is done, or stops at one."""
+        waiting = False
+        while self.passed < len(self.by_work):
+            g = self.by_work[self.passed]
+            if self.working and self.gates[g].work_s > self.done:
+                break
+            self.reached_s[g] = min(self.reached_s[g], self.now)
+            if self.awaited[g]:
+                waiting = True
+                break
+            self.passed_s[g] = self.now
+            self.passed += 1
+        if waiting != self.waiting:
+            self.waiting = waiting
+            self.done_at = self.now
+            self._settle()
+            self._share()
 
     def _release(self) -> None:
         """Starts the flows that have become ready on a free lane."""
@@ -262,13 +326,15 @@ class _Run:
 
     def _target(self) -> float:
         """The work at which something happens next."""
+        target = self.work_s
         if self.released < len(self.by_ready):
-            flow = self.flows[self.by_ready[self.released]]
-            return min(self.work_s, flow.ready_work_s)
-        return self.work_s
+            target = min(target, self.flows[self.by_ready[self.released]].ready_work_s)
+        if self.passed < len(self.by_work):
+            target = min(target, self.gates[self.by_work[self.passed]].work_s)
+        return target
 
     def _next_work_event(self) -> float:
-        if not self.working:
+        if not self.working or self.waiting:
             return _INF
         speed = 1.0
         if self.work_rate is not None and self.num_active:
@@ -293,6 +359,9 @@ class _Run:
             self.end_s[i] = self.now
             self.load -= self.flows[i].load
             self.num_active -= 1
+            if self.opens:
+                for g in self.opens[i]:
+                    self.awaited[g] -= 1
             after = self.follower[i]
             if after >= 0:
                 self.is_next[after] = True
@@ -325,19 +394,20 @@ class _Run:
     def _rates(self) -> list[float]:
         """Rates of the flows that send, in their order."""
         count = len(self.sending)
+        running = self.working and not self.waiting
         if not self.alike:
-            return self._filled()
-        key = (self.working, count)
+            return self._filled(running=running)
+        key = (running, count)
         if key not in self.alike_rates:
             flow, link = self.flows[0], self.links[0]
             self.alike_rates[key] = min(
-                flow.cap_bytes_per_s if self.working else flow.idle_cap_bytes_per_s,
+                flow.cap_bytes_per_s if running else flow.idle_cap_bytes_per_s,
                 link.flow_limit_bytes_per_s(count),
                 link.capacity_bytes_per_s / count,
             )
         return [self.alike_rates[key]] * count
 
-    def _filled(self) -> list[float]:
+    def _filled(self, *, running: bool) -> list[float]:
         flows = [self.flows[i] for i in self.sending]
         count = [0] * len(self.links)
         for flow in flows:
@@ -349,7 +419,7 @@ class _Run:
         ]
         caps = [
             min(
-                flow.cap_bytes_per_s if self.working else flow.idle_cap_bytes_per_s,
+                flow.cap_bytes_per_s if running else flow.idle_cap_bytes_per_s,
                 *(limits[link] for link in flow.links),
             )
             for flow in flows

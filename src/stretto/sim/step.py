@@ -23,26 +23,23 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import TYPE_CHECKING, final
 
-from stretto.cost import (
-    FlowRates,
-    collective_cost,
-    compute_rate,
-    curve_bytes_per_s,
-    flow_rates,
-)
+from stretto.cost import collective_cost, compute_rate, flow_rates
 from stretto.errors import PlanMismatch, SpecError
-from stretto.schema import Span, Timeline, slice_bounds
+from stretto.schema import Span, Timeline
 from stretto.schema._rules import DTYPE_BYTES
-from stretto.schema.plan import WIRE_DTYPES
-from stretto.sim.engine import Flow, SharedLink, run
+from stretto.sim.engine import run
+from stretto.sim.flows import bottleneck_link, curve_caps, flow_spans, plan_flows
+from stretto.sim.forward import simulate_period
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.schema import Bucket, Cluster, Contention, Plan, TensorSpec, Workload
-    from stretto.sim.engine import Outcome
+    from stretto.schema import Cluster, Plan, Workload
+    from stretto.sim.engine import Flow, Outcome
+    from stretto.sim.flows import Slice
 
 _INF = float("inf")
+_curve_caps = curve_caps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,24 +57,22 @@ class StepResult:
     timeline: Timeline
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """What the timeline says of a flow beside its times."""
-
-    name: str
-    bucket: int
-    slice: int
-    bytes: int
-    tensors: int
-
-
-def simulate_step(workload: Workload, cluster: Cluster, plan: Plan) -> StepResult:
+def simulate_step(
+    workload: Workload, cluster: Cluster, plan: Plan, *, startup: str = "phase"
+) -> StepResult:
     """One step of a workload on a cluster under a plan.
+
+    With overlap ``forward``, what one of many such steps takes, and its timeline from
+    the start of backward: `stretto.sim.forward`.
+
+    ``startup`` says how a start-up counts: ``phase``, a time in which nothing is sent,
+    or ``mixed``, LIBRA's reading (Eq. 9-11): spread evenly over the message, so that
+    what is left of it after computation counts in proportion. ``mixed`` is meant for
+    one flow at a time, as there.
 
     Raises:
         PlanMismatch: the plan is for another workload or another number of ranks.
-        SpecError: the plan asks for what the model can't say: overlap ``forward``, or a
-            resource that the cluster does not list.
+        SpecError: the plan asks for a resource that the cluster does not list.
     """
     plan.check_matches(workload)
     if plan.ranks != cluster.ranks:
@@ -86,20 +81,20 @@ def simulate_step(workload: Workload, cluster: Cluster, plan: Plan) -> StepResul
             f"{cluster.ranks}: plan again for this cluster"
         )
     if plan.overlap == "forward":
-        raise SpecError(
-            "overlap 'forward' can't be simulated yet: use none or backward",
-            place=".overlap",
+        period = simulate_period(workload, cluster, plan, startup=startup)
+        return StepResult(
+            iteration_s=period.period_s,
+            backward_s=period.period_s - workload.forward_s,
+            exposed_communication_s=period.stall_s,
+            timeline=period.timeline,
         )
-    flows, slices = _flows(workload, cluster, plan)
-    rates = flow_rates(cluster)
-    link = SharedLink(
-        capacity_bytes_per_s=rates.link_bytes_per_s,
-        limits_bytes_per_s=rates.limits_bytes_per_s,
+    flows, slices = plan_flows(
+        workload, cluster, plan, origin_s=workload.forward_s, startup=startup
     )
     contention = cluster.contention
     outcome = run(
         flows,
-        [link],
+        [bottleneck_link(cluster)],
         work_s=workload.forward_s + workload.backward_s,
         work_rate=partial(compute_rate, contention.compute) if contention else None,
     )
@@ -112,88 +107,11 @@ def simulate_step(workload: Workload, cluster: Cluster, plan: Plan) -> StepResul
     )
 
 
-def _flows(
-    workload: Workload, cluster: Cluster, plan: Plan
-) -> tuple[list[Flow], list[_Slice]]:
-    flows: list[Flow] = []
-    slices: list[_Slice] = []
-    if cluster.ranks == 1:
-        return flows, slices
-    rates = flow_rates(cluster)
-    tensors = {tensor.name: tensor for tensor in workload.tensors}
-    ready_work_s = 0.0
-    for i, bucket in enumerate(plan.buckets):
-        held = [tensors[name] for name in bucket.tensors]
-        after_s = max(tensor.ready_s for tensor in held)
-        if plan.overlap == "none":
-            after_s = workload.backward_s
-        ready_work_s = max(ready_work_s, workload.forward_s + after_s)
-        cost = collective_cost(cluster, bucket.algorithm)
-        load = 0
-        caps = (rates.alone_bytes_per_s, rates.alone_bytes_per_s)
-        if cluster.contention is not None:
-            load = _resource(bucket, i, cluster.contention)
-            caps = _curve_caps(cluster.contention, load, rates)
-        elements = sum(tensor.bytes // DTYPE_BYTES[tensor.dtype] for tensor in held)
-        on_wire = sum(_sent_bytes(tensor, bucket.wire_dtype) for tensor in held)
-        bounds = slice_bounds(elements, bucket.slices)
-        for j, (begin, end) in enumerate(bounds):
-            size_bytes = on_wire * (end - begin) / elements
-            part = f" slice {j + 1}/{len(bounds)}" if len(bounds) > 1 else ""
-            slices.append(
-                _Slice(f"bucket {i}{part}", i, j, round(size_bytes), len(held))
-            )
-            flows.append(
-                Flow(
-                    lane=(bucket.lane + j) % plan.lanes,
-                    ready_work_s=ready_work_s,
-                    startup_s=cost.startup_s + cost.startup_s_per_byte * size_bytes,
-                    wire_bytes=cost.wire_factor * size_bytes,
-                    cap_bytes_per_s=caps[0],
-                    idle_cap_bytes_per_s=caps[1],
-                    load=load,
-                )
-            )
-    return flows, slices
-
-
-def _sent_bytes(tensor: TensorSpec, wire_dtype: str) -> int:
-    """Bytes of a gradient on the wire; types that nothing converts keep their own."""
-    if tensor.dtype not in WIRE_DTYPES:
-        return tensor.bytes
-    return tensor.bytes // DTYPE_BYTES[tensor.dtype] * DTYPE_BYTES[wire_dtype]
-
-
-def _resource(bucket: Bucket, index: int, contention: Contention) -> int:
-    if bucket.resource is None:
-        return contention.resources[0]
-    if bucket.resource not in contention.resources:
-        levels = ", ".join(map(str, contention.resources))
-        raise SpecError(
-            f"resource must be one of the cluster's levels ({levels}), "
-            f"got {bucket.resource}",
-            place=f".buckets[{index}].resource",
-        )
-    return bucket.resource
-
-
-def _curve_caps(
-    contention: Contention, resource: int, rates: FlowRates
-) -> tuple[float, float]:
-    """What a flow reaches at most while computation runs, and after."""
-    return (
-        min(
-            rates.alone_bytes_per_s, curve_bytes_per_s(contention.overlapped, resource)
-        ),
-        min(rates.alone_bytes_per_s, curve_bytes_per_s(contention.exclusive, resource)),
-    )
-
-
 def _timeline(
     workload: Workload,
     plan: Plan,
     flows: list[Flow],
-    slices: list[_Slice],
+    slices: list[Slice],
     outcome: Outcome,
 ) -> Timeline:
     spans: list[Span] = []
@@ -211,34 +129,7 @@ def _timeline(
                     args={"kind": kind},
                 )
             )
-    for i, (flow, part) in enumerate(zip(flows, slices, strict=True)):
-        args = {
-            "bucket": part.bucket,
-            "slice": part.slice,
-            "bytes": part.bytes,
-            "tensors": part.tensors,
-        }
-        track = f"lane{flow.lane}"
-        ready_s, start_s = outcome.ready_s[i], outcome.start_s[i]
-        if start_s > ready_s:
-            spans.append(
-                Span(
-                    track=track,
-                    name=f"wait {part.name}",
-                    start_s=ready_s,
-                    end_s=start_s,
-                    args={"kind": "wait", **args},
-                )
-            )
-        spans.append(
-            Span(
-                track=track,
-                name=part.name,
-                start_s=start_s,
-                end_s=outcome.end_s[i],
-                args={"kind": "send", **args},
-            )
-        )
+    spans.extend(flow_spans(flows, slices, outcome))
     return Timeline(
         name=f"{workload.name} under {plan.planner}, predicted", spans=tuple(spans)
     )
@@ -278,7 +169,7 @@ class StepModel:
         self._caps = (_INF, _INF)
         if cluster.contention is not None:
             self._load = cluster.contention.resources[0]
-            self._caps = _curve_caps(cluster.contention, self._load, rates)
+            self._caps = curve_caps(cluster.contention, self._load, rates)
         # Per number of flows; index 0 is never read.
         self._rate = [0.0]
         self._idle_rate = [0.0]

@@ -226,12 +226,6 @@ def test_a_plan_for_other_ranks_or_another_model_is_refused():
         simulate_step(other, on, plan(work, on, [((0,), 0)]))
 
 
-def test_overlap_with_forward_is_refused():
-    work, on = workload([(6, 0.0)]), cluster()
-    with pytest.raises(SpecError, match="forward"):
-        simulate_step(work, on, plan(work, on, [((0,), 0)], overlap="forward"))
-
-
 def test_the_model_refuses_buckets_that_leave_out_tensors():
     model = StepModel(workload([(6, 0.0), (6, 1.0)]), cluster())
     with pytest.raises(SpecError, match=r"number of tensors \(2\), got \[1\]"):

@@ -1,0 +1,179 @@
+"""What a plan sends: its flows for the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stretto.cost import FlowRates, collective_cost, curve_bytes_per_s, flow_rates
+from stretto.errors import SpecError
+from stretto.schema import Span, slice_bounds
+from stretto.schema._rules import DTYPE_BYTES
+from stretto.schema.plan import WIRE_DTYPES
+from stretto.sim.engine import Flow, SharedLink
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from stretto.schema import Bucket, Cluster, Contention, Plan, TensorSpec, Workload
+    from stretto.sim.engine import Outcome
+
+STARTUPS = ("phase", "mixed")
+"""How a flow's start-up is counted: as a time before the first byte, or as LIBRA does
+(Eq. 9-11), spread evenly over the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What the timeline says of a flow beside its times."""
+
+    name: str
+    bucket: int
+    slice: int
+    bytes: int
+    tensors: int
+
+
+def plan_flows(
+    workload: Workload,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    origin_s: float,
+    part: str = "all_reduce",
+    startup: str = "phase",
+) -> tuple[list[Flow], list[Slice]]:
+    """A plan's flows in launch order, backward beginning at work ``origin_s``.
+
+    Raises:
+        SpecError: a resource that the cluster lacks, or an unknown ``startup``.
+    """
+    if startup not in STARTUPS:
+        raise SpecError(
+            f"startup must be one of {', '.join(STARTUPS)}, got {startup!r}",
+            place=".startup",
+        )
+    flows: list[Flow] = []
+    slices: list[Slice] = []
+    if cluster.ranks == 1:
+        return flows, slices
+    rates = flow_rates(cluster)
+    costs = {
+        algorithm: collective_cost(cluster, algorithm, part=part)
+        for algorithm in dict.fromkeys(bucket.algorithm for bucket in plan.buckets)
+    }
+    tensors = {tensor.name: tensor for tensor in workload.tensors}
+    ready_work_s = 0.0
+    for i, bucket in enumerate(plan.buckets):
+        held = [tensors[name] for name in bucket.tensors]
+        after_s = max(tensor.ready_s for tensor in held)
+        if plan.overlap == "none":
+            after_s = workload.backward_s
+        ready_work_s = max(ready_work_s, origin_s + after_s)
+        cost = costs[bucket.algorithm]
+        load = 0
+        caps = (rates.alone_bytes_per_s, rates.alone_bytes_per_s)
+        if cluster.contention is not None:
+            load = _resource(bucket, i, cluster.contention)
+            caps = curve_caps(cluster.contention, load, rates)
+        elements = sum(tensor.bytes // DTYPE_BYTES[tensor.dtype] for tensor in held)
+        on_wire = sum(_sent_bytes(tensor, bucket.wire_dtype) for tensor in held)
+        bounds = slice_bounds(elements, bucket.slices)
+        for j, (begin, end) in enumerate(bounds):
+            size_bytes = on_wire * (end - begin) / elements
+            name = f"bucket {i}"
+            if len(bounds) > 1:
+                name += f" slice {j + 1}/{len(bounds)}"
+            slices.append(Slice(name, i, j, round(size_bytes), len(held)))
+            startup_s = cost.startup_s + cost.startup_s_per_byte * size_bytes
+            wire_bytes = cost.wire_factor * size_bytes
+            flow_caps = caps
+            if startup == "mixed":
+                flow_caps = (
+                    wire_bytes / (startup_s + wire_bytes / caps[0]),
+                    wire_bytes / (startup_s + wire_bytes / caps[1]),
+                )
+                startup_s = 0.0
+            flows.append(
+                Flow(
+                    lane=(bucket.lane + j) % plan.lanes,
+                    ready_work_s=ready_work_s,
+                    startup_s=startup_s,
+                    wire_bytes=wire_bytes,
+                    cap_bytes_per_s=flow_caps[0],
+                    idle_cap_bytes_per_s=flow_caps[1],
+                    load=load,
+                )
+            )
+    return flows, slices
+
+
+def bottleneck_link(cluster: Cluster) -> SharedLink:
+    """The one link that all flows of a plan share."""
+    rates = flow_rates(cluster)
+    return SharedLink(
+        capacity_bytes_per_s=rates.link_bytes_per_s,
+        limits_bytes_per_s=rates.limits_bytes_per_s,
+    )
+
+
+def _sent_bytes(tensor: TensorSpec, wire_dtype: str) -> int:
+    """Bytes of a gradient on the wire; types that nothing converts keep their own."""
+    if tensor.dtype not in WIRE_DTYPES:
+        return tensor.bytes
+    return tensor.bytes // DTYPE_BYTES[tensor.dtype] * DTYPE_BYTES[wire_dtype]
+
+
+def _resource(bucket: Bucket, index: int, contention: Contention) -> int:
+    if bucket.resource is None:
+        return contention.resources[0]
+    if bucket.resource not in contention.resources:
+        levels = ", ".join(map(str, contention.resources))
+        raise SpecError(
+            f"resource must be one of the cluster's levels ({levels}), "
+            f"got {bucket.resource}",
+            place=f".buckets[{index}].resource",
+        )
+    return bucket.resource
+
+
+def curve_caps(
+    contention: Contention, resource: int, rates: FlowRates
+) -> tuple[float, float]:
+    """What a flow reaches at most while computation runs, and after."""
+    return (
+        min(
+            rates.alone_bytes_per_s, curve_bytes_per_s(contention.overlapped, resource)
+        ),
+        min(rates.alone_bytes_per_s, curve_bytes_per_s(contention.exclusive, resource)),
+    )
+
+
+def flow_spans(
+    flows: Sequence[Flow], slices: Sequence[Slice], outcome: Outcome
+) -> Iterator[Span]:
+    """What each flow did: how long it waited for its lane, and its sending."""
+    for i, (flow, part) in enumerate(zip(flows, slices, strict=True)):
+        args = {
+            "bucket": part.bucket,
+            "slice": part.slice,
+            "bytes": part.bytes,
+            "tensors": part.tensors,
+        }
+        track = f"lane{flow.lane}"
+        ready_s, start_s = outcome.ready_s[i], outcome.start_s[i]
+        if start_s > ready_s:
+            yield Span(
+                track=track,
+                name=f"wait {part.name}",
+                start_s=ready_s,
+                end_s=start_s,
+                args={"kind": "wait", **args},
+            )
+        yield Span(
+            track=track,
+            name=part.name,
+            start_s=start_s,
+            end_s=outcome.end_s[i],
+            args={"kind": "send", **args},
+        )

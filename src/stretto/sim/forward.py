@@ -1,0 +1,170 @@
+"""Overlap with the next forward: each all-reduce in two halves, as DeAR has it.
+
+A bucket's gradients are reduced and scattered during backward, and gathered during the
+forward that follows, which waits at a tensor's first use (``needed_s``) until its
+bucket is whole. Reduce-scatters launch as buckets become ready, in the plan's order;
+all-gathers after all of them, in the order of need. Each bucket takes the same lanes
+both times.
+
+Every all-gather has ended when forward ends, for no tensor is needed later. So each
+backward begins with silent links, steps repeat exactly from the first backward on, and
+one backward with the forward after it is a steady period: nothing needs to settle.
+
+Source: Zhang et al., DeAR, ICDCS 2023, section III.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from stretto.cost import collective_cost, compute_rate, flow_rates
+from stretto.schema import Span, Timeline
+from stretto.sim.engine import Gate, run
+from stretto.sim.flows import bottleneck_link, flow_spans, plan_flows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.schema import Cluster, Plan, Workload
+    from stretto.sim.engine import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Period:
+    """One steady period: backward, then the next forward."""
+
+    period_s: float
+
+    stall_s: float
+    """The part of it in which forward waits for all-gathers."""
+
+    timeline: Timeline
+    """Time 0 is the start of backward."""
+
+
+def simulate_period(
+    workload: Workload, cluster: Cluster, plan: Plan, *, startup: str = "phase"
+) -> Period:
+    """The steady period of steps whose all-gathers run beside the next forward.
+
+    The plan's ranks and tensors are taken as checked.
+
+    Raises:
+        SpecError: the plan asks for a resource that the cluster does not list.
+    """
+    scatters, sent = plan_flows(
+        workload, cluster, plan, origin_s=0.0, part="reduce_scatter", startup=startup
+    )
+    gathers, gathered = plan_flows(
+        workload, cluster, plan, origin_s=0.0, part="all_gather", startup=startup
+    )
+    needed_s = _needed_s(workload, plan)
+    order = sorted(
+        range(len(gathers)), key=lambda i: (needed_s[sent[i].bucket], -sent[i].bucket)
+    )
+    launched_s = max((flow.ready_work_s for flow in scatters), default=0.0)
+    flows = scatters + [replace(gathers[i], ready_work_s=launched_s) for i in order]
+    slices = [replace(part, name=f"{part.name} reduce-scatter") for part in sent]
+    slices += [
+        replace(gathered[i], name=f"{gathered[i].name} all-gather") for i in order
+    ]
+    awaited: dict[int, list[int]] = {}
+    for number, i in enumerate(order, start=len(scatters)):
+        awaited.setdefault(sent[i].bucket, []).append(number)
+    backward_s = workload.backward_s
+    gates = [Gate(work_s=backward_s)]  # records when backward ends
+    gates += [
+        Gate(work_s=backward_s + needed_s[bucket], flows=tuple(numbers))
+        for bucket, numbers in awaited.items()
+    ]
+    contention = cluster.contention
+    outcome = run(
+        flows,
+        [bottleneck_link(cluster)],
+        work_s=backward_s + workload.forward_s,
+        work_rate=partial(compute_rate, contention.compute) if contention else None,
+        gates=gates,
+    )
+    spans = [*_compute_spans(gates, outcome), *flow_spans(flows, slices, outcome)]
+    stalls = zip(outcome.reached_s, outcome.passed_s, strict=True)
+    return Period(
+        period_s=outcome.work_end_s,
+        stall_s=sum(passed_s - reached_s for reached_s, passed_s in stalls),
+        timeline=Timeline(
+            name=f"{workload.name} under {plan.planner}, predicted", spans=tuple(spans)
+        ),
+    )
+
+
+def forward_bound_s(
+    workload: Workload, cluster: Cluster, *, algorithms: Sequence[str] = ("ring",)
+) -> float:
+    r"""No plan with overlap ``forward`` has a shorter period.
+
+    $\max(t_f + t_b,\; M\rho/X,\; \max_l t_f - n_l + \tau_l + a + \rho m_l / X)$
+
+    with tensor $l$ of $m_l$ bytes ready at $\tau_l$ of backward and needed at $n_l$ of
+    forward, $M$ all bytes, $X$ the most that any number of flows reaches together. The
+    last term is the circle through one tensor: from its first use forward and backward
+    come to its gradient, which must be reduced and gathered before the next first use.
+
+    $\max(t_f + t_b, M\rho/B) + a$, at times given as the bound, holds where the last
+    gradient is needed first and all is sent on one lane, but not always.
+    """
+    forward_s, backward_s = workload.forward_s, workload.backward_s
+    if cluster.ranks == 1:
+        return forward_s + backward_s
+    costs = [collective_cost(cluster, algorithm) for algorithm in algorithms]
+    startup_s = min(cost.startup_s for cost in costs)
+    factor = min(cost.wire_factor for cost in costs)
+    best_bytes_per_s = flow_rates(cluster).best_total_bytes_per_s()
+    circle_s = max(
+        (
+            forward_s
+            - tensor.needed_s
+            + tensor.ready_s
+            + startup_s
+            + factor * tensor.bytes / best_bytes_per_s
+            for tensor in workload.tensors
+            if tensor.bytes
+        ),
+        default=0.0,
+    )
+    return max(
+        forward_s + backward_s,
+        factor * workload.total_bytes / best_bytes_per_s,
+        circle_s,
+    )
+
+
+def _needed_s(workload: Workload, plan: Plan) -> list[float]:
+    """When forward first needs each bucket."""
+    needed_s = {tensor.name: tensor.needed_s for tensor in workload.tensors}
+    return [min(needed_s[name] for name in b.tensors) for b in plan.buckets]
+
+
+def _compute_spans(gates: Sequence[Gate], outcome: Outcome) -> list[Span]:
+    """Backward, and forward in the pieces that its waiting leaves."""
+    spans: list[Span] = []
+
+    def add(kind: str, start_s: float, end_s: float) -> None:
+        if end_s > start_s:
+            span = Span(
+                track="compute",
+                name=kind,
+                start_s=start_s,
+                end_s=end_s,
+                args={"kind": kind},
+            )
+            spans.append(span)
+
+    now = outcome.passed_s[0]
+    add("backward", 0.0, now)
+    for g in sorted(range(1, len(gates)), key=lambda g: (gates[g].work_s, g)):
+        if outcome.passed_s[g] > outcome.reached_s[g]:
+            add("forward", now, outcome.reached_s[g])
+            now = outcome.passed_s[g]
+    add("forward", now, outcome.work_end_s)
+    return spans
