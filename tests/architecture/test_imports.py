@@ -15,6 +15,7 @@ PLANNING_HALF = [
     "stretto.units",
     "stretto.schema",
     "stretto.cost",
+    "stretto.zoo",
     "stretto.sim",
     "stretto.planners",
     "stretto.report",

@@ -25,6 +25,7 @@ COMMANDS = {
     "report": "an HTML page for what was measured and predicted",
     "run": "launches a script as torchrun does, with our DDP in it",
     "simulate": "what a plan will do",
+    "zoo": "the papers' models and testbeds as files",
 }
 """Names and one-line helps; module ``stretto.cli.NAME`` holds ``command``."""
 

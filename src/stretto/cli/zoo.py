@@ -1,0 +1,109 @@
+"""``stretto zoo``: the papers' models and testbeds as files."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from stretto import zoo
+from stretto.units import format_s
+
+
+@click.group(name="zoo")
+def command() -> None:
+    """The papers' models and testbeds, without a measurement."""
+
+
+@command.command(name="list")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+def list_command(as_json: bool) -> None:
+    """Lists the models with their sizes, and the clusters."""
+    models = [_row(name) for name in zoo.MODELS]
+    clusters = [{"name": n, "about": about} for n, about in zoo.CLUSTERS.items()]
+    if as_json:
+        click.echo(json.dumps({"models": models, "clusters": clusters}, indent=2))
+        return
+    click.echo(f"{'model':<18}{'tensors':>8}{'M params':>11}{'GMAC':>10}  sample")
+    for row in models:
+        click.echo(
+            f"{row['name']:<18}{row['tensors']:>8}{row['parameters'] / 1e6:>11.3f}"
+            f"{row['macs_per_sample'] / 1e9:>10.2f}  {row['sample']}"
+        )
+    click.echo()
+    for each in clusters:
+        click.echo(f"{each['name']:<18}{each['about']}")
+
+
+@command.command()
+@click.argument("name", metavar="NAME")
+@click.option(
+    "-o", "--output", metavar="FILE", required=True, help="the workload file to write"
+)
+@click.option("--batch", type=click.IntRange(min=1), help="samples on a rank")
+@click.option("--size", type=click.IntRange(min=1), help="pixels or tokens a side")
+@click.option("--forward-s", type=float, help="measured seconds of forward")
+@click.option("--backward-s", type=float, help="measured seconds of backward")
+@click.option(
+    "--device", type=click.Choice(list(zoo.DEVICES)), help="whose roofline to use"
+)
+def show(
+    name: str,
+    output: str,
+    batch: int | None,
+    size: int | None,
+    forward_s: float | None,
+    backward_s: float | None,
+    device: str | None,
+) -> None:
+    """Writes model NAME as a workload, its layers' times by roofline.
+
+    They are scaled to --forward-s and --backward-s where given, else to a published
+    time of the model where there is one.
+    """
+    made = zoo.workload(
+        name,
+        size=size,
+        batch=batch,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        device=device,
+    )
+    made.save(output)
+    click.echo(
+        f"{name}: {len(made.tensors)} tensors, {made.total_bytes / 1e6:.1f} MB, batch "
+        f"{made.batch_per_rank}, forward {format_s(made.forward_s)}, backward "
+        f"{format_s(made.backward_s)} on {made.device} ({made.provenance['times']})"
+    )
+    click.echo(f"written to {output}")
+
+
+@command.command()
+@click.argument("name", metavar="NAME")
+@click.option(
+    "-o", "--output", metavar="FILE", required=True, help="the cluster file to write"
+)
+@click.option("--hosts", type=click.IntRange(min=1), help="other than the paper's")
+def cluster(name: str, output: str, hosts: int | None) -> None:
+    """Writes the testbed NAME as a cluster."""
+    made = zoo.cluster(name, hosts)
+    made.save(output)
+    click.echo(f"{name}: {made.hosts} hosts of {made.ranks_per_host} ranks")
+    for assumed in made.provenance.get("assumed", ()):
+        click.echo(f"  assumed: {assumed}")
+    if "note" in made.provenance:
+        click.echo(f"  note: {made.provenance['note']}")
+    click.echo(f"written to {output}")
+
+
+def _row(name: str) -> dict[str, Any]:
+    graph = zoo.model(name)
+    return {
+        "name": name,
+        "tensors": len(graph.parameters),
+        "parameters": graph.elements,
+        "macs_per_sample": graph.macs,
+        "layers": len(graph.layers),
+        "sample": graph.sample,
+    }

@@ -1,0 +1,22 @@
+"""The papers' models and testbeds, generated from their definitions."""
+
+from stretto.zoo.clusters import CLUSTERS, cluster
+from stretto.zoo.graph import Layer, LayerGraph, Parameter
+from stretto.zoo.models import MODELS, model
+from stretto.zoo.timing import ANCHORS, DEVICES, Anchor, Device, anchor, workload
+
+__all__ = [
+    "ANCHORS",
+    "CLUSTERS",
+    "DEVICES",
+    "MODELS",
+    "Anchor",
+    "Device",
+    "Layer",
+    "LayerGraph",
+    "Parameter",
+    "anchor",
+    "cluster",
+    "model",
+    "workload",
+]

@@ -1,0 +1,217 @@
+r"""A model's layers with times: a workload without a measurement.
+
+A layer's forward takes
+
+$t = \max\left(\frac{2 \cdot MAC \cdot b}{e P}, \frac{bytes}{0.8\,B}\right) + 5\,\mu s$
+
+with $b$ samples, $P$ the device's peak and $e$ the share of it that is reached, $B$ its
+memory's rate; ``bytes`` counts what the layer reads and writes, parameters included.
+Backward takes twice as long. All layers are then scaled by one factor each for forward
+and backward, so that their sums are a measured or given time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stretto.errors import SpecError
+from stretto.schema import TensorSpec, Workload
+from stretto.zoo.graph import ELEMENT_BYTES
+from stretto.zoo.models import model
+
+if TYPE_CHECKING:
+    from stretto.zoo.graph import LayerGraph
+
+_MEMORY_SHARE = 0.8
+_LAUNCH_S = 5e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What a roofline needs to know of a device."""
+
+    name: str
+
+    peak_flops: float
+    """Operations per second in float32."""
+
+    memory_bytes_per_s: float
+
+    reached: float = 0.5
+    """The share of the peak that large convolutions and products reach."""
+
+
+RTX_2080TI = Device(name="RTX 2080 Ti", peak_flops=13.45e12, memory_bytes_per_s=616e9)
+V100 = Device(name="V100", peak_flops=15.7e12, memory_bytes_per_s=900e9)
+A100 = Device(name="A100", peak_flops=19.5e12, memory_bytes_per_s=1555e9)
+
+DEVICES = {"2080ti": RTX_2080TI, "v100": V100, "a100": A100}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anchor:
+    """A published time of a step on one device, which scales the roofline."""
+
+    model: str
+
+    device: str
+    """One of ``DEVICES``."""
+
+    batch: int
+
+    forward_s: float
+
+    backward_s: float
+
+    source: str
+
+
+def _anchor(name: str, device: str, batch: int, step_s: float, source: str) -> Anchor:
+    """A step of which forward is taken to be one third."""
+    return Anchor(
+        model=name,
+        device=device,
+        batch=batch,
+        forward_s=step_s / 3,
+        backward_s=2 * step_s / 3,
+        source=source,
+    )
+
+
+_TABLE_V = "from ASC-WFBP Tables IV and V: S * iteration / 32; forward one third"
+ANCHORS = (
+    Anchor(
+        model="resnet152",
+        device="2080ti",
+        batch=32,
+        forward_s=0.091,
+        backward_s=0.182,
+        source="ASC-WFBP section VI",
+    ),
+    _anchor("densenet201", "2080ti", 32, 0.2188, _TABLE_V),
+    _anchor("inception-v4", "2080ti", 32, 0.1897, _TABLE_V),
+    _anchor("bert-base", "2080ti", 64, 0.3061, _TABLE_V),
+    _anchor(
+        "resnet50", "2080ti", 64, 0.2529, "published 2080 Ti time; forward one third"
+    ),
+    _anchor(
+        "bert-large", "2080ti", 8, 0.1633, "published 2080 Ti time; forward one third"
+    ),
+    _anchor("resnet50", "v100", 64, 64 / 370, "370 images/s; forward one third"),
+    _anchor("vgg16", "v100", 64, 64 / 236, "assumed 236 images/s; forward one third"),
+)
+"""Single-device times, a model's most used first."""
+
+
+def anchor(name: str, device: str | None = None) -> Anchor | None:
+    """The published time of a model, on a device where one is given."""
+    for known in ANCHORS:
+        if known.model == name and device in (None, known.device):
+            return known
+    return None
+
+
+def layer_times_s(graph: LayerGraph, batch: int, device: Device) -> tuple[float, ...]:
+    """Each layer's forward by the roofline, for ``batch`` samples."""
+    operations_per_s = device.reached * device.peak_flops
+    bytes_per_s = _MEMORY_SHARE * device.memory_bytes_per_s
+    times = []
+    for layer in graph.layers:
+        moved = batch * (layer.input_elements + layer.output_elements)
+        moved_bytes = ELEMENT_BYTES * moved + layer.parameter_bytes
+        if layer.kind == "embedding":
+            moved_bytes = 2 * batch * layer.activation_bytes  # only the rows it picks
+        computing_s = 2 * layer.macs * batch / operations_per_s
+        times.append(max(computing_s, moved_bytes / bytes_per_s) + _LAUNCH_S)
+    return tuple(times)
+
+
+def workload(
+    name: str,
+    *,
+    size: int | None = None,
+    batch: int | None = None,
+    forward_s: float | None = None,
+    backward_s: float | None = None,
+    device: str | None = None,
+) -> Workload:
+    """A model of the zoo as a workload, its times by roofline.
+
+    Args:
+        name: one of `MODELS`.
+        size: height and width of images or tokens of sequences; ``None``: usual.
+        batch: samples on a rank; ``None``: a published time's, else 32.
+        forward_s: what forward takes; with ``backward_s`` it scales the roofline.
+        backward_s: what backward takes.
+        device: one of `DEVICES`; ``None``: a published time's, else ``v100``.
+
+    Without ``forward_s`` and ``backward_s`` a published time scales the roofline, where
+    there is one for this model and device; for other batches it is scaled as the
+    roofline's own times are.
+
+    Raises:
+        SpecError: an argument is none that is known, or only one time is given.
+    """
+    graph = model(name, size)
+    if (forward_s is None) != (backward_s is None):
+        raise SpecError("give both of forward_s and backward_s, or neither")
+    if batch is not None and batch < 1:
+        raise SpecError(f"batch must be >= 1, got {batch}")
+    if device is not None and device not in DEVICES:
+        raise SpecError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
+    known = anchor(name, device)
+    place = device or (known.device if known else "v100")
+    samples = batch or (known.batch if known else 32)
+    times = layer_times_s(graph, samples, DEVICES[place])
+    if forward_s is not None and backward_s is not None:
+        source = "given"
+    elif known is not None:
+        usual = sum(layer_times_s(model(name), known.batch, DEVICES[place]))
+        scale = sum(times) / usual
+        forward_s, backward_s = scale * known.forward_s, scale * known.backward_s
+        source = known.source
+    else:
+        forward_s, backward_s = sum(times), 2 * sum(times)
+        source = f"roofline at {DEVICES[place].reached:.0%} of the peak"
+    return Workload(
+        name=name,
+        framework="none",
+        device=DEVICES[place].name,
+        batch_per_rank=samples,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        tensors=_tensors(graph, times, forward_s, backward_s),
+        provenance={
+            "made_from": "architecture definition; layer times by roofline",
+            "sample": graph.sample,
+            "times": source,
+            "parameters": graph.elements,
+            "macs_per_sample": graph.macs,
+        },
+    )
+
+
+def _tensors(
+    graph: LayerGraph, times: tuple[float, ...], forward_s: float, backward_s: float
+) -> tuple[TensorSpec, ...]:
+    """Tensors as backward meets them: ready when their layer's backward has ended,
+    needed when its forward begins.
+    """
+    total = sum(times)
+    tensors: list[TensorSpec] = []
+    done = 0.0
+    for layer, time in zip(reversed(graph.layers), reversed(times), strict=True):
+        done += time
+        share = min(1.0, done / total)
+        tensors += [
+            TensorSpec(
+                name=parameter.name,
+                bytes=ELEMENT_BYTES * parameter.elements,
+                dtype="float32",
+                ready_s=share * backward_s,
+                needed_s=max(0.0, (1.0 - share) * forward_s),
+            )
+            for parameter in reversed(layer.parameters)
+        ]
+    return tuple(tensors)
