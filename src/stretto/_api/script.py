@@ -6,6 +6,7 @@ Also a module: torchrun starts ``python -m stretto._api.script SCRIPT ARGS``.
 from __future__ import annotations
 
 import logging
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.nn.parallel
 import torch.nn.parallel.distributed
 
 from stretto._api.ddp import DistributedDataParallel
+from stretto._api.environment import check_interfaces
 from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
@@ -35,10 +37,11 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     """Runs a script as ``python SCRIPT ARGUMENTS`` would, on our DDP.
 
     Raises:
-        SpecError: there is no such script.
+        SpecError: there is no such script, or no such network interface.
     """
     if not script.is_file():
         raise SpecError(f"{script}: no such script")
+    check_interfaces(os.environ)
     replace_ddp()
     _show_log()
     sys.argv = [str(script), *arguments]

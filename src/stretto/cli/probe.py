@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto import units
+from stretto._api.environment import check_interfaces
 from stretto.errors import SpecError
 from stretto.schema import Cluster, codec
 
@@ -98,6 +99,7 @@ def command(
     }
     if sizes:
         options["sizes_bytes"] = [units.parse_bytes(part) for part in sizes.split(",")]
+    check_interfaces(os.environ)
     # Imported here: `stretto probe --help` must not wait for torch.
     import torch
     import torch.distributed as dist

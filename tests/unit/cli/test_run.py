@@ -94,3 +94,22 @@ def test_files_are_checked_before_anything_starts(script, option, value, says):
     assert done.returncode == 2
     assert says in done.stderr.replace("\n", " ")
     assert "ran" not in done.stdout
+
+
+@pytest.mark.parametrize("command", ["run", "probe"])
+def test_a_network_interface_that_does_not_exist_is_named_at_once(script, command):
+    path = script("print('ran')")
+    arguments = [path] if command == "run" else ["-o", path.with_suffix(".json")]
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "stretto", command, *map(str, arguments)],
+        env=environment | {"GLOO_SOCKET_IFNAME": "lo,nope0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "names network interface 'nope0', which this host lacks" in last_line(done)
+    assert "it has lo" in last_line(done)
+    assert done.stdout == ""
