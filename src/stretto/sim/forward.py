@@ -4,7 +4,9 @@ A bucket's gradients are reduced and scattered during backward, and gathered dur
 forward that follows, which waits at a tensor's first use (``needed_s``) until its
 bucket is whole. Reduce-scatters launch as buckets become ready, in the plan's order;
 all-gathers after all of them, in the order of need. Each bucket takes the same lanes
-both times.
+both times. Gaps in which lanes wait for gradients are not used for all-gathers, so a
+job whose communication backward hides anyway may be slower than with overlap
+``backward``.
 
 Every all-gather has ended when forward ends, for no tensor is needed later. So each
 backward begins with silent links, steps repeat exactly from the first backward on, and
