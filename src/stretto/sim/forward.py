@@ -105,15 +105,18 @@ def forward_bound_s(
 ) -> float:
     r"""No plan with overlap ``forward`` has a shorter period.
 
-    $\max(t_f + t_b,\; M\rho/X,\; \max_l t_f - n_l + \tau_l + a + \rho m_l / X)$
+    $\max(t_f + t_b,\; M\rho/X,\;
+    \max_l t_f - n_l + \tau_l + a/2 + \max(a/2, \rho m_l/X))$
 
     with tensor $l$ of $m_l$ bytes ready at $\tau_l$ of backward and needed at $n_l$ of
     forward, $M$ all bytes, $X$ the most that any number of flows reaches together. The
     last term is the circle through one tensor: from its first use forward and backward
     come to its gradient, which must be reduced and gathered before the next first use.
+    Of the two start-ups only one is sure to send nothing: slices may send during each
+    other's.
 
-    $\max(t_f + t_b, M\rho/B) + a$, at times given as the bound, holds where the last
-    gradient is needed first and all is sent on one lane, but not always.
+    $\max(t_f + t_b, M\rho/B) + a$, at times given as the bound, holds for whole buckets
+    on one lane where the last gradient is needed first, but not always.
     """
     forward_s, backward_s = workload.forward_s, workload.backward_s
     if cluster.ranks == 1:
@@ -127,8 +130,8 @@ def forward_bound_s(
             forward_s
             - tensor.needed_s
             + tensor.ready_s
-            + startup_s
-            + factor * tensor.bytes / best_bytes_per_s
+            + startup_s / 2
+            + max(startup_s / 2, factor * tensor.bytes / best_bytes_per_s)
             for tensor in workload.tensors
             if tensor.bytes
         ),
