@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 __all__ = ["EQUAL_RATIO", "NEAR_RATIO", "OTHER_PACES", "JointPlanner"]
 
 CLIMBS = 4
+MORE_CLIMBS = 4
+"""How often the best is climbed from again, as long as that helps."""
+
+CLIMBS_OF_FEW = 16
+"""Where there are so few tensors that a climb costs next to nothing."""
 
 
 @final
@@ -99,8 +104,13 @@ class JointPlanner(AbstractPlanner):
         ceiling_s = search.best_s * (1.0 + GAIN_RATIO)
         for draft in starts(workload, cluster, space, search.value_s):
             search.value_s(draft)
-        for draft in search.leaders(CLIMBS):
+        for draft in search.leaders(CLIMBS_OF_FEW if search.few else CLIMBS):
             search.climb(draft)
+        for _ in range(MORE_CLIMBS):
+            before_s = search.best_s
+            search.climb(search.fastest())
+            if search.best_s >= before_s * (1.0 - GAIN_RATIO):
+                break
         chosen = search.sturdiest(ceiling_s) if self._sturdy else search.fastest()
         return finish(chosen, self.name, workload, cluster)
 

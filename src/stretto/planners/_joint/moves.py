@@ -68,6 +68,12 @@ def with_sending(draft: Draft, bucket: int, lane: int, slices: int) -> Draft:
     )
 
 
+def turned(draft: Draft, bucket: int, turn: int) -> Draft:
+    """A bucket and all after it some lanes on."""
+    later = [(lane + turn) % draft.lanes for lane in draft.bucket_lanes[bucket:]]
+    return replace(draft, bucket_lanes=(*draft.bucket_lanes[:bucket], *later))
+
+
 def with_resource(draft: Draft, bucket: int, resource: int | None) -> Draft:
     """A bucket with another resource."""
     resources = draft.resources or (None,) * len(draft.ends)

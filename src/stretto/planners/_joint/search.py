@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from stretto.planners._joint.moves import (
@@ -13,6 +14,7 @@ from stretto.planners._joint.moves import (
     plainness,
     split,
     steps,
+    turned,
     with_algorithm,
     with_end,
     with_resource,
@@ -43,6 +45,7 @@ on the machine, so that the plan does not either."""
 
 GAIN_RATIO = 1e-9
 _FEW_TENSORS = 16
+_FEW_LANES = 3
 _POOL = 200
 
 
@@ -104,7 +107,7 @@ class Search:
         )
         self._dtype_starts = dtype_starts(self.workload)
         tensors = self.workload.tensors
-        every = len(tensors) <= _FEW_TENSORS
+        every = self.few
         self._cuts = tuple(
             i
             for i in range(1, len(tensors))
@@ -117,6 +120,11 @@ class Search:
         """Remembers a draft whose value is known."""
         self._values[draft] = iteration_s
         self.best_s = min(self.best_s, iteration_s)
+
+    @property
+    def few(self) -> bool:
+        """Whether there are so few tensors that more can be tried."""
+        return len(self.workload.tensors) <= _FEW_TENSORS
 
     @property
     def out_of_time(self) -> bool:
@@ -133,7 +141,9 @@ class Search:
         return value
 
     def leaders(self, number: int) -> list[Draft]:
-        """The fastest drafts, at most two of one number of lanes and slices."""
+        """The fastest drafts, at most half of them of one family: the same numbers of
+        lanes and slices, resources and algorithms.
+        """
         chosen: list[Draft] = []
         of_family: dict[object, int] = {}
         for draft in self._ranked():
@@ -142,7 +152,7 @@ class Search:
                 max(draft.slices),
                 *map(frozenset, (draft.resources, draft.algorithms)),
             )
-            if draft.overlap != "backward" or of_family.get(family, 0) == 2:
+            if draft.overlap != "backward" or of_family.get(family, 0) == number // 2:
                 continue
             of_family[family] = of_family.get(family, 0) + 1
             chosen.append(draft)
@@ -159,8 +169,12 @@ class Search:
         )
 
     def climb(self, draft: Draft) -> None:
-        """Hill climbing from a draft towards the least iteration time."""
-        self._climbed(draft, self.value_s)
+        """Hill climbing from a draft towards the least iteration time.
+
+        One that sends nothing under backward stays as it is: it has no moves.
+        """
+        if draft.overlap == "backward":
+            self._climbed(draft, self.value_s)
 
     def _ranked(self) -> list[Draft]:
         return sorted(self._values, key=lambda d: (self._values[d], plainness(d)))
@@ -261,6 +275,8 @@ class Search:
             turn = (same + draft.slices[bucket]) % draft.lanes
             for lane in dict.fromkeys((same, turn)):
                 yield split(draft, bucket, cut, lane)
+            if self.few and draft.lanes <= _FEW_LANES:
+                yield from _on_all_lanes(split(draft, bucket, cut, same), bucket)
 
     def _other_sending(self, draft: Draft, bucket: int) -> Iterator[Draft]:
         if draft.lanes == 1:
@@ -271,6 +287,9 @@ class Search:
             for lane in lanes:
                 if (lane, slices) != now:
                     yield with_sending(draft, bucket, lane, slices)
+        # This one and all after it some lanes on.
+        for turn in range(1, draft.lanes):
+            yield turned(draft, bucket, turn)
 
     def _other_kinds(self, draft: Draft, bucket: int) -> Iterator[Draft]:
         """Another resource or algorithm, for the bucket and for it and all after it."""
@@ -294,6 +313,15 @@ class Search:
         low = bisect_right(self._cuts, begin)
         high = bisect_left(self._cuts, end)
         return self._cuts[low:high]
+
+
+def _on_all_lanes(draft: Draft, bucket: int) -> Iterator[Draft]:
+    """A bucket and the next on any lanes, all later ones any number of lanes on."""
+    lanes = range(draft.lanes)
+    for first, second, turn in product(lanes, repeat=3):
+        other = with_sending(draft, bucket, first, draft.slices[bucket])
+        other = with_sending(other, bucket + 1, second, draft.slices[bucket + 1])
+        yield turned(other, bucket + 2, turn)
 
 
 def paced(workload: Workload, pace: float) -> Workload:
