@@ -443,14 +443,14 @@ def _reading(report: DemoReport) -> str:
     if report.bound_s is not None and shares:
         notes.append(
             f"<b>of bound</b> is the lower bound, {format_s(report.bound_s)}, over the "
-            "measured step: what a perfect plan would reach is 100 %. It is computed from "
-            "the measured network and profile, so it has their error: a figure just "
-            "above 100 % is that error, not a faster network."
+            "measured step: what a perfect plan would reach is 100 %. It is computed "
+            "from the measured network and profile, so it has their error: a figure "
+            "just above 100 % is that error, not a faster network."
         )
     if any(m.measured is not None for m in report.methods):
         notes.append(
-            "A measured timeline is one step of rank 0, of those recorded the middle one "
-            "by length; a lane is drawn as if it sent its slices one after another."
+            "A measured timeline is one step of rank 0, of those recorded the middle "
+            "one by length; a lane is drawn as if it sent one slice after another."
         )
     if not notes:
         return ""

@@ -35,8 +35,8 @@ class MethodResult:
     speedup_over_ddp: float | None
 
     bound_share: float | None
-    """Lower bound on the step time over the measured one: 1 is a perfect plan, up to the
-    error of the model that gives the bound."""
+    """Lower bound on the step time over the measured one: 1 is a perfect plan, up to
+    the error of the model that gives the bound."""
 
     final_loss: float | None
 
