@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, final
 from stretto.cost import collective_cost, compute_rate, flow_rates
 from stretto.errors import SpecError
 from stretto.schema._rules import DTYPE_BYTES
-from stretto.sim.step import _curve_caps
+from stretto.sim.flows import curve_caps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -59,7 +59,7 @@ class MixedModel:
         self._caps = [(alone, alone)]
         if contention is not None:
             levels = contention.resources
-            self._caps = [_curve_caps(contention, r, self._rates) for r in levels]
+            self._caps = [curve_caps(contention, r, self._rates) for r in levels]
         self._levels = levels
         self._level_of: dict[int | None, int] = {r: i for i, r in enumerate(levels)}
         self._level_of[None] = 0
