@@ -129,13 +129,13 @@ class FusionProblem:
                 start -= 1
             deadline_s -= self.cost.of(total[end] - total[start])
             end = start
-        return self._with_empty(ends[::-1])
+        return self.with_empty(ends[::-1])
 
     def _ready_s(self, end: int) -> float:
         """When a bucket that ends with the ``end``-th sent tensor is ready."""
         return self.workload.tensors[self.sent[end - 1]].ready_s
 
-    def _with_empty(self, ends: list[int]) -> tuple[int, ...]:
+    def with_empty(self, ends: list[int]) -> tuple[int, ...]:
         """Ends over all tensors: an empty one joins the bucket after it if their types
         allow, where it delays nothing; without one after it, it is a bucket of its own
         unless it is ready with the last.

@@ -12,6 +12,8 @@ from stretto.planners.exhaustive import ExhaustivePlanner
 from stretto.planners.fusion import FusionPlanner
 from stretto.planners.horovod import HorovodPlanner
 from stretto.planners.joint import JointPlanner
+from stretto.planners.libra import LibraPlanner
+from stretto.planners.libra_m import LibraMPlanner
 from stretto.planners.mg_wfbp import MgWfbpPlanner
 from stretto.planners.single import SinglePlanner
 from stretto.planners.wfbp import WfbpPlanner
@@ -28,6 +30,8 @@ _PLANNERS: dict[str, type[AbstractPlanner]] = {
         HorovodPlanner,
         MgWfbpPlanner,
         FusionPlanner,
+        LibraMPlanner,
+        LibraPlanner,
         AiaccPlanner,
         JointPlanner,
         ExhaustivePlanner,

@@ -1,0 +1,203 @@
+"""LIBRA's dynamic program on its grid, in the form of delays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stretto.planners._libra.literal import CHUNK_SLACK, first_chunk
+from stretto.planners._libra.problem import Solution
+
+if TYPE_CHECKING:
+    from stretto.planners._libra.problem import LibraProblem
+
+
+def solve_grid(
+    problem: LibraProblem, *, chunks: int, max_groups: int | None = None
+) -> Solution:
+    r"""What Algorithm 1 finds on a grid of ``chunks``, without its loop over z'.
+
+    Let $D = T - z w$, the delay. A message that fits needs
+    $n = \lceil \sigma_r (a + p_r m) / w \rceil$ chunks and adds
+    $(a + p_r m)(1 - \sigma_r)$ to D. Waiting costs no delay, so D never rises with z,
+    and of the z' that leave room the last, $z - n$, is best:
+    $D_l(z) = \min_{l', r} D_{l'}(z - n) + pen$, in $O(L^2 Z J)$. Only the last edge,
+    where a message may outlast the work, takes a scan over z'. K does no more than
+    limit the number of groups; ``None`` takes one pass instead of K.
+
+    ``backward_s`` is the grid's, at most (groups - 1) chunks above the optimum's
+    (Theorem 2); without the grid the same groups are no slower.
+
+    Raises:
+        Infeasible: ``max_groups`` is below what types need.
+    """
+    problem.check_groups(max_groups)
+    if not problem.size or not problem.work_s:
+        ends = problem.after_work_ends(0)
+        levels = (problem.best_idle,) * len(ends)
+        return Solution(
+            ends=ends, levels=levels, backward_s=problem.backward_s(ends, levels)
+        )
+    return _Grid(problem, chunks, max_groups).solved()
+
+
+class _Grid:
+    """The tables of one run; rows are items sent, columns edges."""
+
+    def __init__(
+        self, problem: LibraProblem, chunks: int, max_groups: int | None
+    ) -> None:
+        import numpy as np
+
+        self.problem, self.chunks, self.max_groups = problem, chunks, max_groups
+        self.w = problem.work_s / chunks
+        self.total = np.array(problem.total_bytes, dtype=float)
+        self.first_chunk = [
+            first_chunk(ready_s, self.w, chunks) for ready_s in problem.ready_s
+        ]
+
+    def solved(self) -> Solution:
+        passes = [self._start()]
+        if self.max_groups is None:
+            passes.append(self._pass(None))
+        else:
+            for _ in range(self.max_groups):
+                passes.append(self._pass(passes[-1]))
+        return self._traced(passes)
+
+    def _start(self) -> Any:
+        import numpy as np
+
+        table = np.full((self.problem.size + 1, self.chunks + 1), np.inf)
+        table[0] = 0.0
+        return table
+
+    def _pass(self, before: Any) -> Any:
+        """Delays with one group more than ``before``; ``None``: any number of them."""
+        import numpy as np
+
+        chunks, size = self.chunks, self.problem.size
+        table = self._start()
+        if before is not None:
+            table[0] = np.inf
+        # Columns: an apron of what is out of reach, then the edges.
+        apron = chunks + 1
+        padded = np.full((size + 1, apron + chunks + 1), np.inf)
+        padded[:, apron:] = table if before is None else before
+        windows = np.lib.stride_tricks.sliding_window_view(padded, chunks, axis=1)
+        for l in range(1, size + 1):  # noqa: E741
+            low, first = self.first_chunk[l - 1], self.problem.firsts[l - 1]
+            # Later groups start later still: what is before is out of reach for all.
+            padded[:, apron : apron + low] = np.inf
+            row = table[l]
+            needs, penalties = self._fits(first, l)
+            for need, penalty in zip(needs, penalties, strict=True):
+                near = np.flatnonzero(need <= chunks - low)
+                if len(near):
+                    shifted = windows[near + first, apron - need[near]]
+                    shifted += penalty[near, None]
+                    np.minimum(row[:chunks], shifted.min(axis=0), out=row[:chunks])
+            row[chunks] = self._last_edge(padded[first:l, apron + low :], first, l)[0]
+            if before is not None:
+                np.minimum(row[low:], padded[l, apron + low :], out=row[low:])
+            np.minimum.accumulate(row, out=row)
+            if before is None:
+                padded[l, apron:] = row
+        return table
+
+    def _fits(self, first: int, end: int) -> tuple[Any, Any]:
+        """Chunks that groups up to ``end`` need, and their delays; by level, start."""
+        import numpy as np
+
+        problem = self.problem
+        size_bytes = self.total[end] - self.total[first:end]
+        needs, penalties = [], []
+        for level in problem.levels:
+            full_s = problem.startup_s + level.s_per_byte * size_bytes
+            need = np.ceil(full_s * level.sigma / self.w - CHUNK_SLACK)
+            needs.append(np.minimum(need, self.chunks + 1).astype(np.int64))
+            penalties.append(full_s * (1.0 - level.sigma))
+        return np.array(needs), np.array(penalties)
+
+    def _last_edge(self, before: Any, first: int, end: int) -> tuple[float, int, int]:
+        """Least delay at the last edge with a group up to ``end``, its start's row and
+        column in ``before`` and level as one index and the level.
+
+        ``before``: rows from ``first`` to ``end``, columns from the first edge at which
+        the group is ready.
+        """
+        import numpy as np
+
+        problem = self.problem
+        size_bytes = (self.total[end] - self.total[first:end])[:, None]
+        left = np.arange(before.shape[1] - 1, -1, -1.0) * self.w
+        best, where, which = np.inf, -1, -1
+        for j, level in enumerate(problem.levels):
+            full_s = problem.startup_s + level.s_per_byte * size_bytes
+            idle_s = level.idle_s_per_byte * size_bytes
+            beside = left / level.sigma
+            if problem.startup == "mixed":
+                share = (problem.startup_s + idle_s) / np.maximum(full_s, 1e-300)
+                added = share * (full_s - beside)
+            else:
+                added = np.maximum(0.0, problem.startup_s - beside)
+                added = added + level.idle_s_per_byte / max(
+                    level.s_per_byte, 1e-300
+                ) * np.minimum(full_s - problem.startup_s, full_s - beside)
+            added += beside - left
+            fits = full_s * level.sigma <= left + CHUNK_SLACK * self.w
+            added = np.where(fits, full_s * (1.0 - level.sigma), added)
+            added += before
+            i = int(added.argmin())
+            if added.flat[i] < best:
+                best, where, which = float(added.flat[i]), i, j
+        return best, where, which
+
+    def _traced(self, passes: list[Any]) -> Solution:
+        """The groups that lead to the last edge of the last row."""
+        import numpy as np
+
+        one_pass = self.max_groups is None
+        ends: list[int] = []
+        levels: list[int] = []
+        i, l, z = len(passes) - 1, self.problem.size, self.chunks  # noqa: E741
+        delay_s = float(passes[i][l, z])
+        while l:
+            value = passes[i][l, z]
+            source = passes[i if one_pass else i - 1]
+            low, first = self.first_chunk[l - 1], self.problem.firsts[l - 1]
+            if not one_pass and z >= low and source[l, z] <= value:
+                i -= 1
+                continue
+            # The first edge of this delay: beyond it the step only waited.
+            z = int(np.flatnonzero(passes[i][l] <= value)[0])
+            if z == self.chunks:
+                _, where, j = self._last_edge(source[first:l, low:], first, l)
+                before, column = divmod(where, self.chunks + 1 - low)
+                start, z = before + first, column + low
+            else:
+                start, z, j = self._step_before(source, first, l, z)
+            ends.append(l)
+            levels.append(j)
+            l = start  # noqa: E741
+            i -= 0 if one_pass else 1
+        return Solution(
+            ends=tuple(reversed(ends)),
+            levels=tuple(reversed(levels)),
+            backward_s=self.problem.work_s + delay_s,
+        )
+
+    def _step_before(
+        self, source: Any, first: int, end: int, z: int
+    ) -> tuple[int, int, int]:
+        """Row, edge and level from which a delay inside the grid came."""
+        import numpy as np
+
+        needs, penalties = self._fits(first, end)
+        start = z - needs
+        reached = start >= self.first_chunk[end - 1]
+        rows = np.arange(first, end)[None, :]
+        value = np.where(
+            reached, source[rows, np.maximum(start, 0)] + penalties, np.inf
+        )
+        j, row = divmod(int(value.argmin()), end - first)
+        return row + first, int(start[j, row]), j
