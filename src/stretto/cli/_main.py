@@ -15,6 +15,7 @@ from stretto._version import __version__
 from stretto.errors import StrettoError
 
 COMMANDS = {
+    "burst": "how many GPUs each layer gets (burst parallelism)",
     "compare": "all planners on one workload and cluster, one row each",
     "demo": "the main job end to end on this machine",
     "doctor": "what this machine can do, and what is wrong with it",

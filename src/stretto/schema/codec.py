@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -51,7 +52,7 @@ _T = TypeVar("_T")
 
 def kind_of(value_type: type) -> str:
     """The ``kind`` under which values of a type are filed."""
-    return value_type.__name__.lower()
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", value_type.__name__).lower()
 
 
 def load(path: str | Path, value_type: type[_T]) -> _T:

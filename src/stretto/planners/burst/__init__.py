@@ -1,0 +1,1 @@
+"""How many GPUs each layer gets (burst parallelism, DeepPool section 4)."""

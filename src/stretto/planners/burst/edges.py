@@ -1,0 +1,137 @@
+"""The step over one edge of the graph, for many rows of times at once.
+
+Arrays carry a suffix: r rows, h widths of the layer before, k widths of the layer
+after.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from stretto.planners.burst.problem import BurstProblem, Floats, Ints
+
+# Up to this many additions a step looks at each pair of widths: fewer calls are faster.
+_DENSE = 40_000
+
+
+@final
+class EdgeCost:
+    """comm over one edge, infinite where the limit forbids it.
+
+    comm grows with the samples moved alone, so the limit of a width is a window around
+    it, and the least over a window needs no look at each pair: O(n log n) for n widths
+    with a limit, O(n) without.
+    """
+
+    def __init__(
+        self, problem: BurstProblem, source: int, target: int, *, moved: bool
+    ) -> None:
+        self._samples = problem.samples
+        self._each_s = problem.sample_s[source]
+        self._delay_s = problem.network.delay_s
+        self._moved = moved
+        self._slack_s = problem.slack_s[target]
+        self._limited = problem.amplification_limit is not None
+
+    @cached_property
+    def _most(self) -> Floats:
+        """Samples that may move, by width of the layer after; below 0 for none."""
+        room = self._slack_s - self._delay_s
+        if self._each_s <= 0:
+            return np.where(room >= 0, np.inf, -1.0)
+        most: Floats = np.floor(np.maximum(room / self._each_s + 1e-9, -1.0))
+        return most
+
+    @cached_property
+    def dense_hk(self) -> Floats:
+        """The comm by both widths."""
+        s, own = self._samples, np.arange(len(self._samples))
+        if self._moved:
+            moves_hk = np.maximum(s[:, None], s[None, :])
+        else:
+            moves_hk = np.abs(s[:, None] - s[None, :])
+        cost_hk = self._each_s * moves_hk + self._delay_s
+        cost_hk[moves_hk > self._most] = np.inf
+        if not self._moved:
+            cost_hk[own, own] = np.where(self._slack_s >= 0, 0.0, np.inf)
+        return cost_hk
+
+    def column(self, after: int) -> Floats:
+        """The comm into one width, by the width before."""
+        s = self._samples
+        moves_h = np.maximum(s, s[after]) if self._moved else np.abs(s - s[after])
+        cost_h: Floats = self._each_s * moves_h + self._delay_s
+        cost_h[moves_h > self._most[after]] = np.inf
+        if not self._moved:
+            cost_h[after] = 0.0 if self._slack_s[after] >= 0 else np.inf
+        return cost_h
+
+    @cached_property
+    def _windows(self) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
+        """Half-open windows of narrower and of wider predecessors, by width after."""
+        s, own = self._samples, np.arange(len(self._samples))
+        most = self._most
+        if self._moved:
+            low = np.searchsorted(-s, -most, side="left")
+            high = np.where(s <= most, len(s), own)
+            return (low, own), (own, high)
+        low = np.searchsorted(-s, -(s + most), side="left")
+        high = np.searchsorted(-s, -(s - most), side="right")
+        none = most < 0
+        low, high = np.where(none, own, low), np.where(none, own, high)
+        return (low, own), (own + 1, high)
+
+    def relax(self, times_rh: Floats) -> Floats:
+        """The least of time and comm over the widths before, by row and width after."""
+        count = len(self._samples)
+        if len(times_rh) * count * count <= _DENSE:
+            best: Floats = (times_rh[:, :, None] + self.dense_hk).min(axis=1)
+            return best
+        out_s, in_s = self._each_s * self._samples, self._delay_s
+        if not self._limited:
+            if self._moved:
+                narrow = _before(times_rh + out_s)
+                rest = np.minimum.accumulate(times_rh[:, ::-1], axis=1)[:, ::-1]
+                return np.minimum(narrow, rest + out_s) + in_s
+            narrow = np.minimum.accumulate(times_rh + out_s, axis=1) - out_s
+            wide = np.minimum.accumulate((times_rh - out_s)[:, ::-1], axis=1)
+            best = np.minimum(narrow, wide[:, ::-1] + out_s) + in_s
+            return np.minimum(best, times_rh, out=best)
+        narrower, wider = self._windows
+        narrow = _range_min(times_rh + out_s, *narrower)
+        if self._moved:
+            return np.minimum(narrow, _range_min(times_rh, *wider) + out_s) + in_s
+        wide = _range_min(times_rh - out_s, *wider) + out_s
+        best = np.minimum(narrow - out_s, wide) + in_s
+        best[:, self._slack_s >= 0] = np.minimum(best, times_rh)[:, self._slack_s >= 0]
+        return best
+
+
+def _before(values_rh: Floats) -> Floats:
+    """The least of all values before each, infinite for the first."""
+    least = np.full_like(values_rh, np.inf)
+    np.minimum.accumulate(values_rh[:, :-1], axis=1, out=least[:, 1:])
+    return least
+
+
+def _range_min(values_rh: Floats, low: Ints, high: Ints) -> Floats:
+    """The least of each half-open window of columns, infinite for an empty one.
+
+    A sparse table: O(n log n) for n columns.
+    """
+    least = np.full((len(values_rh), len(low)), np.inf)
+    length = high - low
+    width, table = 1, values_rh
+    longest = int(length.max(initial=0))
+    while width <= longest:
+        (at,) = np.nonzero((length >= width) & (length < 2 * width))
+        if len(at):
+            least[:, at] = np.minimum(table[:, low[at]], table[:, high[at] - width])
+        if 2 * width <= longest:
+            table = np.minimum(table[:, :-width], table[:, width:])
+        width *= 2
+    return least

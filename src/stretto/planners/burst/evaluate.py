@@ -1,0 +1,134 @@
+"""What a choice of GPUs costs, straight from the definitions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stretto.planners.burst.tree import Block, Chain, Edge
+
+if TYPE_CHECKING:
+    from stretto.planners.burst.problem import BurstProblem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Each layer's width, and which branches have GPUs of their own."""
+
+    widths: tuple[int, ...]
+    """By layer; the position in the problem's widths."""
+
+    own: frozenset[int] = frozenset()
+    """First layers of the branches that run beside the others of their block on GPUs of
+    their own; the others take turns on the GPUs of the layer before the block."""
+
+    first_gpus: tuple[int, ...] = ()
+    """By layer; empty where no branch has GPUs of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a choice costs."""
+
+    iteration_s: float
+
+    gpu_s: float
+
+    max_amplification: float
+
+    gpus: int
+    """The most GPUs at one time."""
+
+
+def evaluate(problem: BurstProblem, choice: Choice) -> Cost:
+    """Time, GPU time, largest amplification and GPUs of a choice."""
+    return _Walk(problem, choice).cost()
+
+
+class _Walk:
+    def __init__(self, problem: BurstProblem, choice: Choice) -> None:
+        self._problem = problem
+        self._choice = choice
+        self._gpu_s = 0.0
+        self._worst = 0.0
+
+    def cost(self) -> Cost:
+        tree = self._problem.tree
+        time_s = self._layer_s(tree.source)
+        self._amplify(tree.source, 0.0)
+        gpus = self._gpus(tree.source)
+        if tree.chain is not None:
+            chain_s, peak = self._chain(tree.chain, tree.source, tree.target)
+            time_s += chain_s + self._layer_s(tree.target)
+            gpus = max(gpus, peak, self._gpus(tree.target))
+        return Cost(
+            iteration_s=time_s,
+            gpu_s=self._gpu_s,
+            max_amplification=self._worst,
+            gpus=gpus,
+        )
+
+    def _gpus(self, layer: int) -> int:
+        return self._problem.widths[self._choice.widths[layer]]
+
+    def _layer_s(self, layer: int) -> float:
+        own_s = float(self._problem.node_s[layer, self._choice.widths[layer]])
+        self._gpu_s += own_s * self._gpus(layer)
+        return own_s
+
+    def _amplify(self, layer: int, comm_s: float) -> None:
+        width = self._choice.widths[layer]
+        found = self._problem.amplification(layer, width, comm_s)
+        self._worst = max(self._worst, found)
+        self._gpu_s += comm_s * self._gpus(layer)
+
+    def _chain(
+        self,
+        chain: Chain,
+        source: int,
+        target: int,
+        *,
+        move_in: bool = False,
+        move_out: bool = False,
+    ) -> tuple[float, int]:
+        """Time and GPUs of what is between two layers."""
+        time_s, gpus = 0.0, 0
+        ends = (source, *chain.nodes, target)
+        for i, link in enumerate(chain.links):
+            moved_in = move_in and i == 0
+            moved_out = move_out and i == len(chain.nodes)
+            if isinstance(link, Edge):
+                widths = self._choice.widths
+                comm_s = self._problem.comm_s(
+                    ends[i],
+                    widths[ends[i]],
+                    widths[ends[i + 1]],
+                    moved=moved_in or moved_out,
+                )
+                self._amplify(ends[i + 1], comm_s)
+                time_s += comm_s
+            else:
+                block_s, peak = self._block(link, moved_in, moved_out)
+                time_s += block_s
+                gpus = max(gpus, peak)
+            if i < len(chain.nodes):
+                time_s += self._layer_s(chain.nodes[i])
+                gpus = max(gpus, self._gpus(chain.nodes[i]))
+        return time_s, gpus
+
+    def _block(self, block: Block, move_in: bool, move_out: bool) -> tuple[float, int]:  # noqa: FBT001
+        turns_s, turns_gpus, beside_s, beside_gpus = 0.0, 0, 0.0, 0
+        for chain in block.branches:
+            own = bool(chain.nodes) and chain.nodes[0] in self._choice.own
+            time_s, gpus = self._chain(
+                chain,
+                block.source,
+                block.target,
+                move_in=move_in or own,
+                move_out=move_out or own,
+            )
+            if own:
+                beside_s, beside_gpus = max(beside_s, time_s), beside_gpus + gpus
+            else:
+                turns_s, turns_gpus = turns_s + time_s, max(turns_gpus, gpus)
+        return max(turns_s, beside_s), turns_gpus + beside_gpus

@@ -1,0 +1,111 @@
+"""Burst plans: the fastest within a limit, or the nearest limit that can be met."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stretto.errors import Infeasible
+from stretto.planners.burst.edges import EdgeCost
+from stretto.planners.burst.evaluate import Choice, evaluate
+from stretto.planners.burst.search import shortest
+from stretto.schema.burst import BurstPlan, BurstPrediction, LayerGpus
+
+if TYPE_CHECKING:
+    from stretto.planners.burst.problem import BurstProblem, Floats
+
+
+def plan(problem: BurstProblem) -> BurstPlan:
+    """The fastest plan that keeps the amplification limit, exact under the model.
+
+    O(L n log n) for a chain of L layers and n widths; see `BurstProblem.of` for n.
+
+    Raises:
+        Infeasible: none keeps the limit; the nearest limit that one keeps is named.
+        SpecError: the graph is not series-parallel, or a needed time is not profiled.
+    """
+    found = shortest(problem)
+    if found is None:
+        limit = problem.amplification_limit
+        nearest = nearest_limit(problem)
+        raise Infeasible(
+            f"no plan for {problem.profile.name!r} keeps every layer's GPU time within "
+            f"{limit:g} times that on one GPU: the nearest limit that one keeps is "
+            f"{_rounded_up(nearest):.6g}. Give that limit or a higher one"
+        )
+    return plan_of(problem, found[1])
+
+
+def plan_of(problem: BurstProblem, choice: Choice) -> BurstPlan:
+    """A choice as a plan, with its prediction."""
+    cost = evaluate(problem, choice)
+    widest = Choice(widths=(len(problem.widths) - 1,) * len(problem.profile.layers))
+    single_s = sum(problem.single_s)
+    first = choice.first_gpus or (0,) * len(choice.widths)
+    return BurstPlan(
+        profile_digest=problem.profile.digest,
+        gpus=problem.gpus,
+        batch=problem.batch,
+        amplification_limit=problem.amplification_limit,
+        layers=tuple(
+            LayerGpus(layer=layer.name, gpus=problem.widths[at], first_gpu=gpu)
+            for layer, at, gpu in zip(
+                problem.profile.layers, choice.widths, first, strict=True
+            )
+        ),
+        predicted=BurstPrediction(
+            iteration_s=cost.iteration_s,
+            gpu_s=cost.gpu_s,
+            amplification=cost.gpu_s / single_s if single_s > 0 else 0.0,
+            max_amplification=cost.max_amplification,
+            data_parallel_s=evaluate(problem, widest).iteration_s,
+        ),
+    )
+
+
+def nearest_limit(problem: BurstProblem) -> float:
+    """The smallest amplification limit that some plan keeps, exact.
+
+    A search by halving over the amplifications of all edges and widths: one of them is
+    the limit, and a higher limit never forbids what a lower one allows.
+    """
+    free = replace(problem, amplification_limit=None)
+    widths = np.array(problem.widths, float)
+    found = [_amplifications(free, problem.tree.source, 0.0 * widths, widths)]
+    number = {layer.name: i for i, layer in enumerate(problem.profile.layers)}
+    for target, layer in enumerate(problem.profile.layers):
+        for name in layer.inputs:
+            edge = EdgeCost(free, number[name], target, moved=False)
+            found.append(_amplifications(free, target, edge.dense_hk, widths))
+    limits = np.unique(np.concatenate(found))
+    low, high = 0, len(limits) - 1
+    while low < high:
+        middle = (low + high) // 2
+        tried = replace(problem, amplification_limit=float(limits[middle]))
+        if shortest(tried) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return float(limits[low])
+
+
+def _amplifications(
+    problem: BurstProblem,
+    layer: int,
+    comm_s: Floats,
+    widths: Floats,
+) -> Floats:
+    single_s = problem.single_s[layer]
+    if single_s <= 0:
+        return np.empty(0)
+    busy_s: Floats = (comm_s + problem.node_s[layer]) * widths
+    return busy_s.ravel() / single_s
+
+
+def _rounded_up(value: float) -> float:
+    """The number with six digits that is not below."""
+    scale = 10.0 ** (5 - math.floor(math.log10(value)))
+    return math.ceil(value * scale) / scale

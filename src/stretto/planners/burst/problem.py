@@ -1,0 +1,172 @@
+"""One burst planning problem, with its costs as arrays.
+
+Arrays are indexed by layer or by width, the position of a number of GPUs in ``widths``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+from stretto.cost.burst import BurstNetwork, redistribution_s, samples_on, widths_of
+from stretto.errors import SpecError
+from stretto.planners.burst.tree import Tree, parse
+from stretto.schema.burst import LayerProfile
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Ints = NDArray[np.int64]
+
+TOLERANCE = 1e-9
+"""Relative; a layer's amplification may pass its limit by rounding."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class BurstProblem:
+    """Choose each layer's GPUs so that an iteration is short, within a limit.
+
+    The limit holds for each edge into a layer (algorithm 1 with the reading that makes
+    it exact): (comm + comp + sync) * gpus <= limit * comp on one GPU, for the first
+    layer without comm. A layer that computes nothing has no such limit.
+    """
+
+    profile: LayerProfile
+
+    network: BurstNetwork
+
+    gpus: int
+
+    batch: int
+
+    widths: tuple[int, ...]
+    """The numbers of GPUs a layer may get, ascending."""
+
+    amplification_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        limit = self.amplification_limit
+        if limit is not None and not 0 < limit < math.inf:
+            raise SpecError(
+                f"the amplification limit must be finite and > 0, got {limit}; 1 asks "
+                "for as much GPU time as on one GPU",
+                place=".amplification_limit",
+            )
+
+    @classmethod
+    def of(
+        cls,
+        profile: LayerProfile,
+        network: BurstNetwork,
+        *,
+        gpus: int,
+        batch: int,
+        widths: str = "powers",
+        amplification_limit: float | None = None,
+    ) -> BurstProblem:
+        r"""The problem over one of the kinds of widths, without widths of no use.
+
+        Of the numbers of GPUs with equally many samples on the fullest GPU the smallest
+        has the same computation and transfers, at most the same synchronisation and the
+        least GPU time, so that the others can't shorten any plan. About
+        $2\sqrt{B}$ of ``all`` are left.
+        """
+        every = cls(
+            profile=profile,
+            network=network,
+            gpus=gpus,
+            batch=batch,
+            widths=widths_of(widths, gpus, batch),
+            amplification_limit=amplification_limit,
+        )
+        smallest = {samples_on(batch, g): g for g in reversed(every.widths)}
+        useful = tuple(sorted(smallest.values()))
+        at = {g: i for i, g in enumerate(every.widths)}
+        instead = [at[smallest[samples_on(batch, g)]] for g in every.widths]
+        if (
+            len(useful) == len(every.widths)
+            or (every.node_s < every.node_s[:, instead]).any()
+        ):
+            return every
+        return cls(
+            profile=profile,
+            network=network,
+            gpus=gpus,
+            batch=batch,
+            widths=useful,
+            amplification_limit=amplification_limit,
+        )
+
+    @cached_property
+    def tree(self) -> Tree:
+        """The graph's chains and blocks."""
+        return parse(self.profile)
+
+    @cached_property
+    def samples(self) -> Floats:
+        """Samples on the fullest GPU, by width."""
+        return np.array([samples_on(self.batch, g) for g in self.widths], float)
+
+    @cached_property
+    def single_s(self) -> list[float]:
+        """comp(i, 1), by layer."""
+        return [layer.compute_s(self.batch) for layer in self.profile.layers]
+
+    @cached_property
+    def node_s(self) -> Floats:
+        """comp(i, g) + sync(i, g), by layer and width."""
+        shares = [samples_on(self.batch, g) for g in self.widths]
+        sync_s = {
+            size: [self.network.sync_s(size, g) for g in self.widths]
+            for size in {layer.parameter_bytes for layer in self.profile.layers}
+        }
+        rows = []
+        for layer in self.profile.layers:
+            by_share = {share: layer.compute_s(share) for share in set(shares)}
+            comp_s = [by_share[share] for share in shares]
+            rows.append(
+                [
+                    c + s
+                    for c, s in zip(comp_s, sync_s[layer.parameter_bytes], strict=True)
+                ]
+            )
+        return np.array(rows)
+
+    @cached_property
+    def sample_s(self) -> list[float]:
+        """Time to move one sample of a layer's output there and back, by layer."""
+        return [self.network.sample_s(layer) for layer in self.profile.layers]
+
+    def comm_s(self, layer: int, source: int, target: int, *, moved: bool) -> float:
+        """The comm of a layer's output between two widths."""
+        return redistribution_s(
+            self.sample_s[layer],
+            self.network.delay_s,
+            self.batch,
+            self.widths[source],
+            self.widths[target],
+            moved=moved,
+        )
+
+    @cached_property
+    def slack_s(self) -> Floats:
+        """What comm into a layer may take at most, by layer and width."""
+        if self.amplification_limit is None:
+            return np.full_like(self.node_s, math.inf)
+        single = np.array(self.single_s)[:, None]
+        allowed = self.amplification_limit * (1 + TOLERANCE) * single
+        slack = allowed / np.array(self.widths, float) - self.node_s
+        return np.where(single > 0, slack, math.inf)
+
+    def amplification(self, layer: int, width: int, comm_s: float) -> float:
+        """GPU time of a layer against one GPU's; 0 where it computes nothing."""
+        if self.single_s[layer] <= 0:
+            return 0.0
+        busy_s = comm_s + float(self.node_s[layer, width])
+        return busy_s * self.widths[width] / self.single_s[layer]

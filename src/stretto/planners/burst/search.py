@@ -1,0 +1,426 @@
+"""The shortest iteration of a series-parallel graph, exact.
+
+A chain is a shortest path over widths. A block of branches becomes one table, by the
+widths of the layers before and after it. In a block some branches take turns on the
+GPUs of the layer before it (their times add), each other has GPUs of its own (the
+longest counts), and the GPUs of all that run at once are at most those of the block.
+
+First the last rule is left out, which gives lower bounds. Then only those rows of
+blocks that a shortest path uses are computed with it, until a shortest path has no
+other.
+
+Arrays carry a suffix: r rows, h widths before, k widths after, p capacities.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+from stretto.errors import SpecError
+from stretto.planners.burst.edges import EdgeCost
+from stretto.planners.burst.evaluate import Choice
+from stretto.planners.burst.tree import Block, Chain, Edge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stretto.planners.burst.problem import BurstProblem, Floats, Ints
+
+_MOST_BRANCHES = 10
+
+
+def shortest(problem: BurstProblem) -> tuple[float, Choice] | None:
+    """Time and choice of the fastest plan, ``None`` where none keeps the limit."""
+    return _Search(problem).solve()
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Whether a chain's first and last edge lead to and from other GPUs."""
+
+    into: bool = False
+    out: bool = False
+
+    def of(self, chain: Chain, link: int) -> _Moves:
+        """Those of one link of a chain."""
+        return _Moves(self.into and link == 0, self.out and link == len(chain.nodes))
+
+
+_STAY, _MOVE = _Moves(), _Moves(into=True, out=True)
+
+
+@final
+class _Search:
+    def __init__(self, problem: BurstProblem) -> None:
+        self._problem = problem
+        self._count = len(problem.widths)
+        self._widths = np.array(problem.widths, np.int64)
+        self._node_s = problem.node_s
+        self._edges: dict[tuple[int, int, bool], EdgeCost] = {}
+        self._free: dict[tuple[int, _Moves], Floats] = {}
+        self._full: dict[tuple[int, _Moves], tuple[Ints, Floats]] = {}
+        self._grids: dict[int, Ints] = {}
+        self._curves: dict[tuple[int, int, _Moves], Floats] = {}
+        self._node_at = [0] * len(problem.profile.layers)
+        self._first = [0] * len(problem.profile.layers)
+        self._own: set[int] = set()
+
+    # the whole graph
+
+    def solve(self) -> tuple[float, Choice] | None:
+        problem, tree = self._problem, self._problem.tree
+        start_s = np.where(
+            problem.slack_s[tree.source] >= 0, self._node_s[tree.source], np.inf
+        )
+        if tree.chain is None:
+            at = int(start_s.argmin())
+            best_s = float(start_s[at])
+            return None if math.isinf(best_s) else (best_s, Choice(widths=(at,)))
+        chain = tree.chain
+        tables = [
+            self._block_free(link, _STAY).copy() if isinstance(link, Block) else None
+            for link in chain.links
+        ]
+        exact: set[tuple[int, int]] = set()
+        while True:
+            path, best_s = self._path(chain, start_s, tables, tree.target)
+            if math.isinf(best_s):
+                return None
+            open_rows = [
+                (i, path[i])
+                for i, table in enumerate(tables)
+                if table is not None and (i, path[i]) not in exact
+            ]
+            if not open_rows:
+                break
+            for i, head in open_rows:
+                link, table = chain.links[i], tables[i]
+                if isinstance(link, Block) and table is not None:
+                    table[head] = self._row(link, head, problem.gpus, _STAY)
+                exact.add((i, head))
+        for node, at in zip(
+            (tree.source, *chain.nodes, tree.target), path, strict=True
+        ):
+            self._node_at[node] = at
+        for i, link in enumerate(chain.links):
+            if isinstance(link, Block):
+                self._place_block(link, path[i], path[i + 1], problem.gpus, _STAY, 0)
+        choice = Choice(
+            widths=tuple(self._node_at),
+            own=frozenset(self._own),
+            first_gpus=tuple(self._first),
+        )
+        return best_s, choice
+
+    def _path(
+        self,
+        chain: Chain,
+        start_s: Floats,
+        tables: list[Floats | None],
+        target: int,
+    ) -> tuple[list[int], float]:
+        """The widths of a shortest path over the layers of the top chain."""
+        times = [start_s]
+        for i, link in enumerate(chain.links):
+            node = chain.nodes[i] if i < len(chain.nodes) else target
+            table = tables[i]
+            if isinstance(link, Edge):
+                arrive_s = self._edge(link, moved=False).relax(times[-1][None, :])[0]
+            elif table is not None:
+                arrive_s = (times[-1][:, None] + table).min(axis=0)
+            times.append(arrive_s + self._node_s[node])
+        at = int(times[-1].argmin())
+        best_s, path = float(times[-1][at]), [at]
+        for i in reversed(range(len(chain.links))):
+            link, table = chain.links[i], tables[i]
+            if isinstance(link, Edge):
+                cost_h = self._edge(link, moved=False).column(at)
+            elif table is not None:
+                cost_h = table[:, at]
+            at = int((times[i] + cost_h).argmin())
+            path.append(at)
+        return path[::-1], best_s
+
+    # chains
+
+    def _edge(self, edge: Edge, *, moved: bool) -> EdgeCost:
+        key = (edge.source, edge.target, moved)
+        if key not in self._edges:
+            self._edges[key] = EdgeCost(
+                self._problem, edge.source, edge.target, moved=moved
+            )
+        return self._edges[key]
+
+    def _chain(
+        self,
+        chain: Chain,
+        heads: Ints,
+        caps: Ints | None,
+        moves: _Moves,
+        kept: list[Floats] | None = None,
+    ) -> Floats:
+        """Times from each row's width before the chain to each width after it.
+
+        ``caps`` are the GPUs each row has; ``None``: blocks have as many as they want.
+        ``kept`` receives the times after each layer.
+        """
+        times_rk: Floats | None = None
+        closed_rh = None if caps is None else self._widths[None, :] > caps[:, None]
+        for i, link in enumerate(chain.links):
+            part = moves.of(chain, i)
+            times_rk = self._link(link, times_rk, heads, caps, part)
+            if i < len(chain.nodes):
+                times_rk = times_rk + self._node_s[chain.nodes[i]]
+                if closed_rh is not None:
+                    times_rk[closed_rh] = np.inf
+                if kept is not None:
+                    kept.append(times_rk)
+        if times_rk is None:
+            raise AssertionError("a chain has a link")
+        return times_rk
+
+    def _link(
+        self,
+        link: Edge | Block,
+        times_rh: Floats | None,
+        heads: Ints,
+        caps: Ints | None,
+        moves: _Moves,
+    ) -> Floats:
+        if isinstance(link, Edge):
+            edge = self._edge(link, moved=moves.into or moves.out)
+            return edge.dense_hk[heads] if times_rh is None else edge.relax(times_rh)
+        if caps is None:
+            table_hk = self._block_free(link, moves)
+            return table_hk[heads] if times_rh is None else _product(times_rh, table_hk)
+        grid, full_phk = self._block_full(link, moves)
+        at = np.searchsorted(grid, caps, side="right") - 1
+        if times_rh is None:
+            out_rk = full_phk[at, heads]
+            out_rk[at < 0] = np.inf
+            return out_rk
+        out_rk = np.full_like(times_rh, np.inf)
+        for p in np.unique(at[at >= 0]):
+            rows = at == p
+            out_rk[rows] = _product(times_rh[rows], full_phk[p])
+        return out_rk
+
+    def _grid(self, chain: Chain) -> Ints:
+        """The numbers of GPUs that make a difference to a chain."""
+        key = id(chain)
+        if key not in self._grids:
+            sizes = {0} if not chain.nodes else set(self._problem.widths)
+            for link in chain.links:
+                if isinstance(link, Block):
+                    sizes |= set(self._block_grid(link).tolist())
+            self._grids[key] = np.array(sorted(sizes), np.int64)
+        return self._grids[key]
+
+    def _block_grid(self, block: Block) -> Ints:
+        sums = {0}
+        for chain in block.branches:
+            grid = self._grid(chain).tolist()
+            sums |= {a + b for a in sums for b in grid if a + b <= self._problem.gpus}
+        return np.array(sorted(sums - {0}), np.int64)
+
+    # blocks
+
+    def _homes(self, block: Block) -> Iterator[tuple[list[int], list[int]]]:
+        """Branches that take turns, and branches beside them, in every way."""
+        count = len(block.branches)
+        if count > _MOST_BRANCHES:
+            layers = self._problem.profile.layers
+            raise SpecError(
+                f"at most {_MOST_BRANCHES} branches may part at a layer, "
+                f"{layers[block.source].name!r} has {count}: merge some of them",
+                place=".layers",
+            )
+        for beside in range(2**count - 1):
+            away = [b for b in range(count) if beside >> b & 1]
+            if all(block.branches[b].nodes for b in away):
+                yield [b for b in range(count) if not beside >> b & 1], away
+
+    def _block_free(self, block: Block, moves: _Moves) -> Floats:
+        """Times by both widths where capacity is left out: a lower bound."""
+        key = (id(block), moves)
+        if key not in self._free:
+            heads = np.arange(self._count)
+            turns = [self._chain(c, heads, None, moves) for c in block.branches]
+            beside = [self._chain(c, heads, None, _MOVE) for c in block.branches]
+            best_hk = np.full((self._count, self._count), np.inf)
+            for home, away in self._homes(block):
+                np.minimum(best_hk, _longest(turns, beside, home, away), out=best_hk)
+            self._free[key] = best_hk
+        return self._free[key]
+
+    def _branch_curves(
+        self, block: Block, head: int, moves: _Moves
+    ) -> list[tuple[Ints, Floats]]:
+        """Each branch's times by its GPUs and the width after, from one width."""
+        found = []
+        for chain in block.branches:
+            grid, key = self._grid(chain), (id(chain), head, moves)
+            if key not in self._curves:
+                heads = np.full(len(grid), head)
+                self._curves[key] = self._chain(chain, heads, grid, moves)
+            found.append((grid, self._curves[key]))
+        return found
+
+    def _row(self, block: Block, head: int, cap: int, moves: _Moves) -> Floats:
+        """Times by the width after, from one width before, with ``cap`` GPUs."""
+        turns = self._branch_curves(block, head, moves)
+        beside = self._branch_curves(block, head, _MOVE)
+        return self._least(block, turns, beside, cap)
+
+    def _least(
+        self,
+        block: Block,
+        turns: list[tuple[Ints, Floats]],
+        beside: list[tuple[Ints, Floats]],
+        cap: int,
+    ) -> Floats:
+        """The least time with ``cap`` GPUs for each column of the branches' curves."""
+        best_k = np.full(turns[0][1].shape[1], np.inf)
+        ends = [c[-1] for _, c in turns], [c[-1] for _, c in beside]
+        for home, away in self._homes(block):
+            if (_longest(*ends, home, away) < best_k).any():
+                lanes = [_sum_of([turns[b] for b in home]), *(beside[b] for b in away)]
+                np.minimum(best_k, _split(lanes, cap)[0], out=best_k)
+        return best_k
+
+    def _block_full(self, block: Block, moves: _Moves) -> tuple[Ints, Floats]:
+        """Times by capacity and both widths, for a block within a branch."""
+        key = (id(block), moves)
+        if key not in self._full:
+            grid, n = self._block_grid(block), self._count
+            curves: list[list[tuple[Ints, Floats]]] = [[], []]
+            for kind, found in zip((moves, _MOVE), curves, strict=True):
+                for chain in block.branches:
+                    caps = self._grid(chain)
+                    times = self._chain(
+                        chain,
+                        np.tile(np.arange(n), len(caps)),
+                        np.repeat(caps, n),
+                        kind,
+                    )
+                    found.append((caps, times.reshape(len(caps), n * n)))
+            rows = [self._least(block, curves[0], curves[1], int(cap)) for cap in grid]
+            self._full[key] = grid, np.array(rows).reshape(len(grid), n, n)
+        return self._full[key]
+
+    # the plan behind a time
+
+    def _place_block(
+        self, block: Block, head: int, tail: int, cap: int, moves: _Moves, first: int
+    ) -> None:
+        turns = [(g, c[:, [tail]]) for g, c in self._branch_curves(block, head, moves)]
+        beside = [(g, c[:, [tail]]) for g, c in self._branch_curves(block, head, _MOVE)]
+        best_s, best = math.inf, None
+        for home, away in self._homes(block):
+            lanes = [_sum_of([turns[b] for b in home]), *(beside[b] for b in away)]
+            time, gpus = _split(lanes, cap)
+            if time[0] < best_s:
+                best_s, best = float(time[0]), (home, away, gpus)
+        if best is None:
+            raise AssertionError("a block on the path has a plan")
+        home, away, gpus = best
+        for b in home:
+            self._place(block.branches[b], head, tail, gpus[0], moves, first)
+        first += gpus[0]
+        for b, own in zip(away, gpus[1:], strict=True):
+            self._place(block.branches[b], head, tail, own, _MOVE, first)
+            self._own.add(block.branches[b].nodes[0])
+            first += own
+
+    def _place(
+        self, chain: Chain, head: int, tail: int, cap: int, moves: _Moves, first: int
+    ) -> None:
+        kept: list[Floats] = []
+        caps = np.array([cap])
+        self._chain(chain, np.array([head]), caps, moves, kept)
+        for i in reversed(range(len(chain.links))):
+            link, before = chain.links[i], head
+            if i > 0:
+                every = np.arange(self._count)
+                cost_hk = self._link(
+                    link, None, every, np.full(self._count, cap), moves.of(chain, i)
+                )
+                before = int((kept[i - 1][0] + cost_hk[:, tail]).argmin())
+                self._node_at[chain.nodes[i - 1]] = before
+                self._first[chain.nodes[i - 1]] = first
+            if isinstance(link, Block):
+                self._place_block(link, before, tail, cap, moves.of(chain, i), first)
+            tail = before
+
+
+def _product(left_rh: Floats, right_hk: Floats) -> Floats:
+    """The min-plus product."""
+    if left_rh.size * right_hk.shape[1] <= 2**20:
+        small_rk: Floats = (left_rh[:, :, None] + right_hk).min(axis=1)
+        return small_rk
+    out_rk: Floats = left_rh[:, :1] + right_hk[0]
+    for h in range(1, len(right_hk)):
+        np.minimum(out_rk, left_rh[:, h : h + 1] + right_hk[h], out=out_rk)
+    return out_rk
+
+
+def _longest(
+    turns: list[Floats], beside: list[Floats], home: list[int], away: list[int]
+) -> Floats:
+    """The sum of those that take turns, or the longest beside them."""
+    total = turns[home[0]]
+    for b in home[1:]:
+        total = total + turns[b]
+    for b in away:
+        total = np.maximum(total, beside[b])
+    return total
+
+
+def _sum_of(curves: list[tuple[Ints, Floats]]) -> tuple[Ints, Floats]:
+    """Curves of branches that take turns as one curve over the GPUs they share."""
+    if len(curves) == 1:
+        return curves[0]
+    grid = np.unique(np.concatenate([g for g, _ in curves]))
+    total = np.zeros((len(grid), curves[0][1].shape[1]))
+    for own, curve in curves:
+        at = np.searchsorted(own, grid, side="right") - 1
+        total += np.where((at >= 0)[:, None], curve[at], np.inf)
+    return grid, total
+
+
+def _split(lanes: list[tuple[Ints, Floats]], cap: int) -> tuple[Floats, list[int]]:
+    """The least time in which all lanes end, sharing ``cap`` GPUs, for each column.
+
+    Also the GPUs of each lane in the first column. A time is met where the GPUs that
+    each lane needs for it are together at most ``cap``; that only gets easier with more
+    time, so the least is found by halving the sorted times of all lanes.
+    """
+    times = np.sort(np.concatenate([curve for _, curve in lanes]), axis=0)
+    sizes = [np.append(grid, 2 * cap + 1) for grid, _ in lanes]
+    column = np.arange(times.shape[1])
+    low = np.zeros(times.shape[1], np.int64)
+    high = np.full(times.shape[1], len(times) - 1)
+    while (low < high).any():
+        middle = (low + high) // 2
+        at_s = times[middle, column]
+        need = _needs(lanes, sizes, at_s)
+        met = sum(need) <= cap
+        high = np.where(met, middle, high)
+        low = np.where(met, low, np.minimum(middle + 1, high))
+    best_s = times[low, column]
+    need = _needs(lanes, sizes, best_s)
+    best_s = np.where(sum(need) <= cap, best_s, np.inf)
+    return best_s, [int(n[0]) for n in need]
+
+
+def _needs(
+    lanes: list[tuple[Ints, Floats]], sizes: list[Ints], at_s: Floats
+) -> list[Ints]:
+    return [
+        size[(curve > at_s).sum(axis=0)]
+        for (_, curve), size in zip(lanes, sizes, strict=True)
+    ]

@@ -1,0 +1,279 @@
+"""What was measured of a model layer by layer, and how many GPUs each layer gets.
+
+The two files of burst parallelism (DeepPool): ``layer_profile`` and ``burst_plan``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import PlanMismatch, SpecError
+from stretto.schema import _rules, codec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTime:
+    """Times of one layer for one number of samples on one GPU."""
+
+    samples: int
+
+    forward_s: float
+
+    backward_s: float
+
+    def __post_init__(self) -> None:
+        _rules.at_least(".samples", self.samples, 1)
+        _rules.finite(".forward_s", self.forward_s)
+        _rules.finite(".backward_s", self.backward_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer: where its input comes from, its sizes and its times."""
+
+    name: str
+
+    inputs: tuple[str, ...]
+    """Layers whose output it reads; empty for the first layer."""
+
+    parameter_bytes: int
+
+    activation_bytes: int
+    """Bytes of its output for one sample."""
+
+    times: tuple[BatchTime, ...]
+    """By ascending number of samples."""
+
+    def __post_init__(self) -> None:
+        _rules.not_empty(".name", self.name)
+        _rules.at_least(".parameter_bytes", self.parameter_bytes, 0)
+        _rules.at_least(".activation_bytes", self.activation_bytes, 0)
+        if len(set(self.inputs)) < len(self.inputs):
+            raise SpecError(
+                f"inputs must not repeat a layer, got {', '.join(self.inputs)}",
+                place=".inputs",
+            )
+        if not self.times:
+            raise SpecError("a layer needs at least one time", place=".times")
+        for i, time in enumerate(self.times):
+            if i and time.samples <= self.times[i - 1].samples:
+                raise SpecError(
+                    f"samples must ascend, got {time.samples} after "
+                    f"{self.times[i - 1].samples}",
+                    place=f".times[{i}].samples",
+                )
+
+    def compute_s(self, samples: float) -> float:
+        """Forward and backward time for a number of samples on one GPU.
+
+        Linear between the two profiled numbers of samples around it, which is exact
+        where a layer's time is start-up plus work. Outside of what was profiled no
+        time is made up.
+
+        Raises:
+            SpecError: fewer or more samples than were profiled.
+        """
+        times = self.times
+        if not times[0].samples <= samples <= times[-1].samples:
+            raise SpecError(
+                f"layer {self.name!r} was profiled for {times[0].samples} to "
+                f"{times[-1].samples} samples on a GPU, needed are {samples:g}: "
+                "profile it for that too, or choose another batch or number of GPUs",
+                place=".times",
+            )
+        at = bisect_left(times, samples, key=lambda time: time.samples)
+        high = times[at]
+        high_s = high.forward_s + high.backward_s
+        if high.samples == samples:
+            return high_s
+        low = times[at - 1]
+        low_s = low.forward_s + low.backward_s
+        ratio = (samples - low.samples) / (high.samples - low.samples)
+        return low_s + ratio * (high_s - low_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerProfile:
+    """A model's layers with their times by number of samples, on one device.
+
+    ``layers`` stand in an order in which they can run: each after its inputs.
+    """
+
+    name: str
+
+    device: str
+
+    layers: tuple[Layer, ...]
+
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """Free: host, versions, repetitions, spread."""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise SpecError("a profile needs at least one layer", place=".layers")
+        seen: dict[str, int] = {}
+        for i, layer in enumerate(self.layers):
+            if layer.name in seen:
+                raise SpecError(
+                    f"name {layer.name!r} stands at layers[{seen[layer.name]}] too",
+                    place=f".layers[{i}].name",
+                )
+            for j, name in enumerate(layer.inputs):
+                if name not in seen:
+                    raise SpecError(
+                        f"input {name!r} must be a layer that stands before it",
+                        place=f".layers[{i}].inputs[{j}]",
+                    )
+            seen[layer.name] = i
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters together."""
+        return sum(layer.parameter_bytes for layer in self.layers)
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of names, edges and sizes, not of times."""
+        sha = hashlib.sha256()
+        for layer in self.layers:
+            sizes = f"{layer.parameter_bytes}|{layer.activation_bytes}"
+            sha.update("\0".join((sizes, layer.name, *layer.inputs, "")).encode())
+        return f"sha256:{sha.hexdigest()}"
+
+    @classmethod
+    def load(cls, path: str | Path) -> LayerProfile:
+        """The profile in a file.
+
+        Raises:
+            SpecError: the file breaks a rule; the message names file and place.
+        """
+        return codec.load(path, cls)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the profile atomically."""
+        codec.save(path, self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGpus:
+    """The GPUs of one layer: ``gpus`` of them from ``first_gpu`` on."""
+
+    layer: str
+
+    gpus: int
+
+    first_gpu: int
+    """0 but for a branch with GPUs of its own, beside other branches."""
+
+    def __post_init__(self) -> None:
+        _rules.not_empty(".layer", self.layer)
+        _rules.at_least(".gpus", self.gpus, 1)
+        _rules.at_least(".first_gpu", self.first_gpu, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BurstPrediction:
+    """What a burst plan is predicted to do."""
+
+    iteration_s: float
+
+    gpu_s: float
+    """Active GPU time of an iteration: each layer's time times its GPUs."""
+
+    amplification: float
+    """``gpu_s`` against the computation of an iteration on one GPU."""
+
+    max_amplification: float
+    """The largest of a single layer's."""
+
+    data_parallel_s: float
+    """The iteration with every layer on the most GPUs that the plan may use."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "iteration_s",
+            "gpu_s",
+            "amplification",
+            "max_amplification",
+            "data_parallel_s",
+        ):
+            _rules.finite(f".{name}", getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BurstPlan:
+    """How many GPUs each layer of a profile gets, in the profile's order."""
+
+    profile_digest: str
+
+    gpus: int
+    """What the plan may use."""
+
+    batch: int
+    """Samples of an iteration over all GPUs."""
+
+    amplification_limit: float | None
+    """What each layer had to stay within; ``None``: no limit."""
+
+    layers: tuple[LayerGpus, ...]
+
+    predicted: BurstPrediction | None = None
+
+    def __post_init__(self) -> None:
+        _rules.at_least(".gpus", self.gpus, 1)
+        _rules.at_least(".batch", self.batch, 1)
+        if self.amplification_limit is not None:
+            _rules.finite(".amplification_limit", self.amplification_limit, above=0.0)
+        if not self.layers:
+            raise SpecError("a plan needs at least one layer", place=".layers")
+        seen: dict[str, int] = {}
+        for i, entry in enumerate(self.layers):
+            if entry.layer in seen:
+                raise SpecError(
+                    f"layer {entry.layer!r} stands at layers[{seen[entry.layer]}] too",
+                    place=f".layers[{i}].layer",
+                )
+            seen[entry.layer] = i
+            if entry.first_gpu + entry.gpus > self.gpus:
+                raise SpecError(
+                    f"first_gpu + gpus must be <= {self.gpus}, the plan's GPUs, got "
+                    f"{entry.first_gpu} + {entry.gpus}",
+                    place=f".layers[{i}].gpus",
+                )
+
+    def check_matches(self, profile: LayerProfile) -> None:
+        """Requires that the plan was made for this profile.
+
+        Raises:
+            PlanMismatch: naming what differs.
+        """
+        names = [layer.name for layer in profile.layers]
+        if (
+            self.profile_digest != profile.digest
+            or [entry.layer for entry in self.layers] != names
+        ):
+            raise PlanMismatch(
+                f"the plan was made for a profile with digest {self.profile_digest}, "
+                f"{profile.name!r} has {profile.digest}: layers, their inputs or sizes "
+                "differ. Run `stretto burst plan` again."
+            )
+
+    @classmethod
+    def load(cls, path: str | Path) -> BurstPlan:
+        """The plan in a file.
+
+        Raises:
+            SpecError: the file breaks a rule; the message names file and place.
+        """
+        return codec.load(path, cls)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan atomically."""
+        codec.save(path, self)
