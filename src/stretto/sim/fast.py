@@ -8,6 +8,8 @@ and its own resource, which changes how fast it sends and how much it slows comp
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from heapq import heappop, heappush
 from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, final
@@ -15,10 +17,11 @@ from typing import TYPE_CHECKING, final
 from stretto.cost import collective_cost, compute_rate, flow_rates
 from stretto.errors import SpecError
 from stretto.schema._rules import DTYPE_BYTES
-from stretto.sim.flows import curve_caps
+from stretto.sim.engine import Flow, Gate, run
+from stretto.sim.flows import bottleneck_link, curve_caps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from stretto.schema import Cluster, Workload
 
@@ -31,7 +34,7 @@ _Flow = tuple[float, float, float, int]
 @final
 class MixedModel:
     """Iteration times of buckets of neighbouring tensors, each with its own algorithm
-    and resource, gradients in their own type, under backward.
+    and resource, gradients in their own type, under backward or on into forward.
 
     Lanes whose queues are equal stay equal and are taken as one. One queue is a chain
     of closed forms; several are simulated from event to event with the rates of every
@@ -43,6 +46,8 @@ class MixedModel:
         self._cluster = cluster
         self._num_tensors = len(tensors)
         self._silent = cluster.ranks == 1
+        self._forward_s = workload.forward_s
+        self._needed_s = [tensor.needed_s for tensor in tensors]
         self._work_s = workload.forward_s + workload.backward_s
         self._ready_s = [workload.forward_s + tensor.ready_s for tensor in tensors]
         self._bytes = [0, *accumulate(t.bytes for t in tensors)]
@@ -74,8 +79,11 @@ class MixedModel:
         slices: Sequence[int],
         resources: Sequence[int | None] = (),
         algorithms: Sequence[str] = (),
+        overlap: str = "backward",
     ) -> float:
         """`simulate_step`'s ``iteration_s``; the first four as `StepModel` takes them.
+
+        ``overlap`` is ``backward`` or ``forward``.
 
         Raises:
             SpecError: the buckets leave out tensors, or the cluster lacks a resource.
@@ -88,16 +96,16 @@ class MixedModel:
             )
         if self._silent:
             return self._work_s
-        queues = self._queues(
-            ends,
-            lanes,
-            bucket_lanes,
-            slices,
-            resources or repeat(None),
-            algorithms or repeat("ring"),
-        )
+        queues = self._queues(ends, lanes, bucket_lanes, slices, resources, algorithms)
         if not queues:
             return self._work_s
+        if overlap == "forward":
+            equal = queues[0][1] == lanes and all(parts == lanes for parts in slices)
+            if equal and self._compute is None:
+                return self._period_in_turn(ends, *queues[0])
+            return self._period(
+                ends, lanes, bucket_lanes, slices, resources, algorithms
+            )
         if len(queues) == 1:
             queue, number = queues[0]
             if self._compute is None:
@@ -137,15 +145,41 @@ class MixedModel:
         lanes: int,
         bucket_lanes: Sequence[int],
         slices: Sequence[int],
-        resources: Iterable[int | None],
-        algorithms: Iterable[str],
+        resources: Sequence[int | None],
+        algorithms: Sequence[str],
     ) -> list[tuple[tuple[_Flow, ...], int]]:
         """Each lane's flows, equal lanes once with their number."""
-        elements, sizes, ready_s = self._elements, self._bytes, self._ready_s
         queues: list[list[_Flow]] = [[] for _ in range(lanes)]
+        for lane, flows in self._lane_flows(
+            ends, lanes, bucket_lanes, slices, resources, algorithms
+        ):
+            for j, flow in enumerate(flows, start=lane):
+                queues[j % lanes].append(flow)
+        return [
+            (queue, number)
+            for queue, number in Counter(map(tuple, queues)).items()
+            if queue
+        ]
+
+    def _lane_flows(
+        self,
+        ends: Sequence[int],
+        lanes: int,
+        bucket_lanes: Sequence[int],
+        slices: Sequence[int],
+        resources: Sequence[int | None],
+        algorithms: Sequence[str],
+    ) -> Iterator[tuple[int, list[_Flow]]]:
+        """First lane and slices of each bucket that is not empty."""
+        elements, sizes, ready_s = self._elements, self._bytes, self._ready_s
         first = 0
         for end, lane, parts, resource, algorithm in zip(
-            ends, bucket_lanes, slices, resources, algorithms, strict=False
+            ends,
+            bucket_lanes,
+            slices,
+            resources or repeat(None),
+            algorithms or repeat("ring"),
+            strict=False,
         ):
             count = elements[end] - elements[first]
             size = sizes[end] - sizes[first]
@@ -163,21 +197,18 @@ class MixedModel:
                     place=".resources",
                 ) from None
             each, extra = divmod(count, parts)
-            for number, lane_from, share in (
-                (extra, lane, each + 1),
-                (parts - extra, lane + extra, each),
-            ):
-                if not share:
-                    continue
-                part = size * share / count
-                flow = (at, startup_s + startup_s_per_byte * part, factor * part, level)
-                for j in range(lane_from, lane_from + number):
-                    queues[j % lanes].append(flow)
-        return [
-            (queue, number)
-            for queue, number in Counter(map(tuple, queues)).items()
-            if queue
-        ]
+            flows: list[_Flow] = []
+            for number, share in ((extra, each + 1), (parts - extra, each)):
+                if share and number:
+                    part = size * share / count
+                    flow = (
+                        at,
+                        startup_s + startup_s_per_byte * part,
+                        factor * part,
+                        level,
+                    )
+                    flows.extend([flow] * number)
+            yield lane, flows
 
     def _speed(self, load: int) -> float:
         speed = self._speeds.get(load)
@@ -252,6 +283,92 @@ class MixedModel:
                 done = work_s
             now += startup_s + size / idle_rate
         return now + (work_s - done) if done < work_s else now
+
+    def _period_in_turn(
+        self, ends: Sequence[int], queue: tuple[_Flow, ...], number: int
+    ) -> float:
+        """Overlap ``forward`` of one queue: halves as `stretto.sim.forward` has it.
+
+        Forward waits at each gate for its all-gather, and what it has waited stays.
+        """
+        rate = self._share((number,), working=True)[0]
+        forward_s, backward_s = self._forward_s, self._work_s - self._forward_s
+        now = ready_s = 0.0
+        for ready_s, startup_s, size, _ in queue:
+            begin_s = ready_s - forward_s
+            now = (begin_s if begin_s > now else now) + (startup_s + size / rate) / 2
+        now = max(now, ready_s - forward_s)
+        needed_s = self._bucket_needs(ends)
+        late_s = 0.0
+        for i in sorted(range(len(queue)), key=lambda i: (needed_s[i], -i)):
+            _, startup_s, size, _ = queue[i]
+            now += (startup_s + size / rate) / 2
+            late_s = max(late_s, now - backward_s - needed_s[i])
+        return self._work_s + late_s
+
+    def _bucket_needs(self, ends: Sequence[int]) -> list[float]:
+        """When forward first needs each bucket that is not empty."""
+        needs: list[float] = []
+        first = 0
+        for end in ends:
+            if self._elements[end] > self._elements[first]:
+                needs.append(min(self._needed_s[first:end]))
+            first = end
+        return needs
+
+    def _period(
+        self,
+        ends: Sequence[int],
+        lanes: int,
+        bucket_lanes: Sequence[int],
+        slices: Sequence[int],
+        resources: Sequence[int | None],
+        algorithms: Sequence[str],
+    ) -> float:
+        """Overlap ``forward`` by the event engine."""
+        scatters: list[tuple[int, int, Flow]] = []  # need's place, minus bucket, flow
+        needed_s = iter(self._bucket_needs(ends))
+        backward_s = self._work_s - self._forward_s
+        gate_s: list[float] = []
+        for lane, bucket in self._lane_flows(
+            ends, lanes, bucket_lanes, slices, resources, algorithms
+        ):
+            for number, (ready_s, startup_s, size, level) in enumerate(bucket):
+                scatters.append(
+                    (
+                        len(gate_s),
+                        number,
+                        Flow(
+                            lane=(lane + number) % lanes,
+                            ready_work_s=max(0.0, ready_s - self._forward_s),
+                            startup_s=startup_s / 2,
+                            wire_bytes=size / 2,
+                            cap_bytes_per_s=self._caps[level][0],
+                            idle_cap_bytes_per_s=self._caps[level][1],
+                            load=self._levels[level],
+                        ),
+                    )
+                )
+            gate_s.append(next(needed_s))
+        launched_s = max(flow.ready_work_s for _, _, flow in scatters)
+        order = sorted(scatters, key=lambda s: (gate_s[s[0]], -s[0], s[1]))
+        flows = [flow for _, _, flow in scatters]
+        awaited: dict[int, list[int]] = {}
+        for index, _, flow in order:
+            awaited.setdefault(index, []).append(len(flows))
+            flows.append(replace(flow, ready_work_s=launched_s))
+        compute = self._compute
+        outcome = run(
+            flows,
+            [bottleneck_link(self._cluster)],
+            work_s=self._work_s,
+            work_rate=partial(compute_rate, compute) if compute else None,
+            gates=[
+                Gate(work_s=backward_s + gate_s[index], flows=tuple(numbers))
+                for index, numbers in awaited.items()
+            ],
+        )
+        return outcome.work_end_s
 
     def _at_once(self, queues: list[tuple[tuple[_Flow, ...], int]]) -> float:
         work_s, levels = self._work_s, self._levels

@@ -16,9 +16,10 @@ from stretto.testing import strategies as own
 ALGORITHMS = ("ring", "halving_doubling", "tree", "hierarchical")
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_mixed_algorithms_and_resources_as_simulated(data):
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_mixed_algorithms_and_resources_as_simulated(overlap, data):
     work = data.draw(own.workloads())
     on = data.draw(own.clusters())
     choice = data.draw(own.choices(work, max_lanes=4, max_slices=5))
@@ -32,7 +33,8 @@ def test_mixed_algorithms_and_resources_as_simulated(data):
             plan.buckets, resources, algorithms, strict=True
         )
     )
-    expected = simulate_step(work, on, replace(plan, buckets=buckets)).iteration_s
+    plan = replace(plan, buckets=buckets, overlap=overlap)
+    expected = simulate_step(work, on, plan).iteration_s
     fast = MixedModel(work, on).iteration_s(
         choice.ends,
         choice.lanes,
@@ -40,6 +42,7 @@ def test_mixed_algorithms_and_resources_as_simulated(data):
         choice.slices,
         resources,
         algorithms,
+        overlap,
     )
     assert fast == pytest.approx(expected, rel=1e-9)
 
