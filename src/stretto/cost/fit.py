@@ -7,6 +7,7 @@ import math
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from stretto.cost.regression import standard_errors
 from stretto.errors import Infeasible, NoisyProfile, SpecError
 from stretto.schema import (
     AllReduceFit,
@@ -62,7 +63,8 @@ def fit_cluster(
     ``provenance["fit"]["link_reached"]`` is false, and the true link may be faster.
     A flow within 5 % of the link counts as not capped (``stream_bytes_per_s`` null).
 
-    ``provenance`` of the result keeps each sample with its prediction under ``fit``.
+    ``provenance["fit"]`` of the result keeps each sample with its prediction, and in
+    ``uncertainty_ratio`` how sure the fit is of the start-up and the two rates.
 
     Raises:
         SpecError: too few samples, or samples of differing numbers of ranks.
@@ -72,7 +74,7 @@ def fit_cluster(
     rows = sorted(samples, key=lambda s: (s.lanes, s.size_bytes))
     ranks = _check(rows, hosts * ranks_per_host)
     rho = 2 * (ranks - 1) / ranks
-    startup_s, flow, link, growth = _fit_rates(rows, rho)
+    startup_s, flow, link, growth, uncertainty = _fit_rates(rows, rho)
     widest = rows[-1].lanes
     reached = (1 - _SAME) * widest * flow > link
     if not reached:
@@ -111,6 +113,7 @@ def fit_cluster(
         "link_reached": reached,
         "flow_bytes_per_s": flow,
         "startup_growth_per_lane": growth,
+        "uncertainty_ratio": uncertainty,
         "median_error": error,
         "worst_error": max(errors or [0.0]),
         "residuals": residuals,
@@ -207,8 +210,11 @@ def _check(rows: Sequence[CollectiveSample], ranks: int) -> int:
 
 def _fit_rates(
     rows: Sequence[CollectiveSample], rho: float
-) -> tuple[float, float, float, float]:
-    """Start-up, rate of a flow, rate of the link, growth of the start-up per lane."""
+) -> tuple[float, float, float, float, dict[str, float | None]]:
+    """Start-up, rate of a flow, rate of the link, growth of the start-up per lane; and
+    the standard error of the first three over their value, ``None`` where the samples
+    do not decide it.
+    """
     # Imported here so that reading a cluster file does not wait for SciPy.
     import numpy as np
     from scipy.optimize import least_squares
@@ -248,7 +254,14 @@ def _fit_rates(
         if best is None or fit.cost < best.cost:
             best = fit
     startup_s, flow, link = (float(v) for v in np.exp(best.x[:3]))
-    return startup_s, flow, link, float(best.x[3])
+    names = ("startup", "flow", "link")
+    errors = standard_errors(best.jac[:, :3], best.fun)
+    # Logarithms are fitted, so that errors are relative.
+    uncertainty = {
+        name: error if math.isfinite(error) else None
+        for name, error in zip(names, errors, strict=True)
+    }
+    return startup_s, flow, link, float(best.x[3]), uncertainty
 
 
 def _fit_gamma(

@@ -291,3 +291,15 @@ def test_what_no_model_explains_is_refused_or_physically_possible(seed):
     except (Infeasible, NoisyProfile):
         return
     check_capacity(cluster)
+
+
+def test_the_fit_says_how_sure_it_is():
+    calm = fitted(sampled(noise=0.005, **LAB)).provenance["fit"]["uncertainty_ratio"]
+    loud = fitted(sampled(noise=0.05, **LAB)).provenance["fit"]["uncertainty_ratio"]
+    assert set(calm) == {"startup", "flow", "link"}
+    for name in ("flow", "link"):
+        assert 0 < calm[name] < loud[name] < 0.1
+    # One lane alone never fills this link: nothing decides it.
+    alone = fitted(sampled(noise=0.005, lanes=(1,), **LAB)).provenance["fit"]
+    assert alone["uncertainty_ratio"]["link"] is None
+    assert 0 < alone["uncertainty_ratio"]["flow"] < 0.1

@@ -1,0 +1,70 @@
+"""What every fit of this package gives: a value, how sure it is, what it misses."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+Value = TypeVar("Value")
+
+NOISE_RATIO = 0.15
+"""How far measured times may contradict physics before they are refused."""
+
+_SINGULAR = 1e7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted(Generic[Value]):
+    """A fitted value with its uncertainty and residuals."""
+
+    value: Value
+
+    std_errors: dict[str, float]
+    """Standard error of each parameter, in its unit: roots of the diagonal of
+    $s^2 (J^T J)^{-1}$. Infinite where the samples do not decide the parameter."""
+
+    residual_ratios: tuple[float, ...]
+    """Predicted / measured - 1 for each sample, in the samples' order."""
+
+    @property
+    def mean_error_ratio(self) -> float:
+        """Mean absolute relative error over the samples (MAPE / 100)."""
+        return statistics.fmean(abs(value) for value in self.residual_ratios)
+
+    @property
+    def worst_error_ratio(self) -> float:
+        """Largest absolute relative error over the samples."""
+        return max(abs(value) for value in self.residual_ratios)
+
+
+def standard_errors(
+    jacobian: Sequence[Sequence[float]] | NDArray[np.float64],
+    residuals: Sequence[float] | NDArray[np.float64],
+) -> list[float]:
+    r"""Roots of the diagonal of $s^2 (J^T J)^{-1}$, $s^2 = \sum_i e_i^2 / (n - p)$.
+
+    Infinite for a parameter that no sample depends on, and for all where the samples
+    are not more than the parameters or do not tell them apart.
+    """
+    import numpy as np
+
+    matrix = np.asarray(jacobian, dtype=float)
+    # Columns of different units are scaled before they are compared.
+    scale = np.linalg.norm(matrix, axis=0)
+    decided = scale > 0
+    errors = np.full(len(scale), math.inf)
+    freedom = len(matrix) - int(decided.sum())
+    unit = matrix[:, decided] / scale[decided]
+    if freedom > 0 and unit.size and np.linalg.cond(unit) < _SINGULAR:
+        variance = float(np.sum(np.square(residuals))) / freedom
+        covariance = variance * np.linalg.inv(unit.T @ unit)
+        errors[decided] = np.sqrt(np.diag(covariance)) / scale[decided]
+    return [float(value) for value in errors]
