@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.errors import SpecError
 from stretto.planners.aiacc import AiaccPlanner
+from stretto.planners.asc_wfbp import AscWfbpPlanner
 from stretto.planners.ddp import DdpPlanner
 from stretto.planners.exhaustive import ExhaustivePlanner
 from stretto.planners.fusion import FusionPlanner
@@ -30,6 +31,7 @@ _PLANNERS: dict[str, type[AbstractPlanner]] = {
         HorovodPlanner,
         MgWfbpPlanner,
         FusionPlanner,
+        AscWfbpPlanner,
         LibraMPlanner,
         LibraPlanner,
         AiaccPlanner,
