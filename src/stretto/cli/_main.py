@@ -24,6 +24,7 @@ COMMANDS = {
     "probe": "measures the network of the process group -> cluster file",
     "profile": "measures a job -> workload file",
     "report": "an HTML page for what was measured and predicted",
+    "reproduce": "the papers' tables that can be recomputed, with the errors",
     "run": "launches a script as torchrun does, with our DDP in it",
     "simulate": "what a plan will do",
     "zoo": "the papers' models and testbeds as files",

@@ -1,0 +1,53 @@
+"""The papers' tables and figures that can be recomputed, ours beside the published."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stretto._api.reproduce.aiacc import aiacc_training
+from stretto._api.reproduce.asc import asc_wfbp
+from stretto._api.reproduce.deeppool import deeppool
+from stretto._api.reproduce.libra import libra_paper
+from stretto._api.reproduce.result import (
+    Correction,
+    Figure,
+    Left,
+    Reproduction,
+    Series,
+)
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_PAPERS: dict[str, Callable[[], Reproduction]] = {
+    "asc-wfbp": asc_wfbp,
+    "libra": libra_paper,
+    "aiacc": aiacc_training,
+    "deeppool": deeppool,
+}
+
+PAPERS = tuple(_PAPERS)
+"""The papers by name."""
+
+
+def reproduce(paper: str) -> Reproduction:
+    """A paper's figures, recomputed.
+
+    Raises:
+        SpecError: no paper has this name.
+    """
+    if paper not in _PAPERS:
+        raise SpecError(f"paper must be one of {', '.join(_PAPERS)}, got {paper!r}")
+    return _PAPERS[paper]()
+
+
+__all__ = [
+    "PAPERS",
+    "Correction",
+    "Figure",
+    "Left",
+    "Reproduction",
+    "Series",
+    "reproduce",
+]

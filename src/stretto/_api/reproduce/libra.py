@@ -1,0 +1,377 @@
+"""LIBRA: threads for communication beside computation, with fusion."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from stretto import planners, zoo
+from stretto._api.reproduce.result import (
+    Correction,
+    Figure,
+    Left,
+    Reproduction,
+    Series,
+)
+from stretto._api.reproduce.shared import (
+    drafted_s,
+    instance,
+    iteration_s,
+    missing,
+    planned_s,
+    unit_cluster,
+)
+from stretto.cost import compute_rate, curve_bytes_per_s
+from stretto.planners.base import Draft
+from stretto.zoo.clusters import LIBRA_ALPHA2, libra
+
+if TYPE_CHECKING:
+    from stretto.schema import Cluster, Workload
+
+_BATCH = {"vgg16": 128, "resnet152": 32, "bert-base": 32, "xception": 32}
+_PARAMS_M = {"xception": 22, "resnet152": 60, "vgg16": 138, "bert-base": 110}
+# How much longer than LIBRA's the backward of MG-WFBP at 512, 1024, 2048 threads is in
+# a study with the constants assumed here, in percent.
+_STUDY = {
+    "vgg16": (1.7, 4.7, 10.2),
+    "resnet152": (2.4, 6.1, 12.9),
+    "bert-base": (40.0, 16.5, 9.1),
+    "xception": (1.8, 3.7, 7.3),
+}
+_BESIDE = "not in the paper: backward at N = 8, beside a study with these constants"
+_NCCL_THREADS = 2048
+_LATENCIES_S = (10e-6, 20e-6, 30e-6)
+_SCALES = (16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+def libra_paper() -> Reproduction:
+    """LIBRA's orderings and ranges under assumed rate curves, and its Fig. 9."""
+    workloads = {
+        name: zoo.workload(name, batch=batch, device="v100")
+        for name, batch in _BATCH.items()
+    }
+    curves = tuple(_scaling(workloads["vgg16"], latency) for latency in _LATENCIES_S)
+    return Reproduction(
+        paper="libra",
+        title="LIBRA, 8 hosts of one V100, 50 Gb/s RDMA",
+        assumed=(
+            *(str(x) for x in zoo.cluster("libra").provenance["assumed"]),
+            "layer times by roofline on a V100; backward two thirds of a step",
+        ),
+        figures=(
+            *_table_1(),
+            *_contention(),
+            *_ordering(workloads),
+            *_at_2048(curves, workloads["vgg16"].forward_s),
+        ),
+        series=curves,
+        corrections=_corrections(),
+        left=(
+            *missing("libra-m", "libra"),
+            Left(
+                item="Fig. 4, 5", reason="measured against their own fit; no constants"
+            ),
+            Left(
+                item="Fig. 6, 7 to the digit",
+                reason="the constants of Eq. 6, the latency and the layer times are "
+                "unpublished: orderings and ranges only",
+            ),
+            Left(
+                item="Fig. 6, ByteScheduler (SE)", reason="its parameters are unknown"
+            ),
+        ),
+    )
+
+
+def _table_1() -> list[Figure]:
+    return [
+        Figure(
+            table="Table I",
+            name=f"{name}: M parameters",
+            ours=zoo.model(name).elements / 1e6,
+            published=params_m,
+            tolerance=0.04,
+            note="printed without decimals",
+        )
+        for name, params_m in _PARAMS_M.items()
+    ]
+
+
+def _contention() -> list[Figure]:
+    contention = zoo.cluster("libra").contention
+    if contention is None:
+        raise AssertionError("the testbed has contention")
+    slower = 1 / compute_rate(contention.compute, 2048) - 1
+    few, many = (curve_bytes_per_s(contention.overlapped, r) for r in (128, 2048))
+    return [
+        Figure(
+            table="Fig. 1a",
+            name="computation beside 2048 threads, longer by",
+            ours=100 * slower,
+            published=38.0,
+            unit="%",
+            tolerance=0.005,
+            note=f"alpha2 = {LIBRA_ALPHA2:g} comes from this figure",
+        ),
+        Figure(
+            table="Fig. 1a",
+            name="computation beside 4096 threads, times as long",
+            ours=1 / compute_rate(contention.compute, 4096),
+            note="what the line of Eq. 5 then says",
+        ),
+        Figure(
+            table="Eq. 6",
+            name="communication at 2048 threads against 128, faster by a factor",
+            ours=many / few,
+            note="assumed curve",
+        ),
+    ]
+
+
+def _at(cluster: Cluster, threads: int) -> Cluster:
+    """The cluster with one level of threads: what a backend without a choice has."""
+    if cluster.contention is None:
+        raise AssertionError("the testbed has contention")
+    return replace(
+        cluster, contention=replace(cluster.contention, resources=(threads,))
+    )
+
+
+def _best_static_s(name: str, workload: Workload, cluster: Cluster) -> float:
+    """The best step of a planner with the same threads for every bucket."""
+    if cluster.contention is None:
+        raise AssertionError("the testbed has contention")
+    return min(
+        planned_s(name, workload, _at(cluster, r)) or math.inf
+        for r in cluster.contention.resources
+    )
+
+
+def _best_s(workload: Workload, cluster: Cluster) -> tuple[float, str]:
+    """LIBRA's step, or in its absence the exact fusion's with the best threads."""
+    ours_s = planned_s("libra", workload, cluster)
+    if ours_s is not None:
+        return ours_s, "LIBRA"
+    return _best_static_s("fusion", workload, cluster), "fusion at its best threads"
+
+
+def _ordering(workloads: dict[str, Workload]) -> list[Figure]:
+    cluster = zoo.cluster("libra")
+    figures = []
+    for name, made in workloads.items():
+        best_s, who = _best_s(made, cluster)
+        backward_s = best_s - made.forward_s
+        greedy = {
+            r: planned_s("mg-wfbp", made, _at(cluster, r)) or 0.0
+            for r in (512, 1024, 2048)
+        }
+        for (threads, greedy_s), study in zip(
+            greedy.items(), _STUDY[name], strict=True
+        ):
+            figures.append(
+                Figure(
+                    table=_BESIDE,
+                    name=f"{name}: MG-WFBP at {threads} threads over {who}",
+                    ours=100 * ((greedy_s - made.forward_s) / backward_s - 1),
+                    published=study,
+                    unit="%",
+                )
+            )
+        greedy_s = max(greedy[1024], greedy[2048]) - made.forward_s
+        figures.append(
+            Figure(
+                table="Fig. 7",
+                name=f"{name}: backward against MG-WFBP, shorter by",
+                ours=100 * (1 - backward_s / greedy_s),
+                published=5.6,
+                published_high=13.0,
+                unit="%",
+                tolerance=0.05,
+                note="NCCL at 1024 or 2048 threads, whichever is slower",
+            )
+        )
+        horovod_s = planned_s("horovod", made, _at(cluster, _NCCL_THREADS)) or 0.0
+        figures.append(
+            Figure(
+                table="Fig. 7",
+                name=f"{name}: backward against Horovod, shorter by",
+                ours=100 * (1 - backward_s / (horovod_s - made.forward_s)),
+                published=10.1,
+                published_high=20.4,
+                unit="%",
+                tolerance=0.05,
+                note="Horovod's defaults: 64 MiB, 5 ms; where it is missed: what "
+                "Horovod spends on agreeing each cycle is not modelled",
+            )
+        )
+        free_s = planned_s("fusion", made, replace(cluster, contention=None)) or 0.0
+        none = Draft(
+            ends=(len(made.tensors),),
+            slices=(1,),
+            bucket_lanes=(0,),
+            overlap="none",
+        )
+        apart_s = drafted_s(none, made, _at(cluster, _NCCL_THREADS)) - made.forward_s
+        figures.append(
+            Figure(
+                table=_BESIDE,
+                name=f"{name}: without overlap at 2048 threads over {who}",
+                ours=100 * (apart_s / backward_s - 1),
+                published=21.0,
+                published_high=43.0,
+                unit="%",
+            )
+        )
+        figures.append(
+            Figure(
+                table="Fig. 6",
+                name=f"{name}: throughput below contention-free by",
+                ours=100 * (1 - free_s / best_s),
+                published=5.5,
+                unit="%",
+                note="the paper's mean over its models",
+            )
+        )
+    return figures
+
+
+def _scaling(workload: Workload, latency_s: float) -> Series:
+    """Fig. 9: step times over numbers of ranks, where the gain comes from apart."""
+    columns: dict[str, list[float]] = {
+        f"MG-WFBP greedy, {_NCCL_THREADS} threads": [],
+        f"exact fusion, {_NCCL_THREADS} threads": [],
+        "exact fusion, best threads": [],
+    }
+    named = [n for n in ("libra-m", "libra", "joint") if n in planners.NAMES]
+    for name in named:
+        columns[name] = []
+    for ranks in _SCALES:
+        cluster = libra(hosts=ranks, latency_s=latency_s)
+        fixed = _at(cluster, _NCCL_THREADS)
+        greedy_s = iteration_s(planners.get("mg-wfbp").plan(workload, fixed))
+        fusion_s = iteration_s(planners.get("fusion").plan(workload, fixed))
+        columns[f"MG-WFBP greedy, {_NCCL_THREADS} threads"].append(greedy_s)
+        columns[f"exact fusion, {_NCCL_THREADS} threads"].append(fusion_s)
+        best_s = _best_static_s("fusion", workload, cluster)
+        columns["exact fusion, best threads"].append(best_s)
+        for name in named:
+            columns[name].append(planned_s(name, workload, cluster) or math.nan)
+    return Series(
+        title=f"Fig. 9: {workload.name}, latency {latency_s * 1e6:g} us, step time",
+        axis="ranks",
+        x=_SCALES,
+        columns={name: tuple(values) for name, values in columns.items()},
+        unit="s",
+        note="a ring throughout, but for joint, which chooses the algorithm too",
+    )
+
+
+def _at_2048(curves: tuple[Series, ...], forward_s: float) -> list[Figure]:
+    figures = []
+    for curve, latency_s in zip(curves, _LATENCIES_S, strict=True):
+        at = f"vgg16, 2048 ranks, {latency_s * 1e6:g} us"
+        last = {name: values[-1] for name, values in curve.columns.items()}
+        greedy_s = last[f"MG-WFBP greedy, {_NCCL_THREADS} threads"]
+        fusion_s = last[f"exact fusion, {_NCCL_THREADS} threads"]
+        best = "libra" if "libra" in last else "exact fusion, best threads"
+        figures += [
+            Figure(
+                table="Fig. 9",
+                name=f"{at}: {best} over MG-WFBP, throughput",
+                ours=100 * (greedy_s / last[best] - 1),
+                published=15.0,
+                published_high=25.0,
+                unit="%",
+                tolerance=0.0,
+                note="published 21.0 %; the latency is unpublished: at 10 us the "
+                "greedy does not yet end with one group",
+            ),
+            Figure(
+                table="Fig. 9",
+                name=f"{at}: {best} over MG-WFBP, backward",
+                ours=100 * ((greedy_s - forward_s) / (last[best] - forward_s) - 1),
+                unit="%",
+            ),
+            Figure(
+                table="Fig. 9",
+                name=f"{at}: by exact fusion alone, backward",
+                ours=100 * ((greedy_s - forward_s) / (fusion_s - forward_s) - 1),
+                unit="%",
+                note="exact without contention, which it leaves out",
+            ),
+        ]
+    return figures
+
+
+def _corrections() -> tuple[Correction, ...]:
+    return (
+        _grid(),
+        _empty_group(),
+        Correction(
+            where="Algorithm 1, line 24",
+            defect="t_2 > 0",
+            reading="t_c > 0, and t_c = 0 exactly when p + a <= g",
+        ),
+        Correction(
+            where="Algorithm 1, lines 4-5",
+            defect="T[0][0][z] = z w reads as a communication",
+            reading="z chunks computed, nothing sent: stage 0; T[0][l > 0] is infinite",
+        ),
+        Correction(
+            where="section III-B",
+            defect="T(i, .) is the time when stage i ends",
+            reading="the start of communication i + 1, not the end of i",
+        ),
+        Correction(
+            where="Eq. 9-11",
+            defect="the start-up is spread over the message",
+            reading="an option (mixed); physically a phase in which nothing is sent",
+        ),
+        Correction(
+            where="Eq. 26",
+            defect="adjusts tau_(j+1) in round j",
+            reading="tau_j for j = 1 .. K-1, to the next edge; the bound is unchanged",
+        ),
+        Correction(
+            where="abstract",
+            defect="6-13 % and 10-20 %",
+            reading="5.6-13.0 % and 10.1-20.4 % (body)",
+        ),
+        Correction(
+            where="T(L, Z)",
+            defect="counts backward only",
+            reading="a step is t_f + T",
+        ),
+        Correction(
+            where="MG-WFBP, the baseline",
+            defect="called proved optimal",
+            reading="a greedy rule: see stretto reproduce asc-wfbp",
+        ),
+    )
+
+
+def _grid() -> Correction:
+    chunk = 0.9 / 3
+    edge = 3 * chunk
+    return Correction(
+        where="Algorithm 1, lines 17-21",
+        defect="tests id * w < sum in floating point; may leave the grid",
+        reading="with a tolerance, clamped to Z",
+        shown=f"b = 0.9, Z = 3: 3 w = {edge!r} < 0.9 is {edge < 0.9}",
+        holds=edge < 0.9,
+    )
+
+
+def _empty_group() -> Correction:
+    workload, cluster = instance((0.1, 0.1), (0.0, 0.1)), unit_cluster((1.0,))
+    one_s = drafted_s(Draft.in_turn((2,)), workload, cluster)
+    two_s = drafted_s(Draft.in_turn((1, 2)), workload, cluster)
+    return Correction(
+        where="Algorithm 1, line 9 (l' = l)",
+        defect="looks useless",
+        reading="keep it: an empty group makes K an upper limit",
+        shown=f"two tensors of 0.1, a = 1, K = 2: both groups forced {two_s:.1f}, "
+        f"one {one_s:.1f}",
+        holds=one_s < two_s,
+    )

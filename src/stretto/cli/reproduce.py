@@ -1,0 +1,135 @@
+"""``stretto reproduce``: the papers' tables that can be recomputed."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stretto._api.reproduce import Correction, Figure, Reproduction, Series
+
+PAPERS = ("asc-wfbp", "libra", "aiacc", "deeppool")
+"""Named here too, so that ``--help`` imports no planner; a test compares them."""
+
+
+@click.command(name="reproduce")
+@click.argument("paper", type=click.Choice(PAPERS))
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+def command(paper: str, as_json: bool) -> None:
+    """Recomputes the figures of PAPER, ours beside the published ones.
+
+    A figure outside its tolerance is shown as missed, with the reason; what can't be
+    recomputed is listed with why, and the paper's errors with counterexamples.
+    """
+    from stretto._api.reproduce import reproduce
+
+    done = reproduce(paper)
+    if as_json:
+        click.echo(json.dumps(_finite(done.as_dict()), indent=2, allow_nan=False))
+        return
+    click.echo("\n".join(_lines(done)))
+
+
+def _lines(done: Reproduction) -> Iterator[str]:
+    yield done.title
+    for text in done.assumed:
+        yield f"  assumed: {text}"
+    for table, figures in groupby(
+        sorted(done.figures, key=_order(done)), key=lambda f: f.table
+    ):
+        yield ""
+        yield table
+        yield from _figures(list(figures))
+    for series in done.series:
+        yield ""
+        yield from _series(series)
+    yield ""
+    yield "corrections"
+    for correction in done.corrections:
+        yield from _correction(correction)
+    yield ""
+    yield "not recomputed"
+    for left in done.left:
+        yield from _wrapped(f"{left.item}: {left.reason}", "  ")
+    reached = sum(f.reached is True for f in done.figures)
+    missed = len(done.missed)
+    yield ""
+    yield f"{reached} figures reached, {missed} missed"
+
+
+def _order(done: Reproduction) -> Any:
+    """Tables in the order of their first figure."""
+    first: dict[str, int] = {}
+    for figure in done.figures:
+        first.setdefault(figure.table, len(first))
+    return lambda figure: first[figure.table]
+
+
+def _figures(figures: list[Figure]) -> Iterator[str]:
+    width = max(len(f.name) for f in figures)
+    for figure in figures:
+        error = figure.error
+        state = {True: "reached", False: "MISSED", None: ""}[figure.reached]
+        row = (
+            f"  {figure.name:<{width}}  {_number(figure.ours):>9}"
+            f"  {_published(figure):>12}  {figure.unit:<2}"
+            f"{'' if error is None else f'{error:+.1%}':>8}  {state}"
+        )
+        yield row.rstrip()
+        if figure.note and figure.reached is not True:
+            yield from _wrapped(figure.note, "      ")
+
+
+def _published(figure: Figure) -> str:
+    if figure.published is None:
+        return "-"
+    if figure.published_high is None:
+        return _number(figure.published)
+    return f"{_number(figure.published)}..{_number(figure.published_high)}"
+
+
+def _series(series: Series) -> Iterator[str]:
+    yield series.title + (f" ({series.note})" if series.note else "")
+    width = max(len(name) for name in (series.axis, *series.columns))
+    yield f"  {series.axis:<{width}}" + "".join(f"{x:>8}" for x in series.x)
+    for name, values in series.columns.items():
+        yield f"  {name:<{width}}" + "".join(f"{v:>8.3f}" for v in values)
+
+
+def _correction(correction: Correction) -> Iterator[str]:
+    yield from _wrapped(
+        f"{correction.where}: {correction.defect} -> {correction.reading}", "  "
+    )
+    if correction.shown:
+        state = "" if correction.holds is not False else " (NOT SHOWN)"
+        yield from _wrapped(f"computed: {correction.shown}{state}", "      ")
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text, 98, initial_indent=indent, subsequent_indent=indent + "  "
+    )
+
+
+def _number(value: float) -> str:
+    if math.isfinite(value) and value == round(value) and abs(value) < 1e6:
+        return f"{value:.0f}"
+    return f"{value:.4g}"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: such numbers become ``null``."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
