@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from stretto.sim.flows import Slice
 
 _INF = float("inf")
-_curve_caps = curve_caps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

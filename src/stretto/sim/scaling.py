@@ -1,0 +1,122 @@
+"""Step times over the number of ranks, from a few to a hundred thousand.
+
+The number of ranks enters a step only through a collective's start-up and the bytes it
+puts on the wire, so a point of the table costs one simulated step whatever its ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from stretto.errors import SpecError
+from stretto.schema import Plan
+from stretto.sim.bounds import lower_bound
+from stretto.sim.forward import forward_bound_s
+from stretto.sim.step import simulate_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from stretto.schema import Cluster, Workload
+
+MOST_RANKS = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingPoint:
+    """One step of a workload on so many ranks."""
+
+    ranks: int
+
+    iteration_s: float
+
+    exposed_communication_s: float
+
+    num_buckets: int
+
+    bound_s: float
+    """No plan with this one's overlap and algorithms is faster there."""
+
+    efficiency_ratio: float
+    """Computation alone / iteration: throughput per rank against one rank's."""
+
+
+def cluster_at(cluster: Cluster, ranks: int) -> Cluster:
+    """The same cluster with another number of ranks: more or fewer hosts.
+
+    Fewer ranks than a host has are one host with so many. On one host nothing crosses
+    the network, so what was fitted between hosts (``allreduce``, ``concurrency``) is
+    left out there.
+
+    Raises:
+        SpecError: the ranks do not fill hosts.
+    """
+    per_host = min(ranks, cluster.ranks_per_host)
+    if ranks < 1 or ranks % per_host:
+        raise SpecError(
+            f"ranks must be a multiple of ranks_per_host ({cluster.ranks_per_host}) or "
+            f"fewer, and >= 1, got {ranks}",
+            place=".ranks",
+        )
+    resized = replace(cluster, hosts=ranks // per_host, ranks_per_host=per_host)
+    if resized.hosts == 1 < cluster.hosts:
+        resized = replace(resized, allreduce=None, concurrency=None)
+    return resized
+
+
+def doubling_ranks(cluster: Cluster, *, most: int = MOST_RANKS) -> tuple[int, ...]:
+    """1, 2, 4, ... ranks as far as they fill hosts, then doubling hosts up to ``most``.
+
+    The last is ``most``, rounded down to whole hosts.
+    """
+    per_host = cluster.ranks_per_host
+    within = [1 << i for i in range(per_host.bit_length()) if 1 << i < per_host]
+    last = max(1, most // per_host)
+    hosts = [1 << i for i in range(last.bit_length()) if 1 << i < last]
+    return tuple(n for n in (*within, *(per_host * h for h in hosts), per_host * last))
+
+
+def scaling(
+    workload: Workload,
+    cluster: Cluster,
+    plan: Plan | Callable[[Workload, Cluster], Plan],
+    *,
+    ranks: Iterable[int] | None = None,
+) -> tuple[ScalingPoint, ...]:
+    """Step times over the number of ranks.
+
+    ``plan`` is one plan kept for all, or what makes one for each cluster (a planner's
+    ``plan``). ``ranks``: `doubling_ranks` up to 100,000 where absent.
+
+    Raises:
+        SpecError: ranks that do not fill hosts.
+        PlanMismatch: the plan is for another workload.
+    """
+    points = []
+    for count in doubling_ranks(cluster) if ranks is None else ranks:
+        resized = cluster_at(cluster, count)
+        if isinstance(plan, Plan):
+            here = replace(plan, ranks=count, predicted=None)
+        else:
+            here = plan(workload, resized)
+        result = simulate_step(workload, resized, here)
+        compute_s = workload.forward_s + workload.backward_s
+        algorithms = tuple(dict.fromkeys(b.algorithm for b in here.buckets))
+        if here.overlap == "forward":
+            bound_s = forward_bound_s(workload, resized, algorithms=algorithms)
+        else:
+            bound_s = lower_bound(workload, resized, algorithms=algorithms).value_s
+        points.append(
+            ScalingPoint(
+                ranks=count,
+                iteration_s=result.iteration_s,
+                exposed_communication_s=result.exposed_communication_s,
+                num_buckets=len(here.buckets),
+                bound_s=bound_s,
+                efficiency_ratio=compute_s / result.iteration_s
+                if result.iteration_s
+                else 1.0,
+            )
+        )
+    return tuple(points)
