@@ -88,6 +88,14 @@ class BurstNetwork:
             return size / link.flow_bytes_per_s + link.latency_s
         return ring_all_reduce_s(parameter_bytes, gpus, link)
 
+    @property
+    def sync_grows(self) -> bool:
+        """Whether more GPUs never synchronise in less time."""
+        return self.sync == "hidden" or (
+            self.far.latency_s >= self.near.latency_s
+            and self.far.flow_bytes_per_s <= self.near.flow_bytes_per_s
+        )
+
     def sample_s(self, layer: Layer) -> float:
         """Time to move one sample of a layer's output forward and its gradient back."""
         return 2.0 * layer.activation_bytes / self.transfer.flow_bytes_per_s

@@ -77,29 +77,16 @@ class BurstProblem:
         least GPU time, so that the others can't shorten any plan. About
         $2\sqrt{B}$ of ``all`` are left.
         """
-        every = cls(
-            profile=profile,
-            network=network,
-            gpus=gpus,
-            batch=batch,
-            widths=widths_of(widths, gpus, batch),
-            amplification_limit=amplification_limit,
-        )
-        smallest = {samples_on(batch, g): g for g in reversed(every.widths)}
-        useful = tuple(sorted(smallest.values()))
-        at = {g: i for i, g in enumerate(every.widths)}
-        instead = [at[smallest[samples_on(batch, g)]] for g in every.widths]
-        if (
-            len(useful) == len(every.widths)
-            or (every.node_s < every.node_s[:, instead]).any()
-        ):
-            return every
+        some = widths_of(widths, gpus, batch)
+        if network.sync_grows:
+            smallest = {samples_on(batch, g): g for g in reversed(some)}
+            some = tuple(sorted(smallest.values()))
         return cls(
             profile=profile,
             network=network,
             gpus=gpus,
             batch=batch,
-            widths=useful,
+            widths=some,
             amplification_limit=amplification_limit,
         )
 

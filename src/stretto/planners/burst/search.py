@@ -5,8 +5,8 @@ widths of the layers before and after it. In a block some branches take turns on
 GPUs of the layer before it (their times add), each other has GPUs of its own (the
 longest counts), and the GPUs of all that run at once are at most those of the block.
 
-First the last rule is left out, which gives lower bounds. Then only those rows of
-blocks that a shortest path uses are computed with it, until a shortest path has no
+First the last rule is left out, which gives lower bounds. Then only those entries of
+the tables that a shortest path uses are computed with it, until a shortest path has no
 other.
 
 Arrays carry a suffix: r rows, h widths before, k widths after, p capacities.
@@ -15,7 +15,9 @@ Arrays carry a suffix: r rows, h widths before, k widths after, p capacities.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from operator import neg
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -26,8 +28,6 @@ from stretto.planners.burst.evaluate import Choice
 from stretto.planners.burst.tree import Block, Chain, Edge
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from stretto.planners.burst.problem import BurstProblem, Floats, Ints
 
 _MOST_BRANCHES = 10
@@ -50,6 +50,32 @@ class _Moves:
         return _Moves(self.into and link == 0, self.out and link == len(chain.nodes))
 
 
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """A branch's times, falling, by the GPUs it may use."""
+
+    gpus: list[int]
+    times_s: list[float]
+
+    def need(self, time_s: float) -> int | None:
+        """The fewest GPUs with which it ends in time."""
+        at = bisect_left(self.times_s, -time_s, key=neg)
+        return self.gpus[at] if at < len(self.gpus) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The best way through a block between two widths."""
+
+    time_s: float
+    home: list[int]
+    """Branches that take turns."""
+
+    away: list[int]
+    gpus: list[int]
+    """Of those that take turns together, then of each beside them."""
+
+
 _STAY, _MOVE = _Moves(), _Moves(into=True, out=True)
 
 
@@ -65,6 +91,7 @@ class _Search:
         self._full: dict[tuple[int, _Moves], tuple[Ints, Floats]] = {}
         self._grids: dict[int, Ints] = {}
         self._curves: dict[tuple[int, int, _Moves], Floats] = {}
+        self._ways: dict[int, list[tuple[list[int], list[int]]]] = {}
         self._node_at = [0] * len(problem.profile.layers)
         self._first = [0] * len(problem.profile.layers)
         self._own: set[int] = set()
@@ -85,23 +112,24 @@ class _Search:
             self._block_free(link, _STAY).copy() if isinstance(link, Block) else None
             for link in chain.links
         ]
-        exact: set[tuple[int, int]] = set()
+        exact: set[tuple[int, int, int]] = set()
         while True:
             path, best_s = self._path(chain, start_s, tables, tree.target)
             if math.isinf(best_s):
                 return None
-            open_rows = [
-                (i, path[i])
+            found = [
+                (i, path[i], path[i + 1])
                 for i, table in enumerate(tables)
-                if table is not None and (i, path[i]) not in exact
+                if table is not None and (i, path[i], path[i + 1]) not in exact
             ]
-            if not open_rows:
+            if not found:
                 break
-            for i, head in open_rows:
+            for i, head, tail in found:
                 link, table = chain.links[i], tables[i]
                 if isinstance(link, Block) and table is not None:
-                    table[head] = self._row(link, head, problem.gpus, _STAY)
-                exact.add((i, head))
+                    pair = self._pair(link, head, tail, problem.gpus, _STAY)
+                    table[head, tail] = pair.time_s
+            exact.update(found)
         for node, at in zip(
             (tree.source, *chain.nodes, tree.target), path, strict=True
         ):
@@ -229,9 +257,11 @@ class _Search:
 
     # blocks
 
-    def _homes(self, block: Block) -> Iterator[tuple[list[int], list[int]]]:
+    def _homes(self, block: Block) -> list[tuple[list[int], list[int]]]:
         """Branches that take turns, and branches beside them, in every way."""
-        count = len(block.branches)
+        key, count = id(block), len(block.branches)
+        if key in self._ways:
+            return self._ways[key]
         if count > _MOST_BRANCHES:
             layers = self._problem.profile.layers
             raise SpecError(
@@ -239,10 +269,14 @@ class _Search:
                 f"{layers[block.source].name!r} has {count}: merge some of them",
                 place=".layers",
             )
+        ways = []
         for beside in range(2**count - 1):
             away = [b for b in range(count) if beside >> b & 1]
             if all(block.branches[b].nodes for b in away):
-                yield [b for b in range(count) if not beside >> b & 1], away
+                home = [b for b in range(count) if not beside >> b & 1]
+                ways.append((home, away))
+        self._ways[key] = ways
+        return ways
 
     def _block_free(self, block: Block, moves: _Moves) -> Floats:
         """Times by both widths where capacity is left out: a lower bound."""
@@ -270,11 +304,29 @@ class _Search:
             found.append((grid, self._curves[key]))
         return found
 
-    def _row(self, block: Block, head: int, cap: int, moves: _Moves) -> Floats:
-        """Times by the width after, from one width before, with ``cap`` GPUs."""
+    def _pair(
+        self, block: Block, head: int, tail: int, cap: int, moves: _Moves
+    ) -> _Pair:
+        """The best way through a block between two widths with ``cap`` GPUs."""
         turns = self._branch_curves(block, head, moves)
         beside = self._branch_curves(block, head, _MOVE)
-        return self._least(block, turns, beside, cap)
+        turn_lanes = [_Lane(grid.tolist(), c[:, tail].tolist()) for grid, c in turns]
+        lanes = [_Lane(grid.tolist(), c[:, tail].tolist()) for grid, c in beside]
+        turns_s = [lane.times_s[-1] for lane in turn_lanes]
+        lanes_s = [lane.times_s[-1] for lane in lanes]
+        ways = sorted(
+            (max(sum(turns_s[b] for b in home), *(lanes_s[b] for b in away), 0.0), i)
+            for i, (home, away) in enumerate(self._homes(block))
+        )
+        every, best = self._homes(block), _Pair(math.inf, [], [], [])
+        for bound_s, i in ways:
+            if bound_s >= best.time_s:
+                break
+            home, away = every[i]
+            used = [_together([turn_lanes[b] for b in home]), *(lanes[b] for b in away)]
+            if (found := _share(used, cap, best.time_s)) is not None:
+                best = _Pair(found[0], home, away, found[1])
+        return best
 
     def _least(
         self,
@@ -289,7 +341,7 @@ class _Search:
         for home, away in self._homes(block):
             if (_longest(*ends, home, away) < best_k).any():
                 lanes = [_sum_of([turns[b] for b in home]), *(beside[b] for b in away)]
-                np.minimum(best_k, _split(lanes, cap)[0], out=best_k)
+                np.minimum(best_k, _split(lanes, cap), out=best_k)
         return best_k
 
     def _block_full(self, block: Block, moves: _Moves) -> tuple[Ints, Floats]:
@@ -317,17 +369,10 @@ class _Search:
     def _place_block(
         self, block: Block, head: int, tail: int, cap: int, moves: _Moves, first: int
     ) -> None:
-        turns = [(g, c[:, [tail]]) for g, c in self._branch_curves(block, head, moves)]
-        beside = [(g, c[:, [tail]]) for g, c in self._branch_curves(block, head, _MOVE)]
-        best_s, best = math.inf, None
-        for home, away in self._homes(block):
-            lanes = [_sum_of([turns[b] for b in home]), *(beside[b] for b in away)]
-            time, gpus = _split(lanes, cap)
-            if time[0] < best_s:
-                best_s, best = float(time[0]), (home, away, gpus)
-        if best is None:
+        pair = self._pair(block, head, tail, cap, moves)
+        home, away, gpus = pair.home, pair.away, pair.gpus
+        if not home:
             raise AssertionError("a block on the path has a plan")
-        home, away, gpus = best
         for b in home:
             self._place(block.branches[b], head, tail, gpus[0], moves, first)
         first += gpus[0]
@@ -392,10 +437,56 @@ def _sum_of(curves: list[tuple[Ints, Floats]]) -> tuple[Ints, Floats]:
     return grid, total
 
 
-def _split(lanes: list[tuple[Ints, Floats]], cap: int) -> tuple[Floats, list[int]]:
+def _together(lanes: list[_Lane]) -> _Lane:
+    """Branches that take turns as one lane."""
+    if len(lanes) == 1:
+        return lanes[0]
+    if all(lane.gpus == lanes[0].gpus for lane in lanes):
+        times = [
+            sum(column) for column in zip(*(x.times_s for x in lanes), strict=True)
+        ]
+        return _Lane(lanes[0].gpus, times)
+    grid, total = _sum_of(
+        [(np.array(x.gpus), np.array(x.times_s)[:, None]) for x in lanes]
+    )
+    return _Lane(grid.tolist(), total[:, 0].tolist())
+
+
+def _share(
+    lanes: list[_Lane], cap: int, below_s: float
+) -> tuple[float, list[int]] | None:
+    """The least time below ``below_s`` in which all lanes end, and each lane's GPUs.
+
+    A time is met where the GPUs that each lane needs for it are together at most
+    ``cap``. The least is a time of some lane; in each it is found by halving.
+    """
+    best: tuple[float, list[int]] | None = None
+    for lane in lanes:
+        low, high = bisect_right(lane.times_s, -below_s, key=neg), len(lane.gpus)
+        while low < high:
+            middle = (low + high) // 2
+            needs = _all_needs(lanes, lane.times_s[middle])
+            if needs is not None and sum(needs) <= cap:
+                best, below_s = (lane.times_s[middle], needs), lane.times_s[middle]
+                low = middle + 1
+            else:
+                high = middle
+    return best
+
+
+def _all_needs(lanes: list[_Lane], time_s: float) -> list[int] | None:
+    needs = []
+    for lane in lanes:
+        if (need := lane.need(time_s)) is None:
+            return None
+        needs.append(need)
+    return needs
+
+
+def _split(lanes: list[tuple[Ints, Floats]], cap: int) -> Floats:
     """The least time in which all lanes end, sharing ``cap`` GPUs, for each column.
 
-    Also the GPUs of each lane in the first column. A time is met where the GPUs that
+    A time is met where the GPUs that
     each lane needs for it are together at most ``cap``; that only gets easier with more
     time, so the least is found by halving the sorted times of all lanes.
     """
@@ -413,8 +504,8 @@ def _split(lanes: list[tuple[Ints, Floats]], cap: int) -> tuple[Floats, list[int
         low = np.where(met, low, np.minimum(middle + 1, high))
     best_s = times[low, column]
     need = _needs(lanes, sizes, best_s)
-    best_s = np.where(sum(need) <= cap, best_s, np.inf)
-    return best_s, [int(n[0]) for n in need]
+    least_s: Floats = np.where(sum(need) <= cap, best_s, np.inf)
+    return least_s
 
 
 def _needs(
