@@ -18,7 +18,7 @@ from stretto.runtime import Recorder
 from stretto.sim.step import simulate_step
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from stretto.runtime import DistributedDataParallel
     from stretto.tune import Settled
@@ -79,8 +79,7 @@ class Keeper:
             (self._files.cluster, settled.cluster),
             (self._files.plan, settled.plan),
         ):
-            if path is not None:
-                _written(path, lambda v=value, p=path: v.save(p))
+            _write(path, value.save)
 
     def before_forward(self, model: DistributedDataParallel) -> None:
         """Records the steps after settling and writes them once there are enough."""
@@ -97,10 +96,8 @@ class Keeper:
         model.observe(None)
         self.done = True
         report = self._report(model, self._recorder)
-        if (path := self._files.trace) is not None:
-            _written(path, lambda: save_trace(path, report))
-        if (page := self._files.report) is not None:
-            _written(page, lambda: save(page, report))
+        _write(self._files.trace, lambda path: save_trace(path, report))
+        _write(self._files.report, lambda path: save(path, report))
 
     def _report(self, model: DistributedDataParallel, recorder: Recorder) -> DemoReport:
         timelines = recorder.timelines
@@ -150,9 +147,11 @@ class Keeper:
         )
 
 
-def _written(path: str, write: object) -> None:
+def _write(path: str | None, write: Callable[[str], None]) -> None:
+    """Writes a file that was asked for; one that can't be must not end the training."""
+    if path is None:
+        return
     try:
-        write()  # type: ignore[operator]
+        write(path)
     except SpecError as exc:
-        # A file that can't be written must not end the training.
         _log.warning("%s: not written: %s", path, exc)

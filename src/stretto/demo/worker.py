@@ -175,9 +175,8 @@ class Method:
 def measure_workload(task: Task) -> Workload:
     """The workload: training steps whose communication waits for backward's end."""
     settings = task.settings
-    trainee = Trainee(task, DistributedDataParallel(task.model(), **ALIKE))
-    model = trainee.model
-    assert isinstance(model, DistributedDataParallel)  # noqa: S101
+    model = DistributedDataParallel(task.model(), **ALIKE)
+    trainee = Trainee(task, model)
     profile = DeferredProfile(model)
     profile.start()
     warmup = 3
