@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto import planners
 from stretto.errors import SpecError
-from stretto.planners.base import with_prediction
+from stretto.planners.base import certified, with_prediction
 from stretto.sim.step import simulate_step
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def plan(
         SpecError: there is no such planner or option.
         Infeasible: no plan meets the limits.
     """
-    return planners.get(planner, **options).plan(workload, cluster)
+    chosen = planners.get(planner, **options).plan(workload, cluster)
+    return certified(chosen, workload, cluster)
 
 
 def simulate(workload: Workload, cluster: Cluster, plan: Plan) -> StepResult:

@@ -65,6 +65,7 @@ class ExhaustivePlanner(AbstractPlanner):
                     d.slices,
                     d.resources,
                     d.algorithms,
+                    d.overlap,
                 ),
                 d.collectives,
                 d.lanes,
@@ -77,6 +78,7 @@ def _drafts(workload: Workload, space: Space) -> Iterator[Draft]:
     fusions = all_fusions(workload)
     if not space.fusion:
         fusions = iter([capped_ends(workload, FIRST_CAP_BYTES, CAP_BYTES)])
+    overlaps = ("backward", "forward") if space.forward else ("backward",)
     kinds = list(itertools.product(space.resources, space.algorithms))
     for ends in fusions:
         for lanes in range(1, space.max_lanes + 1):
@@ -84,15 +86,17 @@ def _drafts(workload: Workload, space: Space) -> Iterator[Draft]:
                 slices = tuple(parts for _, parts in sending)
                 if max(slices) > 1 and not space.slices:
                     continue
-                for chosen in itertools.product(kinds, repeat=len(ends)):
-                    yield Draft(
-                        ends=ends,
-                        lanes=lanes,
-                        bucket_lanes=tuple(lane for lane, _ in sending),
-                        slices=slices,
-                        resources=tuple(resource for resource, _ in chosen),
-                        algorithms=tuple(algorithm for _, algorithm in chosen),
-                    )
+                for overlap in overlaps:
+                    for chosen in itertools.product(kinds, repeat=len(ends)):
+                        yield Draft(
+                            ends=ends,
+                            lanes=lanes,
+                            bucket_lanes=tuple(lane for lane, _ in sending),
+                            slices=slices,
+                            resources=tuple(resource for resource, _ in chosen),
+                            algorithms=tuple(algorithm for _, algorithm in chosen),
+                            overlap=overlap,
+                        )
 
 
 def all_fusions(workload: Workload) -> Iterator[tuple[int, ...]]:

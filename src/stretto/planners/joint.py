@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, final
 
-from stretto.errors import Infeasible
 from stretto.planners._joint.search import (
     EQUAL_RATIO,
     GAIN_RATIO,
@@ -14,12 +13,15 @@ from stretto.planners._joint.search import (
     Search,
 )
 from stretto.planners._joint.space import RUNNABLE_DIMS, checked_dims, space_of
-from stretto.planners._joint.starts import starts
+from stretto.planners._joint.starts import coarse, forward_starts, starts
 from stretto.planners.aiacc import MAX_LANES, AiaccPlanner
+from stretto.planners.asc_wfbp import AscWfbpPlanner
 from stretto.planners.base import AbstractPlanner, Draft, finish, positive
 from stretto.planners.ddp import DdpPlanner
 from stretto.planners.fusion import FusionPlanner
 from stretto.planners.horovod import HorovodPlanner
+from stretto.planners.libra import LibraPlanner
+from stretto.planners.libra_m import LibraMPlanner
 from stretto.planners.mg_wfbp import MgWfbpPlanner
 from stretto.planners.single import SinglePlanner
 from stretto.planners.wfbp import WfbpPlanner
@@ -36,6 +38,12 @@ CLIMBS = 4
 MORE_CLIMBS = 4
 """How often the best is climbed from again, as long as that helps."""
 
+FORWARD_STARTS = 8
+FORWARD_CLIMBS = 2
+
+LIBRA_TENSORS = 64
+"""Up to so many `libra`'s own search takes a tenth of a second."""
+
 CLIMBS_OF_FEW = 16
 """Where there are so few tensors that a climb costs next to nothing."""
 
@@ -46,9 +54,9 @@ class JointPlanner(AbstractPlanner):
 
     ``dims`` opens ``fusion``, ``lanes``, ``slices``, ``resource`` (the levels of the
     cluster's ``contention``) and ``algorithm`` (ring, halving-doubling, tree, and
-    hierarchical where hosts have several ranks), each for every bucket on its own;
-    ``"all"`` opens all. By default those that the runtime carries out today. Without
-    ``fusion`` the buckets are DDP's.
+    hierarchical where hosts have several ranks), each for every bucket on its own, and
+    overlap ``forward`` for all buckets; ``"all"`` opens all. By default those that the
+    runtime carries out today. Without ``fusion`` the buckets are DDP's.
 
     Multi-start hill climbing. Starts: for every number of lanes ``k`` up to
     ``max_lanes`` and every number of slices ``s`` that divides it, all buckets in ``s``
@@ -96,51 +104,56 @@ class JointPlanner(AbstractPlanner):
             return replace(DdpPlanner().plan(workload, cluster), planner=self.name)
         space = space_of(self._dims, self._max_lanes, workload, cluster)
         search = Search(workload, cluster, space, time_limit_s=self._time_limit_s)
-        for plan in self._others(workload, cluster, space):
-            draft = Draft.of(plan)
+        for draft, value_s in self._others(workload, cluster, space):
             if space.holds(draft):
-                search.take(draft, _iteration_s(plan))
+                search.take(draft, value_s)
         # Equal up to rounding is not slower.
         ceiling_s = search.best_s * (1.0 + GAIN_RATIO)
+        if len(space.resources) > 1 and space.fusion:
+            search.value_s(_libra_draft(workload, cluster))
         for draft in starts(workload, cluster, space, search.value_s):
             search.value_s(draft)
         for draft in search.leaders(CLIMBS_OF_FEW if search.few else CLIMBS):
             search.climb(draft)
-        for _ in range(MORE_CLIMBS):
-            before_s = search.best_s
-            search.climb(search.fastest())
-            if search.best_s >= before_s * (1.0 - GAIN_RATIO):
-                break
+        search.climb_on(MORE_CLIMBS)
+        if space.forward:
+            leaders = search.leaders(FORWARD_STARTS)
+            for draft in forward_starts(workload, space, leaders):
+                search.value_s(draft)
+            for draft in search.leaders(FORWARD_CLIMBS, "forward"):
+                search.climb(draft)
+            search.climb_on(1)
         chosen = search.sturdiest(ceiling_s) if self._sturdy else search.fastest()
         return finish(chosen, self.name, workload, cluster)
 
     def _others(
         self, workload: Workload, cluster: Cluster, space: Space
-    ) -> Iterator[Plan]:
-        yield DdpPlanner().plan(workload, cluster)
-        if not space.fusion:
-            return
-        for planner in (
-            SinglePlanner(),
-            WfbpPlanner(),
-            HorovodPlanner(),
-            MgWfbpPlanner(),
-            FusionPlanner(),
-            AiaccPlanner(max_lanes=space.max_lanes),
-        ):
-            yield planner.plan(workload, cluster)
-        # Imported here because the registry imports this module.
-        from stretto.planners import registry
+    ) -> Iterator[tuple[Draft, float]]:
+        planners: list[AbstractPlanner] = [DdpPlanner()]
+        if space.fusion:
+            planners += [
+                SinglePlanner(),
+                WfbpPlanner(),
+                HorovodPlanner(),
+                MgWfbpPlanner(),
+                FusionPlanner(),
+                AiaccPlanner(max_lanes=space.max_lanes),
+                AscWfbpPlanner(),
+            ]
+            if len(space.resources) > 1:
+                planners.append(LibraMPlanner())
+        for planner in planners:
+            plan = planner.plan(workload, cluster)
+            yield Draft.of(plan), _iteration_s(plan)
 
-        names = ["asc-wfbp"] if space.max_lanes > 1 else []
-        if len(space.resources) > 1:
-            names += ["libra-m", "libra"]
-        for name in names:
-            if name in registry.NAMES:
-                try:
-                    yield registry.get(name).plan(workload, cluster)
-                except Infeasible:
-                    continue  # it knows nothing of such a cluster
+
+def _libra_draft(workload: Workload, cluster: Cluster) -> Draft:
+    """What `libra` chooses; where there are many tensors, with neighbours joined."""
+    ends = tuple(range(1, len(workload.tensors) + 1))
+    if len(ends) > LIBRA_TENSORS:
+        workload, ends = coarse(workload, LIBRA_TENSORS)
+    draft = Draft.of(LibraPlanner().plan(workload, cluster))
+    return replace(draft, ends=tuple(ends[end - 1] for end in draft.ends))
 
 
 def _iteration_s(plan: Plan) -> float:

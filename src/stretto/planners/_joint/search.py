@@ -46,6 +46,8 @@ on the machine, so that the plan does not either."""
 GAIN_RATIO = 1e-9
 _FEW_TENSORS = 16
 _FEW_LANES = 3
+_FORWARD_WORK = 16
+"""The event engine's time for a collective, over the fast models'."""
 _POOL = 200
 
 
@@ -58,10 +60,12 @@ class _Models:
         self._mixed = MixedModel(workload, cluster)
 
     def iteration_s(self, draft: Draft) -> float:
-        """Iteration time of a draft under backward."""
+        """Iteration time of a draft with overlap ``backward`` or ``forward``."""
         sending = (draft.ends, draft.lanes, draft.bucket_lanes, draft.slices)
-        if draft.resources or draft.algorithms:
-            return self._mixed.iteration_s(*sending, draft.resources, draft.algorithms)
+        if draft.resources or draft.algorithms or draft.overlap == "forward":
+            return self._mixed.iteration_s(
+                *sending, draft.resources, draft.algorithms, draft.overlap
+            )
         return self._plain.iteration_s(*sending)
 
 
@@ -135,14 +139,14 @@ class Search:
         """Iteration time of a draft, simulated once."""
         value = self._values.get(draft)
         if value is None:
-            self._work += draft.collectives + len(draft.ends)
+            self._count(draft)
             value = self._models.iteration_s(draft)
             self.take(draft, value)
         return value
 
-    def leaders(self, number: int) -> list[Draft]:
-        """The fastest drafts, at most half of them of one family: the same numbers of
-        lanes and slices, resources and algorithms.
+    def leaders(self, number: int, overlap: str = "backward") -> list[Draft]:
+        """The fastest drafts of one overlap, at most half of them of one family: the
+        same numbers of lanes and slices, resources and algorithms.
         """
         chosen: list[Draft] = []
         of_family: dict[object, int] = {}
@@ -152,7 +156,9 @@ class Search:
                 max(draft.slices),
                 *map(frozenset, (draft.resources, draft.algorithms)),
             )
-            if draft.overlap != "backward" or of_family.get(family, 0) == number // 2:
+            if draft.overlap != overlap or of_family.get(family, 0) == max(
+                number // 2, 1
+            ):
                 continue
             of_family[family] = of_family.get(family, 0) + 1
             chosen.append(draft)
@@ -168,13 +174,27 @@ class Search:
             key=lambda d: (plainness(d), self._values[d]),
         )
 
+    def _count(self, draft: Draft) -> None:
+        work = draft.collectives + len(draft.ends)
+        if draft.overlap == "forward":
+            work *= _FORWARD_WORK
+        self._work += work
+
     def climb(self, draft: Draft) -> None:
         """Hill climbing from a draft towards the least iteration time.
 
         One that sends nothing under backward stays as it is: it has no moves.
         """
-        if draft.overlap == "backward":
+        if draft.overlap != "none":
             self._climbed(draft, self.value_s)
+
+    def climb_on(self, rounds: int) -> None:
+        """Climbs from the fastest draft again, as long as that helps."""
+        for _ in range(rounds):
+            before_s = self.best_s
+            self.climb(self.fastest())
+            if self.best_s >= before_s * (1.0 - GAIN_RATIO):
+                break
 
     def _ranked(self) -> list[Draft]:
         return sorted(self._values, key=lambda d: (self._values[d], plainness(d)))
@@ -209,7 +229,7 @@ class Search:
         limit_s = min(self.best_s * (1.0 + NEAR_RATIO), ceiling_s)
         near = [draft for draft in self._ranked() if self._values[draft] <= limit_s]
         draft = min(near[:_POOL], key=lambda d: (self._score(d), plainness(d)))
-        if draft.overlap == "backward":
+        if draft.overlap != "none":
             draft = self._climbed(draft, lambda d: self._score_within(d, limit_s))
         good_s = self._score(draft) * (1.0 + EQUAL_RATIO)
         draft = min(
@@ -241,7 +261,7 @@ class Search:
                     late_s = (pace - 1.0) * self.workload.backward_s
                     score += self.value_s(draft) + late_s
                 else:
-                    self._work += draft.collectives + len(draft.ends)
+                    self._count(draft)
                     score += models.iteration_s(draft)
             self._scores[draft] = score
         return score

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stretto.planners.base import Draft
     from stretto.schema import Cluster, Workload
 
-DIMS = ("fusion", "lanes", "slices", "resource", "algorithm")
+DIMS = ("fusion", "lanes", "slices", "resource", "algorithm", "forward")
 """Everything that can be chosen."""
 
 RUNNABLE_DIMS = ("fusion", "lanes", "slices")
@@ -39,6 +39,9 @@ class Space:
 
     algorithms: tuple[str, ...] = ("ring",)
 
+    forward: bool = False
+    """Whether all-gathers may go on into the next forward, for all buckets alike."""
+
     @property
     def mixed(self) -> bool:
         """Whether buckets may differ from a ring with the default resource."""
@@ -51,6 +54,7 @@ class Space:
             and (self.slices or max(draft.slices) == 1)
             and set(draft.resources).issubset((None, *self.resources))
             and set(draft.algorithms).issubset(self.algorithms)
+            and (self.forward or draft.overlap != "forward")
         )
 
 
@@ -74,6 +78,7 @@ def space_of(
         slices="slices" in dims,
         resources=resources,
         algorithms=algorithms,
+        forward="forward" in dims and cluster.ranks > 1,
     )
 
 

@@ -14,12 +14,59 @@ from stretto.planners.fusion import FusionProblem
 from stretto.sim.fast import MixedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from stretto.planners._joint.space import Space
-    from stretto.schema import Cluster, Workload
+    from stretto.schema import Cluster, TensorSpec, Workload
 
 _KINDS = 3
+_FORWARD_CAPS_MIB = (1, 4, 16, 64)
+
+
+def forward_starts(
+    workload: Workload, space: Space, drafts: Sequence[Draft]
+) -> Iterator[Draft]:
+    """Drafts with overlap ``forward``: the fastest without it, and like buckets of
+    several sizes on one lane, of the fastest one's kind.
+    """
+    for draft in drafts:
+        yield replace(draft, overlap="forward")
+    best = drafts[0]
+    kind = (best.resources or (None,))[0], (best.algorithms or ("ring",))[0]
+    for mib in _FORWARD_CAPS_MIB if space.fusion else ():
+        draft = Draft.in_turn(capped_ends(workload, mib << 20, mib << 20))
+        yield replace(_of_kind(draft, *kind), overlap="forward")
+
+
+def coarse(workload: Workload, tensors: int) -> tuple[Workload, tuple[int, ...]]:
+    """The workload with neighbours joined until few tensors are left, and where in the
+    whole workload each of these ends.
+
+    Joined are tensors of one type of which together no more than a share of the bytes
+    and of the time of backward comes, so what is large or far apart stays apart.
+    """
+    share_bytes = 2 * workload.total_bytes / tensors
+    share_s = 2 * workload.backward_s / tensors
+    joined: list[TensorSpec] = []
+    ends: list[int] = []
+    begin_s = 0.0
+    for i, tensor in enumerate(workload.tensors):
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.dtype == tensor.dtype
+            and last.bytes + tensor.bytes <= share_bytes
+            and tensor.ready_s - begin_s <= share_s
+        ):
+            joined[-1] = replace(
+                tensor, name=last.name, bytes=last.bytes + tensor.bytes
+            )
+            ends[-1] = i + 1
+        else:
+            joined.append(tensor)
+            ends.append(i + 1)
+            begin_s = tensor.ready_s
+    return replace(workload, tensors=tuple(joined)), tuple(ends)
 
 
 def starts(
@@ -28,7 +75,7 @@ def starts(
     space: Space,
     value_s: Callable[[Draft], float],
 ) -> Iterator[Draft]:
-    """The drafts from which to search in a space.
+    """The drafts with overlap ``backward`` from which to search in a space.
 
     Without fusion DDP's buckets, sent in every way that is the same for all. Of the
     pairs of resource and algorithm the best few are tried on several lanes.
