@@ -1,4 +1,14 @@
-"""Computation and communication on one device slow each other: LIBRA section III."""
+r"""Computation and communication on one device slow each other: LIBRA section III.
+
+With several flows at once, each reaches the least of three: what its resource lets the
+device send (the curve, ``overlapped`` beside computation), what $\gamma_k$ leaves of a
+flow's rate, and its share of the link. The slowest part of a chain sets its pace: a
+device slowed to 30 MB/s per flow loses nothing where the link gives each flow 20. The
+other reading multiplies, share times ``overlapped`` / ``exclusive``; flows that only
+wait for the link would leave part of it idle though each could send faster. Fits follow
+the first (`stretto.cost.fit`): a slow-down that was measured on $k$ lanes lowers the
+curve until it binds at $k$, so what was measured is predicted.
+"""
 
 from __future__ import annotations
 

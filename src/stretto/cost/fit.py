@@ -7,6 +7,7 @@ import math
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from stretto.cost.piecewise import fit_piecewise
 from stretto.cost.regression import standard_errors
 from stretto.errors import Infeasible, NoisyProfile, SpecError
 from stretto.schema import (
@@ -63,8 +64,9 @@ def fit_cluster(
     ``provenance["fit"]["link_reached"]`` is false, and the true link may be faster.
     A flow within 5 % of the link counts as not capped (``stream_bytes_per_s`` null).
 
-    ``provenance["fit"]`` of the result keeps each sample with its prediction, and in
-    ``uncertainty_ratio`` how sure the fit is of the start-up and the two rates.
+    ``provenance["fit"]`` of the result keeps each sample with its prediction; in
+    ``uncertainty_ratio`` how sure the fit is of the start-up and the two rates; in
+    ``piecewise`` two or three lines where small messages ask for lines of their own.
 
     Raises:
         SpecError: too few samples, or samples of differing numbers of ranks.
@@ -117,6 +119,7 @@ def fit_cluster(
         "median_error": error,
         "worst_error": max(errors or [0.0]),
         "residuals": residuals,
+        "piecewise": _piecewise(rows),
         "contention": [_contention_row(s) for s in beside],
     }
     cluster = Cluster(
@@ -171,6 +174,32 @@ def check_capacity(cluster: Cluster) -> None:
                 f"{k * alone / link:.4g}, got {value:.4g}. Measure the network again "
                 "(`stretto probe`)"
             )
+
+
+def _piecewise(rows: Sequence[CollectiveSample]) -> dict[str, Any] | None:
+    """Lines through one lane's times where one line is not enough, else ``None``.
+
+    Planners reckon with one line, which large messages decide; this says what small
+    ones follow.
+    """
+    try:
+        fit = fit_piecewise(s for s in rows if s.lanes == 1)
+    except Infeasible:  # too unsteady for lines of their own
+        return None
+    if len(fit.value.segments) == 1:
+        return None
+    return {
+        "mean_error": fit.mean_error_ratio,
+        "worst_error": fit.worst_error_ratio,
+        "segments": [
+            {
+                "from_bytes": segment.from_bytes,
+                "startup_s": segment.startup_s,
+                "s_per_byte": segment.s_per_byte,
+            }
+            for segment in fit.value.segments
+        ],
+    }
 
 
 def _check(rows: Sequence[CollectiveSample], ranks: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from stretto.cost.contention import curve_bytes_per_s
 from stretto.cost.regression import NOISE_RATIO, Fitted, standard_errors
 from stretto.errors import Infeasible, SpecError
-from stretto.schema import ComputeContention, RateCurve
+from stretto.schema import ComputeContention, Contention, RateCurve
 from stretto.units import format_rate
 
 if TYPE_CHECKING:
@@ -173,6 +173,61 @@ def _least_squares(matrix: NDArray[np.float64]) -> tuple[float, ...]:
     scale = np.linalg.norm(matrix, axis=0)
     solution, *_ = np.linalg.lstsq(matrix / scale, np.ones(len(matrix)), rcond=None)
     return tuple(float(v) for v in solution / scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContentionFit:
+    """The three fits of LIBRA section III-A and what they make together."""
+
+    slowdown: Fitted[ComputeContention]
+
+    overlapped: Fitted[RateCurve]
+    """Of $p$: beside computation."""
+
+    exclusive: Fitted[RateCurve]
+    """Of $q$: alone."""
+
+    value: Contention
+
+
+def fit_contention(
+    slowdowns: Iterable[SlowdownSample],
+    overlapped: Iterable[RateSample],
+    exclusive: Iterable[RateSample],
+    *,
+    link_bytes_per_s: float,
+    gamma4: float | None = GAMMA4,
+) -> ContentionFit:
+    """Contention as planners take it, with every level at which $p$ was measured.
+
+    Raises:
+        SpecError, Infeasible: as `fit_slowdown` and `fit_rate_curve`; Infeasible too
+            where the line of slow-downs leaves no computation at one of the levels.
+    """
+    overlapped = list(overlapped)
+    line = fit_slowdown(slowdowns)
+    levels = tuple(sorted({sample.resource for sample in overlapped}))
+    left = line.value.alpha1 - line.value.alpha2 * levels[-1] if levels else 1.0
+    if left <= 0:
+        raise Infeasible(
+            f"the fitted rate of computation is {left:.3g} at resource {levels[-1]}, "
+            "where transmission was measured: measure computation there too"
+        )
+    curves = [
+        fit_rate_curve(samples, link_bytes_per_s=link_bytes_per_s, gamma4=gamma4)
+        for samples in (overlapped, exclusive)
+    ]
+    return ContentionFit(
+        slowdown=line,
+        overlapped=curves[0],
+        exclusive=curves[1],
+        value=Contention(
+            compute=line.value,
+            overlapped=curves[0].value,
+            exclusive=curves[1].value,
+            resources=levels,
+        ),
+    )
 
 
 def _linear_part(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -303,3 +304,15 @@ def test_the_fit_says_how_sure_it_is():
     alone = fitted(sampled(noise=0.005, lanes=(1,), **LAB)).provenance["fit"]
     assert alone["uncertainty_ratio"]["link"] is None
     assert 0 < alone["uncertainty_ratio"]["flow"] < 0.1
+
+
+def test_small_messages_that_follow_a_line_of_their_own_are_told():
+    assert fitted(sampled(**LAB)).provenance["fit"]["piecewise"] is None
+    samples = [
+        replace(s, duration_s=s.duration_s / 4) if s.size_bytes < 2**15 else s
+        for s in sampled(sizes=tuple(2**e for e in range(10, 25)), **LAB)
+    ]
+    found = fitted(samples).provenance["fit"]["piecewise"]
+    assert found["mean_error"] < 0.01
+    assert [s["from_bytes"] for s in found["segments"]] == [0, 2**15]
+    assert found["segments"][1]["startup_s"] == pytest.approx(8e-4, rel=1e-6)

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.cost import curve_bytes_per_s
-from stretto.cost.libra import RateSample, SlowdownSample, fit_rate_curve, fit_slowdown
+from stretto.cost.libra import (
+    RateSample,
+    SlowdownSample,
+    fit_contention,
+    fit_rate_curve,
+    fit_slowdown,
+)
 from stretto.cost.regression import standard_errors
 from stretto.errors import Infeasible, SpecError
 from stretto.schema import RateCurve
@@ -172,3 +178,30 @@ def test_standard_errors_are_those_of_a_straight_line():
     assert errors[0] == pytest.approx(math.sqrt(s2 * (1 / 4 + 2.25 / 5)), rel=1e-12)
     assert standard_errors([(1.0, 2.0)], [0.0]) == [math.inf, math.inf]
     assert standard_errors([(1.0, 2.0)] * 3, [0.0] * 3) == [math.inf, math.inf]
+
+
+def test_three_fits_make_a_contention():
+    beside = RateCurve(gamma1=4.5e9, gamma2=4e9, gamma3=0.03, gamma4=0.6)
+    alone = RateCurve(gamma1=5e9, gamma2=4.4e9, gamma3=0.03, gamma4=0.6)
+    fit = fit_contention(
+        slowdowns(1.0, 1.3445e-4),
+        rates(beside),
+        rates(alone),
+        link_bytes_per_s=6.25e9,
+    )
+    assert fit.value.resources == LEVELS
+    assert fit.value.compute.alpha2 == pytest.approx(1.3445e-4, rel=1e-6)
+    for found, truth in (
+        (fit.value.overlapped, beside),
+        (fit.value.exclusive, alone),
+    ):
+        assert curve_bytes_per_s(found, 512) == pytest.approx(
+            curve_bytes_per_s(truth, 512), rel=1e-4
+        )
+    with pytest.raises(Infeasible, match="measure computation there too"):
+        fit_contention(
+            slowdowns(1.0, 2e-4, levels=(128, 256)),
+            rates(beside, levels=(128, 8192)),
+            rates(alone),
+            link_bytes_per_s=6.25e9,
+        )

@@ -183,6 +183,25 @@ def test_a_hidden_collective_delays_the_step_by_what_it_takes_from_compute():
     assert result.iteration_s == pytest.approx(50 + 7 * 0.4, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("gamma2", "rate"),
+    [
+        (1.5, 0.8),  # 2 / 1.5 each by gamma: the device's 0.8 binds
+        (4.0, 0.5),  # 2 / 4 each: the network binds, the device is fast enough
+    ],
+)
+def test_beside_computation_the_slowest_of_device_gamma_and_link_binds(gamma2, rate):
+    constant = RateCurve(gamma1=0.8, gamma2=0.0, gamma3=0.0, gamma4=0.0)
+    on = cluster(
+        concurrency=Concurrency(gamma=(1.0, gamma2)),
+        contention=contended(overlapped=constant),
+    )
+    work = workload([(4, 0.0), (4, 0.0)], backward_s=100.0)
+    result = simulate_step(work, on, plan(work, on, [((0,), 0), ((1,), 1)], lanes=2))
+    sends = [s for s in result.timeline.spans if s.args["kind"] == "send"]
+    assert [s.end_s for s in sends] == pytest.approx([1 + 4 / rate] * 2, rel=1e-12)
+
+
 def test_what_is_left_after_compute_goes_at_the_exclusive_rate():
     # 3 s of work at 0.6 are 5 s: 1 of start-up, 4 at 1 B/s; 6 of 10 bytes at 2 B/s.
     work = workload([(10, 0.0)], backward_s=3.0)
