@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stretto import planners
-from stretto.errors import SpecError
 from stretto.planners.base import certified, with_prediction
+from stretto.sim.scaling import cluster_at
 from stretto.sim.step import simulate_step
 
 if TYPE_CHECKING:
@@ -67,13 +66,4 @@ def resized(cluster: Cluster, ranks: int) -> Cluster:
     Raises:
         SpecError: the ranks do not fill whole hosts.
     """
-    if ranks == cluster.ranks:
-        return cluster
-    each = cluster.ranks_per_host
-    if 0 < ranks < each:
-        return replace(cluster, hosts=1, ranks_per_host=ranks)
-    if ranks < 1 or ranks % each:
-        raise SpecError(
-            f"ranks must fill whole hosts of {each}, or a part of one; got {ranks}"
-        )
-    return replace(cluster, hosts=ranks // each)
+    return cluster_at(cluster, ranks)

@@ -55,8 +55,8 @@ def cluster_at(cluster: Cluster, ranks: int) -> Cluster:
     per_host = min(ranks, cluster.ranks_per_host)
     if ranks < 1 or ranks % per_host:
         raise SpecError(
-            f"ranks must be a multiple of ranks_per_host ({cluster.ranks_per_host}) or "
-            f"fewer, and >= 1, got {ranks}",
+            f"ranks must fill whole hosts of {cluster.ranks_per_host}, or a part of "
+            f"one; got {ranks}",
             place=".ranks",
         )
     resized = replace(cluster, hosts=ranks // per_host, ranks_per_host=per_host)
