@@ -82,6 +82,41 @@ def show(
 @command.command()
 @click.argument("name", metavar="NAME")
 @click.option(
+    "-o", "--output", metavar="FILE", required=True, help="the profile file to write"
+)
+@click.option("--size", type=click.IntRange(min=1), help="pixels or tokens a side")
+@click.option(
+    "--samples",
+    multiple=True,
+    type=click.IntRange(min=1),
+    help="a number of samples on one device; give it several times",
+)
+@click.option(
+    "--device",
+    type=click.Choice(list(zoo.DEVICES)),
+    default="a100",
+    show_default=True,
+    help="whose roofline to use",
+)
+def layers(
+    name: str, output: str, size: int | None, samples: tuple[int, ...], device: str
+) -> None:
+    """Writes model NAME as a layer profile for `stretto burst plan`."""
+    chosen = {"samples": samples} if samples else {}
+    made = zoo.layer_profile(name, size=size, device=device, **chosen)
+    made.save(output)
+    counts = [time.samples for time in made.layers[0].times]
+    click.echo(
+        f"{name}: {len(made.layers)} layers, {made.parameter_bytes / 1e6:.1f} MB, "
+        f"{counts[0]} to {counts[-1]} samples on {made.device} "
+        f"({made.provenance['times']})"
+    )
+    click.echo(f"written to {output}")
+
+
+@command.command()
+@click.argument("name", metavar="NAME")
+@click.option(
     "-o", "--output", metavar="FILE", required=True, help="the cluster file to write"
 )
 @click.option("--hosts", type=click.IntRange(min=1), help="other than the paper's")

@@ -3,6 +3,7 @@
 from stretto.zoo.clusters import CLUSTERS, cluster
 from stretto.zoo.graph import Layer, LayerGraph, Parameter
 from stretto.zoo.models import MODELS, model
+from stretto.zoo.profiles import layer_profile
 from stretto.zoo.timing import ANCHORS, DEVICES, Anchor, Device, anchor, workload
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Parameter",
     "anchor",
     "cluster",
+    "layer_profile",
     "model",
     "workload",
 ]

@@ -127,6 +127,19 @@ def test_aiacc_score():
     assert score(0.0, 64, 0) == float("inf")
 
 
+def test_deeppool_vgg():
+    data = "vgg16, 8 GPUs, batch 32: data parallel, measured all-reduces"
+    assert figure("deeppool", data).ours == pytest.approx(13.57, rel=0.1)
+    ratio = "vgg16: burst parallel within 5 over data parallel, measured all-reduces"
+    assert figure("deeppool", ratio).ours > 1.2
+
+
+def test_deeppool_algorithm_1_passes_its_limit():
+    shown = done("deeppool").corrections[1].shown
+    passed, total = int(shown.split()[0]), int(shown.split()[2])
+    assert passed > total / 4
+
+
 def test_libra_at_scale():
     """+15 to 25 % over the greedy at 2048 ranks, for latencies from 10 to 30 us."""
     ours = [

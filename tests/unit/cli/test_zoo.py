@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from stretto.cli._main import group
 from stretto.errors import SpecError
 from stretto.schema import Cluster, Workload
+from stretto.schema.burst import LayerProfile
 
 
 def run(*args):
@@ -44,6 +45,18 @@ def test_cluster_writes_a_cluster(tmp_path):
     text = run("cluster", "libra", "-o", path, "--hosts", 64).output
     assert "assumed: " in text
     assert Cluster.load(path).ranks == 64
+
+
+def test_layers_writes_a_profile(tmp_path):
+    path = tmp_path / "p.json"
+    text = run("layers", "vgg16", "-o", path).output
+    assert "22 layers" in text
+    assert "sums published" in text
+    counts = ["--samples", 4, "--samples", 2, "--device", "v100"]
+    run("layers", "resnet50", "-o", path, *counts)
+    made = LayerProfile.load(path)
+    assert [t.samples for t in made.layers[0].times] == [2, 4]
+    assert made.device == "V100"
 
 
 def test_what_is_made_can_be_planned(tmp_path):
