@@ -121,9 +121,7 @@ def _table_3() -> list[Figure]:
     samples = [2**i for i in range(11)]
     for name, published in _SEARCHED_S.items():
         profile = zoo.layer_profile(name, samples=samples)
-        took = []
-        for gpus in (8, 1024):
-            took.append(min(_search_s(profile, gpus) for _ in range(3)))
+        took = [min(_search_s(profile, gpus) for _ in range(3)) for gpus in (8, 1024)]
         figures += [
             Figure(
                 table="Table 3",
