@@ -119,7 +119,9 @@ def fit_piecewise(
     firsts = best[1]
     segments = []
     for first, end in zip(firsts, [*firsts[1:], len(rows)], strict=True):
-        startup_s, s_per_byte = sums.line(first, end)
+        # From its own samples: sums over all would round off what large ones add.
+        own = _Sums(size[first:end], time_s[first:end])
+        startup_s, s_per_byte = own.line(free=first > 0)
         segments.append(
             Segment(
                 from_bytes=int(size[first]) if first else 0,
@@ -156,20 +158,23 @@ class _Sums:
             ]
         )
 
-    def line(self, first: int, end: int) -> tuple[float, float]:
-        """Start-up and seconds per byte for the samples from first to before end."""
-        startup_s, slope, _ = self._solve(first, end)
+    def line(self, *, free: bool) -> tuple[float, float]:
+        """Start-up and seconds per byte of all samples; ``free``: the start-up may be
+        below zero.
+        """
+        end = self._prefix.shape[1] - 1
+        startup_s, slope, _ = self._solve(0, end, free=free)
         return startup_s, slope / self._scale
 
     def misfit(self, first: int, end: int) -> float:
         """Sum of squares of the relative errors there; infinite for a last segment
         that does not rise.
         """
-        _, slope, misfit = self._solve(first, end)
+        _, slope, misfit = self._solve(first, end, free=first > 0)
         last = end == self._prefix.shape[1] - 1
         return math.inf if last and slope <= 0 else misfit
 
-    def _solve(self, first: int, end: int) -> tuple[float, float, float]:
+    def _solve(self, first: int, end: int, *, free: bool) -> tuple[float, float, float]:
         aa, ab, bb, a1, b1 = (
             float(v) for v in self._prefix[:, end] - self._prefix[:, first]
         )
@@ -182,7 +187,7 @@ class _Sums:
         # No time falls with the size, and the first line begins at or above zero.
         if slope <= 1e-6 * abs(startup_s):
             startup_s, slope = a1 / aa, 0.0
-        elif first == 0 and startup_s < 0:
+        elif not free and startup_s < 0:
             startup_s, slope = 0.0, b1 / bb
         misfit = (
             count

@@ -71,6 +71,17 @@ def test_noise_does_not_ask_for_segments_and_shows_as_uncertainty():
         assert abs(getattr(line, name) - truth) < 4 * error
 
 
+def test_lines_over_nine_decades_are_exact():
+    def truth(m):
+        return 5e-6 + 1e-9 * m if m < 2**13 else 3e-5 + 1e-10 * m
+
+    sizes = [2**e for e in range(2, 31)]
+    fit = fit_piecewise(samples((m, truth(m)) for m in sizes))
+    assert [s.from_bytes for s in fit.value.segments] == [0, 2**13]
+    assert fit.worst_error_ratio < 1e-9
+    assert fit.value.linear().s_per_byte == pytest.approx(1e-10, rel=1e-9)
+
+
 def exhaustive(pairs, most):
     """The least misfit over all partitions into up to ``most`` runs of three."""
     import numpy as np
