@@ -51,3 +51,13 @@ def plan(problem: BurstProblem) -> BurstPlan:
         SpecError: the graph is not series-parallel, or a needed time is not profiled.
     """
     return planning.plan(problem)
+
+
+def front(problem: BurstProblem) -> list[BurstPlan]:
+    """The plans between which time is bought with GPU time, the fastest first.
+
+    Raises:
+        Infeasible: none keeps the limit; the nearest limit that one keeps is named.
+        SpecError: the graph is not series-parallel, or a needed time is not profiled.
+    """
+    return planning.plans_of_front(problem)

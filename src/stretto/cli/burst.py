@@ -32,6 +32,9 @@ def command() -> None:
     help="the most GPU time of a layer, against its time on one GPU",
 )
 @click.option(
+    "--front", is_flag=True, help="all best pairs of time and GPU time, not one plan"
+)
+@click.option(
     "--cluster",
     "cluster_file",
     metavar="CLUSTER",
@@ -51,6 +54,7 @@ def plan_command(
     gpus: int,
     batch: int,
     limit: float | None,
+    front: bool,
     cluster_file: str | None,
     widths: str,
     output: str | None,
@@ -65,6 +69,10 @@ def plan_command(
     from stretto.schema import Cluster
     from stretto.schema.burst import LayerProfile
 
+    if front and output is not None:
+        raise click.UsageError(
+            "-o writes one plan, --front gives several: choose one of them"
+        )
     profile = LayerProfile.load(profile_file)
     cluster = None if cluster_file is None else Cluster.load(cluster_file)
     with _planning.progress(f"planning {profile.name}"):
@@ -77,19 +85,24 @@ def plan_command(
             widths=widths,
             cluster=cluster,
         )
-        plan = burst.plan(problem)
+        plans = burst.front(problem) if front else [burst.plan(problem)]
         search_s = time.perf_counter() - begin_s
     if output is not None:
-        plan.save(output)
-    row = _row_of(plan)
+        plans[0].save(output)
+    rows = [_row_of(plan) for plan in plans]
     if as_json:
         about = {"profile": profile.name, "gpus": gpus, "batch": batch}
         timed = {"search_s": search_s}
-        click.echo(_planning.json_text(about | row | timed))
+        chosen = {"front": rows} if front else rows[0]
+        click.echo(_planning.json_text(about | chosen | timed))
         return
-    for entry in plan.layers:
+    if front:
+        for row in rows:
+            click.echo(_summary(row))
+        return
+    for entry in plans[0].layers:
         click.echo(f"{entry.gpus:>6}  {entry.layer}")
-    click.echo(_summary(row))
+    click.echo(_summary(rows[0]))
 
 
 def _row_of(plan: BurstPlan) -> dict[str, Any]:

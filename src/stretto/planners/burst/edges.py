@@ -111,6 +111,17 @@ class EdgeCost:
         return best
 
 
+def min_plus(left_rh: Floats, right_hk: Floats) -> Floats:
+    """The min-plus product."""
+    if left_rh.size * right_hk.shape[1] <= 2**20:
+        small_rk: Floats = (left_rh[:, :, None] + right_hk).min(axis=1)
+        return small_rk
+    out_rk: Floats = left_rh[:, :1] + right_hk[0]
+    for h in range(1, len(right_hk)):
+        np.minimum(out_rk, left_rh[:, h : h + 1] + right_hk[h], out=out_rk)
+    return out_rk
+
+
 def _before(values_rh: Floats) -> Floats:
     """The least of all values before each, infinite for the first."""
     least = np.full_like(values_rh, np.inf)

@@ -11,6 +11,7 @@ import numpy as np
 from stretto.errors import Infeasible
 from stretto.planners.burst.edges import EdgeCost
 from stretto.planners.burst.evaluate import Choice, evaluate
+from stretto.planners.burst.front import front
 from stretto.planners.burst.search import shortest
 from stretto.schema.burst import BurstPlan, BurstPrediction, LayerGpus
 
@@ -29,14 +30,32 @@ def plan(problem: BurstProblem) -> BurstPlan:
     """
     found = shortest(problem)
     if found is None:
-        limit = problem.amplification_limit
-        nearest = nearest_limit(problem)
-        raise Infeasible(
-            f"no plan for {problem.profile.name!r} keeps every layer's GPU time within "
-            f"{limit:g} times that on one GPU: the nearest limit that one keeps is "
-            f"{_rounded_up(nearest):.6g}. Give that limit or a higher one"
-        )
+        raise _infeasible(problem)
     return plan_of(problem, found[1])
+
+
+def plans_of_front(problem: BurstProblem) -> list[BurstPlan]:
+    """The plans between which time is bought with GPU time, the fastest first.
+
+    See `front` for what is exact.
+
+    Raises:
+        Infeasible: none keeps the limit; the nearest limit that one keeps is named.
+        SpecError: the graph is not series-parallel, or a needed time is not profiled.
+    """
+    found = front(problem)
+    if not found:
+        raise _infeasible(problem)
+    return [plan_of(problem, choice) for _, choice in found]
+
+
+def _infeasible(problem: BurstProblem) -> Infeasible:
+    limit, nearest = problem.amplification_limit, nearest_limit(problem)
+    return Infeasible(
+        f"no plan for {problem.profile.name!r} keeps every layer's GPU time within "
+        f"{limit:g} times that on one GPU: the nearest limit that one keeps is "
+        f"{_rounded_up(nearest):.6g}. Give that limit or a higher one"
+    )
 
 
 def plan_of(problem: BurstProblem, choice: Choice) -> BurstPlan:

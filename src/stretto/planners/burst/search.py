@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from stretto.errors import SpecError
-from stretto.planners.burst.edges import EdgeCost
+from stretto.planners.burst.edges import EdgeCost, min_plus
 from stretto.planners.burst.evaluate import Choice
 from stretto.planners.burst.tree import Block, Chain, Edge
 
@@ -224,7 +224,7 @@ class _Search:
             return edge.dense_hk[heads] if times_rh is None else edge.relax(times_rh)
         if caps is None:
             table_hk = self._block_free(link, moves)
-            return table_hk[heads] if times_rh is None else _product(times_rh, table_hk)
+            return table_hk[heads] if times_rh is None else min_plus(times_rh, table_hk)
         grid, full_phk = self._block_full(link, moves)
         at = np.searchsorted(grid, caps, side="right") - 1
         if times_rh is None:
@@ -234,7 +234,7 @@ class _Search:
         out_rk = np.full_like(times_rh, np.inf)
         for p in np.unique(at[at >= 0]):
             rows = at == p
-            out_rk[rows] = _product(times_rh[rows], full_phk[p])
+            out_rk[rows] = min_plus(times_rh[rows], full_phk[p])
         return out_rk
 
     def _grid(self, chain: Chain) -> Ints:
@@ -400,17 +400,6 @@ class _Search:
             if isinstance(link, Block):
                 self._place_block(link, before, tail, cap, moves.of(chain, i), first)
             tail = before
-
-
-def _product(left_rh: Floats, right_hk: Floats) -> Floats:
-    """The min-plus product."""
-    if left_rh.size * right_hk.shape[1] <= 2**20:
-        small_rk: Floats = (left_rh[:, :, None] + right_hk).min(axis=1)
-        return small_rk
-    out_rk: Floats = left_rh[:, :1] + right_hk[0]
-    for h in range(1, len(right_hk)):
-        np.minimum(out_rk, left_rh[:, h : h + 1] + right_hk[h], out=out_rk)
-    return out_rk
 
 
 def _longest(
