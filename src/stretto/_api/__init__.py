@@ -1,5 +1,12 @@
 """What a program calls: a few lines of wiring each."""
 
-from stretto._api.planning import compare, plan, predicted, resized, simulate
+from stretto._api.planning import (
+    compare,
+    contributions,
+    plan,
+    predicted,
+    resized,
+    simulate,
+)
 
-__all__ = ["compare", "plan", "predicted", "resized", "simulate"]
+__all__ = ["compare", "contributions", "plan", "predicted", "resized", "simulate"]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto import planners
 from stretto.planners.base import certified, with_prediction
+from stretto.planners.joint import DIMS
 from stretto.sim.scaling import cluster_at
 from stretto.sim.step import simulate_step
 
@@ -49,6 +50,24 @@ def compare(
 ) -> dict[str, Plan]:
     """The plan of every planner, by name."""
     return {name: plan(workload, cluster, name) for name in names}
+
+
+def contributions(workload: Workload, cluster: Cluster) -> list[tuple[str, float]]:
+    """What each dimension contributes: the predicted step with one open after another.
+
+    The first row is fusion alone; each further one adds its dimension to those above,
+    as `joint` chooses them with ``sturdy=False``. What can't be chosen on this cluster,
+    such as a resource without contention, leaves the time as it is.
+    """
+    rows: list[tuple[str, float]] = []
+    best_s = float("inf")
+    for number, name in enumerate(DIMS, start=1):
+        chosen = planners.get("joint", dims=DIMS[:number], sturdy=False)
+        prediction = chosen.plan(workload, cluster).predicted
+        if prediction is not None:
+            best_s = min(best_s, prediction.iteration_s)
+        rows.append((name, best_s))
+    return rows
 
 
 def predicted(workload: Workload, cluster: Cluster, plan: Plan) -> Plan:

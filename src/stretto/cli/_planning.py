@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from stretto.errors import StrettoError
+from stretto.planners.joint import DIMS, RUNNABLE_DIMS
 from stretto.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -55,13 +56,37 @@ _PLANNER_OPTIONS = {
         click.IntRange(min=1),
         "joint, aiacc, exhaustive: the most lanes that a plan may use",
     ),
+    "dims": (
+        "--dims",
+        click.STRING,
+        (
+            f"joint, exhaustive: what may be chosen: all, or some of {','.join(DIMS)}; "
+            f"else {','.join(RUNNABLE_DIMS)}, which the runtime carries out"
+        ),
+    ),
+    "time_limit_s": (
+        "--time-limit",
+        click.FloatRange(min=0, min_open=True),
+        "joint: seconds after which the search takes the best it has",
+    ),
+    "sturdy": (
+        "--sturdy/--fastest",
+        click.BOOL,
+        (
+            "joint: near the fastest plan one that bears a slower backward "
+            "(default), or the fastest"
+        ),
+    ),
 }
 
 
 def planner_options(command: _Command) -> _Command:
     """Gives a command the options of every planner, under the planners' own names."""
     for name, (flag, kind, text) in reversed(_PLANNER_OPTIONS.items()):
-        command = click.option(flag, name, type=kind, help=text)(command)
+        command = click.option(flag, name, type=kind, default=None, help=text)(command)
+    for name in reversed(DIMS):
+        text = f"joint, exhaustive: {name} may not be chosen"
+        command = click.option(f"--no-{name}", is_flag=True, help=text)(command)
     return command
 
 
@@ -70,6 +95,11 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
     chosen = {k: v for k, v in options.items() if v is not None}
     if "cycle_s" in chosen:
         chosen["cycle_s"] /= 1e3
+    closed = [name for name in DIMS if chosen.pop(f"no_{name}", False)]
+    if closed:
+        names = chosen.get("dims", ",".join(RUNNABLE_DIMS))
+        names = DIMS if names == "all" else names.split(",")
+        chosen["dims"] = tuple(name for name in names if name not in closed)
     return chosen
 
 

@@ -12,7 +12,12 @@ from stretto.planners._joint.search import (
     OTHER_PACES,
     Search,
 )
-from stretto.planners._joint.space import RUNNABLE_DIMS, checked_dims, space_of
+from stretto.planners._joint.space import (
+    DIMS,
+    RUNNABLE_DIMS,
+    checked_dims,
+    space_of,
+)
 from stretto.planners._joint.starts import coarse, forward_starts, starts
 from stretto.planners.aiacc import MAX_LANES, AiaccPlanner
 from stretto.planners.asc_wfbp import AscWfbpPlanner
@@ -32,7 +37,14 @@ if TYPE_CHECKING:
     from stretto.planners._joint.space import Space
     from stretto.schema import Cluster, Plan, Workload
 
-__all__ = ["EQUAL_RATIO", "NEAR_RATIO", "OTHER_PACES", "JointPlanner"]
+__all__ = [
+    "DIMS",
+    "EQUAL_RATIO",
+    "NEAR_RATIO",
+    "OTHER_PACES",
+    "RUNNABLE_DIMS",
+    "JointPlanner",
+]
 
 CLIMBS = 4
 MORE_CLIMBS = 4

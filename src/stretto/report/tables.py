@@ -46,6 +46,21 @@ def planners_table(rows: Sequence[Mapping[str, Any]], *, width: int = 100) -> st
     return _text(table, width)
 
 
+def contributions_table(rows: Sequence[tuple[str, float]], *, width: int = 100) -> str:
+    """The step as one dimension after another may be chosen, and what each saves."""
+    table = _table("may be chosen", "step", "saves", "saved in all")
+    before_s = first_s = rows[0][1]
+    for i, (name, step_s) in enumerate(rows):
+        table.add_row(
+            f"+ {name}" if i else name,
+            format_s(step_s),
+            _percent(1 - step_s / before_s) if i else _DASH,
+            _percent(1 - step_s / first_s) if i else _DASH,
+        )
+        before_s = step_s
+    return _text(table, width)
+
+
 def methods_table(report: DemoReport, *, width: int = 100) -> str:
     """What each method was predicted to do and did, fastest marked."""
     table = _table(
@@ -84,8 +99,18 @@ def plan_table(plan: Plan, workload: Workload, *, width: int = 100) -> str:
     """
     plan.check_matches(workload)
     tensors = {tensor.name: tensor for tensor in workload.tensors}
+    has_resource = any(bucket.resource is not None for bucket in plan.buckets)
+    has_algorithm = any(bucket.algorithm != "ring" for bucket in plan.buckets)
     table = _table(
-        "bucket", "tensors", "size", "ready", "lane", "slices", "last tensor"
+        "bucket",
+        "tensors",
+        "size",
+        "ready",
+        "lane",
+        "slices",
+        *(["resource"] if has_resource else []),
+        *(["algorithm"] if has_algorithm else []),
+        "last tensor",
     )
     table.columns[-1].justify = "left"
     for i, bucket in enumerate(plan.buckets):
@@ -98,7 +123,9 @@ def plan_table(plan: Plan, workload: Workload, *, width: int = 100) -> str:
             format_s(last.ready_s),
             str(bucket.lane),
             str(bucket.slices),
-            last.name,
+            *([_or_dash(bucket.resource, str)] if has_resource else []),
+            *([bucket.algorithm] if has_algorithm else []),
+            _shortened(last.name),
         )
     return _text(table, width)
 
@@ -123,6 +150,11 @@ def _text(table: Table, width: int) -> str:
         console.print(table)
     lines = [line.rstrip() for line in capture.get().splitlines()]
     return "\n".join(lines).strip("\n")
+
+
+def _shortened(name: str, most: int = 36) -> str:
+    """The end of a long name: there it differs from others."""
+    return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
 def _percent(ratio: float) -> str:

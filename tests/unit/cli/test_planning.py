@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from stretto import planners
 from stretto.cli._main import group
 from stretto.errors import StrettoError
+from stretto.planners.joint import DIMS
 from stretto.schema import Cluster, Link, Plan, TensorSpec, Timeline, Workload
 
 PLAN_KEYS = {
@@ -275,3 +276,42 @@ def test_errors_of_the_whole_process_are_one_line_and_a_code(files) -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("stretto: error: planner must be one of")
     assert done.stderr.count("\n") == 1
+
+
+def test_plan_over_all_dimensions_and_without_some(files) -> None:
+    code, out, _ = call("plan", *files, "--dims", "all", "--fastest", "--json")
+    assert code == 0
+    every = json.loads(out)
+    options = ("--no-lanes", "--no-slices", "--time-limit", "5", "--json")
+    code, out, _ = call("plan", *files, *options)
+    assert code == 0
+    fused = json.loads(out)
+    assert fused["lanes"] == 1
+    assert every["iteration_s"] < fused["iteration_s"]
+
+
+def test_a_plan_shows_algorithms_where_they_differ(files) -> None:
+    code, out, _ = call("plan", *files, "--dims", "fusion,algorithm")
+    assert code == 0
+    assert "halving_doubling" in out
+    _, plain, _ = call("plan", *files)
+    assert "algorithm" not in plain
+
+
+def test_an_unknown_dimension_is_wrong_input(files) -> None:
+    code, _, error = call("plan", *files, "--dims", "fusion,speed")
+    assert code == 2
+    assert "got 'speed'" in error
+
+
+def test_compare_says_what_each_dimension_contributes(files) -> None:
+    code, out, _ = call("compare", *files, "--contributions", "--json")
+    assert code == 0
+    rows = json.loads(out)
+    assert [row["dimension"] for row in rows] == list(DIMS)
+    times = [row["iteration_s"] for row in rows]
+    assert times == sorted(times, reverse=True)
+    assert times[2] < times[0]
+    code, out, _ = call("compare", *files, "--contributions")
+    assert code == 0
+    assert "+ lanes" in out
