@@ -59,19 +59,15 @@ def simulate_period(
     scatters, sent = plan_flows(
         workload, cluster, plan, origin_s=0.0, part="reduce_scatter", startup=startup
     )
-    gathers, gathered = plan_flows(
-        workload, cluster, plan, origin_s=0.0, part="all_gather", startup=startup
-    )
     needed_s = _needed_s(workload, plan)
     order = sorted(
-        range(len(gathers)), key=lambda i: (needed_s[sent[i].bucket], -sent[i].bucket)
+        range(len(sent)), key=lambda i: (needed_s[sent[i].bucket], -sent[i].bucket)
     )
     launched_s = max((flow.ready_work_s for flow in scatters), default=0.0)
-    flows = scatters + [replace(gathers[i], ready_work_s=launched_s) for i in order]
+    # An all-gather sends back what its reduce-scatter sent.
+    flows = scatters + [replace(scatters[i], ready_work_s=launched_s) for i in order]
     slices = [replace(part, name=f"{part.name} reduce-scatter") for part in sent]
-    slices += [
-        replace(gathered[i], name=f"{gathered[i].name} all-gather") for i in order
-    ]
+    slices += [replace(sent[i], name=f"{sent[i].name} all-gather") for i in order]
     awaited: dict[int, list[int]] = {}
     for number, i in enumerate(order, start=len(scatters)):
         awaited.setdefault(sent[i].bucket, []).append(number)
