@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, final
 
 from stretto.planners._libra.problem import problem_of
-from stretto.planners._libra.search import SLACK_RATIO, Search, draft_of
+from stretto.planners._libra.search import Search, draft_of
 from stretto.planners.base import AbstractPlanner, Draft, finish, linear_cost
 from stretto.planners.fusion import FusionPlanner, FusionProblem
 
@@ -20,10 +20,12 @@ class LibraPlanner(AbstractPlanner):
     r"""Buckets one after another on one lane, each at one of the cluster's levels of
     resource: the optimum of LIBRA's Eq. 23, by default without its grid.
 
-    Searches: ``pareto``, exact up to ``slack_ratio`` of backward per bucket; ``grid``,
-    the paper's dynamic program on ``chunks`` (Z) in $O(L^2 Z J)$, or K times that where
-    ``max_groups`` (K) is given; ``literal``, Algorithm 1 as printed with its slips
-    mended, for small cases. ``resources`` (R) restricts the cluster's levels.
+    Searches: ``pareto``, exact up to ``slack_ratio`` of backward per bucket, by default
+    as close as about a second allows; ``grid``, the paper's dynamic program on
+    ``chunks`` (Z) in $O(L^2 Z J)$, or K times that where ``max_groups`` (K) is given;
+    ``literal``, Algorithm 1 as printed with its slips mended, for small cases.
+    ``resources`` (R) restricts the cluster's levels.
+
     ``startup``: ``phase`` as the simulator has it, ``mixed`` as Eq. 9-11 spread it over
     the message; the prediction is the simulator's.
 
@@ -41,7 +43,7 @@ class LibraPlanner(AbstractPlanner):
         resources: Sequence[int] | None = None,
         startup: str = "phase",
         search: str = "pareto",
-        slack_ratio: float = SLACK_RATIO,
+        slack_ratio: float | None = None,
     ) -> None:
         """Fidelity; ``None``: no limit on buckets, four chunks a tensor, all levels."""
         self._limited = max_groups is not None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 from stretto.errors import SpecError
 from stretto.planners._libra.problem import problem_of
-from stretto.planners._libra.search import SLACK_RATIO, Search, draft_of
+from stretto.planners._libra.search import Search, draft_of
 from stretto.planners.base import AbstractPlanner, Draft, finish
 from stretto.planners.ddp import DdpPlanner
 from stretto.planners.fusion import FusionPlanner
@@ -50,7 +50,7 @@ class LibraMPlanner(AbstractPlanner):
         resources: Sequence[int] | None = None,
         startup: str = "phase",
         search: str = "pareto",
-        slack_ratio: float = SLACK_RATIO,
+        slack_ratio: float | None = None,
     ) -> None:
         """Fusion and fidelity; ``None``: four chunks a bucket, all levels."""
         if fusion not in _FUSIONS:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from stretto import planners
 from stretto.errors import Infeasible, SpecError
+from stretto.planners._libra import pareto
+from stretto.planners._libra.bound import FluidBound, GridBound
 from stretto.planners._libra.grid import solve_grid
 from stretto.planners._libra.literal import first_chunk, solve_literal, stage_s
 from stretto.planners._libra.pareto import solve_pareto
@@ -150,14 +154,35 @@ def test_pareto_is_brute_force(block) -> None:
             seed, most=7 if seed % 5 == 0 else 5, runs=seed % 3 == 0
         )
         best_s = brute_force_s(problem)
-        assert solve_pareto(problem).backward_s == pytest.approx(best_s, rel=EXACT)
+        assert solve_pareto(problem, slack_s=0.0).backward_s == pytest.approx(
+            best_s, rel=EXACT
+        )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bounds_are_never_above_what_is_reached(seed, monkeypatch) -> None:
+    problem = random_problem(seed, most=5, runs=seed % 3 == 0)
+    best_s = brute_force_s(problem)
+    fluid = FluidBound(problem)
+    for bound in (fluid, *(GridBound(problem, fluid, z, math.inf) for z in (4, 30))):
+        at_start = bound.of(np.array([0]), np.array([problem.ready_s[0]]))
+        assert problem.work_s + at_start[0] <= best_s * (1 + EXACT)
+    monkeypatch.setattr(pareto, "GRID_FROM", 0)
+    found = solve_pareto(problem, slack_s=0.0)
+    assert found.backward_s == pytest.approx(best_s, rel=EXACT)
+
+
+def test_without_a_given_slack_the_budget_decides() -> None:
+    problem = random_problem(3, most=7)
+    best_s = brute_force_s(problem)
+    assert solve_pareto(problem).backward_s == pytest.approx(best_s, rel=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_pareto_with_few_groups_is_brute_force_with_few(seed) -> None:
     problem = random_problem(seed, most=5, runs=seed % 3 == 0)
     groups = problem.fewest_groups + seed % 3
-    found = solve_pareto(problem, max_groups=groups)
+    found = solve_pareto(problem, slack_s=0.0, max_groups=groups)
     assert len(found.ends) <= groups
     assert found.backward_s == pytest.approx(brute_force_s(problem, groups), rel=EXACT)
 
@@ -172,7 +197,7 @@ def test_the_papers_bound_on_the_grid_is_never_violated(seed) -> None:
     problem = random_problem(seed)
     at_end = replace(problem, ready_s=(*problem.ready_s[:-1], problem.work_s))
     for case, moved in ((at_end, problem.size - 1), (problem, problem.size)):
-        best_s = solve_pareto(case).backward_s
+        best_s = solve_pareto(case, slack_s=0.0).backward_s
         for chunks in (5, 20):
             grid_s = solve_grid(case, chunks=chunks).backward_s
             assert best_s * (1 - EXACT) <= grid_s
@@ -183,7 +208,7 @@ def test_the_papers_bound_on_the_grid_is_never_violated(seed) -> None:
 @pytest.mark.parametrize("slack", [1e-2, 1e-4])
 def test_slack_costs_no_more_than_it_says(seed, slack) -> None:
     problem = random_problem(seed)
-    best_s = solve_pareto(problem).backward_s
+    best_s = solve_pareto(problem, slack_s=0.0).backward_s
     found = solve_pareto(problem, slack_s=slack * problem.work_s)
     allowed_s = slack * problem.work_s * problem.size
     assert best_s * (1 - EXACT) <= found.backward_s <= best_s + allowed_s
@@ -192,11 +217,11 @@ def test_slack_costs_no_more_than_it_says(seed, slack) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_more_freedom_never_slows(seed) -> None:
     problem = random_problem(seed)
-    best_s = solve_pareto(problem).backward_s
+    best_s = solve_pareto(problem, slack_s=0.0).backward_s
     fewer = replace(problem, levels=problem.levels[:-1])
-    assert best_s <= solve_pareto(fewer).backward_s * (1 + EXACT)
-    one = solve_pareto(problem, max_groups=1).backward_s
-    two = solve_pareto(problem, max_groups=2).backward_s
+    assert best_s <= solve_pareto(fewer, slack_s=0.0).backward_s * (1 + EXACT)
+    one = solve_pareto(problem, slack_s=0.0, max_groups=1).backward_s
+    two = solve_pareto(problem, slack_s=0.0, max_groups=2).backward_s
     assert best_s * (1 - EXACT) <= two <= one * (1 + EXACT)
 
 
@@ -251,7 +276,7 @@ def test_the_simulator_agrees(seed, make_instance) -> None:
     plan = planners.get("libra", slack_ratio=0.0).plan(workload, cluster)
     problem, _ = problem_of(workload, cluster)
     assert plan.predicted.backward_s == pytest.approx(
-        solve_pareto(problem).backward_s, rel=1e-9
+        solve_pareto(problem, slack_s=0.0).backward_s, rel=1e-9
     )
     greedy = planners.get("mg-wfbp").plan(workload, cluster)
     threads = planners.get("libra-m", slack_ratio=0.0).plan(workload, cluster)
@@ -285,7 +310,7 @@ def test_without_contention_it_is_the_exact_fusion(seed, make_instance) -> None:
     fusion = planners.get("fusion").plan(workload, cluster)
     assert planners.get("libra").plan(workload, cluster).buckets == fusion.buckets
     problem, _ = problem_of(workload, cluster)
-    assert solve_pareto(problem).backward_s == pytest.approx(
+    assert solve_pareto(problem, slack_s=0.0).backward_s == pytest.approx(
         fusion.predicted.backward_s, rel=1e-9
     )
     greedy = planners.get("mg-wfbp").plan(workload, cluster)

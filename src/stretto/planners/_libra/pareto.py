@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from stretto.planners._libra.bound import FluidBound, GridBound
 from stretto.planners._libra.problem import Solution
 
 if TYPE_CHECKING:
     from stretto.planners._libra.problem import LibraProblem
 
-COARSE_RATIOS = (1e-2, 1e-4)
-"""Slacks, over the work, of the rounds that find bounds for the last one."""
+RATIOS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+"""Slacks of the rounds, over the work."""
+
+CANDIDATES = 8_000_000
+"""States that one round may look at where no slack is asked for: about a second. A
+budget that does not depend on the machine, so that the plan does not either."""
+
+GRID_CHUNKS = 400
+GRID_FROM = 20
+"""Edges of a `GridBound`, and items from which on it pays."""
+
+_GROWTH = 5.0
+"""Of a round's states over those of the round before, at a tenth of its slack."""
 
 
 def solve_pareto(
     problem: LibraProblem,
     *,
-    slack_s: float = 0.0,
+    slack_s: float | None = None,
     max_groups: int | None = None,
-    incumbent: Solution | None = None,
 ) -> Solution:
     r"""The best groups and levels, each group starting as soon as it can.
 
@@ -28,90 +39,123 @@ def solve_pareto(
     last message ends, and the delay that messages have caused. From there a group that
     is ready at $B$ starts at $s_0 = \max(s, B)$ and leads to $(s_0 + need, D + pen)$,
     or ends after the work, which closes the step. A state that is behind another in
-    both, within ``slack_s`` in D, is dropped; so is one from which a fluid relaxation
-    (`_Bound`) cannot beat the best known step. Coarse rounds find that step for the
-    last one.
+    both, within ``slack_s`` in D, is dropped; so is one whose bound (`FluidBound`,
+    `GridBound`) cannot beat the best known step. Rounds of ever smaller slack find that
+    step, first without cuts between items that are ready at once, then with them.
 
     Exact for ``slack_s`` 0, under LIBRA's assumption 3: no level delays more beside
     work than after it, $(a + p_r m)(1 - \sigma_r) \le a + q_r m$. Otherwise it costs at
-    most ``slack_s`` per group. ``max_groups`` limits the number of groups.
+    most ``slack_s`` per group. ``None``: as little as a budget of states allows.
+    ``max_groups`` limits the number of groups.
 
     Raises:
         Infeasible: ``max_groups`` is below what types need.
     """
     problem.check_groups(max_groups)
-    best = incumbent
-    for ratio in COARSE_RATIOS:
-        if ratio * problem.work_s > slack_s:
-            best = _Round(problem, ratio * problem.work_s, max_groups, best).solved()
-    return _Round(problem, slack_s, max_groups, best).solved()
+    incumbent: Solution | None = None
+    if max_groups is not None:
+        free = solve_pareto(problem, slack_s=slack_s)
+        if len(free.ends) <= max_groups:
+            return free
+        incumbent = _with_fewer_groups(problem, free, max_groups)
+    fewer, item_ends = _merged(problem)
+    if fewer.size == problem.size:
+        return _descended(problem, slack_s, max_groups, incumbent)[0]
+    best, looked = _descended(fewer, slack_s, max_groups, None)
+    best = Solution(
+        ends=tuple(item_ends[end - 1] for end in best.ends),
+        levels=best.levels,
+        backward_s=best.backward_s,
+    )
+    if incumbent is not None and incumbent.backward_s < best.backward_s:
+        best = incumbent
+    if slack_s is None:
+        more = (problem.size / fewer.size) ** 2
+        fit = [ratio for ratio, count in looked.items() if count * more <= CANDIDATES]
+        slack_s = min(fit, default=RATIOS[0]) * problem.work_s
+    bound = _bound(problem, best)
+    return _Round(problem, slack_s, max_groups, best, bound).solved()
 
 
-class _Bound:
-    r"""Least delay that unsent bytes can still cause.
+def _merged(problem: LibraProblem) -> tuple[LibraProblem, tuple[int, ...]]:
+    """The problem with items that are ready at once as one, and their ends."""
+    ready_s, firsts = problem.ready_s, problem.firsts
+    ends = tuple(
+        i
+        for i in range(1, problem.size + 1)
+        if i == problem.size
+        or ready_s[i] > ready_s[i - 1]
+        or firsts[i] != firsts[i - 1]
+    )
+    begins = (0, *ends[:-1])
+    merged = replace(
+        problem,
+        ready_s=tuple(ready_s[end - 1] for end in ends),
+        total_bytes=(0, *(problem.total_bytes[end] for end in ends)),
+        firsts=tuple(bisect_left(begins, firsts[end - 1]) for end in ends),
+    )
+    return merged, ends
 
-    A byte sent at level $r$ beside work delays by $(1-\sigma_r) p_r$ and uses
-    $\sigma_r p_r$ of it; after the work it delays by $\min q$. With M bytes and R of
-    work left the fractional optimum is $M h(R / M)$ with $h$ the lower convex hull of
-    those points; one more start-up costs at least $a \min(1 - \sigma)$.
-    """
 
-    def __init__(self, problem: LibraProblem) -> None:
-        import numpy as np
+def _descended(
+    problem: LibraProblem,
+    slack_s: float | None,
+    max_groups: int | None,
+    best: Solution | None,
+) -> tuple[Solution, dict[float, int]]:
+    """What rounds of falling slack find, and how many states each looked at."""
+    looked: dict[float, int] = {}
+    bound = FluidBound(problem) if best is None else _bound(problem, best)
+    for ratio in RATIOS if slack_s is None else RATIOS[:2]:
+        if slack_s is not None and ratio * problem.work_s <= slack_s:
+            continue
+        if looked and _GROWTH * list(looked.values())[-1] > CANDIDATES:
+            break
+        search = _Round(problem, ratio * problem.work_s, max_groups, best, bound)
+        if best is None:
+            best = search.solved()
+            bound = _bound(problem, best)
+        else:
+            best = search.solved()
+        looked[ratio] = search.looked
+    if slack_s is not None:
+        best = _Round(problem, slack_s, max_groups, best, bound).solved()
+    assert best is not None  # noqa: S101
+    return best, looked
 
-        self.work_s = problem.work_s
-        points = [(0.0, min(level.idle_s_per_byte for level in problem.levels))]
-        points += sorted(
-            (level.sigma * level.s_per_byte, (1 - level.sigma) * level.s_per_byte)
-            for level in problem.levels
-        )
-        hull: list[tuple[float, float]] = []
-        for x, y in points:
-            if hull and y >= hull[-1][1]:
-                continue
-            while len(hull) > 1 and (y - hull[-2][1]) * (hull[-1][0] - hull[-2][0]) <= (
-                hull[-1][1] - hull[-2][1]
-            ) * (x - hull[-2][0]):
-                hull.pop()
-            if hull and x <= hull[-1][0]:
-                hull.pop()
-            hull.append((x, y))
-        # h as a maximum of lines M y0 + slope (R - M x0), the last one level.
-        slopes = [
-            (right[1] - left[1]) / (right[0] - left[0])
-            for left, right in itertools.pairwise(hull)
+
+def _with_fewer_groups(
+    problem: LibraProblem, solution: Solution, max_groups: int
+) -> Solution:
+    """The solution with neighbours merged, each time the two that cost least."""
+    best = solution
+    while len(best.ends) > max_groups:
+        ends, levels = best.ends, best.levels
+        merged = [
+            (
+                (*ends[:i], *ends[i + 1 :]),
+                (*levels[:i], level, *levels[i + 2 :]),
+            )
+            for i in range(len(ends) - 1)
+            if problem.firsts[ends[i + 1] - 1] <= (ends[i - 1] if i else 0)
+            for level in dict.fromkeys(levels[i : i + 2])
         ]
-        self.lines = [
-            (y - slope * x, slope)
-            for (x, y), slope in zip(hull, [*slopes, 0.0], strict=True)
-        ]
-        least = hull[-1][1]
-        self.startup_s = problem.startup_s * min(1 - v.sigma for v in problem.levels)
-        total = np.array(problem.total_bytes, dtype=float)
-        self.left_bytes = total[-1] - total
-        # What is ready late finds little work to hide beside, whatever comes before.
-        late = self.fluid_s(
-            self.left_bytes[:-1], self.work_s - np.array(problem.ready_s)
+        best = min(
+            (
+                Solution(ends=e, levels=v, backward_s=problem.backward_s(e, v))
+                for e, v in merged
+            ),
+            key=lambda found: found.backward_s,
         )
-        late = np.append(late + total[:-1] * least, total[-1] * least)
-        suffix = np.maximum.accumulate(late[::-1])[::-1]
-        self.late_s = suffix - total * least
+    return best
 
-    def fluid_s(self, size_bytes: Any, left_s: Any) -> Any:
-        import numpy as np
 
-        value: Any = None
-        for per_byte, slope in self.lines:
-            line = per_byte * size_bytes + slope * left_s
-            value = line if value is None else np.maximum(value, line)
-        return value
-
-    def of(self, sent: Any, done_s: Any) -> Any:
-        """For states with ``sent`` items sent and their next start at ``done_s``."""
-        import numpy as np
-
-        fluid_s = self.fluid_s(self.left_bytes[sent], self.work_s - done_s)
-        return np.maximum(fluid_s, self.late_s[sent]) + self.startup_s
+def _bound(problem: LibraProblem, best: Solution) -> FluidBound | GridBound:
+    fluid = FluidBound(problem)
+    if problem.size < GRID_FROM:
+        return fluid
+    limit_s = best.backward_s - problem.work_s
+    return GridBound(problem, fluid, GRID_CHUNKS, limit_s)
 
 
 @dataclass(slots=True)
@@ -143,9 +187,12 @@ class _Round:
         slack_s: float,
         max_groups: int | None,
         incumbent: Solution | None,
+        bound: FluidBound | GridBound,
     ) -> None:
         self.problem = problem
+        self.bound = bound
         self.slack_s = slack_s
+        self.looked = 0
         self.max_groups = max_groups
         self.incumbent = incumbent
         self.limit_s = float("inf")
@@ -161,7 +208,7 @@ class _Round:
         problem = self.problem
         if not problem.size:
             return Solution(ends=(), levels=(), backward_s=problem.work_s)
-        bound = _Bound(problem)
+        bound = self.bound
         after_s = problem.after_work_s()
         groups_after = self._groups_after()
         total = np.array(problem.total_bytes, dtype=float)
@@ -172,6 +219,7 @@ class _Round:
         count = 1
         for l in range(1, problem.size + 1):  # noqa: E741
             states = self._fit_to_item(states, l, bound)
+            self.looked += len(states.sent) * len(problem.levels)
             size_bytes = total[l] - total[states.sent]
             fresh: list[_States] = []
             fresh_levels: list[Any] = []
@@ -222,7 +270,9 @@ class _Round:
             groups[start] = groups[start + 1] + (0 if same else 1)
         return groups
 
-    def _fit_to_item(self, states: _States, end: int, bound: _Bound) -> _States:
+    def _fit_to_item(
+        self, states: _States, end: int, bound: FluidBound | GridBound
+    ) -> _States:
         """The states that groups ending with an item, or later ones, may extend."""
         import numpy as np
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from stretto.planners._libra.problem import LibraProblem
 
 SEARCHES = ("pareto", "grid", "literal")
-SLACK_RATIO = 1e-4
 DEFAULT_MAX_GROUPS = 10
 DEFAULT_CHUNKS = 150
 MAX_LITERAL_STEPS = 20_000_000
@@ -35,7 +34,7 @@ class Search:
         search: str,
         max_groups: int | None,
         chunks: int | None,
-        slack_ratio: float,
+        slack_ratio: float | None,
     ) -> None:
         """Requires options that a search can carry out.
 
@@ -50,7 +49,7 @@ class Search:
         for name, value in (("max_groups", max_groups), ("chunks", chunks)):
             if value is not None:
                 positive(planner, name, value)
-        if not 0 <= slack_ratio < 1:
+        if slack_ratio is not None and not 0 <= slack_ratio < 1:
             raise SpecError(
                 f"planner {planner}: slack_ratio must be >= 0 and < 1, "
                 f"got {slack_ratio:g}"
@@ -69,9 +68,10 @@ class Search:
                 hours.
         """
         if self._search == "pareto":
+            ratio = self._slack_ratio
             return solve_pareto(
                 problem,
-                slack_s=self._slack_ratio * problem.work_s,
+                slack_s=None if ratio is None else ratio * problem.work_s,
                 max_groups=self._max_groups,
             )
         if self._search == "grid":
