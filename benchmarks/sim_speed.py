@@ -1,6 +1,6 @@
 """How long one simulated step takes, and a scaling table to 100,000 ranks.
 
-    .venv/bin/python benchmarks/sim_speed.py [--repeats 50]
+    .venv/bin/python benchmarks/sim_speed.py [--runs 50]
 
 Stores medians and spread in results/sim_speed.json, with machine and versions.
 """
@@ -54,7 +54,7 @@ def every_tensor_alone(workload, cluster, *, lanes: int, overlap: str) -> Plan:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--runs", type=int, default=50)
     args = parser.parse_args()
     workload = workload_of(500)
     plain = cluster_of(NAME)
@@ -79,7 +79,7 @@ def main() -> None:
             row = {"cluster": title, "lanes": lanes, "buckets": count}
             row["model_s"] = timed(
                 lambda m=model, k=lanes, o=on, s=ones: m.iteration_s(ends, k, o, s),
-                args.repeats,
+                args.runs,
             )
             for overlap in ("backward", "forward"):
                 plan = every_tensor_alone(
@@ -87,7 +87,7 @@ def main() -> None:
                 )
                 row[f"simulate_{overlap}_s"] = timed(
                     lambda c=cluster, p=plan: simulate_step(workload, c, p),
-                    max(5, args.repeats // 10),
+                    max(5, args.runs // 10),
                 )
             cases.append(row)
     wfbp = every_tensor_alone(workload, plain, lanes=4, overlap="backward")
