@@ -91,24 +91,32 @@ class EdgeCost:
         if len(times_rh) * count * count <= _DENSE:
             best: Floats = (times_rh[:, :, None] + self.dense_hk).min(axis=1)
             return best
-        out_s, in_s = self._each_s * self._samples, self._delay_s
-        if not self._limited:
-            if self._moved:
-                narrow = _before(times_rh + out_s)
-                rest = np.minimum.accumulate(times_rh[:, ::-1], axis=1)[:, ::-1]
-                return np.minimum(narrow, rest + out_s) + in_s
-            narrow = np.minimum.accumulate(times_rh + out_s, axis=1) - out_s
-            wide = np.minimum.accumulate((times_rh - out_s)[:, ::-1], axis=1)
-            best = np.minimum(narrow, wide[:, ::-1] + out_s) + in_s
-            return np.minimum(best, times_rh, out=best)
-        narrower, wider = self._windows
-        narrow = _range_min(times_rh + out_s, *narrower)
+        # fast: widths along the first axis, where NumPy's accumulate and indexing work
+        # on whole rows; 3 times faster than along the second.
+        times_hr = times_rh.T
+        move_s, delay_s = (self._each_s * self._samples)[:, None], self._delay_s
+        if self._limited:
+            return self._relax_limited(times_hr, move_s).T
         if self._moved:
-            return np.minimum(narrow, _range_min(times_rh, *wider) + out_s) + in_s
-        wide = _range_min(times_rh - out_s, *wider) + out_s
-        best = np.minimum(narrow - out_s, wide) + in_s
-        best[:, self._slack_s >= 0] = np.minimum(best, times_rh)[:, self._slack_s >= 0]
-        return best
+            narrow = np.full_like(times_hr, np.inf)
+            np.minimum.accumulate((times_hr + move_s)[:-1], axis=0, out=narrow[1:])
+            rest = np.minimum.accumulate(times_hr[::-1], axis=0)[::-1]
+            return (np.minimum(narrow, rest + move_s) + delay_s).T
+        narrow = np.minimum.accumulate(times_hr + move_s, axis=0) - move_s
+        wide = np.minimum.accumulate((times_hr - move_s)[::-1], axis=0)[::-1]
+        least = np.minimum(narrow, wide + move_s) + delay_s
+        return np.minimum(least, times_hr, out=least).T
+
+    def _relax_limited(self, times_hr: Floats, move_s: Floats) -> Floats:
+        narrower, wider = self._windows
+        narrow = _range_min(times_hr + move_s, *narrower)
+        if self._moved:
+            wide = _range_min(times_hr, *wider) + move_s
+            return np.minimum(narrow, wide) + self._delay_s
+        wide = _range_min(times_hr - move_s, *wider) + move_s
+        least = np.minimum(narrow - move_s, wide) + self._delay_s
+        stay = np.where((self._slack_s >= 0)[:, None], times_hr, np.inf)
+        return np.minimum(least, stay, out=least)
 
 
 def min_plus(left_rh: Floats, right_hk: Floats) -> Floats:
@@ -122,27 +130,20 @@ def min_plus(left_rh: Floats, right_hk: Floats) -> Floats:
     return out_rk
 
 
-def _before(values_rh: Floats) -> Floats:
-    """The least of all values before each, infinite for the first."""
-    least = np.full_like(values_rh, np.inf)
-    np.minimum.accumulate(values_rh[:, :-1], axis=1, out=least[:, 1:])
-    return least
+def _range_min(values_hr: Floats, low: Ints, high: Ints) -> Floats:
+    """The least of each half-open window of rows, infinite for an empty one.
 
-
-def _range_min(values_rh: Floats, low: Ints, high: Ints) -> Floats:
-    """The least of each half-open window of columns, infinite for an empty one.
-
-    A sparse table: O(n log n) for n columns.
+    A sparse table: O(n log n) for n rows.
     """
-    least = np.full((len(values_rh), len(low)), np.inf)
+    least = np.full((len(low), values_hr.shape[1]), np.inf)
     length = high - low
-    width, table = 1, values_rh
+    width, table = 1, values_hr
     longest = int(length.max(initial=0))
     while width <= longest:
         (at,) = np.nonzero((length >= width) & (length < 2 * width))
         if len(at):
-            least[:, at] = np.minimum(table[:, low[at]], table[:, high[at] - width])
+            least[at] = np.minimum(table[low[at]], table[high[at] - width])
         if 2 * width <= longest:
-            table = np.minimum(table[:, :-width], table[:, width:])
+            table = np.minimum(table[:-width], table[width:])
         width *= 2
     return least

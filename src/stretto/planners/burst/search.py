@@ -113,6 +113,7 @@ class _Search:
             for link in chain.links
         ]
         exact: set[tuple[int, int, int]] = set()
+        known_s = math.inf
         while True:
             path, best_s = self._path(chain, start_s, tables, tree.target)
             if math.isinf(best_s):
@@ -124,11 +125,17 @@ class _Search:
             ]
             if not found:
                 break
+            # A pair that brings the path above a known plan's time needs no exact time.
+            path_s, spare_s = best_s, (known_s - best_s) + 1e-9 * best_s
             for i, head, tail in found:
                 link, table = chain.links[i], tables[i]
                 if isinstance(link, Block) and table is not None:
-                    pair = self._pair(link, head, tail, problem.gpus, _STAY)
+                    bound_s = float(table[head, tail])
+                    below_s = bound_s + spare_s
+                    pair = self._pair(link, head, tail, problem.gpus, _STAY, below_s)
                     table[head, tail] = pair.time_s
+                    path_s += pair.time_s - bound_s
+            known_s = min(known_s, path_s)
             exact.update(found)
         for node, at in zip(
             (tree.source, *chain.nodes, tree.target), path, strict=True
@@ -221,7 +228,9 @@ class _Search:
     ) -> Floats:
         if isinstance(link, Edge):
             edge = self._edge(link, moved=moves.into or moves.out)
-            return edge.dense_hk[heads] if times_rh is None else edge.relax(times_rh)
+            if times_rh is None:
+                return np.asfortranarray(edge.dense_hk[heads])
+            return edge.relax(times_rh)
         if caps is None:
             table_hk = self._block_free(link, moves)
             return table_hk[heads] if times_rh is None else min_plus(times_rh, table_hk)
@@ -305,9 +314,18 @@ class _Search:
         return found
 
     def _pair(
-        self, block: Block, head: int, tail: int, cap: int, moves: _Moves
+        self,
+        block: Block,
+        head: int,
+        tail: int,
+        cap: int,
+        moves: _Moves,
+        below_s: float = math.inf,
     ) -> _Pair:
-        """The best way through a block between two widths with ``cap`` GPUs."""
+        """The best way through a block between two widths with ``cap`` GPUs.
+
+        Infinite where it takes ``below_s`` or longer.
+        """
         turns = self._branch_curves(block, head, moves)
         beside = self._branch_curves(block, head, _MOVE)
         turn_lanes = [_Lane(grid.tolist(), c[:, tail].tolist()) for grid, c in turns]
@@ -320,12 +338,13 @@ class _Search:
         )
         every, best = self._homes(block), _Pair(math.inf, [], [], [])
         for bound_s, i in ways:
-            if bound_s >= best.time_s:
+            if bound_s >= below_s:
                 break
             home, away = every[i]
             used = [_together([turn_lanes[b] for b in home]), *(lanes[b] for b in away)]
-            if (found := _share(used, cap, best.time_s)) is not None:
-                best = _Pair(found[0], home, away, found[1])
+            if (found := _share(used, cap, below_s)) is not None:
+                below_s = found[0]
+                best = _Pair(below_s, home, away, found[1])
         return best
 
     def _least(
