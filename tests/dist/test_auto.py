@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
-STEPS = 14
+STEPS = 30
+"""Enough for a second profile, where the machine is busy."""
 
 
 def net() -> nn.Module:
@@ -43,6 +45,8 @@ def train(model: nn.Module, rank: int, micro_steps: int = 1) -> list[float]:
             loss = model(inputs).square().mean()
             loss.backward()
         optimizer.step()
+        # The probe may take the time of 20 steps: enough of it on a busy machine.
+        time.sleep(0.03)
         losses.append(float(loss.detach()))
     return losses
 

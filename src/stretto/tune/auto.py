@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ _log = logging.getLogger(__name__)
 
 WARMUP_STEPS = 2
 PROFILE_STEPS = 6
+MAX_SPREAD_RATIO = 0.35
+"""A backward whose quartiles lie further apart, as a share of its median, is profiled
+again over twice as many steps."""
+
 PROBE_STEPS = 20
 """The network is probed for at most the time of so many steps."""
 
@@ -74,9 +79,10 @@ class AutoPlan:
     """Drives one model from its first step to a plan.
 
     Steps 1 and 2 warm up, 3 to 8 are profiled with communication put off until
-    backward has ended; before step 9 the network is probed, for at most the time of 20
-    steps, and the plan is applied. Every step trains. Where measuring fails, training
-    goes on as DDP does it and one warning says why.
+    backward has ended; then the network is probed, for at most the time of 20 steps,
+    and the plan is applied. Where these steps were unsteady, 16 more are profiled
+    first. Every step trains. Where measuring fails, training goes on as DDP does it
+    and one warning says why.
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class AutoPlan:
         self._profile: DeferredProfile | None = None
         self._began_s: list[float] = []
         self._wanted = WARMUP_STEPS + PROFILE_STEPS
+        self._unsteady = False
         self.settled = False
         """Whether there is nothing left to do."""
 
@@ -126,8 +133,10 @@ class AutoPlan:
         try:
             settled = self._decide(profile)
         except NoisyProfile as exc:
-            if self._wanted < 3 * (WARMUP_STEPS + PROFILE_STEPS):
-                _log.info("%s; profiling on", exc)
+            if not self._unsteady:
+                # Another, longer look. If it is no steadier it is planned with all the
+                # same: the prediction is rough then, the plan's shape rarely wrong.
+                self._unsteady = True
                 self._wanted *= 2
                 self._profile = None
                 self.before_forward(reduces=True)
@@ -157,7 +166,11 @@ class AutoPlan:
         return dist.get_rank(self._model.process_group)
 
     def _decide(self, profile: DeferredProfile) -> Settled:
-        workload = profile.workload(name=self._name, warmup=WARMUP_STEPS)
+        workload = profile.workload(
+            name=self._name,
+            warmup=WARMUP_STEPS,
+            max_spread_ratio=math.inf if self._unsteady else MAX_SPREAD_RATIO,
+        )
         group = self._model.process_group
         gaps_s = [b - a for a, b in zip(self._began_s, self._began_s[1:], strict=False)]
         budget_s = min(PROBE_STEPS * statistics.median(gaps_s), MOST_PROBE_S)
