@@ -36,33 +36,43 @@ class Mode:
     bytes_per_s: float
     """On the wire, of all flows together."""
 
+    startups: int = 0
+    """Flows in their start-up beside these."""
 
-def working_modes(cluster: Cluster, max_lanes: int | None = None) -> tuple[Mode, ...]:
+
+def working_modes(
+    cluster: Cluster, max_lanes: int | None = None, *, startups: int = 0
+) -> tuple[Mode, ...]:
     """The ways of which every set of flows beside computation is a mixture or worse.
 
     The upper hull of rates of computation and of sending. With ``max_lanes`` over all
-    sets of up to so many flows; without, any number of flows: their sum is at most the
-    best rate per load times their load, and at most what the link carries.
+    sets of up to so many flows, ``startups`` of them sending nothing yet; without, any
+    number of flows: their sum is at most the best rate per load times their load, and
+    at most what the link carries.
     """
     contention = cluster.contention
     rates = flow_rates(cluster)
     if contention is None:
-        most = _most(cluster, rates.alone_bytes_per_s, max_lanes)
-        return (Mode(compute_rate=1.0, bytes_per_s=most),)
-    points = [(1.0, 0.0)]
+        most = _most(cluster, rates.alone_bytes_per_s, _less(max_lanes, startups))
+        return tuple(
+            Mode(compute_rate=1.0, bytes_per_s=rate, startups=startups)
+            for rate in dict.fromkeys((0.0, most))
+        )
+    base = startups * contention.resources[0]
+    points = [(compute_rate(contention.compute, base) if base else 1.0, 0.0)]
     if max_lanes is not None and _num_sets(contention, max_lanes) <= _MOST_SETS:
         caps = {
             r: _cap(cluster, contention.overlapped, r) for r in contention.resources
         }
-        for count in range(1, max_lanes + 1):
+        for count in range(1, max_lanes - startups + 1):
             limit = _flow_limit(cluster, count)
             for chosen in combinations_with_replacement(contention.resources, count):
                 total = sum(min(caps[r], limit) for r in chosen)
-                speed = compute_rate(contention.compute, sum(chosen))
+                speed = compute_rate(contention.compute, base + sum(chosen))
                 points.append((speed, min(total, rates.link_bytes_per_s)))
     else:
         points += _unlimited_points(cluster, contention)
-    return _upper_hull(points)
+    return _upper_hull(points, startups)
 
 
 def idle_bytes_per_s(cluster: Cluster, max_lanes: int | None = None) -> float:
@@ -79,10 +89,12 @@ def _most(cluster: Cluster, cap: float, max_lanes: int | None) -> float:
     rates = flow_rates(cluster)
     if max_lanes is None:
         return rates.best_total_bytes_per_s(cap)
-    return min(
-        rates.link_bytes_per_s,
-        max(k * min(cap, _flow_limit(cluster, k)) for k in range(1, max_lanes + 1)),
-    )
+    sums = [k * min(cap, _flow_limit(cluster, k)) for k in range(1, max_lanes + 1)]
+    return min(rates.link_bytes_per_s, max(sums, default=0.0))
+
+
+def _less(max_lanes: int | None, startups: int) -> int | None:
+    return None if max_lanes is None else max_lanes - startups
 
 
 def interval_bound_s(
@@ -93,7 +105,7 @@ def interval_bound_s(
     max_lanes: int | None = None,
     intervals: int = INTERVALS,
 ) -> float:
-    r"""A bound on the iteration time of every plan, from a linear programme.
+    r"""A bound on the iteration time of every plan, from linear programmes.
 
     The work from the first gradient on is cut into intervals at ready times. In
     interval $i$ of work $\Delta_i$ time $t_{im} \ge 0$ is spent in mode $m$, which
@@ -107,111 +119,206 @@ def interval_bound_s(
     no earlier than the beginning of $i$ plus a start-up plus the time of the bytes that
     become ready from there on.
 
-    Every plan of ``algorithms`` on at most ``max_lanes`` lanes (``None``: any number)
-    that overlaps backward at most gives a feasible point, so the minimum is a bound. A
-    start-up's own load is left out, which only lowers it. Solved by HiGHS.
-    """
-    import numpy as np
-    from scipy.optimize import linprog
-    from scipy.sparse import lil_matrix
+    With ``max_lanes`` modes also say how many flows are in their start-up, and $k$
+    buckets need $k$ start-ups. Few buckets are large and wait for their last gradient,
+    which bounds the step by `bucket_bound_s`. The bound is the least over $k$ of the
+    larger of the two: the one falls, the other rises with $k$. Any number of lanes
+    (``None``) has room for any number of start-ups at once.
 
+    Every plan of ``algorithms`` on at most ``max_lanes`` lanes that overlaps backward
+    at most gives a feasible point, so the minimum is a bound. Solved by HiGHS.
+    """
     sent = [tensor for tensor in workload.tensors if tensor.bytes]
     work_s = workload.forward_s + workload.backward_s
     if cluster.ranks == 1 or not sent:
         return work_s
-    costs = [collective_cost(cluster, algorithm) for algorithm in algorithms]
-    startup_s = min(cost.startup_s for cost in costs)
-    factor = min(cost.wire_factor for cost in costs)
-    modes = working_modes(cluster, max_lanes)
-    idle = idle_bytes_per_s(cluster, max_lanes)
-    fastest = max(idle, *(mode.bytes_per_s for mode in modes))
-    ready_s = [min(work_s, workload.forward_s + tensor.ready_s) for tensor in sent]
-    edges = _edges(ready_s, [t.bytes for t in sent], work_s, intervals)
-    if len(edges) < 2:
-        # All gradients come with the end of work.
-        total = factor * sum(tensor.bytes for tensor in sent)
-        return work_s + startup_s + total / idle
-    slowest = _slowest_compute(cluster, max_lanes)
-    count, kinds = len(edges) - 1, len(modes)
-    total = 0.0
-    available = [0.0] * count
-    later = [0.0] * (count + 1)
-    for at_s, tensor in zip(ready_s, sent, strict=True):
-        size = factor * tensor.bytes
-        total += size
-        for i in range(count):
-            if at_s + slowest * startup_s < edges[i + 1]:
-                available[i] += size
-        for i in range(count + 1):
-            if at_s >= edges[i]:
-                later[i] += size
-    # Variables: time in each mode of each interval, bytes left, the step's end.
-    num = count * kinds + 2
-    left, end = num - 2, num - 1
-    scale = 1.0 / total
-    same = lil_matrix((count + 1, num))
-    same_to = np.zeros(count + 1)
-    least = lil_matrix((2 * count + 2, num))
-    least_to = np.zeros(2 * count + 2)
-    for i in range(count):
-        span = slice(i * kinds, (i + 1) * kinds)
-        same[i, span] = [mode.compute_rate for mode in modes]
-        same_to[i] = edges[i + 1] - edges[i]
+    programme = _Programme(workload, cluster, algorithms, max_lanes, intervals)
+    if max_lanes is None or not programme.startup_s:
+        return max(work_s, programme.solved_s(1))
+    few, many = 1, len(sent)
+    # Invariant: below `few` buckets are too few for the programme to decide.
+    while few < many:
+        middle = (few + many) // 2
+        if programme.solved_s(middle) >= programme.bucket_bound_s(middle):
+            many = middle
+        else:
+            few = middle + 1
+    bound_s = programme.solved_s(few)
+    bound_s = max(bound_s, programme.bucket_bound_s(few))
+    if few > 1:
+        bound_s = min(bound_s, programme.bucket_bound_s(few - 1))
+    return max(work_s, bound_s)
+
+
+class _Programme:
+    """The linear programme of one workload, for any number of buckets."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        algorithms: Sequence[str],
+        max_lanes: int | None,
+        intervals: int,
+    ) -> None:
+        costs = [collective_cost(cluster, algorithm) for algorithm in algorithms]
+        self.startup_s = min(cost.startup_s for cost in costs)
+        factor = min(cost.wire_factor for cost in costs)
+        self._max_lanes = max_lanes
+        counting = max_lanes is not None and self.startup_s > 0
+        numbers = range(max_lanes + 1) if max_lanes and counting else range(1)
+        self._modes = [
+            mode
+            for number in numbers
+            for mode in working_modes(cluster, max_lanes, startups=number)
+        ]
+        self._idle = [
+            (idle_bytes_per_s(cluster, _less(max_lanes, number)), number)
+            for number in numbers
+        ]
+        idle = self._idle[0][0]
+        self._fastest = max(idle, *(mode.bytes_per_s for mode in self._modes))
+        self._work_s = workload.forward_s + workload.backward_s
+        sent = [tensor for tensor in workload.tensors if tensor.bytes]
+        self._ready_s = [
+            min(self._work_s, workload.forward_s + tensor.ready_s) for tensor in sent
+        ]
+        self._sizes = [factor * tensor.bytes for tensor in sent]
+        self._edges = _edges(self._ready_s, self._sizes, self._work_s, intervals)
+        slowest = _slowest_compute(cluster, max_lanes)
+        self._available = [0.0] * (len(self._edges) - 1)
+        self._later = [0.0] * len(self._edges)
+        for at_s, size in zip(self._ready_s, self._sizes, strict=True):
+            for i, edge_s in enumerate(self._edges):
+                if i and at_s + slowest * self.startup_s < edge_s:
+                    self._available[i - 1] += size
+                if at_s >= edge_s:
+                    self._later[i] += size
+        self._flow = max(
+            idle_bytes_per_s(cluster, 1),
+            *(mode.bytes_per_s for mode in working_modes(cluster, 1)),
+        )
+        self._solved: dict[int, float] = {}
+
+    def bucket_bound_s(self, buckets: int) -> float:
+        r"""No plan of at most so many buckets is faster.
+
+        With bucket $b$ ready at $\tau_b$, $M_b$ bytes in it and the $j - 1$ buckets
+        after it: $T \ge \tau_b + \max(a + M_b / X, (j a + M_b / x) / K)$, for these
+        start no earlier; the second because $K$ lanes must hold them, at most $x$ each.
+        For a given $T$ buckets as large as this allows, from the last one on, are the
+        fewest.
+        """
+        low, high = self._work_s, self._work_s + sum(self._sizes) / self._flow
+        high += buckets * self.startup_s
+        if self._fewest_buckets(low) <= buckets:
+            return low
+        for _ in range(40):
+            middle = (low + high) / 2
+            if self._fewest_buckets(middle) <= buckets:
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def _fewest_buckets(self, deadline_s: float) -> int:
+        count, later, i = 0, 0.0, len(self._sizes)
+        lanes = self._max_lanes or len(self._sizes)
+        while i:
+            count += 1
+            spare_s = deadline_s - self._ready_s[i - 1]
+            most = min(
+                (spare_s - self.startup_s) * self._fastest,
+                (spare_s * lanes - count * self.startup_s) * self._flow,
+            )
+            if later + self._sizes[i - 1] > most:
+                return len(self._sizes) + 1  # no fusion meets the deadline
+            while i and later + self._sizes[i - 1] <= most:
+                i -= 1
+                later += self._sizes[i]
+        return count
+
+    def solved_s(self, buckets: int) -> float:
+        """The programme's minimum with at least so many buckets."""
+        if buckets not in self._solved:
+            self._solved[buckets] = self._solve(buckets)
+        return self._solved[buckets]
+
+    def _solve(self, buckets: int) -> float:
+        import numpy as np
+        from scipy.optimize import linprog
+        from scipy.sparse import lil_matrix
+
+        edges, modes = self._edges, self._modes
+        count, kinds, after = len(edges) - 1, len(modes), len(self._idle)
+        scale = 1.0 / sum(self._sizes)
         rates = [mode.bytes_per_s * scale for mode in modes]
-        same[count, span] = rates
-        for j in range(i, count):
-            least[j, span] = rates
-        least_to[i] = available[i] * scale
-    same[count, left] = 1.0
-    same_to[count] = 1.0
-    for i in range(count + 1):
-        # first edge + time of the intervals before + start-up + what follows <= end
-        row = count + i
-        rate = idle if edges[i] >= work_s else fastest
-        least[row, : i * kinds] = 1.0
+        # Variables: time in each mode of each interval, and of computation's end; the
+        # step's end.
+        num = count * kinds + after + 1
+        tail, end = slice(count * kinds, num - 1), num - 1
+        same = lil_matrix((count + 1, num))
+        same_to = np.zeros(count + 1)
+        least = lil_matrix((2 * count + 3, num))
+        least_to = np.zeros(2 * count + 3)
+        for i in range(count):
+            span = slice(i * kinds, (i + 1) * kinds)
+            same[i, span] = [mode.compute_rate for mode in modes]
+            same_to[i] = edges[i + 1] - edges[i]
+            for j in range(i, count):
+                least[j, span] = rates
+            least_to[i] = self._available[i] * scale
+            least[2 * count + 2, span] = [-mode.startups for mode in modes]
+        same[count, : count * kinds] = rates * count
+        same[count, tail] = [rate * scale for rate, _ in self._idle]
+        same_to[count] = 1.0
+        for i, edge_s in enumerate(edges):
+            # first edge + time of the intervals before + start-up + what follows <= end
+            row = count + i
+            rate = self._idle[0][0] if edge_s >= self._work_s else self._fastest
+            if i:
+                least[row, : i * kinds] = 1.0
+            least[row, end] = -1.0
+            needed_s = self.startup_s + self._later[i] / rate if self._later[i] else 0.0
+            least_to[row] = -(edges[0] + needed_s)
+        row = 2 * count + 1
+        least[row, : num - 1] = 1.0
         least[row, end] = -1.0
-        least_to[row] = -(edges[0] + startup_s + later[i] / rate)
-        if not later[i]:
-            least_to[row] = -edges[0]
-    row = 2 * count + 1
-    least[row, : count * kinds] = 1.0
-    least[row, left] = total / idle
-    least[row, end] = -1.0
-    least_to[row] = -edges[0]
-    goal = np.zeros(num)
-    goal[end] = 1.0
-    solved = linprog(
-        goal,
-        A_ub=least.tocsr(),
-        b_ub=least_to,
-        A_eq=same.tocsr(),
-        b_eq=same_to,
-        bounds=(0, None),
-        method="highs",
-    )
-    if not solved.success:
-        return work_s
-    return max(work_s, float(solved.fun) * (1.0 - _SAFETY))
+        least_to[row] = -edges[0]
+        if after > 1:
+            least[row + 1, tail] = [-number for _, number in self._idle]
+            least_to[row + 1] = -buckets * self.startup_s
+        goal = np.zeros(num)
+        goal[end] = 1.0
+        solved = linprog(
+            goal,
+            A_ub=least.tocsr(),
+            b_ub=least_to,
+            A_eq=same.tocsr(),
+            b_eq=same_to,
+            bounds=(0, None),
+            method="highs",
+        )
+        return float(solved.fun) * (1.0 - _SAFETY) if solved.success else self._work_s
 
 
 def _edges(
-    ready_s: Sequence[float], sizes: Sequence[int], work_s: float, intervals: int
+    ready_s: Sequence[float], sizes: Sequence[float], work_s: float, intervals: int
 ) -> list[float]:
     """Ready times that cut the work into intervals of like bytes and like length, from
     the first gradient to the end of work.
     """
     begin_s = ready_s[0]
     edges = [begin_s]
-    total, seen = sum(sizes), 0
+    total = sum(sizes)
     length_s = (work_s - begin_s) * 2 / intervals
-    since = 0
+    since = 0.0
     for at_s, size in zip(ready_s, sizes, strict=True):
         if at_s > edges[-1] and (
             since >= 2 * total / intervals or at_s - edges[-1] >= length_s
         ):
             edges.append(at_s)
-            since = 0
-        seen += size
+            since = 0.0
         since += size
     if work_s > edges[-1]:
         edges.append(work_s)
@@ -237,7 +344,9 @@ def _unlimited_points(
     return [(compute_rate(compute, load), min(most, load * per_load)) for load in loads]
 
 
-def _upper_hull(points: Sequence[tuple[float, float]]) -> tuple[Mode, ...]:
+def _upper_hull(
+    points: Sequence[tuple[float, float]], startups: int
+) -> tuple[Mode, ...]:
     """The points that no mixture of others beats, by falling rate of computation."""
     hull: list[tuple[float, float]] = []
     for speed, rate in sorted(points, key=lambda p: (-p[0], -p[1])):
@@ -251,7 +360,9 @@ def _upper_hull(points: Sequence[tuple[float, float]]) -> tuple[Mode, ...]:
             hull[-1] = (speed, rate)
         else:
             hull.append((speed, rate))
-    return tuple(Mode(compute_rate=s, bytes_per_s=r) for s, r in hull)
+    return tuple(
+        Mode(compute_rate=s, bytes_per_s=r, startups=startups) for s, r in hull
+    )
 
 
 def _slowest_compute(cluster: Cluster, max_lanes: int | None) -> float:
