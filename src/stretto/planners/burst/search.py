@@ -469,6 +469,9 @@ def _share(
     ``cap``. The least is a time of some lane; in each it is found by halving.
     """
     best: tuple[float, list[int]] | None = None
+    needs = _all_needs(lanes, math.nextafter(below_s, 0.0))
+    if needs is None or sum(needs) > cap:
+        return None
     for lane in lanes:
         low, high = bisect_right(lane.times_s, -below_s, key=neg), len(lane.gpus)
         while low < high:
