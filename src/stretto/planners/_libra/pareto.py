@@ -109,7 +109,9 @@ def _descended(
     for ratio in RATIOS if slack_s is None else RATIOS[:2]:
         if slack_s is not None and ratio * problem.work_s <= slack_s:
             continue
-        if looked and _GROWTH * list(looked.values())[-1] > CANDIDATES:
+        # The first round has no bound yet and tells little of the second.
+        growth = _GROWTH if len(looked) > 1 else 1.0
+        if looked and growth * list(looked.values())[-1] > CANDIDATES:
             break
         search = _Round(problem, ratio * problem.work_s, max_groups, best, bound)
         if best is None:
@@ -197,7 +199,7 @@ class _Round:
         self.incumbent = incumbent
         self.limit_s = float("inf")
         if incumbent is not None:
-            self.limit_s = incumbent.backward_s - problem.work_s - slack_s
+            self.limit_s = incumbent.backward_s - problem.work_s
         # Of each state ever kept: its parent, items sent and level of its last group.
         self.parents: list[Any] = []
         self.closing: tuple[int, int, int] | None = None
