@@ -6,6 +6,7 @@ import json
 import math
 import textwrap
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,8 +22,9 @@ PAPERS = ("asc-wfbp", "libra", "aiacc", "deeppool")
 
 @click.command(name="reproduce")
 @click.argument("paper", type=click.Choice(PAPERS))
+@click.option("--svg", "drawing", metavar="FILE", help="write the curves as a drawing")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
-def command(paper: str, as_json: bool) -> None:
+def command(paper: str, drawing: str | None, as_json: bool) -> None:
     """Recomputes the figures of PAPER, ours beside the published ones.
 
     A figure outside its tolerance is shown as missed, with the reason; what can't be
@@ -31,10 +33,24 @@ def command(paper: str, as_json: bool) -> None:
     from stretto._api.reproduce import reproduce
 
     done = reproduce(paper)
+    if drawing is not None:
+        _draw(done, drawing)
     if as_json:
         click.echo(json.dumps(_finite(done.as_dict()), indent=2, allow_nan=False))
         return
     click.echo("\n".join(_lines(done)))
+
+
+def _draw(done: Reproduction, path: str) -> None:
+    from stretto.report.curves import Chart, charts_svg
+
+    if not done.series:
+        raise click.UsageError(f"{done.paper} has no curves to draw: leave --svg out")
+    charts = [
+        Chart(title=s.title, axis=s.axis, unit=s.unit, x=s.x, columns=s.columns)
+        for s in done.series
+    ]
+    Path(path).write_text(charts_svg(charts, done.title), encoding="utf-8")
 
 
 def _lines(done: Reproduction) -> Iterator[str]:

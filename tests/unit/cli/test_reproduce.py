@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import cache
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
@@ -153,11 +155,30 @@ def test_libra_at_scale():
 
 
 def test_libra_ordering():
+    """Each further choice gains: fusion, one level of threads, a level a bucket."""
+    names = [
+        "MG-WFBP greedy, 2048 threads",
+        "exact fusion, 2048 threads",
+        "fusion, the best threads",
+        "libra",
+        "joint, algorithms too",
+    ]
+    assert len(done("libra").series) == 3
     for curve in done("libra").series:
-        best = "libra" if "libra" in curve.columns else "exact fusion, best threads"
-        rows = curve.columns
-        greedy = rows["MG-WFBP greedy, 2048 threads"]
-        assert all(a < b for a, b in zip(rows[best], greedy, strict=True))
-        assert all(
-            a <= 1.0001 * b for a, b in zip(rows["joint"], rows[best], strict=True)
-        )
+        rows = [curve.columns[name] for name in names]
+        for worse, better in itertools.pairwise(rows):
+            assert all(b <= 1.005 * w for w, b in zip(worse, better, strict=True))
+
+
+def test_curves_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(api, "reproduce", done)
+    path = tmp_path / "fig9.svg"
+    result = CliRunner().invoke(group, ["reproduce", "libra", "--svg", str(path)])
+    assert result.exit_code == 0, result.output
+    root = ElementTree.fromstring(path.read_text())  # well formed
+    texts = [t.text for t in root.iter() if t.tag.endswith("text")]
+    assert texts.count("libra") == 3
+    assert "2048" in texts
+    result = CliRunner().invoke(group, ["reproduce", "asc-wfbp", "--svg", str(path)])
+    assert result.exit_code == 2
+    assert "no curves" in result.output

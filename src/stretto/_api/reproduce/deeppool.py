@@ -49,7 +49,7 @@ def deeppool() -> Reproduction:
 
 
 def _table_1() -> list[Figure]:
-    notes = {"vgg16": "missed: 132.86 M is VGG-11; VGG-16 has 138.36 M"}
+    notes = {"vgg16": "132.86 M is VGG-11; VGG-16 has 138.36 M"}
     return [
         Figure(
             table="Table 1",

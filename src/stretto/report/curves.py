@@ -1,0 +1,113 @@
+"""Curves over numbers of ranks, as SVG text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stretto.report.svg import (
+    DARK,
+    LIGHT,
+    SERIES,
+    SVG_STYLE,
+    _svg,
+    _tag,
+    _text,
+    css_variables,
+    spread_apart,
+    ticks,
+)
+
+_WIDTH = 880.0
+_LEFT, _RIGHT = 64.0, _WIDTH - 250.0
+_HEIGHT = 250.0
+"""Of one chart's field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Several curves over one axis of powers of two."""
+
+    title: str
+
+    axis: str
+
+    unit: str
+
+    x: Sequence[int]
+
+    columns: Mapping[str, Sequence[float]]
+
+
+def charts_svg(charts: Sequence[Chart], label: str) -> str:
+    """The charts under each other, as a file of its own, for light and dark."""
+    style = (
+        f"svg{{{css_variables(LIGHT)}}}{SVG_STYLE}"
+        ".curve{fill:none;stroke-width:2}.drawing .curve-name{font-size:12.5px}"
+        f"{_hues(dark=False)}"
+        "@media(prefers-color-scheme:dark)"
+        f"{{svg{{{css_variables(DARK)}}}{_hues(dark=True)}}}"
+    )
+    out = [
+        _tag("style", style),
+        _tag("rect", width="100%", height="100%", rx=10, class_="ground"),
+    ]
+    for i, chart in enumerate(charts):
+        out += _chart(chart, 24.0 + i * (_HEIGHT + 100.0))
+    return _svg(out, len(charts) * (_HEIGHT + 100.0) + 10.0, label)
+
+
+def _hues(*, dark: bool) -> str:
+    rules = []
+    for i, (on_light, on_dark, dashes) in enumerate(SERIES):
+        colour = on_dark if dark else on_light
+        line = f"stroke:{colour};stroke-dasharray:{dashes or 'none'}"
+        rules.append(f".c{i}{{{line}}}.drawing .n{i}{{fill:{colour}}}")
+    return "".join(rules)
+
+
+def _chart(chart: Chart, top: float) -> list[str]:
+    values = [v for row in chart.columns.values() for v in row if math.isfinite(v)]
+    # From just below the lowest: what matters is how the curves part.
+    high, low = max(values, default=1.0), 0.9 * min(values, default=0.0)
+    room = 1.05 * (high - low) or 1.0
+    first, last = math.log2(chart.x[0]), math.log2(chart.x[-1])
+    begin, bottom = top + 26.0, top + 26.0 + _HEIGHT
+
+    def x(value: int) -> float:
+        share = (math.log2(value) - first) / ((last - first) or 1.0)
+        return _LEFT + (_RIGHT - _LEFT) * share
+
+    def y(value: float) -> float:
+        return bottom - (bottom - begin) * (value - low) / room
+
+    out = [_text(20.0, top + 6, chart.title, class_="name")]
+    step = ticks(room, 6)[1]
+    for i in range(math.ceil(low / step), int(high / step) + 1):
+        value = i * step
+        at = y(value)
+        text = f"{value:g} {chart.unit}".strip()
+        out.append(_tag("line", x1=_LEFT, x2=_RIGHT, y1=at, y2=at, class_="grid"))
+        out.append(_text(_LEFT - 8, at + 4, text, class_="tick", text_anchor="end"))
+    out += [
+        _text(x(value), bottom + 18, f"{value}", class_="tick", text_anchor="middle")
+        for value in chart.x
+    ]
+    middle = (_LEFT + _RIGHT) / 2
+    out.append(_text(middle, bottom + 38, chart.axis, class_="small"))
+    ends: list[float] = []
+    for i, row in enumerate(chart.columns.values()):
+        points = [
+            (x(at), y(value))
+            for at, value in zip(chart.x, row, strict=True)
+            if math.isfinite(value)
+        ]
+        path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in points)
+        out.append(_tag("path", d=path, class_=f"curve c{i % len(SERIES)}"))
+        ends.append(points[-1][1] + 4 if points else bottom)
+    placed = spread_apart(ends, 16.0)
+    for i, (name, at) in enumerate(zip(chart.columns, placed, strict=True)):
+        style = f"curve-name n{i % len(SERIES)}"
+        out.append(_text(_RIGHT + 10, at, name, class_=style))
+    return out
