@@ -21,7 +21,7 @@ PLANNING_HALF = [
     "stretto.report",
     "stretto.cli",
 ]
-WITHOUT_TORCH = ["compare", "lab", "plan", "report", "simulate"]
+WITHOUT_TORCH = ["compare", "lab", "plan", "report", "reproduce", "simulate", "zoo"]
 """Commands that people start on machines without torch."""
 
 
