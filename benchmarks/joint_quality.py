@@ -2,21 +2,25 @@
 
     .venv/bin/python benchmarks/joint_quality.py [--instances 300]
 
-Three sets of random instances: start-up and bandwidth alone with gamma = 1.5 for two at
-once (each bucket waits for the one before or overlaps it); with slices too; and with
-contention, two levels of resource and the choice of algorithm. Stores the excess over
-the optimum in results/joint_quality.json.
+Four sets of random instances: start-up and bandwidth alone with gamma = 1.5 for two at
+once (each bucket waits for the one before or overlaps it); with slices too; with
+contention, two levels of resource and the choice of algorithm; and with overlap
+forward. Then the models of ASC-WFBP at its published constants, and what is certified
+for convolutional networks on LIBRA's testbed up to 64 ranks. Stores all of it in
+results/joint_quality.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 import statistics
 import time
 
+import stretto
 from _record import store
-from stretto import planners
+from stretto import planners, zoo
 from stretto.schema import (
     Cluster,
     ComputeContention,
@@ -31,8 +35,21 @@ from stretto.schema import (
 SETS = {
     "wait or overlap, gamma 1.5": (("fusion", "lanes"), (3, 6)),
     "and slices": (("fusion", "lanes", "slices"), (3, 5)),
-    "all dimensions, contention": ("all", (3, 3)),
+    "resource and algorithm, contention": (
+        ("fusion", "lanes", "slices", "resource", "algorithm"),
+        (3, 3),
+    ),
+    "overlap forward": (("fusion", "lanes", "forward"), (3, 5)),
 }
+ASC_S = {
+    "resnet152": 0.4022,
+    "densenet201": 0.2203,
+    "inception-v4": 0.2845,
+    "bert-base": 0.7129,
+}
+"""What a trial reached at a = 1.4 ms, b = 1.7e-9 s/B and gamma = 1.5."""
+
+CNNS = ("resnet50", "resnet152", "densenet201", "vgg16", "inception-v4", "xception")
 CONTENTION = Contention(
     compute=ComputeContention(alpha1=1.0, alpha2=1.5e-4),
     overlapped=RateCurve(gamma1=1.2e8, gamma2=1.2e8, gamma3=0.02, gamma4=0.6),
@@ -57,12 +74,16 @@ def instance(seed: int, tensors: tuple[int, int], *, contended: bool):
                 name=f"t{i}", bytes=size, dtype="float32", ready_s=at_s, needed_s=0.0
             )
         )
+    forward_s = rng.uniform(0.0, 0.2)
+    for i, spec in enumerate(specs):
+        needed_s = forward_s * (number - 1 - i) / number
+        specs[i] = dataclasses.replace(spec, needed_s=needed_s)
     workload = Workload(
         name=f"instance {seed}",
         framework="none",
         device="none",
         batch_per_rank=1,
-        forward_s=rng.uniform(0.0, 0.2),
+        forward_s=forward_s,
         backward_s=backward_s,
         tensors=tuple(specs),
     )
@@ -89,7 +110,7 @@ def measured(name: str, instances: int) -> dict:
     excess, searches_s = [], []
     begin_s = time.perf_counter()
     for seed in range(instances):
-        workload, cluster = instance(seed, tensors, contended=dims == "all")
+        workload, cluster = instance(seed, tensors, contended="resource" in dims)
         options = {"max_lanes": 2, "dims": dims}
         best = planners.get("exhaustive", **options).plan(workload, cluster)
         start_s = time.perf_counter()
@@ -109,6 +130,51 @@ def measured(name: str, instances: int) -> dict:
     }
 
 
+def of_asc() -> list[dict]:
+    """The four models of ASC-WFBP: two lanes and whole buckets, then everything."""
+    cluster = zoo.cluster("asc-uncapped")
+    rows = []
+    for name, reach_s in ASC_S.items():
+        workload = zoo.workload(name)
+        row = {"model": name, "reach_s": reach_s}
+        for label, options in (
+            ("two_lanes", {"max_lanes": 2, "dims": ("fusion", "lanes")}),
+            ("with_slices", {"max_lanes": 2}),
+            ("by_default_8_lanes", {}),
+        ):
+            options["sturdy"] = label.startswith("by_default")
+            row[label] = of_plan(workload, cluster, options)
+        rows.append(row)
+    return rows
+
+
+def of_cnns() -> list[dict]:
+    """Certified gaps on LIBRA's testbed, with the contention assumed there."""
+    rows = []
+    for ranks in (8, 16, 32, 64):
+        cluster = zoo.cluster("libra", ranks)
+        for name in CNNS:
+            workload = zoo.workload(name, device="v100")
+            dims = {"dims": ("fusion", "lanes", "slices", "resource")}
+            for label, options in (("by default", {}), ("with resource", dims)):
+                plan = of_plan(workload, cluster, options)
+                rows.append({"model": name, "ranks": ranks, "dims": label} | plan)
+    return rows
+
+
+def of_plan(workload, cluster, options: dict) -> dict:
+    begin_s = time.perf_counter()
+    plan = stretto.plan(workload, cluster, **options)
+    search_s = time.perf_counter() - begin_s
+    return {
+        "iteration_s": plan.predicted.iteration_s,
+        "gap": plan.predicted.gap,
+        "lanes": plan.lanes,
+        "buckets": len(plan.buckets),
+        "search_s": search_s,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--instances", type=int, default=300)
@@ -117,6 +183,8 @@ def main() -> None:
         "what": "joint without its tie-break (sturdy=False) against brute force",
         "reach": {"mean_excess": 1e-3, "worst_excess": 0.05, "optimal_share": 0.95},
         "cases": [measured(name, args.instances) for name in SETS],
+        "asc_wfbp": of_asc(),
+        "cnns": {"reach_gap": 0.01, "rows": of_cnns()},
     }
     store("joint_quality", result)
 

@@ -177,6 +177,13 @@ def with_prediction(plan: Plan, workload: Workload, cluster: Cluster) -> Plan:
     )
 
 
+def predicted_s(plan: Plan) -> float:
+    """The predicted iteration time of a plan that a planner made."""
+    if plan.predicted is None:
+        raise AssertionError("a planner's plan carries its prediction")
+    return plan.predicted.iteration_s
+
+
 CERTIFY_GAP = 1e-3
 """Gaps up to this are not worth a linear programme."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, final
 
 from stretto.errors import Infeasible
@@ -13,8 +14,10 @@ from stretto.planners.base import (
     dtype_starts,
     finish,
     positive,
+    predicted_s,
 )
 from stretto.planners.ddp import CAP_BYTES, FIRST_CAP_BYTES, capped_ends
+from stretto.planners.single import SinglePlanner
 from stretto.sim.fast import MixedModel
 
 if TYPE_CHECKING:
@@ -30,7 +33,8 @@ MAX_TENSORS = 8
 class ExhaustivePlanner(AbstractPlanner):
     """The best of all contiguous fusions, on 1, 2, ... ``max_lanes`` lanes, each bucket
     whole on any lane or in 2, 3, ... parts of any first lane; with ``dims`` as of
-    `joint` also every resource and algorithm for each bucket.
+    `joint` also every resource and algorithm for each bucket; and nothing before
+    backward has ended (`single`).
 
     Lanes are alike, so a bucket opens no lane beyond the first unused one. Refuses
     more than 8 tensors.
@@ -71,7 +75,11 @@ class ExhaustivePlanner(AbstractPlanner):
                 d.lanes,
             ),
         )
-        return finish(best, self.name, workload, cluster)
+        plan = finish(best, self.name, workload, cluster)
+        single = SinglePlanner().plan(workload, cluster)
+        if space.fusion and predicted_s(single) < predicted_s(plan):
+            return replace(single, planner=self.name)
+        return plan
 
 
 def _drafts(workload: Workload, space: Space) -> Iterator[Draft]:

@@ -21,7 +21,13 @@ from stretto.planners._joint.space import (
 from stretto.planners._joint.starts import coarse, forward_starts, starts
 from stretto.planners.aiacc import MAX_LANES, AiaccPlanner
 from stretto.planners.asc_wfbp import AscWfbpPlanner
-from stretto.planners.base import AbstractPlanner, Draft, finish, positive
+from stretto.planners.base import (
+    AbstractPlanner,
+    Draft,
+    finish,
+    positive,
+    predicted_s,
+)
 from stretto.planners.ddp import DdpPlanner
 from stretto.planners.fusion import FusionPlanner
 from stretto.planners.horovod import HorovodPlanner
@@ -49,9 +55,6 @@ __all__ = [
 CLIMBS = 4
 MORE_CLIMBS = 4
 """How often the best is climbed from again, as long as that helps."""
-
-FORWARD_STARTS = 8
-FORWARD_CLIMBS = 2
 
 LIBRA_TENSORS = 64
 """Up to so many `libra`'s own search takes a tenth of a second."""
@@ -125,14 +128,15 @@ class JointPlanner(AbstractPlanner):
             search.value_s(_libra_draft(workload, cluster))
         for draft in starts(workload, cluster, space, search.value_s):
             search.value_s(draft)
-        for draft in search.leaders(CLIMBS_OF_FEW if search.few else CLIMBS):
+        climbs = CLIMBS_OF_FEW if search.few else CLIMBS
+        for draft in search.leaders(climbs):
             search.climb(draft)
         search.climb_on(MORE_CLIMBS)
         if space.forward:
-            leaders = search.leaders(FORWARD_STARTS)
+            leaders = search.leaders(2 * climbs)
             for draft in forward_starts(workload, space, leaders):
                 search.value_s(draft)
-            for draft in search.leaders(FORWARD_CLIMBS, "forward"):
+            for draft in search.leaders(climbs // 2, "forward"):
                 search.climb(draft)
             search.climb_on(1)
         chosen = search.sturdiest(ceiling_s) if self._sturdy else search.fastest()
@@ -156,7 +160,7 @@ class JointPlanner(AbstractPlanner):
                 planners.append(LibraMPlanner())
         for planner in planners:
             plan = planner.plan(workload, cluster)
-            yield Draft.of(plan), _iteration_s(plan)
+            yield Draft.of(plan), predicted_s(plan)
 
 
 def _libra_draft(workload: Workload, cluster: Cluster) -> Draft:
@@ -166,9 +170,3 @@ def _libra_draft(workload: Workload, cluster: Cluster) -> Draft:
         workload, ends = coarse(workload, LIBRA_TENSORS)
     draft = Draft.of(LibraPlanner().plan(workload, cluster))
     return replace(draft, ends=tuple(ends[end - 1] for end in draft.ends))
-
-
-def _iteration_s(plan: Plan) -> float:
-    if plan.predicted is None:
-        raise AssertionError("a planner's plan carries its prediction")
-    return plan.predicted.iteration_s
