@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 # Up to this many additions a step looks at each pair of widths: fewer calls are faster.
 _DENSE = 40_000
 
+# Up to this many widths an edge's costs stand in a table.
+_TABLED = 256
+
 
 @final
 class EdgeCost:
@@ -63,6 +66,8 @@ class EdgeCost:
     def column(self, after: int) -> Floats:
         """The comm into one width, by the width before."""
         s = self._samples
+        if len(s) <= _TABLED:
+            return self.dense_hk[:, after]
         moves_h = np.maximum(s, s[after]) if self._moved else np.abs(s - s[after])
         cost_h: Floats = self._each_s * moves_h + self._delay_s
         cost_h[moves_h > self._most[after]] = np.inf

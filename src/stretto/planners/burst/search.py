@@ -91,6 +91,7 @@ class _Search:
         self._full: dict[tuple[int, _Moves], tuple[Ints, Floats]] = {}
         self._grids: dict[int, Ints] = {}
         self._curves: dict[tuple[int, int, _Moves], Floats] = {}
+        self._states: dict[tuple[int, int, _Moves], list[Floats]] = {}
         self._ways: dict[int, list[tuple[list[int], list[int]]]] = {}
         self._node_at = [0] * len(problem.profile.layers)
         self._first = [0] * len(problem.profile.layers)
@@ -300,18 +301,51 @@ class _Search:
             self._free[key] = best_hk
         return self._free[key]
 
-    def _branch_curves(
-        self, block: Block, head: int, moves: _Moves
-    ) -> list[tuple[Ints, Floats]]:
-        """Each branch's times by its GPUs and the width after, from one width."""
-        found = []
-        for chain in block.branches:
-            grid, key = self._grid(chain), (id(chain), head, moves)
-            if key not in self._curves:
-                heads = np.full(len(grid), head)
-                self._curves[key] = self._chain(chain, heads, grid, moves)
-            found.append((grid, self._curves[key]))
-        return found
+    def _lanes(
+        self, chain: Chain, head: int, tail: int, moves: _Moves
+    ) -> tuple[_Lane, _Lane]:
+        """A branch's times between two widths in turns, and on GPUs of its own."""
+        grid, last = self._grid(chain), chain.links[-1]
+        if isinstance(last, Edge) and chain.nodes:
+            states = self._before_last(chain, head, moves)
+            edges = [self._edge(last, moved=moved) for moved in (moves.out, True)]
+            found = [
+                (state_rh + edge.column(tail)).min(axis=1)
+                for state_rh, edge in zip(states, edges, strict=True)
+            ]
+        else:
+            found = []
+            for kind in (moves, _MOVE):
+                key = (id(chain), head, kind)
+                if key not in self._curves:
+                    heads = np.full(len(grid), head)
+                    self._curves[key] = self._chain(chain, heads, grid, kind)
+                found.append(self._curves[key][:, tail])
+        gpus = grid.tolist()
+        return _Lane(gpus, found[0].tolist()), _Lane(gpus, found[1].tolist())
+
+    def _before_last(self, chain: Chain, head: int, moves: _Moves) -> list[Floats]:
+        """Times by GPUs and the last layer's width, in turns and on GPUs of its own."""
+        key = (id(chain), head, moves)
+        if key not in self._states:
+            grid = self._grid(chain)
+            heads, caps = np.full(2 * len(grid), head), np.tile(grid, 2)
+            # fast: both kinds as rows of one array; they differ in the end links alone.
+            ends = [
+                self._link(
+                    chain.links[0], None, heads[: len(grid)], grid, kind.of(chain, 0)
+                )
+                for kind in (moves, _MOVE)
+            ]
+            rows_rh = np.concatenate([end.T for end in ends], axis=1).T
+            closed_hr = np.where(self._widths[:, None] > caps, np.inf, 0.0)
+            for i, node in enumerate(chain.nodes):
+                if i:
+                    rows_rh = self._link(chain.links[i], rows_rh, heads, caps, _STAY)
+                rows_rh = rows_rh + self._node_s[node]
+                rows_rh += closed_hr.T
+            self._states[key] = [rows_rh[: len(grid)], rows_rh[len(grid) :]]
+        return self._states[key]
 
     def _pair(
         self,
@@ -326,10 +360,8 @@ class _Search:
 
         Infinite where it takes ``below_s`` or longer.
         """
-        turns = self._branch_curves(block, head, moves)
-        beside = self._branch_curves(block, head, _MOVE)
-        turn_lanes = [_Lane(grid.tolist(), c[:, tail].tolist()) for grid, c in turns]
-        lanes = [_Lane(grid.tolist(), c[:, tail].tolist()) for grid, c in beside]
+        both = [self._lanes(chain, head, tail, moves) for chain in block.branches]
+        turn_lanes, lanes = [one for one, _ in both], [other for _, other in both]
         turns_s = [lane.times_s[-1] for lane in turn_lanes]
         lanes_s = [lane.times_s[-1] for lane in lanes]
         ways = sorted(
