@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/burst_speed.py [--runs 9]
 
-11 blocks of 4 branches, 114 layers, made up; the published profile ends at 64 samples
+11 blocks of 4 branches, 118 layers, made up; the published profile ends at 64 samples
 on a GPU. Published search times of this model, powers of two alone: 0.22 s for 8 GPUs,
 3.23 s for 1024 (DeepPool, Table 3). Stores times of the search alone, with machine and
 versions, in results/burst_speed.json; `cpu_s` is the processor's time of the same runs.
