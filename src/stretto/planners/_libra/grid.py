@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+from stretto.planners._libra.bound import FluidBound
 from stretto.planners._libra.literal import CHUNK_SLACK, first_chunk
-from stretto.planners._libra.problem import Solution
+from stretto.planners._libra.problem import Solution, with_fewer_groups
 
 if TYPE_CHECKING:
     from stretto.planners._libra.problem import LibraProblem
@@ -25,7 +27,9 @@ def solve_grid(
     limit the number of groups; ``None`` takes one pass instead of K.
 
     ``backward_s`` is the grid's, at most (groups - 1) chunks above the optimum's
-    (Theorem 2); without the grid the same groups are no slower.
+    (Theorem 2); without the grid the same groups are no slower. Groups of a coarser
+    grid, merged where they are more than K, give a limit: what cannot beat it by the
+    fluid bound is left out.
 
     Raises:
         Infeasible: ``max_groups`` is below what types need.
@@ -37,14 +41,28 @@ def solve_grid(
         return Solution(
             ends=ends, levels=levels, backward_s=problem.backward_s(ends, levels)
         )
-    return _Grid(problem, chunks, max_groups).solved()
+    coarse: Solution | None = None
+    if chunks * problem.size > _SMALL:
+        coarse = _Grid(problem, max(1, chunks // 6), None).solved()
+    found = _Grid(problem, chunks, None, coarse).solved()
+    if max_groups is None or len(found.ends) <= max_groups:
+        return found
+    return _Grid(problem, chunks, max_groups, found).solved()
+
+
+_SMALL = 1000
+"""Entries of a table up to which no coarser grid goes before."""
 
 
 class _Grid:
     """The tables of one run; rows are items sent, columns edges."""
 
     def __init__(
-        self, problem: LibraProblem, chunks: int, max_groups: int | None
+        self,
+        problem: LibraProblem,
+        chunks: int,
+        max_groups: int | None,
+        known: Solution | None = None,
     ) -> None:
         import numpy as np
 
@@ -54,6 +72,31 @@ class _Grid:
         self.first_chunk = [
             first_chunk(ready_s, self.w, chunks) for ready_s in problem.ready_s
         ]
+        self.limit_s = np.inf
+        self.least_s = np.zeros(problem.size + 1)
+        self.after_s = problem.after_work_s()
+        if known is not None:
+            if max_groups is not None:
+                known = with_fewer_groups(problem, known, max_groups)
+            self.limit_s = self._delay_s(known) * (1.0 + 1e-9) + 1e-300
+            items = np.arange(problem.size)
+            ready = np.array(problem.ready_s)
+            self.least_s[:-1] = FluidBound(problem).of(items, ready)
+
+    def _delay_s(self, solution: Solution) -> float:
+        """Delay of given groups on the grid."""
+        problem = self.problem
+        edge, begin, delay_s = 0, 0, 0.0
+        for end, j in zip(solution.ends, solution.levels, strict=True):
+            level = problem.levels[j]
+            size_bytes = problem.total_bytes[end] - problem.total_bytes[begin]
+            begin = end
+            edge = max(edge, self.first_chunk[end - 1])
+            delay_s += problem.alone_s(level, edge * self.w, size_bytes)
+            need_s = (problem.startup_s + level.s_per_byte * size_bytes) * level.sigma
+            edge += math.ceil(need_s / self.w - CHUNK_SLACK)
+            edge = min(edge, self.chunks)
+        return delay_s
 
     def solved(self) -> Solution:
         passes = [self._start()]
@@ -75,7 +118,8 @@ class _Grid:
         """Delays with one group more than ``before``; ``None``: any number of them."""
         import numpy as np
 
-        chunks, size = self.chunks, self.problem.size
+        problem, chunks, size = self.problem, self.chunks, self.problem.size
+        idle = problem.levels[problem.best_idle].idle_s_per_byte
         table = self._start()
         if before is not None:
             table[0] = np.inf
@@ -83,6 +127,7 @@ class _Grid:
         apron = chunks + 1
         padded = np.full((size + 1, apron + chunks + 1), np.inf)
         padded[:, apron:] = table if before is None else before
+        least_before = padded[:, -1].copy()  # delays never rise with the edge
         windows = np.lib.stride_tricks.sliding_window_view(padded, chunks, axis=1)
         for l in range(1, size + 1):  # noqa: E741
             low, first = self.first_chunk[l - 1], self.problem.firsts[l - 1]
@@ -90,18 +135,27 @@ class _Grid:
             padded[:, apron : apron + low] = np.inf
             row = table[l]
             needs, penalties = self._fits(first, l)
+            hope_s = least_before[first:l] + self.least_s[l]
             for need, penalty in zip(needs, penalties, strict=True):
-                near = np.flatnonzero(need <= chunks - low)
+                near = np.flatnonzero(
+                    (need <= chunks - low) & (hope_s + penalty <= self.limit_s)
+                )
                 if len(near):
                     shifted = windows[near + first, apron - need[near]]
                     shifted += penalty[near, None]
                     np.minimum(row[:chunks], shifted.min(axis=0), out=row[:chunks])
-            row[chunks] = self._last_edge(padded[first:l, apron + low :], first, l)[0]
+            # A group that outlasts the work leaves all others for after it.
+            alone_s = problem.startup_s + idle * (self.total[l] - self.total[first:l])
+            hope_s = least_before[first:l] + np.minimum(penalties.min(axis=0), alone_s)
+            rows = np.arange(first, l)[hope_s + self.after_s[l] <= self.limit_s]
+            if len(rows):
+                row[chunks] = self._last_edge(padded[rows, apron + low :], rows, l)[0]
             if before is not None:
                 np.minimum(row[low:], padded[l, apron + low :], out=row[low:])
             np.minimum.accumulate(row, out=row)
             if before is None:
                 padded[l, apron:] = row
+                least_before[l] = row[chunks]
         return table
 
     def _fits(self, first: int, end: int) -> tuple[Any, Any]:
@@ -118,17 +172,17 @@ class _Grid:
             penalties.append(full_s * (1.0 - level.sigma))
         return np.array(needs), np.array(penalties)
 
-    def _last_edge(self, before: Any, first: int, end: int) -> tuple[float, int, int]:
+    def _last_edge(self, before: Any, rows: Any, end: int) -> tuple[float, int, int]:
         """Least delay at the last edge with a group up to ``end``, its start's row and
         column in ``before`` and level as one index and the level.
 
-        ``before``: rows from ``first`` to ``end``, columns from the first edge at which
+        ``before``: the delays of some ``rows``, columns from the first edge at which
         the group is ready.
         """
         import numpy as np
 
         problem = self.problem
-        size_bytes = (self.total[end] - self.total[first:end])[:, None]
+        size_bytes = (self.total[end] - self.total[rows])[:, None]
         left = np.arange(before.shape[1] - 1, -1, -1.0) * self.w
         best, where, which = np.inf, -1, -1
         for j, level in enumerate(problem.levels):
@@ -171,7 +225,8 @@ class _Grid:
             # The first edge of this delay: beyond it the step only waited.
             z = int(np.flatnonzero(passes[i][l] <= value)[0])
             if z == self.chunks:
-                _, where, j = self._last_edge(source[first:l, low:], first, l)
+                rows = np.arange(first, l)
+                _, where, j = self._last_edge(source[first:l, low:], rows, l)
                 before, column = divmod(where, self.chunks + 1 - low)
                 start, z = before + first, column + low
             else:

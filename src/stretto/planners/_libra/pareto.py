@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from stretto.planners._libra.bound import FluidBound, GridBound
-from stretto.planners._libra.problem import Solution
+from stretto.planners._libra.problem import Solution, with_fewer_groups
 
 if TYPE_CHECKING:
     from stretto.planners._libra.problem import LibraProblem
@@ -57,7 +57,7 @@ def solve_pareto(
         free = solve_pareto(problem, slack_s=slack_s)
         if len(free.ends) <= max_groups:
             return free
-        incumbent = _with_fewer_groups(problem, free, max_groups)
+        incumbent = with_fewer_groups(problem, free, max_groups)
     fewer, item_ends = _merged(problem)
     if fewer.size == problem.size:
         return _descended(problem, slack_s, max_groups, incumbent)[0]
@@ -124,32 +124,6 @@ def _descended(
         best = _Round(problem, slack_s, max_groups, best, bound).solved()
     assert best is not None  # noqa: S101
     return best, looked
-
-
-def _with_fewer_groups(
-    problem: LibraProblem, solution: Solution, max_groups: int
-) -> Solution:
-    """The solution with neighbours merged, each time the two that cost least."""
-    best = solution
-    while len(best.ends) > max_groups:
-        ends, levels = best.ends, best.levels
-        merged = [
-            (
-                (*ends[:i], *ends[i + 1 :]),
-                (*levels[:i], level, *levels[i + 2 :]),
-            )
-            for i in range(len(ends) - 1)
-            if problem.firsts[ends[i + 1] - 1] <= (ends[i - 1] if i else 0)
-            for level in dict.fromkeys(levels[i : i + 2])
-        ]
-        best = min(
-            (
-                Solution(ends=e, levels=v, backward_s=problem.backward_s(e, v))
-                for e, v in merged
-            ),
-            key=lambda found: found.backward_s,
-        )
-    return best
 
 
 def _bound(problem: LibraProblem, best: Solution) -> FluidBound | GridBound:

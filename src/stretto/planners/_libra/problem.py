@@ -195,6 +195,32 @@ class Solution:
     backward_s: float
 
 
+def with_fewer_groups(
+    problem: LibraProblem, solution: Solution, max_groups: int
+) -> Solution:
+    """The solution with neighbours merged, each time the two that cost least."""
+    best = solution
+    while len(best.ends) > max_groups:
+        ends, levels = best.ends, best.levels
+        merged = [
+            (
+                (*ends[:i], *ends[i + 1 :]),
+                (*levels[:i], level, *levels[i + 2 :]),
+            )
+            for i in range(len(ends) - 1)
+            if problem.firsts[ends[i + 1] - 1] <= (ends[i - 1] if i else 0)
+            for level in dict.fromkeys(levels[i : i + 2])
+        ]
+        best = min(
+            (
+                Solution(ends=e, levels=v, backward_s=problem.backward_s(e, v))
+                for e, v in merged
+            ),
+            key=lambda found: found.backward_s,
+        )
+    return best
+
+
 def levels_of(
     cluster: Cluster, resources: Sequence[int] | None = None
 ) -> tuple[Level, ...]:
