@@ -184,8 +184,8 @@ def predicted_s(plan: Plan) -> float:
     return plan.predicted.iteration_s
 
 
-CERTIFY_GAP = 1e-3
-"""Gaps up to this are not worth a linear programme."""
+CERTIFY_GAP = 1e-2
+"""Gaps up to this are not worth loading SciPy for a linear programme."""
 
 
 def certified(plan: Plan, workload: Workload, cluster: Cluster) -> Plan:

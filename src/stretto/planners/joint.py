@@ -165,8 +165,6 @@ class JointPlanner(AbstractPlanner):
 
 def _libra_draft(workload: Workload, cluster: Cluster) -> Draft:
     """What `libra` chooses; where there are many tensors, with neighbours joined."""
-    ends = tuple(range(1, len(workload.tensors) + 1))
-    if len(ends) > LIBRA_TENSORS:
-        workload, ends = coarse(workload, LIBRA_TENSORS)
-    draft = Draft.of(LibraPlanner().plan(workload, cluster))
+    joined, ends = coarse(workload, LIBRA_TENSORS)
+    draft = Draft.of(LibraPlanner().plan(joined, cluster))
     return replace(draft, ends=tuple(ends[end - 1] for end in draft.ends))

@@ -26,7 +26,7 @@ def demo_like(make_workload, make_cluster):
 
 
 @pytest.mark.parametrize("contended", [False, True])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(0, 30, 3))
 def test_joint_is_never_slower_than_any_other_planner(
     seed, contended, make_instance
 ) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stretto.schema import Cluster, TensorSpec, Workload
 
 _KINDS = 3
+_FUSED_TENSORS = 128
 _FORWARD_CAPS_MIB = (1, 4, 16, 64)
 
 
@@ -40,11 +41,13 @@ def forward_starts(
 
 def coarse(workload: Workload, tensors: int) -> tuple[Workload, tuple[int, ...]]:
     """The workload with neighbours joined until few tensors are left, and where in the
-    whole workload each of these ends.
+    whole workload each of these ends. One of few tensors stays as it is.
 
     Joined are tensors of one type of which together no more than a share of the bytes
     and of the time of backward comes, so what is large or far apart stays apart.
     """
+    if len(workload.tensors) <= tensors:
+        return workload, tuple(range(1, len(workload.tensors) + 1))
     share_bytes = 2 * workload.total_bytes / tensors
     share_s = 2 * workload.backward_s / tensors
     joined: list[TensorSpec] = []
@@ -91,9 +94,11 @@ def starts(
     if not space.mixed:
         return
     model = MixedModel(workload, cluster)
+    # The climbing puts right what joined neighbours leave out.
+    joined = coarse(workload, _FUSED_TENSORS)
     ranked: list[tuple[float, int, tuple[int | None, str]]] = []
     for kind in product(space.resources, space.algorithms):
-        drafts = list(_of_all_kinds(workload, model, kind, 1, 1))
+        drafts = list(_of_all_kinds(joined, model, kind, 1, 1))
         yield from drafts
         ranked.append((min(map(value_s, drafts)), len(ranked), kind))
     kinds = [kind for _, _, kind in sorted(ranked)[:_KINDS]]
@@ -102,7 +107,7 @@ def starts(
     for kind in dict.fromkeys(kinds):
         for lanes, slices in _families(space):
             if lanes > 1:
-                yield from _of_all_kinds(workload, model, kind, lanes, slices)
+                yield from _of_all_kinds(joined, model, kind, lanes, slices)
 
 
 def _plain(workload: Workload, cluster: Cluster, space: Space) -> Iterator[Draft]:
@@ -126,19 +131,21 @@ def _plain(workload: Workload, cluster: Cluster, space: Space) -> Iterator[Draft
 
 
 def _of_all_kinds(
-    workload: Workload,
+    joined: tuple[Workload, tuple[int, ...]],
     model: MixedModel,
     kind: tuple[int | None, str],
     lanes: int,
     slices: int,
 ) -> Iterator[Draft]:
     """One kind of bucket, fused for its cost beside computation and without."""
+    workload, whole_ends = joined
     fusions: dict[tuple[int, ...], None] = {}
     for working in (False, True):
         startup_s, s_per_byte = model.linear_cost(lanes, *kind, working=working)
         cost = LinearCost(startup_s=startup_s * slices / lanes, s_per_byte=s_per_byte)
         fusions.update(dict.fromkeys(_fusions(workload, cost)))
-    for ends in fusions:
+    for fused in fusions:
+        ends = [whole_ends[end - 1] for end in fused]
         yield _of_kind(Draft.in_turn(ends, lanes=lanes, slices=slices), *kind)
 
 
