@@ -379,22 +379,6 @@ class _Search:
                 best = _Pair(below_s, home, away, found[1])
         return best
 
-    def _least(
-        self,
-        block: Block,
-        turns: list[tuple[Ints, Floats]],
-        beside: list[tuple[Ints, Floats]],
-        cap: int,
-    ) -> Floats:
-        """The least time with ``cap`` GPUs for each column of the branches' curves."""
-        best_k = np.full(turns[0][1].shape[1], np.inf)
-        ends = [c[-1] for _, c in turns], [c[-1] for _, c in beside]
-        for home, away in self._homes(block):
-            if (_longest(*ends, home, away) < best_k).any():
-                lanes = [_sum_of([turns[b] for b in home]), *(beside[b] for b in away)]
-                np.minimum(best_k, _split(lanes, cap), out=best_k)
-        return best_k
-
     def _block_full(self, block: Block, moves: _Moves) -> tuple[Ints, Floats]:
         """Times by capacity and both widths, for a block within a branch."""
         key = (id(block), moves)
@@ -411,8 +395,12 @@ class _Search:
                         kind,
                     )
                     found.append((caps, times.reshape(len(caps), n * n)))
-            rows = [self._least(block, curves[0], curves[1], int(cap)) for cap in grid]
-            self._full[key] = grid, np.array(rows).reshape(len(grid), n, n)
+            turns, beside = curves
+            least_pc = np.full((len(grid), n * n), np.inf)
+            for home, away in self._homes(block):
+                lanes = [_sum_of([turns[b] for b in home]), *(beside[b] for b in away)]
+                _share_all(lanes, grid, least_pc)
+            self._full[key] = grid, least_pc.reshape(len(grid), n, n)
         return self._full[key]
 
     # the plan behind a time
@@ -526,35 +514,21 @@ def _all_needs(lanes: list[_Lane], time_s: float) -> list[int] | None:
     return needs
 
 
-def _split(lanes: list[tuple[Ints, Floats]], cap: int) -> Floats:
-    """The least time in which all lanes end, sharing ``cap`` GPUs, for each column.
+def _share_all(lanes: list[tuple[Ints, Floats]], caps: Ints, least_pc: Floats) -> None:
+    """Lowers each column's times by capacity to what lanes sharing it need.
 
-    A time is met where the GPUs that
-    each lane needs for it are together at most ``cap``; that only gets easier with more
-    time, so the least is found by halving the sorted times of all lanes.
+    The GPUs that all lanes need together fall with the time they are given, so the
+    least time for a capacity is the first that needs no more.
     """
-    times = np.sort(np.concatenate([curve for _, curve in lanes]), axis=0)
-    sizes = [np.append(grid, 2 * cap + 1) for grid, _ in lanes]
-    column = np.arange(times.shape[1])
-    low = np.zeros(times.shape[1], np.int64)
-    high = np.full(times.shape[1], len(times) - 1)
-    while (low < high).any():
-        middle = (low + high) // 2
-        at_s = times[middle, column]
-        need = _needs(lanes, sizes, at_s)
-        met = sum(need) <= cap
-        high = np.where(met, middle, high)
-        low = np.where(met, low, np.minimum(middle + 1, high))
-    best_s = times[low, column]
-    need = _needs(lanes, sizes, best_s)
-    least_s: Floats = np.where(sum(need) <= cap, best_s, np.inf)
-    return least_s
-
-
-def _needs(
-    lanes: list[tuple[Ints, Floats]], sizes: list[Ints], at_s: Floats
-) -> list[Ints]:
-    return [
-        size[(curve > at_s).sum(axis=0)]
-        for (_, curve), size in zip(lanes, sizes, strict=True)
-    ]
+    times_tc = np.sort(np.concatenate([curve for _, curve in lanes]), axis=0)
+    too_many = int(caps[-1]) + 1
+    needs_tc = np.zeros(times_tc.shape, np.int64)
+    for grid, curve in lanes:
+        sizes = np.append(grid, too_many)
+        for needs_c, at_c in zip(needs_tc, times_tc, strict=True):
+            needs_c += sizes[(curve > at_c).sum(axis=0)]
+    ends_tc = np.append(times_tc, np.full((1, times_tc.shape[1]), np.inf), axis=0)
+    column = np.arange(times_tc.shape[1])
+    for least_c, cap in zip(least_pc, caps, strict=True):
+        first_c = (needs_tc > cap).sum(axis=0)
+        np.minimum(least_c, ends_tc[first_c, column], out=least_c)
