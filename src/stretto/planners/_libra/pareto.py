@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from stretto.planners._libra.bound import FluidBound, GridBound
+from stretto.planners._libra.grid import solve_grid
 from stretto.planners._libra.problem import Solution, with_fewer_groups
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ RATIOS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 CANDIDATES = 8_000_000
 """States that one round may look at where no slack is asked for: about a second. A
 budget that does not depend on the machine, so that the plan does not either."""
+
+FIRST_CHUNKS = 150
+"""Of the grid that finds a first step where groups are limited."""
 
 GRID_CHUNKS = 400
 GRID_FROM = 20
@@ -58,6 +62,10 @@ def solve_pareto(
         if len(free.ends) <= max_groups:
             return free
         incumbent = with_fewer_groups(problem, free, max_groups)
+        on_grid = solve_grid(problem, chunks=FIRST_CHUNKS, max_groups=max_groups)
+        off_grid_s = problem.backward_s(on_grid.ends, on_grid.levels)
+        if off_grid_s < incumbent.backward_s:
+            incumbent = replace(on_grid, backward_s=off_grid_s)
     fewer, item_ends = _merged(problem)
     if fewer.size == problem.size:
         return _descended(problem, slack_s, max_groups, incumbent)[0]
@@ -110,7 +118,7 @@ def _descended(
         if slack_s is not None and ratio * problem.work_s <= slack_s:
             continue
         # The first round has no bound yet and tells little of the second.
-        growth = _GROWTH if len(looked) > 1 else 1.0
+        growth = 1.0 if len(looked) == 1 and max_groups is None else _GROWTH
         if looked and growth * list(looked.values())[-1] > CANDIDATES:
             break
         search = _Round(problem, ratio * problem.work_s, max_groups, best, bound)
