@@ -53,6 +53,10 @@ def solve_grid(
 _SMALL = 1000
 """Entries of a table up to which no coarser grid goes before."""
 
+BOUND_SLACK = 1e-6
+"""Chunks by which the bound may err: needs are rounded down by as much as
+`CHUNK_SLACK`."""
+
 
 class _Grid:
     """The tables of one run; rows are items sent, columns edges."""
@@ -73,6 +77,7 @@ class _Grid:
             first_chunk(ready_s, self.w, chunks) for ready_s in problem.ready_s
         ]
         self.limit_s = np.inf
+        self.fluid: FluidBound | None = None
         self.least_s = np.zeros(problem.size + 1)
         self.after_s = problem.after_work_s()
         if known is not None:
@@ -81,7 +86,8 @@ class _Grid:
             self.limit_s = self._delay_s(known) * (1.0 + 1e-9) + 1e-300
             items = np.arange(problem.size)
             ready = np.array(problem.ready_s)
-            self.least_s[:-1] = FluidBound(problem).of(items, ready)
+            self.fluid = FluidBound(problem)
+            self.least_s[:-1] = self.fluid.of(items, ready)
 
     def _delay_s(self, solution: Solution) -> float:
         """Delay of given groups on the grid."""
@@ -99,13 +105,9 @@ class _Grid:
         return delay_s
 
     def solved(self) -> Solution:
-        passes = [self._start()]
         if self.max_groups is None:
-            passes.append(self._pass(None))
-        else:
-            for _ in range(self.max_groups):
-                passes.append(self._pass(passes[-1]))
-        return self._traced(passes)
+            return self._traced([self._start(), self._pass()])
+        return self._traced(list(self._passes(self.max_groups)))
 
     def _start(self) -> Any:
         import numpy as np
@@ -114,25 +116,24 @@ class _Grid:
         table[0] = 0.0
         return table
 
-    def _pass(self, before: Any) -> Any:
-        """Delays with one group more than ``before``; ``None``: any number of them."""
+    def _pass(self) -> Any:
+        """Delays with any number of groups."""
         import numpy as np
 
         problem, chunks, size = self.problem, self.chunks, self.problem.size
-        idle = problem.levels[problem.best_idle].idle_s_per_byte
         table = self._start()
-        if before is not None:
-            table[0] = np.inf
         # Columns: an apron of what is out of reach, then the edges.
         apron = chunks + 1
         padded = np.full((size + 1, apron + chunks + 1), np.inf)
-        padded[:, apron:] = table if before is None else before
+        padded[0, apron:] = 0.0
         least_before = padded[:, -1].copy()  # delays never rise with the edge
         windows = np.lib.stride_tricks.sliding_window_view(padded, chunks, axis=1)
+        masked = 0
         for l in range(1, size + 1):  # noqa: E741
-            low, first = self.first_chunk[l - 1], self.problem.firsts[l - 1]
+            low, first = self.first_chunk[l - 1], problem.firsts[l - 1]
             # Later groups start later still: what is before is out of reach for all.
-            padded[:, apron : apron + low] = np.inf
+            padded[:l, apron + masked : apron + low] = np.inf
+            masked = low
             row = table[l]
             needs, penalties = self._fits(first, l)
             hope_s = least_before[first:l] + self.least_s[l]
@@ -144,19 +145,111 @@ class _Grid:
                     shifted = windows[near + first, apron - need[near]]
                     shifted += penalty[near, None]
                     np.minimum(row[:chunks], shifted.min(axis=0), out=row[:chunks])
-            # A group that outlasts the work leaves all others for after it.
-            alone_s = problem.startup_s + idle * (self.total[l] - self.total[first:l])
-            hope_s = least_before[first:l] + np.minimum(penalties.min(axis=0), alone_s)
-            rows = np.arange(first, l)[hope_s + self.after_s[l] <= self.limit_s]
+            rows = self._late(least_before[first:l], penalties, l) + first
             if len(rows):
                 row[chunks] = self._last_edge(padded[rows, apron + low :], rows, l)[0]
-            if before is not None:
-                np.minimum(row[low:], padded[l, apron + low :], out=row[low:])
             np.minimum.accumulate(row, out=row)
-            if before is None:
-                padded[l, apron:] = row
-                least_before[l] = row[chunks]
+            padded[l, apron:] = row
+            least_before[l] = row[chunks]
         return table
+
+    def _passes(self, groups: int) -> Any:
+        """Delays with at most 0, 1, ... ``groups`` groups.
+
+        A state is extended only if it is better than with fewer groups, which lead to
+        the same with one less, and if by the fluid bound it may beat the limit.
+        """
+        import numpy as np
+
+        problem, chunks, size = self.problem, self.chunks, self.problem.size
+        tables = np.full((groups + 1, size + 1, chunks + 1), np.inf)
+        tables[:, 0] = 0.0
+        apron = chunks + 1
+        padded = np.full((groups, size + 1, apron + chunks + 1), np.inf)
+        padded[0, 0, apron:] = 0.0
+        # Of what may be extended: the least delay and the last edge.
+        least = np.full((groups, size + 1), np.inf)
+        least[0, 0] = 0.0
+        last = np.full((groups, size + 1), -1)
+        last[0, 0] = chunks
+        edges_s = np.arange(chunks + 1) * self.w
+        columns = np.arange(chunks + 1)
+        masked = 0
+        for l in range(1, size + 1):  # noqa: E741
+            low, first = self.first_chunk[l - 1], problem.firsts[l - 1]
+            padded[:, :l, apron + masked : apron + low] = np.inf
+            least[:, :l][last[:, :l] < low] = np.inf
+            masked = low
+            rows_new = tables[1:, l]
+            needs, penalties = self._fits(first, l)
+            bound_s = self._bound_s(l, edges_s)
+            fits = needs <= chunks - low
+            cap_s = self.limit_s - bound_s[low]
+            for i in range(groups):
+                before = least[i, first:l]
+                if not np.isfinite(before).any():
+                    continue
+                hope_s = before + penalties
+                level, near = np.nonzero(fits & (hope_s <= cap_s))
+                if len(near):
+                    need, hope_s = needs[level, near], hope_s[level, near]
+                    # Edges that some group reaches and that may beat the limit.
+                    near += first
+                    begin = low + int(need.min())
+                    end = min(
+                        chunks,
+                        int((last[i, near] + need).max()) + 1,
+                        int(
+                            np.searchsorted(
+                                bound_s, self.limit_s - hope_s.min(), side="right"
+                            )
+                        ),
+                    )
+                    if begin < end:
+                        windows = np.lib.stride_tricks.sliding_window_view(
+                            padded[i, :, begin : chunks + apron + end], end - begin, 1
+                        )
+                        shifted = windows[near, apron - need]
+                        shifted += penalties[level, near - first][:, None]
+                        shifted.min(axis=0, out=rows_new[i, begin:end])
+                late = self._late(before, penalties, l) + first
+                if len(late):
+                    rows_new[i, chunks] = self._last_edge(
+                        padded[i, late, apron + low :], late, l
+                    )[0]
+            np.minimum.accumulate(rows_new, axis=1, out=rows_new)
+            np.minimum.accumulate(rows_new, axis=0, out=rows_new)
+            fresh = rows_new[:-1] < tables[:-2, l]
+            fresh &= rows_new[:-1] + bound_s <= self.limit_s
+            kept = np.where(fresh, rows_new[:-1], np.inf)
+            padded[1:, l, apron:] = kept
+            least[1:, l] = kept.min(axis=1)
+            last[1:, l] = np.where(fresh, columns, -1).max(axis=1)
+        return tables
+
+    def _bound_s(self, sent: int, edges_s: Any) -> Any:
+        """What is not yet sent adds at least, by edge; it never falls."""
+        import numpy as np
+
+        if self.fluid is None or sent == self.problem.size:
+            return np.zeros(len(edges_s))
+        bound_s = self.fluid.of(sent, edges_s) - BOUND_SLACK * self.w
+        return np.maximum.accumulate(bound_s)
+
+    def _late(self, least_before: Any, penalties: Any, end: int) -> Any:
+        """Which starts of groups up to ``end`` may matter at the last edge.
+
+        A group that outlasts the work leaves all others for after it.
+        """
+        import numpy as np
+
+        problem = self.problem
+        idle = problem.levels[problem.best_idle].idle_s_per_byte
+        starts = slice(end - penalties.shape[1], end)
+        alone_s = problem.startup_s + idle * (self.total[end] - self.total[starts])
+        hope_s = least_before + np.minimum(penalties.min(axis=0), alone_s)
+        hope_s += self.after_s[end]
+        return np.flatnonzero((hope_s <= self.limit_s) & np.isfinite(hope_s))
 
     def _fits(self, first: int, end: int) -> tuple[Any, Any]:
         """Chunks that groups up to ``end`` need, and their delays; by level, start."""
