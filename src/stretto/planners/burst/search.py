@@ -517,18 +517,30 @@ def _all_needs(lanes: list[_Lane], time_s: float) -> list[int] | None:
 def _share_all(lanes: list[tuple[Ints, Floats]], caps: Ints, least_pc: Floats) -> None:
     """Lowers each column's times by capacity to what lanes sharing it need.
 
-    The GPUs that all lanes need together fall with the time they are given, so the
-    least time for a capacity is the first that needs no more.
+    The GPUs that all lanes need together fall with the time they are given. In the
+    order of all lanes' times the number of a lane's own that are past tells what it
+    needs, so one sort per column gives each time's capacity.
     """
-    times_tc = np.sort(np.concatenate([curve for _, curve in lanes]), axis=0)
-    too_many = int(caps[-1]) + 1
-    needs_tc = np.zeros(times_tc.shape, np.int64)
-    for grid, curve in lanes:
-        sizes = np.append(grid, too_many)
-        for needs_c, at_c in zip(needs_tc, times_tc, strict=True):
-            needs_c += sizes[(curve > at_c).sum(axis=0)]
-    ends_tc = np.append(times_tc, np.full((1, times_tc.shape[1]), np.inf), axis=0)
-    column = np.arange(times_tc.shape[1])
-    for least_c, cap in zip(least_pc, caps, strict=True):
-        first_c = (needs_tc > cap).sum(axis=0)
-        np.minimum(least_c, ends_tc[first_c, column], out=least_c)
+    if len(lanes) == 1:
+        ((grid, curve),) = lanes
+        at = np.searchsorted(grid, caps, side="right") - 1
+        reached = at >= 0
+        least_pc[reached] = np.minimum(least_pc[reached], curve[at[reached]])
+        return
+    times_ct = np.concatenate([curve for _, curve in lanes]).T
+    order_ct = np.argsort(times_ct, axis=1, kind="stable")
+    times_ct = np.take_along_axis(times_ct, order_ct, axis=1)
+    too_many, begin = int(caps[-1]) + 1, 0
+    needs_ct = np.zeros(times_ct.shape, np.int64)
+    for grid, _ in lanes:
+        own = np.zeros(times_ct.shape[1], np.int64)
+        own[begin : begin + len(grid)] = 1
+        sizes = np.append(too_many, grid[::-1])
+        needs_ct += sizes[own[order_ct].cumsum(axis=1)]
+        begin += len(grid)
+    # Of the times that need the same the least comes last and stays.
+    found_cp = np.full((len(times_ct), len(caps) + 1), np.inf)
+    at_ct = np.searchsorted(caps, needs_ct[:, ::-1])
+    found_cp[np.arange(len(times_ct))[:, None], at_ct] = times_ct[:, ::-1]
+    np.minimum.accumulate(found_cp, axis=1, out=found_cp)
+    np.minimum(least_pc, found_cp[:, :-1].T, out=least_pc)
