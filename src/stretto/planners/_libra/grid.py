@@ -145,7 +145,8 @@ class _Grid:
                     shifted = windows[near + first, apron - need[near]]
                     shifted += penalty[near, None]
                     np.minimum(row[:chunks], shifted.min(axis=0), out=row[:chunks])
-            rows = self._late(least_before[first:l], penalties, l) + first
+            hope_s = least_before[first:l] + self._late_s(penalties, l)
+            rows = np.flatnonzero(hope_s <= self.limit_s) + first
             if len(rows):
                 row[chunks] = self._last_edge(padded[rows, apron + low :], rows, l)[0]
             np.minimum.accumulate(row, out=row)
@@ -167,6 +168,7 @@ class _Grid:
         apron = chunks + 1
         padded = np.full((groups, size + 1, apron + chunks + 1), np.inf)
         padded[0, 0, apron:] = 0.0
+        windows = np.lib.stride_tricks.sliding_window_view(padded, chunks, axis=2)
         # Of what may be extended: the least delay and the last edge.
         least = np.full((groups, size + 1), np.inf)
         least[0, 0] = 0.0
@@ -185,9 +187,10 @@ class _Grid:
             bound_s = self._bound_s(l, edges_s)
             fits = needs <= chunks - low
             cap_s = self.limit_s - bound_s[low]
+            late_s = self._late_s(penalties, l)
             for i in range(groups):
                 before = least[i, first:l]
-                if not np.isfinite(before).any():
+                if before.min() == np.inf:
                     continue
                 hope_s = before + penalties
                 level, near = np.nonzero(fits & (hope_s <= cap_s))
@@ -206,13 +209,10 @@ class _Grid:
                         ),
                     )
                     if begin < end:
-                        windows = np.lib.stride_tricks.sliding_window_view(
-                            padded[i, :, begin : chunks + apron + end], end - begin, 1
-                        )
-                        shifted = windows[near, apron - need]
+                        shifted = windows[i, :, :, begin:end][near, apron - need]
                         shifted += penalties[level, near - first][:, None]
                         shifted.min(axis=0, out=rows_new[i, begin:end])
-                late = self._late(before, penalties, l) + first
+                late = np.flatnonzero(before + late_s <= self.limit_s) + first
                 if len(late):
                     rows_new[i, chunks] = self._last_edge(
                         padded[i, late, apron + low :], late, l
@@ -236,10 +236,9 @@ class _Grid:
         bound_s = self.fluid.of(sent, edges_s) - BOUND_SLACK * self.w
         return np.maximum.accumulate(bound_s)
 
-    def _late(self, least_before: Any, penalties: Any, end: int) -> Any:
-        """Which starts of groups up to ``end`` may matter at the last edge.
-
-        A group that outlasts the work leaves all others for after it.
+    def _late_s(self, penalties: Any, end: int) -> Any:
+        """For starts of groups up to ``end``: least delay from there on if the group
+        outlasts the work, which leaves all others for after it.
         """
         import numpy as np
 
@@ -247,9 +246,7 @@ class _Grid:
         idle = problem.levels[problem.best_idle].idle_s_per_byte
         starts = slice(end - penalties.shape[1], end)
         alone_s = problem.startup_s + idle * (self.total[end] - self.total[starts])
-        hope_s = least_before + np.minimum(penalties.min(axis=0), alone_s)
-        hope_s += self.after_s[end]
-        return np.flatnonzero((hope_s <= self.limit_s) & np.isfinite(hope_s))
+        return np.minimum(penalties.min(axis=0), alone_s) + self.after_s[end]
 
     def _fits(self, first: int, end: int) -> tuple[Any, Any]:
         """Chunks that groups up to ``end`` need, and their delays; by level, start."""
