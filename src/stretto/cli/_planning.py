@@ -8,16 +8,38 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from stretto import _api
 from stretto.errors import StrettoError
 from stretto.planners.joint import DIMS, RUNNABLE_DIMS
-from stretto.units import parse_bytes
+from stretto.units import format_s, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from stretto.schema import Plan
+    from stretto.report import MethodResult
+    from stretto.schema import Cluster, Plan, Timeline, Workload
 
 _Command = TypeVar("_Command", bound="Callable[..., Any]")
+
+
+class RankList(click.ParamType[tuple[int, ...]]):
+    """Numbers of ranks: ``16,64,2048``."""
+
+    name = "ranks"
+
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> tuple[int, ...]:
+        """The numbers, or a usage error."""
+        if isinstance(value, tuple):
+            return value
+        words = str(value).split(",")
+        if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+            self.fail(f"numbers above 0 with commas between, got {value!r}", param, ctx)
+        return tuple(int(word) for word in words)
 
 
 class Size(click.ParamType[int]):
@@ -118,6 +140,110 @@ def row_of(plan: Plan) -> dict[str, Any]:
         "lanes": plan.lanes,
         "buckets": len(plan.buckets),
     }
+
+
+def row_on_ranks(plan: Plan, workload: Workload) -> dict[str, Any]:
+    """A plan's row, with the share of the step in which there is computation to do."""
+    row = row_of(plan)
+    compute_s = workload.forward_s + workload.backward_s
+    iteration_s = row["iteration_s"]
+    efficiency = compute_s / iteration_s if iteration_s > 0 else 1.0
+    return row | {"ranks": plan.ranks, "efficiency": efficiency}
+
+
+def scaling_text(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of `row_on_ranks` as a table, one line for each number of ranks."""
+    lines = [("ranks", "step", "efficiency", "over bound", "lanes", "buckets")]
+    lines += [
+        (
+            str(row["ranks"]),
+            format_s(row["iteration_s"]),
+            f"{row['efficiency']:.1%}",
+            f"{row['gap']:.1%}",
+            str(row["lanes"]),
+            str(row["buckets"]),
+        )
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
+
+
+def save_page(
+    path: str,
+    workload: Workload,
+    cluster: Cluster,
+    plans: Mapping[str, Plan],
+    scaling: Mapping[str, Sequence[dict[str, Any]]],
+    *,
+    drawn: Iterable[str],
+    contributions: bool,
+) -> None:
+    """Writes the page on the plans, by name, with the rows of each over the ranks.
+
+    The steps of those named in ``drawn`` are drawn as timelines.
+
+    Raises:
+        SpecError: the file can't be written.
+    """
+    from stretto.report import DemoReport, ScaledStep, save
+
+    rows = {name: row_of(plan) for name, plan in plans.items()}
+    timelines = {
+        name: _api.simulate(workload, cluster, plans[name]).timeline for name in drawn
+    }
+    opened: list[tuple[str, float]] = []
+    if contributions:
+        with progress(f"planning {workload.name} with more and more to choose"):
+            opened = _api.contributions(workload, cluster)
+    page = DemoReport(
+        title=f"{workload.name} on {cluster.name}, {cluster.ranks} ranks",
+        cluster=cluster,
+        workload=workload,
+        methods=tuple(
+            _method(name, plans[name], row["iteration_s"], timelines.get(name))
+            for name, row in rows.items()
+        ),
+        bound_s=min(row["lower_bound_s"] for row in rows.values()),
+        gaps={name: row["gap"] for name, row in rows.items()},
+        scaling=tuple(
+            ScaledStep(
+                method=name,
+                ranks=row["ranks"],
+                step_s=row["iteration_s"],
+                bound_s=row["lower_bound_s"],
+                efficiency_ratio=row["efficiency"],
+            )
+            for name, several in scaling.items()
+            for row in several
+        ),
+        contributions=tuple(opened),
+        notes=(
+            "No step was measured: every time is the model's, from the files alone.",
+        ),
+    )
+    save(path, page)
+
+
+def _method(
+    name: str, plan: Plan, step_s: float, timeline: Timeline | None
+) -> MethodResult:
+    from stretto.report import MethodResult
+
+    return MethodResult(
+        name=name,
+        predicted_step_s=step_s,
+        measured_step_s=None,
+        spread_s=None,
+        speedup_over_ddp=None,
+        bound_share=None,
+        final_loss=None,
+        predicted=timeline,
+        plan=plan,
+    )
 
 
 @contextlib.contextmanager

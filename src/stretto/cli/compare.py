@@ -9,12 +9,21 @@ import click
 
 from stretto import _api, planners
 from stretto.cli import _planning
-from stretto.schema import Cluster, Workload
+from stretto.schema import Cluster, Plan, Workload
+
+SCALED = ("ddp", "mg-wfbp", "fusion", "joint")
+"""The planners that plan anew for each number of ranks."""
 
 
 @click.command(name="compare")
 @click.argument("workload_file", metavar="WORKLOAD", type=click.Path())
 @click.argument("cluster_file", metavar="CLUSTER", type=click.Path())
+@click.option(
+    "--ranks",
+    type=_planning.RankList(),
+    help="also on so many ranks, as 16,64,2048: " + ", ".join(SCALED),
+)
+@click.option("--report", metavar="FILE", help="write a page with plots, as HTML")
 @click.option("--json", "as_json", is_flag=True, help="print a JSON list of objects")
 @click.option(
     "--contributions",
@@ -22,27 +31,71 @@ from stretto.schema import Cluster, Workload
     help="instead: joint's step with fusion alone, then with lanes too, and so on",
 )
 def command(
-    workload_file: str, cluster_file: str, as_json: bool, contributions: bool
+    workload_file: str,
+    cluster_file: str,
+    ranks: tuple[int, ...] | None,
+    report: str | None,
+    as_json: bool,
+    contributions: bool,
 ) -> None:
     """Plans WORKLOAD on CLUSTER with every planner and predicts each plan."""
+    if contributions and (ranks or report):
+        raise click.UsageError(
+            "--contributions stands alone; a --report shows them anyway"
+        )
     workload = Workload.load(workload_file)
     cluster = Cluster.load(cluster_file)
     if contributions:
         _contributions(workload, cluster, as_json=as_json)
         return
+    sizes = [_api.resized(cluster, number) for number in ranks or ()]
     rows: list[dict[str, Any]] = []
+    plans: dict[str, Plan] = {}
     for name in planners.NAMES:
         with _planning.progress(f"planning {workload.name} with {name}"):
             begin_s = time.perf_counter()
-            plan = _api.plan(workload, cluster, name)
+            plans[name] = _api.plan(workload, cluster, name)
             search_s = time.perf_counter() - begin_s
-        rows.append(_planning.row_of(plan) | {"search_s": search_s})
+        rows.append(_planning.row_of(plans[name]) | {"search_s": search_s})
+    scaling = _scaling(workload, sizes) if ranks else {}
+    if report is not None:
+        fastest = min(rows, key=lambda row: float(row["iteration_s"]))["planner"]
+        _planning.save_page(
+            report,
+            workload,
+            cluster,
+            plans,
+            scaling,
+            drawn=dict.fromkeys(("ddp", fastest)),
+            contributions=True,
+        )
     if as_json:
+        for row in rows:
+            if row["planner"] in scaling:
+                row["scaling"] = scaling[row["planner"]]
         click.echo(_planning.json_text(rows))
         return
     from stretto.report.tables import planners_table
 
     click.echo(planners_table(rows))
+    for name, over in scaling.items():
+        click.echo(f"\n{name}:")
+        click.echo(_planning.scaling_text(over))
+    if report is not None:
+        click.echo(f"written to {report}")
+
+
+def _scaling(
+    workload: Workload, sizes: list[Cluster]
+) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each of `SCALED` over the clusters."""
+    out: dict[str, list[dict[str, Any]]] = {name: [] for name in SCALED}
+    for sized in sizes:
+        with _planning.progress(f"planning {workload.name} for {sized.ranks} ranks"):
+            for name, rows in out.items():
+                plan = _api.plan(workload, sized, name)
+                rows.append(_planning.row_on_ranks(plan, workload))
+    return out
 
 
 def _contributions(workload: Workload, cluster: Cluster, *, as_json: bool) -> None:

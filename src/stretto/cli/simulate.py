@@ -3,124 +3,122 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from stretto import _api
+from stretto import _api, planners
 from stretto.cli import _planning
 from stretto.schema import Cluster, Plan, Workload
-from stretto.units import format_s
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-
-class RankList(click.ParamType[tuple[int, ...]]):
-    """Numbers of ranks: ``16,64,2048``."""
-
-    name = "ranks"
-
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> tuple[int, ...]:
-        """The numbers, or a usage error."""
-        if isinstance(value, tuple):
-            return value
-        words = str(value).split(",")
-        if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-            self.fail(f"numbers above 0 with commas between, got {value!r}", param, ctx)
-        return tuple(int(word) for word in words)
 
 
 @click.command(name="simulate")
 @click.argument("workload_file", metavar="WORKLOAD", type=click.Path())
 @click.argument("cluster_file", metavar="CLUSTER", type=click.Path())
 @click.option("--plan", "plan_file", metavar="FILE", help="simulate this plan")
-@click.option("--planner", help="simulate what this planner plans")
+@click.option(
+    "--planner",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="simulate what this planner plans; may stand several times",
+)
 @click.option(
     "--ranks",
-    type=RankList(),
+    type=_planning.RankList(),
     help="also on so many ranks, as 16,64,2048; a planner plans anew for each",
 )
 @click.option("--trace", metavar="FILE", help="write the timeline, for Perfetto")
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@click.option("--report", metavar="FILE", help="write a page with plots, as HTML")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="print one JSON object; a list of them for several planners",
+)
 @_planning.planner_options
 def command(
     workload_file: str,
     cluster_file: str,
     plan_file: str | None,
-    planner: str | None,
+    names: tuple[str, ...],
     ranks: tuple[int, ...] | None,
     trace: str | None,
+    report: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Predicts a step of WORKLOAD on CLUSTER under --plan FILE or --planner NAME."""
-    if (plan_file is None) == (planner is None):
+    names = tuple(dict.fromkeys(names))
+    if (plan_file is None) == (not names):
         raise click.UsageError("give one of --plan FILE and --planner NAME")
+    if trace is not None and len(names) > 1:
+        raise click.UsageError("a trace shows one plan: give --planner once")
     chosen = _planning.given(options)
     if plan_file is not None and chosen:
         raise click.UsageError("a planner's options go with --planner, not with --plan")
     workload = Workload.load(workload_file)
     cluster = Cluster.load(cluster_file)
     loaded = Plan.load(plan_file) if plan_file is not None else None
+    own = {} if loaded is not None else _own_options(names, chosen)
 
-    def planned_on(sized: Cluster) -> Plan:
+    def planned_on(sized: Cluster, name: str) -> Plan:
         if loaded is not None:
             # Only a table over numbers of ranks takes a plan to others than its own.
             moved = loaded if sized is cluster else replace(loaded, ranks=sized.ranks)
             return _api.predicted(workload, sized, moved)
-        with _planning.progress(f"planning {workload.name} for {sized.ranks} ranks"):
-            return _api.plan(workload, sized, str(planner), **chosen)
+        with _planning.progress(f"{name} plans {workload.name} on {sized.ranks} ranks"):
+            return _api.plan(workload, sized, name, **own[name])
 
-    plan = planned_on(cluster)
+    if loaded is not None:
+        names = (loaded.planner,)
+    plans = {name: planned_on(cluster, name) for name in names}
     if trace is not None:
-        _api.simulate(workload, cluster, plan).timeline.save(trace)
-    row = _row(plan, workload)
-    scaling = [
-        _row(planned_on(_api.resized(cluster, number)), workload)
-        for number in ranks or ()
-    ]
+        _api.simulate(workload, cluster, plans[names[0]]).timeline.save(trace)
+    rows = [_planning.row_on_ranks(plan, workload) for plan in plans.values()]
+    sizes = [_api.resized(cluster, number) for number in ranks or ()]
+    scaling = {
+        name: [
+            _planning.row_on_ranks(planned_on(sized, name), workload) for sized in sizes
+        ]
+        for name in names
+    }
+    if report is not None:
+        _planning.save_page(
+            report,
+            workload,
+            cluster,
+            plans,
+            scaling,
+            drawn=names,
+            contributions="joint" in names,
+        )
     if as_json:
-        extra = {"scaling": scaling} if ranks else {}
-        click.echo(_planning.json_text(row | extra))
+        if ranks:
+            several = zip(rows, scaling.values(), strict=True)
+            rows = [row | {"scaling": over} for row, over in several]
+        click.echo(_planning.json_text(rows if len(rows) > 1 else rows[0]))
         return
     from stretto.report.tables import planners_table
 
-    click.echo(planners_table([row]))
-    if scaling:
-        click.echo()
-        click.echo(_scaling_text(scaling))
+    click.echo(planners_table(rows))
+    for name, over in scaling.items() if ranks else ():
+        click.echo(f"\n{name}:" if len(names) > 1 else "")
+        click.echo(_planning.scaling_text(over))
+    if report is not None:
+        click.echo(f"written to {report}")
 
 
-def _row(plan: Plan, workload: Workload) -> dict[str, Any]:
-    """A plan's row, with the share of the step in which there is computation to do."""
-    row = _planning.row_of(plan)
-    compute_s = workload.forward_s + workload.backward_s
-    iteration_s = row["iteration_s"]
-    efficiency = compute_s / iteration_s if iteration_s > 0 else 1.0
-    return row | {"ranks": plan.ranks, "efficiency": efficiency}
+def _own_options(
+    names: tuple[str, ...], chosen: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Of the options, those that each planner has.
 
-
-def _scaling_text(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [("ranks", "step", "efficiency", "over bound", "lanes", "buckets")]
-    lines += [
-        (
-            str(row["ranks"]),
-            format_s(row["iteration_s"]),
-            f"{row['efficiency']:.1%}",
-            f"{row['gap']:.1%}",
-            str(row["lanes"]),
-            str(row["buckets"]),
-        )
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
+    One that none has goes to all, so that a planner refuses it.
+    """
+    known = {name: planners.options_of(name) for name in names}
+    common = {k for k in chosen if not any(k in has for has in known.values())}
+    return {
+        name: {k: v for k, v in chosen.items() if k in has or k in common}
+        for name, has in known.items()
+    }

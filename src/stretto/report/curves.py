@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stretto.report.svg import (
+    _CHAR,
     DARK,
     LIGHT,
     SERIES,
@@ -39,9 +40,23 @@ class Chart:
 
     columns: Mapping[str, Sequence[float]]
 
+    ends: Mapping[str, str] = field(default_factory=dict)
+    """What a curve's label says of its last value, by the curve's name."""
 
-def charts_svg(charts: Sequence[Chart], label: str) -> str:
-    """The charts under each other, as a file of its own, for light and dark."""
+
+def charts_svg(charts: Sequence[Chart], label: str, *, standalone: bool = True) -> str:
+    """The charts under each other.
+
+    With ``standalone`` the drawing carries its colours, for light and dark, and can be
+    a file of its own; without, the page around it gives them.
+    """
+    pad = 24.0 if standalone else 0.0
+    drawn: list[str] = []
+    for i, chart in enumerate(charts):
+        drawn += _chart(chart, pad + i * (_HEIGHT + 100.0))
+    height = len(charts) * (_HEIGHT + 100.0) + pad - 14.0
+    if not standalone:
+        return _svg(drawn, height, label)
     style = (
         f"svg{{{css_variables(LIGHT)}}}{SVG_STYLE}"
         ".curve{fill:none;stroke-width:2}.drawing .curve-name{font-size:12.5px}"
@@ -49,13 +64,8 @@ def charts_svg(charts: Sequence[Chart], label: str) -> str:
         "@media(prefers-color-scheme:dark)"
         f"{{svg{{{css_variables(DARK)}}}{_hues(dark=True)}}}"
     )
-    out = [
-        _tag("style", style),
-        _tag("rect", width="100%", height="100%", rx=10, class_="ground"),
-    ]
-    for i, chart in enumerate(charts):
-        out += _chart(chart, 24.0 + i * (_HEIGHT + 100.0))
-    return _svg(out, len(charts) * (_HEIGHT + 100.0) + 10.0, label)
+    ground = _tag("rect", width="100%", height="100%", rx=10, class_="ground")
+    return _svg([_tag("style", style), ground, *drawn], height, label)
 
 
 def _hues(*, dark: bool) -> str:
@@ -82,7 +92,7 @@ def _chart(chart: Chart, top: float) -> list[str]:
     def y(value: float) -> float:
         return bottom - (bottom - begin) * (value - low) / room
 
-    out = [_text(20.0, top + 6, chart.title, class_="name")]
+    out = [_text(20.0, top + 12, chart.title, class_="name")]
     step = ticks(room, 6)[1]
     for i in range(math.ceil(low / step), int(high / step) + 1):
         value = i * step
@@ -90,12 +100,21 @@ def _chart(chart: Chart, top: float) -> list[str]:
         text = f"{value:g} {chart.unit}".strip()
         out.append(_tag("line", x1=_LEFT, x2=_RIGHT, y1=at, y2=at, class_="grid"))
         out.append(_text(_LEFT - 8, at + 4, text, class_="tick", text_anchor="end"))
-    out += [
-        _text(x(value), bottom + 18, f"{value}", class_="tick", text_anchor="middle")
-        for value in chart.x
-    ]
+    free = math.inf
+    for value in reversed(chart.x):
+        half = len(f"{value}") * 11.5 * _CHAR / 2
+        if x(value) + half + 6 > free:
+            continue
+        free = x(value) - half
+        out.append(
+            _text(
+                x(value), bottom + 18, f"{value}", class_="tick", text_anchor="middle"
+            )
+        )
     middle = (_LEFT + _RIGHT) / 2
-    out.append(_text(middle, bottom + 38, chart.axis, class_="small"))
+    out.append(
+        _text(middle, bottom + 38, chart.axis, class_="small", text_anchor="middle")
+    )
     ends: list[float] = []
     for i, row in enumerate(chart.columns.values()):
         points = [
@@ -104,10 +123,16 @@ def _chart(chart: Chart, top: float) -> list[str]:
             if math.isfinite(value)
         ]
         path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in points)
-        out.append(_tag("path", d=path, class_=f"curve c{i % len(SERIES)}"))
+        if points:
+            out.append(_tag("path", d=path, class_=f"curve c{i % len(SERIES)}"))
+        out += [
+            _tag("circle", cx=px, cy=py, r=2.6, class_=f"n{i % len(SERIES)}")
+            for px, py in points
+        ]
         ends.append(points[-1][1] + 4 if points else bottom)
     placed = spread_apart(ends, 16.0)
     for i, (name, at) in enumerate(zip(chart.columns, placed, strict=True)):
         style = f"curve-name n{i % len(SERIES)}"
-        out.append(_text(_RIGHT + 10, at, name, class_=style))
+        label = f"{name} {chart.ends[name]}" if name in chart.ends else name
+        out.append(_text(_RIGHT + 10, at, label, class_=style))
     return out

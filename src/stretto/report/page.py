@@ -7,7 +7,9 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from stretto.report import svg
+from stretto.report import bars, svg
+from stretto.report.curves import Chart, charts_svg
+from stretto.report.results import BASELINE
 from stretto.schema import codec
 from stretto.units import format_bytes, format_rate, format_s
 
@@ -15,10 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from stretto.report.results import DemoReport, MethodResult
+    from stretto.report.results import DemoReport, MethodResult, ScaledStep
     from stretto.schema import Cluster, Link, Workload
 
 _DASH = "–"
+
+_MOST_MS_S = 10.0
+"""From so long a step on, an axis counts seconds."""
 
 
 def save(path: str | Path, report: DemoReport) -> None:
@@ -35,6 +40,9 @@ def render(report: DemoReport) -> str:
     sections = (
         _headline(report),
         _step_times(report),
+        _scaling(report),
+        _gaps(report),
+        _contributions(report),
         _timelines(report),
         _losses(report),
         _plans(report),
@@ -140,6 +148,9 @@ def _headline(report: DemoReport) -> str:
                     "of the lower bound: a perfect plan has 100 %",
                 )
             )
+    elif report.gaps or report.scaling:
+        title, more = _foretold(report)
+        tiles += more
     mean, worst = report.mean_error_ratio, report.worst_error_ratio
     if mean is not None and worst is not None:
         count = sum(m.error_ratio is not None for m in report.methods)
@@ -152,6 +163,118 @@ def _headline(report: DemoReport) -> str:
         f"<header>{kicker if title != report.title else ''}"
         f"<h1>{escape(title)}</h1>{lead}</header>"
         + (f'<div class="tiles">{"".join(tiles)}</div>' if tiles else "")
+    )
+
+
+def _foretold(report: DemoReport) -> tuple[str, list[str]]:
+    """Title and tiles of a page on which nothing was measured."""
+    known = [(m.predicted_step_s, m) for m in report.methods if m.predicted_step_s]
+    if not known:
+        return report.title, []
+    step_s, best = min(known, key=lambda pair: pair[0])
+    title = f"{best.name}: {format_s(step_s)} a step, predicted"
+    if len(known) > 1:
+        title = f"{best.name} is predicted to be the fastest of {len(known)} methods"
+    tiles = [_tile(format_s(step_s), f"a step with {best.name}, predicted", best=True)]
+    ddp = [known_s for known_s, m in known if m.name == BASELINE and m is not best]
+    if ddp:
+        tiles.append(_tile(f"{ddp[0] / step_s:.2f}×", "as fast as DDP's default"))
+    if best.name in report.gaps:
+        words = "over the lower bound: no plan of its kind gains more"
+        tiles.append(_tile(_share(max(0.0, report.gaps[best.name])), words))
+    return title, tiles
+
+
+def _scaling(report: DemoReport) -> str:
+    """Step time and gap over the number of ranks: charts, then the figures."""
+    if not report.scaling:
+        return ""
+    ranks = sorted({row.ranks for row in report.scaling})
+    names = list(dict.fromkeys(row.method for row in report.scaling))
+    at = {(row.method, row.ranks): row for row in report.scaling}
+    longest_s = max(row.step_s for row in report.scaling)
+    scale, unit = (1e3, "ms") if longest_s < _MOST_MS_S else (1.0, "s")
+    times: dict[str, list[float]] = {}
+    gaps: dict[str, list[float]] = {}
+    last_s: dict[str, str] = {}
+    last_gaps: dict[str, str] = {}
+    rows = []
+    for name in names:
+        points = [at.get((name, count)) for count in ranks]
+        times[name] = [row.step_s * scale if row else math.nan for row in points]
+        gaps[name] = [100 * _gap(row) if row else math.nan for row in points]
+        last = next(row for row in reversed(points) if row)
+        last_s[name] = format_s(last.step_s)
+        last_gaps[name] = _share(_gap(last))
+        rows.append(([name, *(_maybe(r, _scaled) for r in points)], "", False))
+    charts = [
+        Chart(
+            title="Step time",
+            axis="ranks",
+            unit=unit,
+            x=ranks,
+            columns=times,
+            ends=last_s,
+        ),
+        Chart(
+            title="Over the lower bound",
+            axis="ranks",
+            unit="%",
+            x=ranks,
+            columns=gaps,
+            ends=last_gaps,
+        ),
+    ]
+    drawing = charts_svg(charts, "Step time over ranks", standalone=False)
+    return _section(
+        "Over the number of ranks",
+        "Planned anew for each number unless a plan was given; the figure beside a "
+        "curve's name is at its right end. The axes of time begin below the shortest, "
+        "not at nothing. In the table, in brackets: the share of the step that is "
+        "computation.",
+        f'<figure class="scroll">{drawing}</figure>'
+        f'<div class="scroll">{_table(["ranks", *map(str, ranks)], rows)}</div>',
+        id_="scaling",
+    )
+
+
+def _gap(row: ScaledStep) -> float:
+    return max(0.0, row.step_s / row.bound_s - 1) if row.bound_s > 0 else 0.0
+
+
+def _scaled(row: ScaledStep) -> str:
+    return f"{format_s(row.step_s)} ({row.efficiency_ratio:.0%})"
+
+
+def _gaps(report: DemoReport) -> str:
+    if not report.gaps:
+        return ""
+    return _section(
+        "Gap to the lower bound",
+        "How much longer the predicted step is than what no plan can undercut that "
+        "overlaps as it does and with the same algorithms. 0 % is proven to be best.",
+        f'<figure class="scroll">{bars.gaps_svg(report.gaps)}</figure>',
+        id_="gaps",
+    )
+
+
+def _contributions(report: DemoReport) -> str:
+    rows = report.contributions
+    if not rows:
+        return ""
+    begin_s = bars.axis_begin_s(rows)
+    why = (
+        f"The predicted step with {escape(rows[0][0])} alone, then with one dimension "
+        "after another open to choice as well, each with those above it. What can't be "
+        "chosen on this cluster saves nothing; the runtime may carry out fewer."
+    )
+    if begin_s:
+        why += f" The axis begins at {format_s(begin_s)}."
+    return _section(
+        "What each dimension contributes",
+        why,
+        f'<figure class="scroll">{bars.contributions_svg(rows)}</figure>',
+        id_="contributions",
     )
 
 
@@ -182,6 +305,11 @@ def _tile(figure: str, words: str, *, best: bool = False) -> str:
 def _step_times(report: DemoReport) -> str:
     if not any(m.step_s is not None for m in report.methods):
         return ""
+    # Where all is predicted, the drawing says all that the table would.
+    table = ""
+    if not report.gaps or report.fastest is not None:
+        table = _methods_table(report)
+        table = f'<div class="scroll" style="margin-top:18px">{table}</div>'
     return _section(
         "Step time",
         "Shorter is better."
@@ -192,8 +320,7 @@ def _step_times(report: DemoReport) -> str:
             if report.bound_s is not None
             else ""
         ),
-        f'<figure class="scroll">{svg.step_time_svg(report)}</figure>'
-        f'<div class="scroll" style="margin-top:18px">{_methods_table(report)}</div>',
+        f'<figure class="scroll">{svg.step_time_svg(report)}</figure>{table}',
     )
 
 

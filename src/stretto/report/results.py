@@ -81,6 +81,22 @@ class MethodResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledStep:
+    """What one method is predicted to do on one number of ranks."""
+
+    method: str
+
+    ranks: int
+
+    step_s: float
+
+    bound_s: float
+
+    efficiency_ratio: float
+    """Computation alone over the step: one rank's throughput against that alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DemoReport:
     """Everything that a page shows; what is absent is left out of it."""
 
@@ -94,6 +110,15 @@ class DemoReport:
 
     bound_s: float | None = None
     """Lower bound on the step time of any plan."""
+
+    gaps: dict[str, float] = field(default_factory=dict)
+    """How far each method's predicted step is above its own bound: 0 is perfect."""
+
+    scaling: tuple[ScaledStep, ...] = ()
+    """Predictions over numbers of ranks, method by method."""
+
+    contributions: tuple[tuple[str, float], ...] = ()
+    """The step in s with one dimension of a plan open after another."""
 
     environment: dict[str, Any] = field(default_factory=dict)
     """Machine, versions, options: shown as it is."""
@@ -198,7 +223,7 @@ def save_results(path: str | Path, report: DemoReport) -> None:
 
 
 def report_of(results: Results) -> DemoReport:
-    """The report that a results file holds: all but cluster, workload, timelines."""
+    """The report that a results file holds: figures of methods, and no others."""
     return DemoReport(
         title=results.title,
         bound_s=results.bound_s,

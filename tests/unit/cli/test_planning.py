@@ -15,6 +15,7 @@ from stretto.cli._main import group
 from stretto.errors import StrettoError
 from stretto.planners.joint import DIMS
 from stretto.schema import Cluster, Link, Plan, TensorSpec, Timeline, Workload
+from stretto.units import format_s
 
 PLAN_KEYS = {
     "planner",
@@ -315,3 +316,57 @@ def test_compare_says_what_each_dimension_contributes(files) -> None:
     code, out, _ = call("compare", *files, "--contributions")
     assert code == 0
     assert "+ lanes" in out
+
+
+def test_compare_writes_a_page_with_ranks_gaps_and_contributions(
+    files, tmp_path
+) -> None:
+    target = tmp_path / "page.html"
+    options = ("--ranks", "16,2048", "--report", target)
+    code, out, err = call("compare", *files, *options, "--json")
+    assert (code, err) == (0, "")
+    rows = {row["planner"]: row for row in json.loads(out)}
+    scaled = [name for name, row in rows.items() if "scaling" in row]
+    assert scaled == ["ddp", "mg-wfbp", "fusion", "joint"]
+    html = target.read_text(encoding="utf-8")
+    for name in ("scaling", "gaps", "contributions", "timelines"):
+        assert f'<section id="{name}"' in html
+    for name in scaled:
+        assert [row["ranks"] for row in rows[name]["scaling"]] == [16, 2048]
+        last_s = rows[name]["scaling"][-1]["iteration_s"]
+        assert f">{name} {format_s(last_s)}</text>" in html
+    for row in rows.values():
+        assert f">{max(row['gap'], 0.0):.1%}</text>" in html
+    assert all(f">+ {name}</text>" in html for name in DIMS[1:])
+    assert "https:" not in html
+    assert call("compare", *files, "--contributions", "--report", target)[0] == 2
+
+
+def test_simulate_takes_several_planners_and_writes_a_page(files, tmp_path) -> None:
+    target, plan_file = tmp_path / "page.html", tmp_path / "plan.json"
+    two = ("--planner", "ddp", "--planner", "aiacc", "--lanes", "3")
+    options = (*two, "--ranks", "4,64", "--report", target)
+    code, out, err = call("simulate", *files, *options, "--json")
+    assert (code, err) == (0, "")
+    rows = json.loads(out)
+    assert [row["planner"] for row in rows] == ["ddp", "aiacc"]
+    assert rows[1]["lanes"] == 3
+    assert [row["ranks"] for row in rows[1]["scaling"]] == [4, 64]
+    html = target.read_text(encoding="utf-8")
+    assert ">aiacc " + format_s(rows[1]["scaling"][1]["iteration_s"]) in html
+    assert 'id="contributions"' not in html  # of joint, which was not asked for
+    code, out, _ = call("simulate", *files, *options)
+    assert code == 0
+    assert "\naiacc:\n" in out
+    assert f"written to {target}" in out
+    call("plan", *files, "-o", plan_file)
+    fixed = ("--plan", plan_file, "--ranks", "4,64", "--report", target)
+    assert call("simulate", *files, *fixed)[0] == 0
+    assert "joint" in target.read_text(encoding="utf-8")
+    trace = tmp_path / "trace.json"
+    assert call("simulate", *files, *two, "--trace", trace)[0] == 2
+    code, _, err = call("simulate", *files, *two, "--cap", "1MiB", "--unit", "1MiB")
+    assert code == 0
+    code, _, err = call("simulate", *files, *two, "--max-lanes", "2", "--dims", "all")
+    assert code == 2
+    assert "no option 'dims'" in err
