@@ -59,9 +59,16 @@ def inputs_of(shape, before=None, found=None):
             ends = []
             for branch in part:
                 inputs_of(branch, head, found)
-                last = branch[-1] if branch else head
-                ends.append(last)
+                ends += ends_of(branch, head)
     return found
+
+
+def ends_of(branch, head):
+    """The layers with which a branch ends; several where it ends with a block."""
+    if not branch or isinstance(branch[-1], int):
+        return [branch[-1] if branch else head]
+    before = branch[-2] if len(branch) > 1 else head
+    return [end for inner in branch[-1] for end in ends_of(inner, before)]
 
 
 def random_profile(rng: random.Random, shape, batch: int) -> LayerProfile:

@@ -89,6 +89,21 @@ def test_blocks_within_branches_are_as_fast_as_the_best_of_all_choices(seed):
     check(*case(rng, shape, gpus=gpus, batch=2, widths="all", limit=None))
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_branches_that_end_with_a_block_are_as_fast_as_the_best_of_all_choices(seed):
+    rng = random.Random(seed)
+    shape = [
+        [0, [[1, [[2], [3]]], [4]], 5],
+        [0, [[1, [[2], [3, 4]]], [5]], 6],
+        [0, [[1, [[2], []]], []], 3],
+        [0, [[1, [[2, [[3], [4]]], [5]]], [6]], 7],
+    ][seed % 4]
+    limit = rng.choice([None, None, 2.0, 4.0])
+    batch = 3 if len(shape[1]) == 2 and shape[-1] < 6 else 2
+    gpus = 2 + seed % 3
+    check(*case(rng, shape, gpus=gpus, batch=batch, widths="all", limit=limit))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_two_blocks_one_after_another_share_the_layer_between(seed):
     rng = random.Random(seed)

@@ -90,7 +90,8 @@ class _Search:
         self._free: dict[tuple[int, _Moves], Floats] = {}
         self._full: dict[tuple[int, _Moves], tuple[Ints, Floats]] = {}
         self._grids: dict[int, Ints] = {}
-        self._curves: dict[tuple[int, int, _Moves], Floats] = {}
+        self._kept: dict[tuple[int, _Moves], Floats] = {}
+        self._to: dict[tuple[int, _Moves, int], tuple[Ints, Floats]] = {}
         self._states: dict[tuple[int, int, _Moves], list[Floats]] = {}
         self._ways: dict[int, list[tuple[list[int], list[int]]]] = {}
         self._node_at = [0] * len(problem.profile.layers)
@@ -202,11 +203,13 @@ class _Search:
         """Times from each row's width before the chain to each width after it.
 
         ``caps`` are the GPUs each row has; ``None``: blocks have as many as they want.
-        ``kept`` receives the times after each layer.
+        ``kept`` receives the times after each layer; then the last link is left out.
         """
         times_rk: Floats | None = None
         closed_rh = None if caps is None else self._widths[None, :] > caps[:, None]
         for i, link in enumerate(chain.links):
+            if kept is not None and i == len(chain.nodes) > 0:
+                break
             part = moves.of(chain, i)
             times_rk = self._link(link, times_rk, heads, caps, part)
             if i < len(chain.nodes):
@@ -259,11 +262,14 @@ class _Search:
         return self._grids[key]
 
     def _block_grid(self, block: Block) -> Ints:
+        if id(block) in self._grids:
+            return self._grids[id(block)]
         sums = {0}
         for chain in block.branches:
             grid = self._grid(chain).tolist()
             sums |= {a + b for a in sums for b in grid if a + b <= self._problem.gpus}
-        return np.array(sorted(sums - {0}), np.int64)
+        self._grids[id(block)] = np.array(sorted(sums - {0}), np.int64)
+        return self._grids[id(block)]
 
     # blocks
 
@@ -306,23 +312,84 @@ class _Search:
     ) -> tuple[_Lane, _Lane]:
         """A branch's times between two widths in turns, and on GPUs of its own."""
         grid, last = self._grid(chain), chain.links[-1]
-        if isinstance(last, Edge) and chain.nodes:
-            states = self._before_last(chain, head, moves)
-            edges = [self._edge(last, moved=moved) for moved in (moves.out, True)]
+        if not chain.nodes or _is_one_layer(chain):
+            heads = np.array([head])
             found = [
-                (state_rh + edge.column(tail)).min(axis=1)
-                for state_rh, edge in zip(states, edges, strict=True)
+                self._curve_at(chain, heads, kind, tail)[:, 0]
+                for kind in (moves, _MOVE)
             ]
         else:
-            found = []
-            for kind in (moves, _MOVE):
-                key = (id(chain), head, kind)
-                if key not in self._curves:
-                    heads = np.full(len(grid), head)
-                    self._curves[key] = self._chain(chain, heads, grid, kind)
-                found.append(self._curves[key][:, tail])
+            found = [
+                (state_rh + self._into(last, tail, grid, kind)).min(axis=1)
+                for state_rh, kind in zip(
+                    self._before_last(chain, head, moves),
+                    (moves.of(chain, len(chain.nodes)), _Moves(out=True)),
+                    strict=True,
+                )
+            ]
         gpus = grid.tolist()
         return _Lane(gpus, found[0].tolist()), _Lane(gpus, found[1].tolist())
+
+    def _into(self, link: Edge | Block, tail: int, caps: Ints, moves: _Moves) -> Floats:
+        """A last link's times to one width, by the width before it.
+
+        For a block by GPUs first.
+        """
+        if isinstance(link, Edge):
+            return self._edge(link, moved=moves.into or moves.out).column(tail)
+        grid, times_ph = self._block_to(link, moves, tail)
+        at = np.searchsorted(grid, caps, side="right") - 1
+        times_rh = times_ph[at]
+        times_rh[at < 0] = np.inf
+        return times_rh
+
+    def _curve_at(self, chain: Chain, heads: Ints, moves: _Moves, tail: int) -> Floats:
+        """Times of a branch to one width, by its GPUs and some widths before it."""
+        grid, last = self._grid(chain), chain.links[-1]
+        end = moves.of(chain, len(chain.nodes))
+        if not chain.nodes:
+            return self._into(last, tail, grid, end)[None, heads]
+        if _is_one_layer(chain):
+            # fast: what a layer may use with more GPUs is what it may use with less and
+            # one width more, so no table over the GPUs is needed.
+            first_hw = self._link(chain.links[0], None, heads, None, moves.of(chain, 0))
+            after_w = self._node_s[chain.nodes[0]] + self._into(last, tail, grid, end)
+            times_ph: Floats = np.minimum.accumulate((first_hw + after_w).T, axis=0)
+            return times_ph
+        key = (id(chain), moves)
+        if len(heads) != self._count:
+            raise AssertionError("a curve is asked for from every width")
+        caps = np.repeat(grid, self._count)
+        if key not in self._kept:
+            kept: list[Floats] = []
+            self._chain(chain, np.tile(heads, len(grid)), caps, moves, kept)
+            self._kept[key] = kept[-1]
+        times_r: Floats = (self._kept[key] + self._into(last, tail, caps, end)).min(
+            axis=1
+        )
+        return times_r.reshape(len(grid), self._count)
+
+    def _block_to(self, block: Block, moves: _Moves, tail: int) -> tuple[Ints, Floats]:
+        """Times to one width by capacity and the width before, for a block within."""
+        if (id(block), moves) in self._full:
+            grid, full_phk = self._full[id(block), moves]
+            return grid, full_phk[:, :, tail]
+        key = (id(block), moves, tail)
+        if key not in self._to:
+            grid, heads = self._block_grid(block), np.arange(self._count)
+            turns, beside = (
+                [
+                    (self._grid(c), self._curve_at(c, heads, kind, tail))
+                    for c in block.branches
+                ]
+                for kind in (moves, _MOVE)
+            )
+            least_ph = np.full((len(grid), self._count), np.inf)
+            for home, away in self._homes(block):
+                lanes = [_sum_of([turns[b] for b in home]), *(beside[b] for b in away)]
+                _share_all(lanes, grid, least_ph)
+            self._to[key] = grid, least_ph
+        return self._to[key]
 
     def _before_last(self, chain: Chain, head: int, moves: _Moves) -> list[Floats]:
         """Times by GPUs and the last layer's width, in turns and on GPUs of its own."""
@@ -429,16 +496,18 @@ class _Search:
         for i in reversed(range(len(chain.links))):
             link, before = chain.links[i], head
             if i > 0:
-                every = np.arange(self._count)
-                cost_hk = self._link(
-                    link, None, every, np.full(self._count, cap), moves.of(chain, i)
-                )
-                before = int((kept[i - 1][0] + cost_hk[:, tail]).argmin())
+                cost_h = self._into(link, tail, caps, moves.of(chain, i)).reshape(-1)
+                before = int((kept[i - 1][0] + cost_h).argmin())
                 self._node_at[chain.nodes[i - 1]] = before
                 self._first[chain.nodes[i - 1]] = first
             if isinstance(link, Block):
                 self._place_block(link, before, tail, cap, moves.of(chain, i), first)
             tail = before
+
+
+def _is_one_layer(chain: Chain) -> bool:
+    """Whether a branch is one layer between two edges."""
+    return len(chain.nodes) == 1 and all(isinstance(x, Edge) for x in chain.links)
 
 
 def _longest(
