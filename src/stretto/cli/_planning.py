@@ -78,6 +78,31 @@ _PLANNER_OPTIONS = {
         click.IntRange(min=1),
         "joint, aiacc, exhaustive: the most lanes that a plan may use",
     ),
+    "max_groups": (
+        "--groups",
+        click.IntRange(min=1),
+        "libra: the most buckets (K); else any number",
+    ),
+    "chunks": (
+        "--chunks",
+        click.IntRange(min=1),
+        "libra, libra-m: chunks of backward (Z) for the searches grid and literal",
+    ),
+    "search": (
+        "--search",
+        click.STRING,
+        "libra, libra-m: pareto (default), grid or literal",
+    ),
+    "startup": (
+        "--startup",
+        click.STRING,
+        "libra, libra-m: phase (default) or mixed, as Eq. 9-11 have it",
+    ),
+    "literal": (
+        "--literal/--mended",
+        click.BOOL,
+        "asc-wfbp: Algorithm 1 as printed, or with its slips mended (default)",
+    ),
     "dims": (
         "--dims",
         click.STRING,

@@ -106,6 +106,12 @@ def test_plan_prints_a_table_of_its_buckets(files) -> None:
         ("aiacc", ["--unit", "1MiB", "--lanes", "3"], ("lanes", 3)),
         ("horovod", ["--cycle-ms", "20", "--fusion-buffer", "2MB"], ("cycle_s", 0.02)),
         ("joint", ["--max-lanes", "2"], ("max_lanes", 2)),
+        (
+            "libra",
+            ["--groups", "3", "--search", "grid", "--chunks", "8", "--startup=mixed"],
+            ("max_groups", 3),
+        ),
+        ("asc-wfbp", ["--literal"], ("literal", True)),
     ],
 )
 def test_planner_options_reach_the_planner(
@@ -117,6 +123,7 @@ def test_planner_options_reach_the_planner(
         "ddp": {"first_cap_bytes": 4096},
         "aiacc": {"unit_bytes": 2**20},
         "horovod": {"fusion_bytes": 2_000_000},
+        "libra": {"search": "grid", "chunks": 8, "startup": "mixed"},
     }.get(planner, {})
     expected = planners.get(planner, **dict([made_by]), **known)
     assert Plan.load(target) == expected.plan(a_workload(), A_CLUSTER)
