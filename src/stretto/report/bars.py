@@ -120,7 +120,7 @@ def _row_name(name: str, left: float, y: float, style: str) -> str:
 
 def _left(names: Sequence[str] | Mapping[str, float]) -> float:
     longest = max((len(name) for name in names), default=4)
-    return min(16 + longest * 15 * _CHAR, 260.0)
+    return min(26 + longest * 15 * _CHAR, 260.0)
 
 
 def _percent(ratio: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from stretto.report.svg import (
     _tag,
     _text,
     css_variables,
-    spread_apart,
     ticks,
 )
 
@@ -42,6 +42,9 @@ class Chart:
 
     ends: Mapping[str, str] = field(default_factory=dict)
     """What a curve's label says of its last value, by the curve's name."""
+
+    wide: bool = False
+    """The axis of values is logarithmic where they span more than tenfold."""
 
 
 def charts_svg(charts: Sequence[Chart], label: str, *, standalone: bool = True) -> str:
@@ -82,6 +85,8 @@ def _chart(chart: Chart, top: float) -> list[str]:
     # From just below the lowest: what matters is how the curves part.
     high, low = max(values, default=1.0), 0.9 * min(values, default=0.0)
     room = 1.05 * (high - low) or 1.0
+    logarithmic = chart.wide and 0 < 10 * low < high
+    marks = _decade_ticks(low, high) if logarithmic else _ticks_between(low, high, room)
     first, last = math.log2(chart.x[0]), math.log2(chart.x[-1])
     begin, bottom = top + 26.0, top + 26.0 + _HEIGHT
 
@@ -90,12 +95,13 @@ def _chart(chart: Chart, top: float) -> list[str]:
         return _LEFT + (_RIGHT - _LEFT) * share
 
     def y(value: float) -> float:
-        return bottom - (bottom - begin) * (value - low) / room
+        share = (value - low) / room
+        if logarithmic:
+            share = math.log(value / low) / math.log(1.05 * high / low)
+        return bottom - (bottom - begin) * share
 
     out = [_text(20.0, top + 12, chart.title, class_="name")]
-    step = ticks(room, 6)[1]
-    for i in range(math.ceil(low / step), int(high / step) + 1):
-        value = i * step
+    for value in marks:
         at = y(value)
         text = f"{value:g} {chart.unit}".strip()
         out.append(_tag("line", x1=_LEFT, x2=_RIGHT, y1=at, y2=at, class_="grid"))
@@ -130,9 +136,37 @@ def _chart(chart: Chart, top: float) -> list[str]:
             for px, py in points
         ]
         ends.append(points[-1][1] + 4 if points else bottom)
-    placed = spread_apart(ends, 16.0)
+    placed = _placed(ends, 16.0, bottom + 4)
     for i, (name, at) in enumerate(zip(chart.columns, placed, strict=True)):
         style = f"curve-name n{i % len(SERIES)}"
         label = f"{name} {chart.ends[name]}" if name in chart.ends else name
         out.append(_text(_RIGHT + 10, at, label, class_=style))
     return out
+
+
+def _ticks_between(low: float, high: float, room: float) -> list[float]:
+    step = ticks(room, 6)[1]
+    return [i * step for i in range(math.ceil(low / step), int(high / step) + 1)]
+
+
+def _decade_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times the powers of ten between; powers alone over many of them."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first <= 3 else (1,)
+    values = [k * 10.0**power for power in range(first, last + 1) for k in factors]
+    return [value for value in values if low <= value <= high]
+
+
+def _placed(wanted: Sequence[float], gap: float, lowest: float) -> list[float]:
+    """Places at the wanted ones or, where crowded, near: ``gap`` apart in their order.
+
+    None is below ``lowest`` (down is up in numbers); what is not crowded stays.
+    """
+    placed = list(wanted)
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    for before, after in itertools.pairwise(order):
+        placed[after] = max(placed[after], placed[before] + gap)
+    for i in reversed(order):
+        placed[i] = min(placed[i], lowest)
+        lowest = placed[i] - gap
+    return placed

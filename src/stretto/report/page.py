@@ -198,7 +198,7 @@ def _scaling(report: DemoReport) -> str:
     gaps: dict[str, list[float]] = {}
     last_s: dict[str, str] = {}
     last_gaps: dict[str, str] = {}
-    rows = []
+    rows: list[list[str]] = []
     for name in names:
         points = [at.get((name, count)) for count in ranks]
         times[name] = [row.step_s * scale if row else math.nan for row in points]
@@ -206,7 +206,11 @@ def _scaling(report: DemoReport) -> str:
         last = next(row for row in reversed(points) if row)
         last_s[name] = format_s(last.step_s)
         last_gaps[name] = _share(_gap(last))
-        rows.append(([name, *(_maybe(r, _scaled) for r in points)], "", False))
+        rows.append([name, *(_maybe(r, _scaled) for r in points)])
+    rows.insert(0, ["ranks", *map(str, ranks)])
+    if len(ranks) > len(names):
+        rows = [list(column) for column in zip(*rows, strict=True)]
+    table = _table(rows[0], [(row, "", False) for row in rows[1:]])
     charts = [
         Chart(
             title="Step time",
@@ -215,6 +219,7 @@ def _scaling(report: DemoReport) -> str:
             x=ranks,
             columns=times,
             ends=last_s,
+            wide=True,
         ),
         Chart(
             title="Over the lower bound",
@@ -229,11 +234,10 @@ def _scaling(report: DemoReport) -> str:
     return _section(
         "Over the number of ranks",
         "Planned anew for each number unless a plan was given; the figure beside a "
-        "curve's name is at its right end. The axes of time begin below the shortest, "
-        "not at nothing. In the table, in brackets: the share of the step that is "
-        "computation.",
-        f'<figure class="scroll">{drawing}</figure>'
-        f'<div class="scroll">{_table(["ranks", *map(str, ranks)], rows)}</div>',
+        "curve's name is at its right end. The axis of time begins below the shortest, "
+        "not at nothing, and is logarithmic where times are far apart. In the table, "
+        "in brackets: the share of the step that is computation.",
+        f'<figure class="scroll">{drawing}</figure><div class="scroll">{table}</div>',
         id_="scaling",
     )
 
@@ -310,11 +314,13 @@ def _step_times(report: DemoReport) -> str:
     if not report.gaps or report.fastest is not None:
         table = _methods_table(report)
         table = f'<div class="scroll" style="margin-top:18px">{table}</div>'
+    # Another overlap or algorithm has another bound; contributions may show it.
+    kind = " with these overlaps and algorithms" if report.gaps else ""
     return _section(
         "Step time",
         "Shorter is better."
         + (
-            " Left of the dashed line no plan can come: it is the time that the "
+            f" Left of the dashed line no plan{kind} can come: it is the time that the "
             "computation, or sending the gradients through the slowest link, takes "
             "at least."
             if report.bound_s is not None

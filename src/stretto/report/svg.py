@@ -127,7 +127,7 @@ def step_time_svg(report: DemoReport, *, standalone: bool = False) -> str:
     methods = [m for m in report.methods if m.step_s is not None]
     pad = 20 if standalone else 0
     names = [m.name for m in methods]
-    left = pad + 16 + max((len(name) for name in names), default=4) * 15 * _CHAR
+    left = pad + 26 + max((len(name) for name in names), default=4) * 15 * _CHAR
     left = min(left, 260.0)
     right = _WIDTH - _FIGURES - 22.0
     row, bar, top = 46, 22, 34 + pad

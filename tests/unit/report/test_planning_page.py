@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree as ET
 
@@ -88,8 +89,16 @@ def test_sections_hold_every_value_and_fetch_nothing() -> None:
     assert {"fusion", "+ lanes", "+ forward", "all", "308 ms", "250 ms"} <= set(steps)
     assert {"−9.1%", "nothing", "−10.7%"} <= set(steps)
     assert "joint &lt;x&gt; is predicted to be the fastest of 2 methods" in html
+    assert "no plan with these overlaps and algorithms can come" in html
     plain = html.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?:|@import|url\(|fetch\(|\bsrc=|href=", plain)
+
+
+def test_many_numbers_of_ranks_are_the_rows_of_the_table() -> None:
+    rows = tuple(scaled("ddp", n, n / 100) for n in (4, 2, 8))
+    chart = section(page.render(DemoReport(title="t", scaling=rows)), "scaling")
+    assert "<th>ranks</th><th>ddp</th>" in chart
+    assert re.findall(r"<tr><td>(\d+)</td>", chart) == ["2", "4", "8"]
 
 
 def test_sections_without_figures_are_left_out() -> None:
@@ -142,6 +151,27 @@ def test_a_chart_has_a_logarithmic_axis_and_labels_apart() -> None:
     assert len(heights) == 8
     assert all(b - a >= 15.9 for a, b in pairwise(heights))
     assert drawing(charts_svg([chart], "label")).find(f"{SVG}style") is not None
+
+
+def test_labels_that_are_not_crowded_stand_at_their_curves_ends() -> None:
+    columns = {"top": [1.0, 50.0], "a": [1.0, 1.01], "b": [1.0, 1.0]}
+    chart = Chart(title="t", axis="", unit="s", x=(2, 4), columns=columns)
+    for wide in (False, True):
+        root = drawing(charts_svg([replace(chart, wide=wide)], "l", standalone=False))
+        at = {t.text: float(t.get("y", 0)) for t in root.iter(f"{SVG}text")}
+        ends = [float(c.get("cy", 0)) for c in root.iter(f"{SVG}circle")][1::2]
+        assert at["top"] == pytest.approx(ends[0] + 4, abs=0.02)
+        assert at["b"] - at["a"] == pytest.approx(16, abs=0.02)
+        assert at["b"] <= at["2"] - 13
+        assert ("5 s" in at) == wide
+
+
+def test_a_wide_chart_has_decades_as_its_axis() -> None:
+    columns = {"a": [1.0, 100.0]}
+    chart = Chart(title="", axis="", unit="s", x=(2, 4), columns=columns, wide=True)
+    root = drawing(charts_svg([chart], "l", standalone=False))
+    at = {t.text: float(t.get("y", 0)) for t in root.iter(f"{SVG}text")}
+    assert at["1 s"] - at["10 s"] == pytest.approx(at["10 s"] - at["100 s"], abs=0.02)
 
 
 def test_one_number_of_ranks_and_perfect_plans_can_be_drawn() -> None:
