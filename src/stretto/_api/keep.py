@@ -128,10 +128,10 @@ class Keeper:
                 ),
             ),
         )
-        if self._settled is None or not self._settled.applied:
+        if self._settled is None:
             return report
         found = self._settled
-        step = simulate_step(found.workload, found.cluster, found.plan)
+        step = simulate_step(found.workload, found.cluster, found.carried_out)
         outside_s = float(found.workload.provenance.get("outside_s", 0.0))
         return replace(
             report,

@@ -55,12 +55,20 @@ class Settled:
     cluster: Cluster
 
     plan: Plan
-    """The best plan found, carried out unless ``applied`` is false."""
+    """The best plan found, carried out where ``applied``."""
 
     ddp: Plan
     """DDP's rule with its default buckets, predicted under the same model."""
 
     applied: bool
+
+    @property
+    def carried_out(self) -> Plan:
+        """What the steps that follow do: the plan, or DDP's buckets on one lane.
+
+        These go through the runtime too, so that a rank that is lost is named.
+        """
+        return self.plan if self.applied else self.ddp
 
     @property
     def saved_ratio(self) -> float:
@@ -155,7 +163,7 @@ class AutoPlan:
 
     def _apply(self, settled: Settled) -> None:
         self.settled = True
-        self._model.apply_plan(settled.plan if settled.applied else None)
+        self._model.apply_plan(settled.carried_out)
         if self._rank == 0:
             _log.info("%s", summary(settled))
         if self._on_settled is not None:
