@@ -18,6 +18,7 @@ from burst_graphs import (
 
 from stretto.cost.burst import widths_of
 from stretto.errors import Infeasible
+from stretto.planners.burst import search
 from stretto.planners.burst.edges import EdgeCost
 from stretto.planners.burst.evaluate import Choice, evaluate
 from stretto.planners.burst.front import front
@@ -102,6 +103,29 @@ def test_branches_that_end_with_a_block_are_as_fast_as_the_best_of_all_choices(s
     batch = 3 if len(shape[1]) == 2 and shape[-1] < 6 else 2
     gpus = 2 + seed % 3
     check(*case(rng, shape, gpus=gpus, batch=batch, widths="all", limit=limit))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bounds_for_groups_of_widths_keep_the_best_of_all_choices(seed, monkeypatch):
+    monkeypatch.setattr(search, "_GROUP", 2)
+    rng = random.Random(seed)
+    limit = [None, 2.0][seed % 2]
+    shape = [0, [[1], [2, 3], []], 4]
+    check(*case(rng, shape, gpus=4, batch=5, widths="all", limit=limit))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bounds_for_groups_of_widths_leave_the_time_as_it_is(seed, monkeypatch):
+    rng = random.Random(seed)
+    shape = random_shape(rng, 4)
+    limit = [None, 3.0][seed % 2]
+    problem, _ = case(rng, shape, gpus=96, batch=96, widths="all", limit=limit)
+    time_s, choice = shortest(problem)
+    cost = evaluate(problem, choice)
+    assert cost.iteration_s == pytest.approx(time_s, rel=1e-12)
+    assert cost.gpus <= problem.gpus
+    monkeypatch.setattr(search, "_MOST_GROUPED", 0)
+    assert time_s == pytest.approx(shortest(problem)[0], rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 
 _MOST_BRANCHES = 10
 
+_GROUP = 6
+"""Widths that are bounded together."""
+
+_MOST_GROUPED = 256
+"""Up to this many widths they are."""
+
 
 def shortest(problem: BurstProblem) -> tuple[float, Choice] | None:
     """Time and choice of the fastest plan, ``None`` where none keeps the limit."""
@@ -91,8 +97,9 @@ class _Search:
         self._full: dict[tuple[int, _Moves], tuple[Ints, Floats]] = {}
         self._grids: dict[int, Ints] = {}
         self._kept: dict[tuple[int, _Moves], Floats] = {}
+        self._columns: dict[tuple[int, range, _Moves], Floats] = {}
         self._to: dict[tuple[int, _Moves, int], tuple[Ints, Floats]] = {}
-        self._states: dict[tuple[int, int, _Moves], list[Floats]] = {}
+        self._states: dict[tuple[int, range, _Moves], list[Floats]] = {}
         self._ways: dict[int, list[tuple[list[int], list[int]]]] = {}
         self._node_at = [0] * len(problem.profile.layers)
         self._first = [0] * len(problem.profile.layers)
@@ -115,6 +122,7 @@ class _Search:
             for link in chain.links
         ]
         exact: set[tuple[int, int, int]] = set()
+        grouped: set[tuple[int, range, range]] = set()
         known_s = math.inf
         while True:
             path, best_s = self._path(chain, start_s, tables, tree.target)
@@ -127,6 +135,8 @@ class _Search:
             ]
             if not found:
                 break
+            if self._bound_groups(chain, tables, found, grouped):
+                continue
             # A pair that brings the path above a known plan's time needs no exact time.
             path_s, spare_s = best_s, (known_s - best_s) + 1e-9 * best_s
             for i, head, tail in found:
@@ -134,7 +144,9 @@ class _Search:
                 if isinstance(link, Block) and table is not None:
                     bound_s = float(table[head, tail])
                     below_s = bound_s + spare_s
-                    pair = self._pair(link, head, tail, problem.gpus, _STAY, below_s)
+                    pair = self._pair(
+                        link, _only(head), _only(tail), problem.gpus, _STAY, below_s
+                    )
                     table[head, tail] = pair.time_s
                     path_s += pair.time_s - bound_s
             known_s = min(known_s, path_s)
@@ -152,6 +164,33 @@ class _Search:
             first_gpus=tuple(self._first),
         )
         return best_s, choice
+
+    def _bound_groups(
+        self,
+        chain: Chain,
+        tables: list[Floats | None],
+        found: list[tuple[int, int, int]],
+        grouped: set[tuple[int, range, range]],
+    ) -> bool:
+        """Raises the bounds of pairs and those near them; whether there was any to do.
+
+        One bound for a group of pairs costs as much as the exact time of one of them.
+        """
+        more = False
+        if not _GROUP < self._count <= _MOST_GROUPED:
+            return more
+        for i, head, tail in found:
+            link, table = chain.links[i], tables[i]
+            key = (i, _group(head, self._count), _group(tail, self._count))
+            if key in grouped or table is None or not isinstance(link, Block):
+                continue
+            grouped.add(key)
+            if all(isinstance(x, Edge) for c in link.branches for x in c.links):
+                pair = self._pair(link, *key[1:], self._problem.gpus, _STAY)
+                part_hk = table[key[1].start : key[1].stop, key[2].start : key[2].stop]
+                np.maximum(part_hk, pair.time_s, out=part_hk)
+                more = True
+        return more
 
     def _path(
         self,
@@ -308,27 +347,57 @@ class _Search:
         return self._free[key]
 
     def _lanes(
-        self, chain: Chain, head: int, tail: int, moves: _Moves
+        self, chain: Chain, head: range, tail: range, moves: _Moves
     ) -> tuple[_Lane, _Lane]:
         """A branch's times between two widths in turns, and on GPUs of its own."""
         grid, last = self._grid(chain), chain.links[-1]
-        if not chain.nodes or _is_one_layer(chain):
-            heads = np.array([head])
-            found = [
-                self._curve_at(chain, heads, kind, tail)[:, 0]
-                for kind in (moves, _MOVE)
-            ]
+        if not chain.nodes:
+            ends_h = self._into_any(last, tail, grid, moves)
+            found = [ends_h[head.start : head.stop].min(keepdims=True)] * 2
         else:
-            found = [
-                (state_rh + self._into(last, tail, grid, kind)).min(axis=1)
-                for state_rh, kind in zip(
-                    self._before_last(chain, head, moves),
-                    (moves.of(chain, len(chain.nodes)), _Moves(out=True)),
-                    strict=True,
-                )
+            ends = [
+                self._into_any(last, tail, grid, kind)
+                for kind in (moves.of(chain, len(chain.nodes)), _Moves(out=True))
             ]
+            if _is_one_layer(chain):
+                found = [
+                    np.minimum.accumulate(first_h + self._node_s[chain.nodes[0]] + end)
+                    for first_h, end in zip(
+                        self._firsts(chain, head, moves), ends, strict=True
+                    )
+                ]
+            else:
+                found = [
+                    (state_rh + end).min(axis=1)
+                    for state_rh, end in zip(
+                        self._before_last(chain, head, moves), ends, strict=True
+                    )
+                ]
         gpus = grid.tolist()
         return _Lane(gpus, found[0].tolist()), _Lane(gpus, found[1].tolist())
+
+    def _firsts(self, chain: Chain, head: range, moves: _Moves) -> list[Floats]:
+        """Times of a first edge, by the width after it, in turns and to other GPUs."""
+        link = chain.links[0]
+        if not isinstance(link, Edge):
+            raise TypeError("the chain starts with a block")
+        return [
+            self._edge(link, moved=moved).dense_hk[head.start : head.stop].min(axis=0)
+            for moved in (moves.into, True)
+        ]
+
+    def _into_any(
+        self, link: Edge | Block, tail: range, caps: Ints, moves: _Moves
+    ) -> Floats:
+        """The least times of `_into` over some widths."""
+        key = (id(link), tail, moves)
+        if isinstance(link, Block):
+            return self._into(link, tail.start, caps, moves)
+        if key not in self._columns:
+            self._columns[key] = np.min(
+                [self._into(link, at, caps, moves) for at in tail], axis=0
+            )
+        return self._columns[key]
 
     def _into(self, link: Edge | Block, tail: int, caps: Ints, moves: _Moves) -> Floats:
         """A last link's times to one width, by the width before it.
@@ -391,20 +460,28 @@ class _Search:
             self._to[key] = grid, least_ph
         return self._to[key]
 
-    def _before_last(self, chain: Chain, head: int, moves: _Moves) -> list[Floats]:
+    def _before_last(self, chain: Chain, head: range, moves: _Moves) -> list[Floats]:
         """Times by GPUs and the last layer's width, in turns and on GPUs of its own."""
         key = (id(chain), head, moves)
         if key not in self._states:
             grid = self._grid(chain)
-            heads, caps = np.full(2 * len(grid), head), np.tile(grid, 2)
+            heads, caps = np.full(2 * len(grid), head.start), np.tile(grid, 2)
             # fast: both kinds as rows of one array; they differ in the end links alone.
-            ends = [
-                self._link(
-                    chain.links[0], None, heads[: len(grid)], grid, kind.of(chain, 0)
-                )
-                for kind in (moves, _MOVE)
-            ]
-            rows_rh = np.concatenate([end.T for end in ends], axis=1).T
+            if isinstance(chain.links[0], Edge):
+                firsts = np.array(self._firsts(chain, head, moves))
+                rows_rh = np.repeat(firsts.T, len(grid), axis=1).T
+            else:
+                ends = [
+                    self._link(
+                        chain.links[0],
+                        None,
+                        heads[: len(grid)],
+                        grid,
+                        kind.of(chain, 0),
+                    )
+                    for kind in (moves, _MOVE)
+                ]
+                rows_rh = np.concatenate([end.T for end in ends], axis=1).T
             closed_hr = np.where(self._widths[:, None] > caps, np.inf, 0.0)
             for i, node in enumerate(chain.nodes):
                 if i:
@@ -417,15 +494,16 @@ class _Search:
     def _pair(
         self,
         block: Block,
-        head: int,
-        tail: int,
+        head: range,
+        tail: range,
         cap: int,
         moves: _Moves,
         below_s: float = math.inf,
     ) -> _Pair:
         """The best way through a block between two widths with ``cap`` GPUs.
 
-        Infinite where it takes ``below_s`` or longer.
+        Infinite where it takes ``below_s`` or longer. Of several widths each branch
+        may take the ones best for it, which gives a lower bound for all their pairs.
         """
         both = [self._lanes(chain, head, tail, moves) for chain in block.branches]
         turn_lanes, lanes = [one for one, _ in both], [other for _, other in both]
@@ -475,7 +553,7 @@ class _Search:
     def _place_block(
         self, block: Block, head: int, tail: int, cap: int, moves: _Moves, first: int
     ) -> None:
-        pair = self._pair(block, head, tail, cap, moves)
+        pair = self._pair(block, _only(head), _only(tail), cap, moves)
         home, away, gpus = pair.home, pair.away, pair.gpus
         if not home:
             raise AssertionError("a block on the path has a plan")
@@ -503,6 +581,16 @@ class _Search:
             if isinstance(link, Block):
                 self._place_block(link, before, tail, cap, moves.of(chain, i), first)
             tail = before
+
+
+def _only(width: int) -> range:
+    return range(width, width + 1)
+
+
+def _group(width: int, count: int) -> range:
+    """The widths, next to one another, that are bounded together with one."""
+    start = width - width % _GROUP
+    return range(start, min(start + _GROUP, count))
 
 
 def _is_one_layer(chain: Chain) -> bool:
