@@ -35,6 +35,9 @@ _MOST_BRANCHES = 10
 _GROUP = 6
 """Widths that are bounded together."""
 
+_LOOSE = 1.02
+"""A block of which a time is this much above its bound gets bounds for groups."""
+
 _MOST_GROUPED = 256
 """Up to this many widths they are."""
 
@@ -121,7 +124,8 @@ class _Search:
             self._block_free(link, _STAY).copy() if isinstance(link, Block) else None
             for link in chain.links
         ]
-        exact: set[tuple[int, int, int]] = set()
+        exact: dict[tuple[int, int, int], float] = {}
+        loose: set[int] = set()
         grouped: set[tuple[int, range, range]] = set()
         known_s = math.inf
         while True:
@@ -135,7 +139,7 @@ class _Search:
             ]
             if not found:
                 break
-            if self._bound_groups(chain, tables, found, grouped):
+            if self._bound_groups(chain, tables, found, exact, loose, grouped):
                 continue
             # A pair that brings the path above a known plan's time needs no exact time.
             path_s, spare_s = best_s, (known_s - best_s) + 1e-9 * best_s
@@ -149,8 +153,10 @@ class _Search:
                     )
                     table[head, tail] = pair.time_s
                     path_s += pair.time_s - bound_s
+                    exact[i, head, tail] = pair.time_s
+                    if pair.time_s > _LOOSE * bound_s:
+                        loose.add(i)
             known_s = min(known_s, path_s)
-            exact.update(found)
         for node, at in zip(
             (tree.source, *chain.nodes, tree.target), path, strict=True
         ):
@@ -170,25 +176,36 @@ class _Search:
         chain: Chain,
         tables: list[Floats | None],
         found: list[tuple[int, int, int]],
+        exact: dict[tuple[int, int, int], float],
+        loose: set[int],
         grouped: set[tuple[int, range, range]],
     ) -> bool:
         """Raises the bounds of pairs and those near them; whether there was any to do.
 
-        One bound for a group of pairs costs as much as the exact time of one of them.
+        One bound for a group of pairs costs as much as the exact time of one of them,
+        so only those of the ``loose`` links are raised. Where a branch ends with a
+        block, the group has one width after it.
         """
         more = False
         if not _GROUP < self._count <= _MOST_GROUPED:
             return more
         for i, head, tail in found:
             link, table = chain.links[i], tables[i]
-            key = (i, _group(head, self._count), _group(tail, self._count))
-            if key in grouped or table is None or not isinstance(link, Block):
+            if i not in loose or table is None or not isinstance(link, Block):
                 continue
-            grouped.add(key)
-            if all(isinstance(x, Edge) for c in link.branches for x in c.links):
-                pair = self._pair(link, *key[1:], self._problem.gpus, _STAY)
-                part_hk = table[key[1].start : key[1].stop, key[2].start : key[2].stop]
+            if any(isinstance(c.links[0], Block) for c in link.branches):
+                continue
+            heads, tails = _group(head, self._count), _group(tail, self._count)
+            if any(isinstance(c.links[-1], Block) for c in link.branches):
+                tails = _only(tail)
+            if (i, heads, tails) not in grouped:
+                grouped.add((i, heads, tails))
+                pair = self._pair(link, heads, tails, self._problem.gpus, _STAY)
+                part_hk = table[heads.start : heads.stop, tails.start : tails.stop]
                 np.maximum(part_hk, pair.time_s, out=part_hk)
+                for at in exact:
+                    if at[0] == i and at[1] in heads and at[2] in tails:
+                        table[at[1], at[2]] = exact[at]
                 more = True
         return more
 
