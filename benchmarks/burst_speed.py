@@ -1,17 +1,21 @@
-"""How long the burst search takes for a graph like Inception-v3's.
+"""How long the burst search takes for Inception-v3 and graphs like it.
 
     .venv/bin/python benchmarks/burst_speed.py [--runs 9]
 
-11 blocks of 4 branches, 118 layers, made up; the published profile ends at 64 samples
-on a GPU. Published search times of this model, powers of two alone: 0.22 s for 8 GPUs,
-3.23 s for 1024 (DeepPool, Table 3). Stores times of the search alone, with machine and
-versions, in results/burst_speed.json; `cpu_s` is the processor's time of the same runs.
+Inception-v3 is the zoo's, its times by roofline, as the published profile ends at 64
+samples on a GPU; in its last two blocks branches part again. The made-up graphs have 11
+blocks of 4 branches, 118 layers; in the nested one a branch of each ends with a block
+of its own. Published search times of this model, powers of two alone: 0.22 s for 8
+GPUs, 3.23 s for 1024 (DeepPool, Table 3). Stores times of the search alone, with
+machine and versions, in results/burst_speed.json; `cpu_s` is the processor's time of
+the same runs, and `within_target` holds where the median `search_s` is.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import time
 
 from _record import spread, store
@@ -19,12 +23,18 @@ from stretto.cost.burst import DEEPPOOL
 from stretto.planners.burst.problem import BurstProblem
 from stretto.planners.burst.search import shortest
 from stretto.schema.burst import BatchTime, Layer, LayerProfile
+from stretto.zoo import layer_profile
 
 TARGET_S = 0.1
 
 
-def inception_like(batch: int, *, blocks: int = 11) -> LayerProfile:
-    """Seven layers, then blocks of four branches with one to three layers."""
+def inception_like(
+    batch: int, *, blocks: int = 11, nested: bool = False
+) -> LayerProfile:
+    """Seven layers, then blocks of four branches with one to three layers.
+
+    Nested: the last branch's second and third layer both follow its first.
+    """
     rng = random.Random(3)
     layers: list[Layer] = []
 
@@ -54,11 +64,15 @@ def inception_like(batch: int, *, blocks: int = 11) -> LayerProfile:
         last = add(last)
     for _ in range(blocks):
         ends = []
-        for length in (1, 2, 3, 3):
+        for length in (1, 2, 3):
             end = last
             for _ in range(length):
                 end = add(end)
             ends.append(end)
+        first = add(last)
+        second = add(first)
+        third = add(first if nested else second)
+        ends += [second, third] if nested else [third]
         last = add(*ends)
     add(last)
     return LayerProfile(
@@ -70,16 +84,29 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=9)
     args = parser.parse_args()
-    profile = inception_like(1024)
+    sizes = [2**i for i in range(11)]
+    graphs = {
+        "made up": inception_like(1024),
+        "made up, nested": inception_like(1024, nested=True),
+        "Inception-v3": layer_profile("inception-v3", samples=sizes),
+    }
     cases = {}
-    for gpus, batch, widths, limit in (
-        (8, 32, "powers", 2.0),
-        (1024, 1024, "powers", None),
-        (1024, 1024, "powers", 2.0),
-        (1024, 1024, "all", 2.0),
-        (1024, 1024, "all", 5.0),
-        (1024, 1024, "all", None),
+    for graph, gpus, batch, widths, limit in (
+        ("made up", 8, 32, "powers", 2.0),
+        ("made up", 1024, 1024, "powers", None),
+        ("made up", 1024, 1024, "powers", 2.0),
+        ("made up", 1024, 1024, "all", 2.0),
+        ("made up", 1024, 1024, "all", 5.0),
+        ("made up", 1024, 1024, "all", None),
+        ("made up, nested", 1024, 1024, "all", 2.0),
+        ("made up, nested", 1024, 1024, "all", 5.0),
+        ("made up, nested", 1024, 1024, "all", None),
+        ("Inception-v3", 1024, 1024, "powers", None),
+        ("Inception-v3", 1024, 1024, "all", 2.0),
+        ("Inception-v3", 1024, 1024, "all", 5.0),
+        ("Inception-v3", 1024, 1024, "all", None),
     ):
+        profile = graphs[graph]
         wall, cpu = [], []
         for _ in range(args.runs):
             begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
@@ -94,25 +121,23 @@ def main() -> None:
             found = shortest(problem)
             wall.append(time.perf_counter() - begin_s)
             cpu.append(time.process_time() - begin_cpu_s)
-        cases[f"{gpus} GPUs, {batch} samples, {widths}, limit {limit}"] = {
+        name = f"{graph}, {gpus} GPUs, {batch} samples, {widths}, limit {limit}"
+        cases[name] = {
+            "layers": len(profile.layers),
             "search_s": spread(wall),
             "cpu_s": spread(cpu),
-            "within_target": min(wall) < TARGET_S,
+            "within_target": statistics.median(wall) < TARGET_S,
             "counts_tried": len(problem.widths),
             "iteration_s": found[0] if found else None,
         }
-    store(
-        "burst_speed",
-        {
-            "layers": len(profile.layers),
-            "target_s": TARGET_S,
-            "cases": cases,
-            "missed": (
-                "without a limit the branches of a block compete for the GPUs, and "
-                "sharing them exactly takes longer than the target"
-            ),
-        },
-    )
+    missed = [name for name, case in cases.items() if not case["within_target"]]
+    result = {"target_s": TARGET_S, "cases": cases, "missed": missed}
+    if missed:
+        result["why_missed"] = (
+            "the branches of a block compete for the GPUs, and sharing them exactly "
+            "between many pairs of widths takes longer than the target"
+        )
+    store("burst_speed", result)
 
 
 if __name__ == "__main__":
