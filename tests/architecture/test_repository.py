@@ -60,7 +60,7 @@ def test_no_file_names_a_place_of_one_machine():
 
 
 def test_the_search_for_places_finds_them():
-    for text in ("see /work/main", "'/root/x'", "cd /home/me/x"):
+    for text in ("see /work/x/train.py", "'/root/x'", "cd /home/me/x"):
         assert MACHINE_PATHS.search(text)
     for text in ("a/work/b", "/tmp/x", "https://x/root/y", "home/work/"):
         assert not MACHINE_PATHS.search(text)
