@@ -33,6 +33,7 @@ from stretto.demo.settings import (
     Outcome,
     size_label,
 )
+from stretto.planners.base import predicted_s
 from stretto.runtime import DistributedDataParallel, Recorder
 from stretto.schema import Plan, Timeline
 from stretto.sim.bounds import lower_bound
@@ -368,7 +369,7 @@ def main() -> None:
                     description=m.description,
                     steps_s=trainees[m.name].steps_s,
                     losses=finals[m.name],
-                    predicted_step_s=_predicted_s(m.plan),
+                    predicted_step_s=predicted_s(m.plan),
                 )
                 for m in chosen
             ],
@@ -387,11 +388,6 @@ def main() -> None:
         ).save(scratch / OUTCOME_FILE)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _predicted_s(plan: Plan) -> float:
-    assert plan.predicted is not None  # noqa: S101
-    return plan.predicted.iteration_s
 
 
 def _mean_over_ranks(losses: list[float]) -> list[float]:

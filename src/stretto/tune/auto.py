@@ -60,7 +60,10 @@ class Settled:
     ddp: Plan
     """DDP's rule with its default buckets, predicted under the same model."""
 
-    applied: bool
+    @property
+    def applied(self) -> bool:
+        """Whether the plan saves enough to be carried out instead of DDP's rule."""
+        return self.saved_ratio >= LEAST_GAIN_RATIO
 
     @property
     def carried_out(self) -> Plan:
@@ -201,13 +204,12 @@ class AutoPlan:
         dist.broadcast_object_list(decided, group=group, group_src=0)
         if isinstance(decided[0], Exception):
             raise decided[0]
-        cluster, plan, ddp, applied = decided[0]
+        cluster, plan, ddp = decided[0]
         return Settled(
             workload=workload,
             cluster=codec.decode(cluster, Cluster),
             plan=codec.decode(plan, Plan),
             ddp=codec.decode(ddp, Plan),
-            applied=applied,
         )
 
     def _plan_on_rank_0(self, workload: Workload, samples: Any, hosts: int) -> Any:
@@ -226,15 +228,7 @@ class AutoPlan:
             ddp = planners.get("ddp").plan(workload, cluster)
         except (Infeasible, NoisyProfile, SpecError) as exc:
             return exc
-        saved = Settled(
-            workload=workload, cluster=cluster, plan=plan, ddp=ddp, applied=True
-        ).saved_ratio
-        return (
-            codec.encode(cluster),
-            codec.encode(plan),
-            codec.encode(ddp),
-            saved >= LEAST_GAIN_RATIO,
-        )
+        return codec.encode(cluster), codec.encode(plan), codec.encode(ddp)
 
 
 def summary(settled: Settled) -> str:

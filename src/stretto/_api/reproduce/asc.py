@@ -10,14 +10,13 @@ from stretto._api.reproduce.result import Correction, Figure, Left, Reproduction
 from stretto._api.reproduce.shared import (
     drafted_s,
     instance,
-    iteration_s,
     missing,
     planned_s,
     unit_cluster,
 )
 from stretto.cost.fit import check_capacity
 from stretto.errors import Infeasible
-from stretto.planners.base import Draft
+from stretto.planners.base import Draft, predicted_s
 from stretto.zoo.clusters import (
     ASC_LINK_BYTES_PER_S,
     ASC_S_PER_BYTE,
@@ -256,7 +255,7 @@ def _beyond(workloads: list[Workload]) -> list[Figure]:
             Figure(
                 table="beyond the paper",
                 name=f"{made.name}: joint, gamma as published",
-                ours=iteration_s(plan),
+                ours=predicted_s(plan),
                 published=_JOINT_S[i],
                 unit="s",
                 tolerance=0.0,
@@ -291,7 +290,7 @@ def _beyond(workloads: list[Workload]) -> list[Figure]:
 
 
 def _planned_s(name: str, workload: Workload, cluster: str) -> float:
-    return iteration_s(planners.get(name).plan(workload, zoo.cluster(cluster)))
+    return predicted_s(planners.get(name).plan(workload, zoo.cluster(cluster)))
 
 
 def _wfbp_s(workload: Workload, startup_s: float) -> float:

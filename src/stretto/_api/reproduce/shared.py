@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto import planners
 from stretto._api.reproduce.result import Left
-from stretto.planners.base import Draft, finish
+from stretto.planners.base import Draft, finish, predicted_s
 from stretto.schema import (
     AllReduceFit,
     Cluster,
@@ -19,7 +19,6 @@ from stretto.schema import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.schema import Plan
 
 UNIT_BYTES = 80
 """Bytes of one unit in a small instance, so that tenths are whole numbers."""
@@ -31,7 +30,7 @@ def planned_s(
     """Step time of a planner's plan, or nothing where there is no such planner."""
     if name not in planners.NAMES:
         return None
-    return iteration_s(planners.get(name, **options).plan(workload, cluster))
+    return predicted_s(planners.get(name, **options).plan(workload, cluster))
 
 
 def missing(*names: str) -> tuple[Left, ...]:
@@ -43,16 +42,9 @@ def missing(*names: str) -> tuple[Left, ...]:
     )
 
 
-def iteration_s(plan: Plan) -> float:
-    """The step time that a plan carries."""
-    if plan.predicted is None:
-        raise AssertionError("a planner's plan carries its prediction")
-    return plan.predicted.iteration_s
-
-
 def drafted_s(draft: Draft, workload: Workload, cluster: Cluster) -> float:
     """Step time of a plan over tensor indices."""
-    return iteration_s(finish(draft, "example", workload, cluster))
+    return predicted_s(finish(draft, "example", workload, cluster))
 
 
 def instance(sizes: Sequence[float], ready: Sequence[float]) -> Workload:
