@@ -1,7 +1,8 @@
 """Carries out a plan on torch.distributed."""
 
-from stretto.runtime.ddp import DistributedDataParallel, TensorRow
+from stretto.runtime.ddp import DistributedDataParallel
 from stretto.runtime.recorder import AbstractStepObserver, Recorder
+from stretto.runtime.routes import TensorRow
 
 __all__ = [
     "AbstractStepObserver",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from functools import partial
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,32 +16,24 @@ from stretto._version import __version__
 from stretto.errors import PlanMismatch, RankDisagreement, StrettoError
 from stretto.runtime.agreement import Agreement, ranks_of
 from stretto.runtime.failure import FailureDesk, is_communication_error
-from stretto.runtime.hook import Part, PlannedGroup, Route
+from stretto.runtime.hook import PlannedGroup
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.recorder import BucketRow
 from stretto.runtime.reducer import build_planned_reducer
-from stretto.schema import slice_bounds, tensors_digest
+from stretto.runtime.routes import parameter_rows, routes_of
+from stretto.runtime.watch import StepWatch
+from stretto.schema import tensors_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from stretto.runtime.recorder import AbstractStepObserver
-    from stretto.schema import Bucket, Plan
+    from stretto.runtime.routes import Route, TensorRow
+    from stretto.schema import Plan
 
 _log = logging.getLogger(__name__)
 
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 _graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
-
-
-class TensorRow(NamedTuple):
-    """One parameter that requires a gradient."""
-
-    name: str
-
-    bytes: int
-
-    dtype: str
 
 
 class DistributedDataParallel(TorchDDP):
@@ -221,7 +212,7 @@ class DistributedDataParallel(TorchDDP):
             return
         rows = self._table(self.module)
         observer.attached([row.name for row, _ in rows], self._bucket_rows())
-        watch = _StepWatch(observer)
+        watch = StepWatch(observer)
         self._observer_handles = [
             self.register_forward_pre_hook(watch.forward_started),
             self.register_forward_hook(watch.forward_ended),
@@ -426,39 +417,16 @@ class DistributedDataParallel(TorchDDP):
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         if "parameters_to_ignore" in self.__dict__:
             ignored |= self.parameters_to_ignore
-        rows = []
-        seen: set[int] = set()
-        for prefix, owner in module.named_modules():
-            for leaf, parameter in owner.named_parameters(recurse=False):
-                name = f"{prefix}.{leaf}" if prefix else leaf
-                if not parameter.requires_grad or f"{prefix}.{leaf}" in ignored:
-                    continue
-                if id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
-                size_bytes = parameter.numel() * parameter.element_size()
-                row = TensorRow(name, size_bytes, _dtype_name(parameter.dtype))
-                rows.append((row, parameter))
-        return rows
+        return parameter_rows(module, ignored)
 
     def _routes(self, module: nn.Module, plan: Plan) -> list[Route]:
-        table = self._table(module)
-        index_of = {row.name: i for i, (row, _) in enumerate(table)}
-        _check_names(plan, index_of)
-        _check_digest(plan, [row for row, _ in table], index_of)
-        _check_supported(plan, self._backend, self._device_used)
-        sparse = _sparse_parameters(module)
-        return [
-            _route(
-                i,
-                bucket,
-                plan,
-                [table[index_of[n]] for n in bucket.tensors],
-                [index_of[n] for n in bucket.tensors],
-                sparse,
-            )
-            for i, bucket in enumerate(plan.buckets)
-        ]
+        return routes_of(
+            plan,
+            self._table(module),
+            module,
+            backend=self._backend,
+            device=self._device_used,
+        )
 
     def _restore_reducer_state(self) -> None:
         """Gives a new Reducer what was set on the old one."""
@@ -487,49 +455,6 @@ class DistributedDataParallel(TorchDDP):
             reducer._set_optimizer_in_backward()  # noqa: SLF001
 
 
-class _StepWatch:
-    """Turns PyTorch's hooks into an observer's calls."""
-
-    def __init__(self, observer: AbstractStepObserver) -> None:
-        self._observer = observer
-        self._ending = False
-
-    def forward_started(self, *_: Any) -> None:
-        self._ending = False
-        self._observer.forward_started(perf_counter())
-
-    def forward_ended(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        now_s = perf_counter()
-        for tensor in _tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._backward_started)
-        self._observer.forward_ended(now_s)
-
-    def _backward_started(self, _gradient: torch.Tensor) -> None:
-        self._observer.backward_started(perf_counter())
-
-    def gradient_ready(self, index: int, _parameter: nn.Parameter) -> None:
-        self._observer.gradient_ready(index, perf_counter())
-        if not self._ending:
-            self._ending = True
-            # Runs when the graph is done, before the Reducer waits for its buckets;
-            # what it queues in turn runs after that.
-            _queue_callback(self._computed)
-
-    def _computed(self) -> None:
-        self._observer.backward_computed(perf_counter())
-        _queue_callback(self._ended)
-
-    def _ended(self) -> None:
-        self._ending = False
-        self._observer.backward_ended(perf_counter())
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    find: Any = torch.nn.parallel.distributed._find_tensors  # noqa: SLF001
-    return list(find(value))
-
-
 def _process_group(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dist.ProcessGroup:
@@ -549,133 +474,3 @@ def _process_group(
 def _backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     name: str = group._get_backend(device).name()  # noqa: SLF001
     return name
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _sparse_parameters(module: nn.Module) -> set[int]:
-    """Ids of parameters whose gradients are sparse."""
-    return {
-        id(parameter)
-        for owner in module.modules()
-        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
-        for parameter in owner.parameters(recurse=False)
-    }
-
-
-_AGAIN = "Run `stretto profile` and plan again."
-
-
-def _check_names(plan: Plan, known: dict[str, int]) -> None:
-    planned = {}
-    for i, bucket in enumerate(plan.buckets):
-        for name in bucket.tensors:
-            if name not in known:
-                raise PlanMismatch(
-                    f"bucket {i} names tensor {name!r}, which this model lacks or does "
-                    f"not train: the plan was made for another model. {_AGAIN}"
-                )
-            planned[name] = i
-    for name in known:
-        if name not in planned:
-            raise PlanMismatch(
-                f"no bucket holds parameter {name!r} of this model: the plan was made "
-                f"for another model. {_AGAIN}"
-            )
-
-
-def _check_digest(
-    plan: Plan, rows: Sequence[TensorRow], index_of: dict[str, int]
-) -> None:
-    """Requires that sizes and types are those the plan was made for.
-
-    The digest covers an order the plan need not keep, so the plan's order is tried,
-    then the order of declaration, forwards and backwards. An empty digest says that a
-    plan was made by hand, for whatever model has these names.
-    """
-    if not plan.workload_digest:
-        return
-    in_plan = [rows[index_of[n]] for bucket in plan.buckets for n in bucket.tensors]
-    tried = [tensors_digest(order) for order in (in_plan, rows, rows[::-1])]
-    if plan.workload_digest not in tried:
-        raise PlanMismatch(
-            f"the plan was made for a model with digest {plan.workload_digest}, this "
-            f"one has {tried[0]}: names agree, but sizes, types or order differ. "
-            f"{_AGAIN}"
-        )
-
-
-def _check_supported(plan: Plan, backend: str, device: torch.device) -> None:
-    if backend not in ("gloo", "nccl"):
-        raise PlanMismatch(
-            f"this runtime can't carry out plans on backend {backend!r} yet: use gloo "
-            "or nccl, or pass plan=None."
-        )
-    if plan.overlap == "forward":
-        raise PlanMismatch(
-            "this runtime can't carry out overlap 'forward' yet: plan with 'backward' "
-            "or 'none'."
-        )
-    for i, bucket in enumerate(plan.buckets):
-        if bucket.algorithm != "ring":
-            raise PlanMismatch(
-                f"this runtime can't carry out algorithm {bucket.algorithm!r} of "
-                f"bucket {i} yet: plan with 'ring'."
-            )
-        if bucket.resource is not None and backend == "gloo":
-            raise PlanMismatch(
-                f"this runtime can't carry out resource {bucket.resource} of bucket "
-                f"{i} on gloo yet: plan with resource null."
-            )
-        if bucket.slices > 1 and backend == "gloo" and device.type != "cpu":
-            raise PlanMismatch(
-                f"this runtime can't carry out the {bucket.slices} slices of bucket "
-                f"{i} on gloo with tensors on {device.type} yet: plan with 1."
-            )
-
-
-def _route(
-    index: int,
-    bucket: Bucket,
-    plan: Plan,
-    rows: Sequence[tuple[TensorRow, nn.Parameter]],
-    positions: Sequence[int],
-    sparse: set[int],
-) -> Route:
-    dtypes = sorted({row.dtype for row, _ in rows})
-    devices = sorted({str(parameter.device) for _, parameter in rows})
-    if len(dtypes) > 1 or len(devices) > 1:
-        mixed = " and ".join(dtypes if len(dtypes) > 1 else devices)
-        raise PlanMismatch(
-            f"bucket {index} mixes {mixed}: one collective carries one type on one "
-            f"device. {_AGAIN}"
-        )
-    if bucket.wire_dtype != dtypes[0]:
-        raise PlanMismatch(
-            f"this runtime can't carry out wire_dtype {bucket.wire_dtype!r} of bucket "
-            f"{index} yet: its gradients are {dtypes[0]}. Plan with that wire_dtype."
-        )
-    if any(id(p) in sparse for _, p in rows) and (len(rows) > 1 or bucket.slices > 1):
-        raise PlanMismatch(
-            f"bucket {index} holds a parameter with sparse gradients, which must be "
-            "alone in its bucket and in one slice."
-        )
-    elements = sum(parameter.numel() for _, parameter in rows)
-    bounds = slice_bounds(elements, bucket.slices) or ((0, elements),)
-    return Route(
-        index=index,
-        tensors=bucket.tensors,
-        parameters=tuple(positions),
-        elements=elements,
-        parts=tuple(
-            Part(
-                lane=(bucket.lane + i) % plan.lanes,
-                resource=bucket.resource,
-                start=start,
-                end=end,
-            )
-            for i, (start, end) in enumerate(bounds)
-        ),
-    )

@@ -13,7 +13,6 @@ reduce over the plan's lanes in turn where they ask the Reducer to reduce.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
@@ -30,52 +29,12 @@ if TYPE_CHECKING:
     from stretto.runtime.failure import FailureDesk
     from stretto.runtime.lanes import LanePool
     from stretto.runtime.recorder import AbstractStepObserver
+    from stretto.runtime.routes import Part, Route
 
 _log = logging.getLogger(__name__)
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 _graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One slice: elements ``start`` to ``end`` of a bucket, on a lane."""
-
-    lane: int
-
-    resource: int | None
-
-    start: int
-
-    end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """The way of one bucket."""
-
-    index: int
-
-    tensors: tuple[str, ...]
-
-    parameters: tuple[int, ...]
-    """Positions in DDP's parameter list."""
-
-    elements: int
-
-    parts: tuple[Part, ...]
-
-    @property
-    def place(self) -> str:
-        """Bucket, tensors and lanes, as a message names them."""
-        more = len(self.tensors) - 1
-        names = f"{self.tensors[0]!r}" + (f" and {more} more" if more else "")
-        lanes = sorted({part.lane for part in self.parts})
-        word = "lane" if len(lanes) == 1 else "lanes"
-        return (
-            f"the all-reduce of bucket {self.index} ({names}) on {word} "
-            f"{', '.join(map(str, lanes))}"
-        )
 
 
 @final

@@ -1,0 +1,254 @@
+"""A plan checked against a model, and the way of each of its buckets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
+
+from stretto.errors import PlanMismatch
+from stretto.schema import slice_bounds, tensors_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    import torch
+
+    from stretto.schema import Bucket, Plan
+
+
+class TensorRow(NamedTuple):
+    """One parameter that requires a gradient."""
+
+    name: str
+
+    bytes: int
+
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One slice: elements ``start`` to ``end`` of a bucket, on a lane."""
+
+    lane: int
+
+    resource: int | None
+
+    start: int
+
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The way of one bucket."""
+
+    index: int
+
+    tensors: tuple[str, ...]
+
+    parameters: tuple[int, ...]
+    """Positions in DDP's parameter list."""
+
+    elements: int
+
+    parts: tuple[Part, ...]
+
+    @property
+    def place(self) -> str:
+        """Bucket, tensors and lanes, as a message names them."""
+        more = len(self.tensors) - 1
+        names = f"{self.tensors[0]!r}" + (f" and {more} more" if more else "")
+        lanes = sorted({part.lane for part in self.parts})
+        word = "lane" if len(lanes) == 1 else "lanes"
+        return (
+            f"the all-reduce of bucket {self.index} ({names}) on {word} "
+            f"{', '.join(map(str, lanes))}"
+        )
+
+
+def parameter_rows(
+    module: nn.Module, ignored: Collection[str] = ()
+) -> list[tuple[TensorRow, nn.Parameter]]:
+    """Rows and parameters in the order of DDP's parameter list.
+
+    ``ignored`` names those that DDP was told to leave alone.
+    """
+    rows = []
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        for leaf, parameter in owner.named_parameters(recurse=False):
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if not parameter.requires_grad or f"{prefix}.{leaf}" in ignored:
+                continue
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            size_bytes = parameter.numel() * parameter.element_size()
+            row = TensorRow(name, size_bytes, _dtype_name(parameter.dtype))
+            rows.append((row, parameter))
+    return rows
+
+
+def routes_of(
+    plan: Plan,
+    table: Sequence[tuple[TensorRow, nn.Parameter]],
+    module: nn.Module,
+    *,
+    backend: str,
+    device: torch.device,
+) -> list[Route]:
+    """The way of each bucket of ``plan``, in launch order.
+
+    Raises:
+        PlanMismatch: the plan is for another model, or asks for what this runtime
+            can't do.
+    """
+    index_of = {row.name: i for i, (row, _) in enumerate(table)}
+    _check_names(plan, index_of)
+    _check_digest(plan, [row for row, _ in table], index_of)
+    _check_supported(plan, backend, device)
+    sparse = _sparse_parameters(module)
+    return [
+        _route(
+            i,
+            bucket,
+            plan,
+            [table[index_of[n]] for n in bucket.tensors],
+            [index_of[n] for n in bucket.tensors],
+            sparse,
+        )
+        for i, bucket in enumerate(plan.buckets)
+    ]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sparse_parameters(module: nn.Module) -> set[int]:
+    """Ids of parameters whose gradients are sparse."""
+    return {
+        id(parameter)
+        for owner in module.modules()
+        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
+        for parameter in owner.parameters(recurse=False)
+    }
+
+
+_AGAIN = "Run `stretto profile` and plan again."
+
+
+def _check_names(plan: Plan, known: dict[str, int]) -> None:
+    planned = {}
+    for i, bucket in enumerate(plan.buckets):
+        for name in bucket.tensors:
+            if name not in known:
+                raise PlanMismatch(
+                    f"bucket {i} names tensor {name!r}, which this model lacks or does "
+                    f"not train: the plan was made for another model. {_AGAIN}"
+                )
+            planned[name] = i
+    for name in known:
+        if name not in planned:
+            raise PlanMismatch(
+                f"no bucket holds parameter {name!r} of this model: the plan was made "
+                f"for another model. {_AGAIN}"
+            )
+
+
+def _check_digest(
+    plan: Plan, rows: Sequence[TensorRow], index_of: dict[str, int]
+) -> None:
+    """Requires that sizes and types are those the plan was made for.
+
+    The digest covers an order the plan need not keep, so the plan's order is tried,
+    then the order of declaration, forwards and backwards. An empty digest says that a
+    plan was made by hand, for whatever model has these names.
+    """
+    if not plan.workload_digest:
+        return
+    in_plan = [rows[index_of[n]] for bucket in plan.buckets for n in bucket.tensors]
+    tried = [tensors_digest(order) for order in (in_plan, rows, rows[::-1])]
+    if plan.workload_digest not in tried:
+        raise PlanMismatch(
+            f"the plan was made for a model with digest {plan.workload_digest}, this "
+            f"one has {tried[0]}: names agree, but sizes, types or order differ. "
+            f"{_AGAIN}"
+        )
+
+
+def _check_supported(plan: Plan, backend: str, device: torch.device) -> None:
+    if backend not in ("gloo", "nccl"):
+        raise PlanMismatch(
+            f"this runtime can't carry out plans on backend {backend!r} yet: use gloo "
+            "or nccl, or pass plan=None."
+        )
+    if plan.overlap == "forward":
+        raise PlanMismatch(
+            "this runtime can't carry out overlap 'forward' yet: plan with 'backward' "
+            "or 'none'."
+        )
+    for i, bucket in enumerate(plan.buckets):
+        if bucket.algorithm != "ring":
+            raise PlanMismatch(
+                f"this runtime can't carry out algorithm {bucket.algorithm!r} of "
+                f"bucket {i} yet: plan with 'ring'."
+            )
+        if bucket.resource is not None and backend == "gloo":
+            raise PlanMismatch(
+                f"this runtime can't carry out resource {bucket.resource} of bucket "
+                f"{i} on gloo yet: plan with resource null."
+            )
+        if bucket.slices > 1 and backend == "gloo" and device.type != "cpu":
+            raise PlanMismatch(
+                f"this runtime can't carry out the {bucket.slices} slices of bucket "
+                f"{i} on gloo with tensors on {device.type} yet: plan with 1."
+            )
+
+
+def _route(
+    index: int,
+    bucket: Bucket,
+    plan: Plan,
+    rows: Sequence[tuple[TensorRow, nn.Parameter]],
+    positions: Sequence[int],
+    sparse: set[int],
+) -> Route:
+    dtypes = sorted({row.dtype for row, _ in rows})
+    devices = sorted({str(parameter.device) for _, parameter in rows})
+    if len(dtypes) > 1 or len(devices) > 1:
+        mixed = " and ".join(dtypes if len(dtypes) > 1 else devices)
+        raise PlanMismatch(
+            f"bucket {index} mixes {mixed}: one collective carries one type on one "
+            f"device. {_AGAIN}"
+        )
+    if bucket.wire_dtype != dtypes[0]:
+        raise PlanMismatch(
+            f"this runtime can't carry out wire_dtype {bucket.wire_dtype!r} of bucket "
+            f"{index} yet: its gradients are {dtypes[0]}. Plan with that wire_dtype."
+        )
+    if any(id(p) in sparse for _, p in rows) and (len(rows) > 1 or bucket.slices > 1):
+        raise PlanMismatch(
+            f"bucket {index} holds a parameter with sparse gradients, which must be "
+            "alone in its bucket and in one slice."
+        )
+    elements = sum(parameter.numel() for _, parameter in rows)
+    bounds = slice_bounds(elements, bucket.slices) or ((0, elements),)
+    return Route(
+        index=index,
+        tensors=bucket.tensors,
+        parameters=tuple(positions),
+        elements=elements,
+        parts=tuple(
+            Part(
+                lane=(bucket.lane + i) % plan.lanes,
+                resource=bucket.resource,
+                start=start,
+                end=end,
+            )
+            for i, (start, end) in enumerate(bounds)
+        ),
+    )
