@@ -15,6 +15,7 @@ from stretto.errors import PlanMismatch, SpecError
 from stretto.schema import _rules, codec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 
@@ -141,11 +142,10 @@ class LayerProfile:
     @cached_property
     def digest(self) -> str:
         """A digest of names, edges and sizes, not of times."""
-        sha = hashlib.sha256()
-        for layer in self.layers:
-            sizes = f"{layer.parameter_bytes}|{layer.activation_bytes}"
-            sha.update("\0".join((sizes, layer.name, *layer.inputs, "")).encode())
-        return f"sha256:{sha.hexdigest()}"
+        return digest_of(
+            (layer.name, layer.inputs, layer.parameter_bytes, layer.activation_bytes)
+            for layer in self.layers
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> LayerProfile:
@@ -159,6 +159,15 @@ class LayerProfile:
     def save(self, path: str | Path) -> None:
         """Writes the profile atomically."""
         codec.save(path, self)
+
+
+def digest_of(layers: Iterable[tuple[str, tuple[str, ...], int, int]]) -> str:
+    """A digest of layers: name, inputs, parameter bytes, activation bytes of each."""
+    sha = hashlib.sha256()
+    for name, inputs, parameter_bytes, activation_bytes in layers:
+        sizes = f"{parameter_bytes}|{activation_bytes}"
+        sha.update("\0".join((sizes, name, *inputs, "")).encode())
+    return f"sha256:{sha.hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

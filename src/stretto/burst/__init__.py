@@ -1,0 +1,1 @@
+"""Burst parallelism for real models: their layers, measured times, and training."""

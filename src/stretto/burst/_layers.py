@@ -1,0 +1,395 @@
+"""Which operations make a layer, and each layer as a module."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from stretto.burst._trace import Count, Traced, is_heavy, place_of
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    Group = tuple[fx.Node, ...]
+
+_IN_PLACE = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+"""Operations in place, and the same out of place."""
+
+
+def groups_of(traced: Traced) -> list[Group]:
+    """The operations of each layer."""
+    joined = _Joined(traced)
+    _regions(traced, joined)
+    _contract(traced, joined)
+    groups = joined.groups()
+    readers = [
+        g for g in groups if any(traced.source in _reads(traced, op) for op in g)
+    ]
+    if len(readers) > 1:
+        # One layer must hand the input out: an operation that gives it unchanged.
+        _add_stem(traced)
+        return groups_of(traced)
+    return groups
+
+
+class _Joined:
+    """Disjoint sets of operations, each known by its first."""
+
+    def __init__(self, traced: Traced) -> None:
+        self._order = {op: i for i, op in enumerate(traced.ops)}
+        self._of = {op: op for op in traced.ops}
+
+    def of(self, op: fx.Node) -> fx.Node:
+        while self._of[op] is not op:
+            op = self._of[op]
+        return op
+
+    def join(self, ops: list[fx.Node]) -> None:
+        roots = sorted({self.of(op) for op in ops}, key=lambda op: self._order[op])
+        for root in roots[1:]:
+            self._of[root] = roots[0]
+
+    def groups(self) -> list[Group]:
+        found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for op in self._order:
+            found[self.of(op)].append(op)
+        return [tuple(ops) for ops in found.values()]
+
+
+def _users(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
+    users: dict[fx.Node, list[fx.Node]] = {op: [] for op in traced.ops}
+    for op in traced.ops:
+        for read in traced.before[op]:
+            users[read].append(op)
+    return users
+
+
+def _regions(traced: Traced, joined: _Joined) -> None:
+    """Joins what lies between a tensor without a row per sample and where it is used.
+
+    All ways from such an operation to the output meet again at its immediate
+    post-dominator; the first one with rows ends the layer. O(V E) at worst.
+    """
+    users = _users(traced)
+    order = {op: i for i, op in enumerate(traced.ops)}
+    after: dict[fx.Node, fx.Node | None] = {}
+    for op in reversed(traced.ops):
+        meet: fx.Node | None = None
+        for n, user in enumerate(users[op]):
+            meet = user if n == 0 else _meet(meet, user, after, order)
+        after[op] = meet
+    for op in traced.ops:
+        if op in traced.rows:
+            continue
+        end = after[op]
+        while end is not None and end not in traced.rows:
+            end = after[end]
+        if end is None:
+            raise SpecError(
+                f"{place_of(op)}: {op.name!r} gives no tensor with a row for each "
+                "sample, nor does what follows it: the first dimension must be the "
+                "batch wherever layers meet"
+            )
+        joined.join(_between(op, end, users, order))
+
+
+def _meet(
+    one: fx.Node | None,
+    two: fx.Node | None,
+    after: Mapping[fx.Node, fx.Node | None],
+    order: Mapping[fx.Node, int],
+) -> fx.Node | None:
+    while one is not two:
+        if one is None or two is None:
+            return None
+        if order[one] < order[two]:
+            one = after[one]
+        else:
+            two = after[two]
+    return one
+
+
+def _between(
+    start: fx.Node,
+    end: fx.Node,
+    users: Mapping[fx.Node, list[fx.Node]],
+    order: Mapping[fx.Node, int],
+) -> list[fx.Node]:
+    found, work = {start}, [start]
+    while work:
+        for user in users[work.pop()]:
+            if user not in found and order[user] <= order[end]:
+                found.add(user)
+                if user is not end:
+                    work.append(user)
+    return list(found)
+
+
+def _contract(traced: Traced, joined: _Joined) -> None:
+    """Joins operations that cost little with their only neighbour."""
+    heavy = {op for op in traced.ops if is_heavy(op, traced.root)}
+    changed = True
+    while changed:
+        changed = False
+        groups = joined.groups()
+        has_heavy = {joined.of(g[0]): any(op in heavy for op in g) for g in groups}
+        before: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+        behind: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+        for op in traced.ops:
+            for read in traced.before[op]:
+                one, two = joined.of(read), joined.of(op)
+                if one is not two:
+                    before[two].add(one)
+                    behind[one].add(two)
+        for group in groups:
+            if len(before[group[0]]) != 1:
+                continue
+            (one,) = before[group[0]]
+            if len(behind[one]) != 1 or joined.of(one) is not one:
+                continue  # the output goes elsewhere too, or this round joined it
+            if joined.of(group[0]) is not group[0]:
+                continue
+            # What follows a layer and costs little belongs to it; so does what comes
+            # before one, but a join stays where its branches end.
+            follows = not has_heavy[group[0]]
+            leads = not has_heavy[one] and len(before[one]) < 2
+            if (follows or leads) and not _reads_input(traced, group):
+                joined.join([one, group[0]])
+                changed = True
+                break
+
+
+def _reads_input(traced: Traced, group: Group) -> bool:
+    return any(traced.source in _reads(traced, op) for op in group)
+
+
+def _reads(traced: Traced, op: fx.Node) -> list[fx.Node]:
+    """The tensors that an operation reads and that come from the input."""
+    known = {traced.source, *traced.before}
+    return [node for node in op.all_input_nodes if node in known]
+
+
+def _add_stem(traced: Traced) -> None:
+    root, source = traced.root, traced.source
+    root.add_submodule("stem_of_input", nn.Identity())
+    with root.graph.inserting_after(source):
+        stem = root.graph.call_module("stem_of_input", (source,))
+    stem.stack_trace = None
+    source.replace_all_uses_with(stem, delete_user_cb=lambda user: user is not stem)
+    traced.ops.insert(0, stem)
+    traced.before[stem] = []
+    for op in traced.ops[1:]:
+        traced.before[op] = _reads(traced, op)
+    traced.rows.add(stem)
+    traced.shapes[stem] = traced.shapes[source]
+
+
+def ordered(traced: Traced, groups: list[Group]) -> list[Group]:
+    """The layers in an order in which they can run.
+
+    Raises:
+        SpecError: they can't: one layer would have to wait for itself.
+    """
+    number = {op: i for i, group in enumerate(groups) for op in group}
+    order = {op: i for i, op in enumerate(traced.ops)}
+    waits = [
+        {number[r] for op in group for r in traced.before[op]} - {i}
+        for i, group in enumerate(groups)
+    ]
+    left = sorted(range(len(groups)), key=lambda i: order[groups[i][-1]])
+    done: list[int] = []
+    while left:
+        ready = next((i for i in left if waits[i] <= set(done)), None)
+        if ready is None:
+            raise SpecError(
+                f"the layer with {groups[left[0]][0].name!r} would have to wait for "
+                "itself: join only layers that follow one another"
+            )
+        done.append(ready)
+        left.remove(ready)
+    return [groups[i] for i in done]
+
+
+def names_of(
+    traced: Traced,
+    groups: list[Group],
+    given: Mapping[Group, str],
+    *,
+    reserved: str,
+) -> list[str]:
+    """A name for each layer: of its first module that multiplies, or of its first."""
+    taken, names = {reserved}, []
+    for group in groups:
+        modules = [op for op in group if op.op == "call_module"]
+        heavy = [op for op in modules if is_heavy(op, traced.root)]
+        first = (heavy or modules or group)[0]
+        plain = str(first.target) if first.op == "call_module" else first.name
+        name, count = given.get(group, plain), 1
+        while name in taken:
+            count += 1
+            name = f"{plain}@{count}"
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def output_of(traced: Traced, group: Group, name: str) -> fx.Node:
+    """The one operation of a layer that others read.
+
+    Raises:
+        SpecError: there are several, or it has no row for each sample.
+    """
+    users = _users(traced)
+    inside = set(group)
+    given = [
+        op
+        for op in group
+        if op is traced.ops[-1] or any(user not in inside for user in users[op])
+    ]
+    if len(given) != 1:
+        raise SpecError(
+            f"layer {name!r} would give {len(given)} tensors: a layer gives one. Join "
+            "only layers that follow one another"
+        )
+    if given[0] not in traced.rows:
+        raise SpecError(
+            f"{place_of(given[0])}: the first dimension of what layer {name!r} gives "
+            "must be the batch"
+        )
+    return given[0]
+
+
+def module_of(
+    traced: Traced, group: Group, result: fx.Node
+) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """A layer as a module of its own, and what it reads, in the order of arguments."""
+    return _Copy(traced, group).module(result)
+
+
+class _Copy:
+    """Copies a layer's operations, and what they need that is fixed, to a graph."""
+
+    def __init__(self, traced: Traced, group: Group) -> None:
+        self._traced, self._group = traced, group
+        self._graph = fx.Graph()
+        self._copies: dict[fx.Node, Any] = {}
+        inside = set(group)
+        self._read: list[fx.Node] = []
+        for op in group:
+            for node in _reads(traced, op):
+                if node not in inside and node not in self._read:
+                    self._read.append(node)
+        for node in self._read:
+            self._copies[node] = self._graph.placeholder(f"from_{node.name}")
+        self._first: fx.Node = self._copies[self._read[0]]
+
+    def module(self, result: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
+        for op in self._group:
+            self._copies[op] = self._copy(op)
+        self._graph.output(self._copies[result])
+        root = self._traced.root
+        module = fx.GraphModule(root, self._graph)
+        module.train(root.training)
+        return module, self._read
+
+    def _copy(self, op: fx.Node) -> fx.Node:
+        self._out_of_place(op)
+        copied = self._graph.node_copy(op, self._of)
+        if copied.target in _IN_PLACE:
+            copied.target = _IN_PLACE[copied.target]
+        return copied
+
+    def _out_of_place(self, op: fx.Node) -> None:
+        """What a layer was given is not written to: it may be another layer's too."""
+        if not _writes(op, self._traced.root) or not op.args:
+            return
+        target = op.args[0]
+        if target not in self._read:
+            return
+        later = list(target.users)  # type: ignore[union-attr]
+        if later[-1] is not op and len(later) > 1:
+            raise SpecError(
+                f"{place_of(op)}: {op.name!r} writes in place into a tensor that other "
+                "layers read: leave out inplace=True or the underscore"
+            )
+        self._copies[target] = self._graph.call_method("clone", (self._of(target),))  # type: ignore[index]
+
+    def _of(self, node: fx.Node | Any) -> Any:
+        traced = self._traced
+        if node in self._copies:
+            return self._copies[node]
+        if node in traced.counts:
+            made: Any = self._count(traced.counts[node])
+        elif node in traced.values:
+            made = self._value(traced.values[node])
+        else:
+            made = self._graph.node_copy(node, self._of)
+        self._copies[node] = made
+        return made
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return self._graph.call_function(getattr, (self._first, "device"))
+        if isinstance(value, tuple):
+            return tuple(self._value(v) for v in value)
+        return self._count(value.each) if isinstance(value, Count) else value
+
+    def _count(self, each: int) -> fx.Node:
+        rows = self._graph.call_method("size", (self._first, 0))
+        return (
+            rows if each == 1 else self._graph.call_function(operator.mul, (rows, each))
+        )
+
+
+def _writes(op: fx.Node, root: fx.GraphModule) -> bool:
+    if op.op == "call_module":
+        return bool(getattr(root.get_submodule(str(op.target)), "inplace", False))
+    if op.op == "call_method":
+        return str(op.target).endswith("_") and not str(op.target).endswith("__")
+    return bool(op.kwargs.get("inplace", False)) or op.target in (operator.setitem,)
+
+
+def parameters_of(traced: Traced, op: fx.Node) -> Iterator[nn.Parameter]:
+    """The parameters that an operation reads, itself or through what is fixed."""
+    if op.op == "call_module":
+        yield from traced.root.get_submodule(str(op.target)).parameters()
+    work, seen = list(op.all_input_nodes), set()
+    while work:
+        node = work.pop()
+        if node in seen or node in traced.before or node is traced.source:
+            continue
+        seen.add(node)
+        if node.op == "get_attr":
+            path, _, last = str(node.target).rpartition(".")
+            value = getattr(traced.root.get_submodule(path), last)
+            if isinstance(value, nn.Parameter):
+                yield value
+        if node.op == "call_module":
+            yield from traced.root.get_submodule(str(node.target)).parameters()
+        work += node.all_input_nodes
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Whether a layer normalises over the batch."""
+    kind = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
+    return any(isinstance(part, kind) for part in module.modules())
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a layer drops at random."""
+    kind = nn.modules.dropout._DropoutNd  # noqa: SLF001
+    return any(
+        isinstance(part, kind)
+        or (isinstance(part, nn.MultiheadAttention) and part.dropout > 0)
+        for part in module.modules()
+    )

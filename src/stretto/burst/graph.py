@@ -1,0 +1,242 @@
+"""A model as layers that can run on different ranks, each a module of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import fx, nn
+
+from stretto.burst import _layers, _trace
+from stretto.errors import PlanMismatch, SpecError
+from stretto.schema.burst import digest_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+INPUT = "input"
+"""The name under which layers read the model's input."""
+
+JOINED = "+"
+"""Between the names of layers that were joined into one."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerNode:
+    """One layer: tensors with a row for each sample in, one such tensor out."""
+
+    name: str
+
+    inputs: tuple[str, ...]
+    """Layers whose outputs it takes, in the order of its arguments, or `INPUT`."""
+
+    module: nn.Module
+    """Called with its inputs it gives its output. It holds the original's parameters,
+    buffers and submodules themselves, under their names in the original."""
+
+    parameter_names: tuple[str, ...]
+    """Qualified as in the original module."""
+
+    buffer_names: tuple[str, ...]
+
+    parameter_bytes: int
+
+    output_shape: tuple[int, ...]
+    """Of one sample."""
+
+    output_dtype: torch.dtype
+
+    has_batch_norm: bool
+
+    has_dropout: bool
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of its output for one sample."""
+        return bytes_of(self.output_shape, self.output_dtype)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerGraph:
+    """A model's layers in an order in which they can run; the last gives its output.
+
+    One layer alone reads the model's input. The graph is that of the mode, ``train`` or
+    ``eval``, in which the model was when it was captured.
+    """
+
+    name: str
+
+    nodes: tuple[LayerNode, ...]
+
+    input_shape: tuple[int, ...]
+    """Of one sample."""
+
+    input_dtype: torch.dtype
+
+    _traced: _trace.Traced = field(repr=False)
+
+    _groups: tuple[tuple[fx.Node, ...], ...] = field(repr=False)
+
+    @cached_property
+    def by_name(self) -> dict[str, LayerNode]:
+        """The layers by name."""
+        return {node.name: node for node in self.nodes}
+
+    @property
+    def output(self) -> str:
+        """The layer that gives the model's output."""
+        return self.nodes[-1].name
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the model's input for one sample."""
+        return bytes_of(self.input_shape, self.input_dtype)
+
+    @cached_property
+    def digest(self) -> str:
+        """That of this model's layer profile: of names, edges and sizes."""
+        return digest_of(
+            (
+                node.name,
+                tuple(name for name in node.inputs if name != INPUT),
+                node.parameter_bytes,
+                node.activation_bytes,
+            )
+            for node in self.nodes
+        )
+
+    def joined(self, names: Iterable[str]) -> LayerGraph:
+        """The same model with some layers joined, as a profile or a plan names them.
+
+        A joined layer's name is that of its layers with ``+`` between.
+
+        Raises:
+            PlanMismatch: the names are not those of this model's layers.
+            SpecError: layers that can't be one are joined.
+        """
+        wanted = list(names)
+        if wanted == [node.name for node in self.nodes]:
+            return self
+        left = {n.name: g for n, g in zip(self.nodes, self._groups, strict=True)}
+        order = {op: i for i, op in enumerate(self._traced.ops)}
+        given: dict[tuple[fx.Node, ...], str] = {}
+        for name in wanted:
+            ops: list[fx.Node] = []
+            for part in [name] if name in self.by_name else name.split(JOINED):
+                if part not in left:
+                    raise self._mismatch(part)
+                ops += left.pop(part)
+            given[tuple(sorted(ops, key=order.__getitem__))] = name
+        if left:
+            raise self._mismatch(next(iter(left)))
+        return _build(self._traced, list(given), self.name, given)
+
+    def _mismatch(self, name: str) -> PlanMismatch:
+        what = "is missing or stands twice" if name in self.by_name else "is not in it"
+        return PlanMismatch(
+            f"the profile or plan is of another model than this {self.name}, with "
+            f"{len(self.nodes)} layers from {self.nodes[0].name!r} to {self.output!r}: "
+            f"layer {name!r} {what}. Run `stretto burst profile` again"
+        )
+
+
+def capture(
+    module: nn.Module,
+    example_inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+) -> LayerGraph:
+    """The layers of a module, by symbolic tracing: nothing is computed.
+
+    A layer is one module or operation that multiplies by parameters or matrices, with
+    the activations, normalisations, poolings and reshapings that follow it. Where
+    branches join there is a layer for the join. What must stay on one rank because a
+    tensor between has no row for each sample is one layer: attention's heads.
+
+    Args:
+        module: reads one tensor and gives one, both with a row for each sample.
+        example_inputs: the positional arguments of its ``forward``; of the tensor only
+            the shape but for the number of samples counts, and the type.
+        kwargs: further arguments of ``forward``.
+
+    Raises:
+        SpecError: the module can't be traced or split so: the line of its code that is
+            in the way is named.
+    """
+    traced = _trace.trace(module, example_inputs, kwargs)
+    groups = _layers.groups_of(traced)
+    return _build(traced, groups, type(module).__name__, {})
+
+
+def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor."""
+    count = 1
+    for side in shape:
+        count *= side
+    return count * dtype.itemsize
+
+
+def _build(
+    traced: _trace.Traced,
+    groups: list[tuple[fx.Node, ...]],
+    name: str,
+    names: Mapping[tuple[fx.Node, ...], str],
+) -> LayerGraph:
+    layers = _layers.ordered(traced, groups)
+    of = _layers.names_of(traced, layers, names, reserved=INPUT)
+    number = {op: i for i, group in enumerate(layers) for op in group}
+    _refuse_shared(traced, layers, of)
+    nodes = []
+    for i, group in enumerate(layers):
+        result = _layers.output_of(traced, group, of[i])
+        module, reads = _layers.module_of(traced, group, result)
+        shape, dtype = traced.shapes[result]
+        parameters = dict(module.named_parameters())
+        nodes.append(
+            LayerNode(
+                name=of[i],
+                inputs=tuple(
+                    INPUT if op is traced.source else of[number[op]] for op in reads
+                ),
+                module=module,
+                parameter_names=tuple(parameters),
+                buffer_names=tuple(key for key, _ in module.named_buffers()),
+                parameter_bytes=sum(p.nbytes for p in parameters.values()),
+                output_shape=shape,
+                output_dtype=dtype,
+                has_batch_norm=_layers.has_batch_norm(module),
+                has_dropout=_layers.has_dropout(module),
+            )
+        )
+    shape, dtype = traced.shapes[traced.source]
+    return LayerGraph(
+        name=name,
+        nodes=tuple(nodes),
+        input_shape=shape,
+        input_dtype=dtype,
+        _traced=traced,
+        _groups=tuple(layers),
+    )
+
+
+def _refuse_shared(
+    traced: _trace.Traced, groups: list[tuple[fx.Node, ...]], of: list[str]
+) -> None:
+    """Parameters must belong to one layer each."""
+    owner: dict[int, str] = {}
+    root = traced.root
+    known = {id(tensor): name for name, tensor in root.named_parameters()}
+    for i, group in enumerate(groups):
+        for op in group:
+            for tensor in _layers.parameters_of(traced, op):
+                first = owner.setdefault(id(tensor), of[i])
+                if first != of[i]:
+                    raise SpecError(
+                        f"layers {first!r} and {of[i]!r} share parameter "
+                        f"{known[id(tensor)]!r}: a parameter must belong to one layer, "
+                        "because layers may run on different ranks. Give each layer "
+                        "its own"
+                    )
