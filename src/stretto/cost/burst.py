@@ -14,6 +14,8 @@ from stretto.errors import SpecError
 from stretto.schema import Link
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from stretto.schema import Cluster
     from stretto.schema.burst import Layer
 
@@ -147,14 +149,16 @@ def redistribution_s(
     return sample_s * abs(g - h) + delay_s
 
 
-def widths_of(kind: str, gpus: int, batch: int) -> tuple[int, ...]:
+def widths_of(kind: str | Sequence[int], gpus: int, batch: int) -> tuple[int, ...]:
     """The numbers of GPUs a layer may get, ascending, from 1 to ``gpus``.
 
-    ``powers`` of two and ``gpus`` itself, ``divisors`` of the batch, or ``all``. More
-    GPUs than samples are never used.
+    ``powers`` of two and ``gpus`` itself, ``divisors`` of the batch, or ``all``. Of
+    these more GPUs than samples are never used. Or the numbers themselves, each of
+    which must divide ``gpus`` and find a sample for each GPU.
 
     Raises:
-        SpecError: the word is unknown, or there is no GPU or sample.
+        SpecError: the word is unknown, there is no GPU or sample, or a number breaks
+            the rule.
     """
     for name, value in (("gpus", gpus), ("batch", batch)):
         if value < 1:
@@ -167,6 +171,29 @@ def widths_of(kind: str, gpus: int, batch: int) -> tuple[int, ...]:
     if kind == "powers":
         powers = {2**i for i in range(most.bit_length()) if 2**i <= most}
         return tuple(sorted(powers | {most}))
-    raise SpecError(
-        f"widths must be one of {', '.join(WIDTHS)}, got {kind!r}", place=".widths"
-    )
+    if isinstance(kind, str):
+        raise SpecError(
+            f"widths must be one of {', '.join(WIDTHS)} or numbers, got {kind!r}",
+            place=".widths",
+        )
+    return _given_widths(kind, gpus, batch)
+
+
+def _given_widths(given: Sequence[int], gpus: int, batch: int) -> tuple[int, ...]:
+    widths = tuple(sorted(set(given)))
+    if not widths:
+        raise SpecError("widths must name a number of GPUs", place=".widths")
+    for width in widths:
+        if width < 1 or gpus % width:
+            raise SpecError(
+                f"widths must divide the {gpus} GPUs, got {width}: choose among "
+                f"{', '.join(str(g) for g in range(1, gpus + 1) if gpus % g == 0)}",
+                place=".widths",
+            )
+        if width > batch:
+            raise SpecError(
+                f"a width must be <= {batch}, the batch, got {width}: a GPU would have "
+                "no sample. Choose fewer GPUs or a larger batch",
+                place=".widths",
+            )
+    return widths

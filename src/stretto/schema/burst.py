@@ -52,8 +52,12 @@ class Layer:
     times: tuple[BatchTime, ...]
     """By ascending number of samples."""
 
+    update_s: float = 0.0
+    """The optimizer's time for its parameters on one GPU, however many have them."""
+
     def __post_init__(self) -> None:
         _rules.not_empty(".name", self.name)
+        _rules.finite(".update_s", self.update_s)
         _rules.at_least(".parameter_bytes", self.parameter_bytes, 0)
         _rules.at_least(".activation_bytes", self.activation_bytes, 0)
         if len(set(self.inputs)) < len(self.inputs):
@@ -72,7 +76,16 @@ class Layer:
                 )
 
     def compute_s(self, samples: float) -> float:
-        """Forward and backward time for a number of samples on one GPU.
+        """Forward, backward and update for a number of samples on one GPU.
+
+        Raises:
+            SpecError: fewer or more samples than were profiled.
+        """
+        time = self.time_of(samples)
+        return time[0] + time[1] + self.update_s
+
+    def time_of(self, samples: float) -> tuple[float, float]:
+        """Forward and backward time for a number of samples on one GPU, apart.
 
         Linear between the two profiled numbers of samples around it, which is exact
         where a layer's time is start-up plus work. Outside of what was profiled no
@@ -91,13 +104,34 @@ class Layer:
             )
         at = bisect_left(times, samples, key=lambda time: time.samples)
         high = times[at]
-        high_s = high.forward_s + high.backward_s
         if high.samples == samples:
-            return high_s
+            return high.forward_s, high.backward_s
         low = times[at - 1]
-        low_s = low.forward_s + low.backward_s
         ratio = (samples - low.samples) / (high.samples - low.samples)
-        return low_s + ratio * (high_s - low_s)
+        return (
+            low.forward_s + ratio * (high.forward_s - low.forward_s),
+            low.backward_s + ratio * (high.backward_s - low.backward_s),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTiming:
+    """What one rank measured of one layer while it trained."""
+
+    layer: str
+
+    samples: int
+    """What the rank had of the step's samples."""
+
+    forward_s: float
+
+    backward_s: float
+
+    def __post_init__(self) -> None:
+        _rules.not_empty(".layer", self.layer)
+        _rules.at_least(".samples", self.samples, 1)
+        _rules.finite(".forward_s", self.forward_s)
+        _rules.finite(".backward_s", self.backward_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +150,14 @@ class LayerProfile:
     provenance: dict[str, Any] = field(default_factory=dict)
     """Free: host, versions, repetitions, spread."""
 
+    input_bytes: int = 0
+    """Bytes of the model's input for one sample."""
+
+    whole: tuple[BatchTime, ...] = ()
+    """Times of the whole model, measured undivided; empty where it was not."""
+
     def __post_init__(self) -> None:
+        _rules.at_least(".input_bytes", self.input_bytes, 0)
         if not self.layers:
             raise SpecError("a profile needs at least one layer", place=".layers")
         seen: dict[str, int] = {}
@@ -186,6 +227,11 @@ class LayerGpus:
         _rules.at_least(".gpus", self.gpus, 1)
         _rules.at_least(".first_gpu", self.first_gpu, 0)
 
+    @property
+    def ranks(self) -> range:
+        """The ranks that run the layer; the samples lie on them in their order."""
+        return range(self.first_gpu, self.first_gpu + self.gpus)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstPrediction:
@@ -205,6 +251,12 @@ class BurstPrediction:
     data_parallel_s: float
     """The iteration with every layer on the most GPUs that the plan may use."""
 
+    single_width: int | None = None
+    """The best number of GPUs if every layer must have the same."""
+
+    single_width_s: float | None = None
+    """The iteration with it."""
+
     def __post_init__(self) -> None:
         for name in (
             "iteration_s",
@@ -214,6 +266,10 @@ class BurstPrediction:
             "data_parallel_s",
         ):
             _rules.finite(f".{name}", getattr(self, name))
+        if self.single_width is not None:
+            _rules.at_least(".single_width", self.single_width, 1)
+        if self.single_width_s is not None:
+            _rules.finite(".single_width_s", self.single_width_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,11 +291,24 @@ class BurstPlan:
 
     predicted: BurstPrediction | None = None
 
+    @property
+    def idle_gpu_s(self) -> float | None:
+        """GPU time of an iteration in which a GPU has nothing to do."""
+        if self.predicted is None:
+            return None
+        return self.gpus * self.predicted.iteration_s - self.predicted.gpu_s
+
     def __post_init__(self) -> None:
         _rules.at_least(".gpus", self.gpus, 1)
         _rules.at_least(".batch", self.batch, 1)
         if self.amplification_limit is not None:
-            _rules.finite(".amplification_limit", self.amplification_limit, above=0.0)
+            _rules.finite(".amplification_limit", self.amplification_limit)
+            if self.amplification_limit < 1:
+                raise SpecError(
+                    "amplification_limit must be >= 1, GPU time of one GPU, got "
+                    f"{self.amplification_limit:g}",
+                    place=".amplification_limit",
+                )
         if not self.layers:
             raise SpecError("a plan needs at least one layer", place=".layers")
         seen: dict[str, int] = {}

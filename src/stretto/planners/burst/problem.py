@@ -18,6 +18,8 @@ from stretto.planners.burst.tree import Tree, parse
 from stretto.schema.burst import LayerProfile
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
@@ -67,7 +69,7 @@ class BurstProblem:
         *,
         gpus: int,
         batch: int,
-        widths: str = "powers",
+        widths: str | Sequence[int] = "powers",
         amplification_limit: float | None = None,
     ) -> BurstProblem:
         r"""The problem over one of the kinds of widths, without widths of no use.

@@ -1,0 +1,304 @@
+"""The layer profile of a real module: how long each layer takes for how many samples.
+
+Every layer runs in its place between the others, forward and backward, so caches and
+allocations are those of a step; the layers' sum is checked against undivided steps of
+the same round.
+"""
+
+from __future__ import annotations
+
+import platform
+from contextlib import contextmanager
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.burst._rounds import Rounds
+from stretto.burst.graph import INPUT, JOINED, LayerGraph, LayerNode, capture
+from stretto.cost.burst import samples_on, widths_of
+from stretto.errors import NoisyProfile, SpecError
+from stretto.measure.clocks import clock_for
+from stretto.schema.burst import BatchTime, Layer, LayerProfile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from stretto.burst._rounds import Loss
+
+    MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+WITHIN_RATIO = 0.10
+"""So far the layers' sum may be from the whole step's time; beyond, they are scaled."""
+
+LEAST_LAYER_S = 50e-6
+"""A layer that takes less for the most samples is joined with a neighbour: calling it
+takes about as long as what it does."""
+
+
+def profile(
+    module: nn.Module,
+    example_inputs: tuple[Any, ...],
+    *,
+    batch: int,
+    gpus: int,
+    kwargs: Mapping[str, Any] | None = None,
+    widths: str | Sequence[int] = "powers",
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    name: str | None = None,
+    repetitions: int = 10,
+    warmup: int = 2,
+    least_layer_s: float = LEAST_LAYER_S,
+    max_spread_ratio: float = 0.35,
+    cuda_graphs: bool = True,
+) -> LayerProfile:
+    """Times of each layer for the samples that a GPU gets of ``batch`` on every width.
+
+    The module's parameters, buffers and gradients are as before afterwards.
+
+    Args:
+        module: on the device to measure, in ``train`` mode.
+        example_inputs: its arguments; rows are repeated to the samples needed.
+        batch: samples of a step over all GPUs.
+        gpus: the most GPUs a layer may get.
+        kwargs: further arguments of ``forward``.
+        widths: the numbers of GPUs a layer may get, as for a plan.
+        loss: of the output; its time is counted to the last layer. The mean square of
+            the output where absent.
+        optimizer: makes one for some parameters; what it takes for each layer's is
+            ``update_s``. 0 where absent.
+        name: the profile's; the module's class where absent.
+        repetitions: rounds that count; medians are taken.
+        warmup: rounds before them.
+        least_layer_s: a chain's layers are joined until none takes less.
+        max_spread_ratio: the largest distance between the whole step's quartiles
+            against its median, over rounds.
+        cuda_graphs: on CUDA replay each layer as a graph, so that launches do not
+            count. Not yet run on a GPU.
+
+    Raises:
+        SpecError: the module can't be divided into layers, see `capture`.
+        NoisyProfile: the rounds differ too much.
+    """
+    if repetitions < 2:
+        raise SpecError(f"repetitions must be >= 2, got {repetitions}")
+    counts = sorted(
+        {samples_on(batch, g) for g in widths_of(widths, gpus, batch)} | {batch}
+    )
+    graph = capture(module, example_inputs, kwargs)
+    example = next(v for v in _all_of(example_inputs, kwargs) if isinstance(v, Tensor))
+    rows = {count: _rows(example, count) for count in counts}
+    loss = loss or _mean_square
+    with _restored(module):
+        graph = _joined(graph, rows[counts[-1]], loss, warmup, least_layer_s)
+        rounds = Rounds(
+            graph, lambda x: module(*_put(example_inputs, x), **_kw(kwargs, x)), loss
+        )
+        if example.is_cuda and cuda_graphs:
+            rounds.record_graphs(rows)
+        for n in range(warmup + repetitions):
+            for count in counts:
+                rounds.run(count, rows[count], keep=n >= warmup)
+        update_s = _update_times(graph, optimizer, example.device, repetitions)
+    return _profile_of(
+        graph, rounds, counts, update_s, name or graph.name, example, max_spread_ratio
+    )
+
+
+def _all_of(inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
+    return [*inputs, *(kwargs or {}).values()]
+
+
+def _put(inputs: Sequence[Any], rows: Tensor) -> list[Any]:
+    return [rows if isinstance(v, Tensor) else v for v in inputs]
+
+
+def _kw(kwargs: Mapping[str, Any] | None, rows: Tensor) -> dict[str, Any]:
+    given = kwargs or {}
+    return {k: rows if isinstance(v, Tensor) else v for k, v in given.items()}
+
+
+def _rows(example: Tensor, count: int) -> Tensor:
+    times = -(-count // len(example))
+    return torch.cat([example.detach()] * times)[:count].clone()
+
+
+def _mean_square(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+@contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Puts back what training steps change: values, gradients, random state."""
+    tensors = [*module.parameters(), *module.buffers()]
+    values = [tensor.detach().clone() for tensor in tensors]
+    gradients = [parameter.grad for parameter in module.parameters()]
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    with torch.random.fork_rng([d.index or 0 for d in devices]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)
+            for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+
+
+def _joined(
+    graph: LayerGraph, rows: Tensor, loss: Loss, warmup: int, least_s: float
+) -> LayerGraph:
+    """The graph with layers of a chain joined where one is too short to be timed."""
+    trial = Rounds(graph, None, loss)
+    for n in range(warmup + 3):
+        trial.run(len(rows), rows, keep=n >= warmup)
+    time_s = {
+        node.name: sum(trial.layer_s(node.name, len(rows))) for node in graph.nodes
+    }
+    return graph.joined(_names_joined(graph, time_s, least_s))
+
+
+def _names_joined(
+    graph: LayerGraph, time_s: dict[str, float], least_s: float
+) -> list[str]:
+    """Names of layers, short ones joined with the shorter neighbour of their chain."""
+    before = {node.name: [i for i in node.inputs if i != INPUT] for node in graph.nodes}
+    while True:
+        after: dict[str, list[str]] = {name: [] for name in before}
+        for name, inputs in before.items():
+            for read in inputs:
+                after[read].append(name)
+        chained = [
+            (inputs[0], name)
+            for name, inputs in before.items()
+            if len(inputs) == 1 and len(after[inputs[0]]) == 1
+        ]
+        short = [
+            pair for pair in chained if min(time_s[pair[0]], time_s[pair[1]]) < least_s
+        ]
+        if not short:
+            return list(before)
+        one, two = min(short, key=lambda pair: time_s[pair[0]] + time_s[pair[1]])
+        new = f"{one}{JOINED}{two}"
+        time_s[new] = time_s[one] + time_s[two]
+        inputs = before.pop(one)
+        # In the place of the second: what it reads stands before, and keeps to.
+        before = {
+            (new if name == two else name): (
+                inputs if name == two else [new if r == two else r for r in reads]
+            )
+            for name, reads in before.items()
+        }
+
+
+def _update_times(
+    graph: LayerGraph,
+    optimizer: MakeOptimizer | None,
+    device: torch.device,
+    repetitions: int,
+) -> dict[str, float]:
+    """The optimizer's time for each layer's parameters, by an optimizer of its own."""
+    if optimizer is None:
+        return {}
+    clock = clock_for(device)
+    found = {}
+    for node in graph.nodes:
+        parameters = [p for p in node.module.parameters() if p.requires_grad]
+        if not parameters:
+            continue
+        made = optimizer(parameters)
+        times = []
+        for _ in range(repetitions + 2):
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            start = clock.mark()
+            made.step()
+            times.append((start, clock.mark()))
+        # The first two make the optimizer's state.
+        found[node.name] = median(clock.seconds(*pair) for pair in times[2:])
+        for parameter in parameters:
+            parameter.grad = None
+    return found
+
+
+def _profile_of(
+    graph: LayerGraph,
+    rounds: Rounds,
+    counts: Sequence[int],
+    update_s: Mapping[str, float],
+    name: str,
+    example: Tensor,
+    max_spread_ratio: float,
+) -> LayerProfile:
+    factors, spreads = {}, {}
+    for count in counts:
+        totals = [sum(pair) for pair in rounds.wholes[count]]
+        low, _, high = quantiles(totals, n=4)
+        spreads[count] = (high - low) / median(totals)
+        layers_s = sum(sum(rounds.layer_s(n.name, count)) for n in graph.nodes)
+        factors[count] = sum(rounds.whole_s(count)) / layers_s
+    worst = max(counts, key=spreads.__getitem__)
+    if spreads[worst] > max_spread_ratio:
+        raise NoisyProfile(
+            f"steps of {worst} samples differ by {spreads[worst]:.0%} of their median "
+            f"(quartiles), at most {max_spread_ratio:.0%} are allowed: stop what else "
+            "runs on this machine, ask for more repetitions, or allow a larger spread"
+        )
+    scale = {
+        count: factor if abs(1 / factor - 1) > WITHIN_RATIO else 1.0
+        for count, factor in factors.items()
+    }
+    return LayerProfile(
+        name=name,
+        device=_device_name(example.device),
+        layers=tuple(
+            _layer_of(node, rounds, scale, update_s.get(node.name, 0.0))
+            for node in graph.nodes
+        ),
+        input_bytes=graph.input_bytes,
+        whole=tuple(
+            BatchTime(samples=count, forward_s=pair[0], backward_s=pair[1])
+            for count, pair in ((count, rounds.whole_s(count)) for count in counts)
+        ),
+        provenance={
+            "host": platform.node(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "repetitions": len(rounds.wholes[counts[0]]),
+            "spread_ratio": spreads[worst],
+            "layers_over_whole": {str(c): 1 / factors[c] for c in counts},
+            "scaled_by": {str(c): f for c, f in scale.items() if f != 1.0},
+        },
+    )
+
+
+def _layer_of(
+    node: LayerNode, rounds: Rounds, scale: Mapping[int, float], update_s: float
+) -> Layer:
+    times = []
+    for count, factor in scale.items():
+        forward_s, backward_s = rounds.layer_s(node.name, count)
+        times.append(
+            BatchTime(
+                samples=count,
+                forward_s=forward_s * factor,
+                backward_s=backward_s * factor,
+            )
+        )
+    return Layer(
+        name=node.name,
+        inputs=tuple(name for name in node.inputs if name != INPUT),
+        parameter_bytes=node.parameter_bytes,
+        activation_bytes=node.activation_bytes,
+        times=tuple(times),
+        update_s=update_s,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    kind = platform.processor() or platform.machine()
+    return f"{kind}, {torch.get_num_threads()} threads"
