@@ -8,6 +8,20 @@ it divides by the number of ranks while it copies a gradient into its bucket (a 
 to pass over every bucket once more), follows ``join``'s changing number of ranks, and
 its one hook stays free for the user, mixed precision and optimizers in backward, which
 reduce over the plan's lanes in turn where they ask the Reducer to reduce.
+
+# Note [Two ways to launch]
+In a step as most are, nothing is to be done for a bucket when its communication ends:
+the Reducer waits for all buckets once, after backward. So the Reducer is handed Gloo's
+own work, or for what consists of several works a future that is filled in when it is
+about to wait: a callback of ours, queued before the Reducer's, waits for the works of
+the step in the order of their launch and names what failed. No thread of Gloo's enters
+Python then. (A Python callback per bucket costs 50 to 100 us on those threads, during
+which they hold the interpreter, or wait for it while backward holds it.)
+
+Where somebody else waits for a bucket's future, each is settled by a callback of its
+own: outside backward (``join``), under a user's hook, when a step is observed, and in a
+group's first step, for which a static graph launches and finishes its buckets within
+one callback.
 """
 
 from __future__ import annotations
@@ -22,12 +36,23 @@ import torch.distributed as dist
 from torch.futures import Future, collect_all
 
 from stretto.errors import StrettoError
+from stretto.runtime.launch import (
+    Launched,
+    done,
+    launch_nothing,
+    pass_on,
+    stamp,
+    start_slices,
+    start_whole,
+    value_or_raise,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stretto.runtime.failure import FailureDesk
     from stretto.runtime.lanes import LanePool
+    from stretto.runtime.launch import Start
     from stretto.runtime.recorder import AbstractStepObserver
     from stretto.runtime.routes import Part, Route
 
@@ -35,22 +60,6 @@ _log = logging.getLogger(__name__)
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 _graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
-
-
-@final
-class _Launched(dist.Work):
-    """A launched bucket, as the Reducer asks for it: by its future."""
-
-    def __init__(self, future: Future[Any]) -> None:
-        super().__init__()
-        self._future = future
-
-    def get_future(self) -> Future[Any]:
-        return self._future
-
-    def wait(self, timeout: Any = None) -> bool:
-        self._future.wait()
-        return True
 
 
 @final
@@ -93,11 +102,17 @@ class PlannedGroup(dist.ProcessGroup):
         self._device = device
         self._elements = tuple(route.elements for route in routes)
         self._following = (*range(1, len(self._routes)), 0)
+        # What each work of a quick step is, in the order of launch.
+        self._waits = tuple(route for route in routes for _ in route.parts)
         self._next = 0
         self._raises_late = True
         self._in_backward = False
+        self._warm = False
+        self._works: list[Any] = []
+        self._pending: list[tuple[Future[Any], torch.Tensor]] = []
         self._held: list[tuple[Any, torch.Tensor, Any, Future[Any]]] = []
         self._rebuild_rows: list[list[int]] = []
+        self._nothing = self._closing([launch_nothing] * len(self._routes))
         self.observe(None)
 
     # What the Reducer calls.
@@ -115,6 +130,8 @@ class PlannedGroup(dist.ProcessGroup):
                 "This is a bug of stretto; plan=None goes round it."
             )
         self._next = self._following[index]
+        if index == 0:
+            self._open_step()
         return self._launchers[index](buffer, opts)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
@@ -133,7 +150,7 @@ class PlannedGroup(dist.ProcessGroup):
             self._rebuild_rows.append(sizes)
         with torch.no_grad():
             tensors[0].copy_(torch.tensor(wanted, dtype=tensors[0].dtype))
-        return _Launched(_done(tensors))
+        return Launched(done(tensors))
 
     # What the model calls.
 
@@ -155,30 +172,37 @@ class PlannedGroup(dist.ProcessGroup):
 
     def observe(self, observer: AbstractStepObserver | None) -> None:
         """Sets the launchers up, reporting to ``observer`` where there is one."""
-        launchers = [self._launcher(route, observer) for route in self._routes]
+        settling = [self._settling(route, observer) for route in self._routes]
+        quick = settling
+        if observer is None and not self._nccl and self.size() > 1:
+            quick = [self._quick(route) for route in self._routes]
         if self._deferred:
-            held = [partial(self._hold, launch) for launch in launchers[:-1]]
-            launchers = [*held, partial(self._launch_held, launchers[-1])]
-        launchers[0] = partial(self._open_step, launchers[0])
-        launchers[-1] = partial(self._close_step, launchers[-1])
-        self._launchers: tuple[Any, ...] = tuple(launchers)
+            plain = quick is settling
+            settling = self._deferring(settling, self._hold, self._launch_held)
+            quick = (
+                settling
+                if plain
+                else self._deferring(quick, self._hold_quick, self._launch_held_quick)
+            )
+        self._tables = (self._closing(settling), self._closing(quick))
+        self._launchers = self._tables[0]
 
     # Setting up.
 
-    def _launcher(self, route: Route, observer: AbstractStepObserver | None) -> Any:
+    def _settling(self, route: Route, observer: AbstractStepObserver | None) -> Any:
+        """Launches a bucket whose future somebody else waits for."""
         if self.size() == 1:
-            return _launch_nothing
-        lanes = [self._pool.lane(p.lane, p.resource) for p in route.parts]
+            return launch_nothing
         settle = partial(self._settle, route)
         if observer is not None:
             rows = [
-                (lane.allreduce, part, partial(observer.slice_finished, route.index))
-                for lane, part in zip(lanes, route.parts, strict=True)
+                (reduce, part, partial(observer.slice_finished, route.index))
+                for reduce, part in zip(self._reduces(route), route.parts, strict=True)
             ]
             launched = partial(observer.bucket_launched, route.index)
             return partial(self._launch_observed, launched, rows, settle)
-        reduces = [lane.allreduce for lane in lanes]
         if self._nccl:
+            reduces = self._reduces(route)
             if len(reduces) == 1:
                 return partial(_launch_native, reduces[0])
             cuts = [(p.start, p.end) for p in route.parts]
@@ -186,39 +210,62 @@ class PlannedGroup(dist.ProcessGroup):
             return partial(
                 _launch_on_stream, stream, list(zip(reduces, cuts, strict=True))
             )
+        return partial(self._launch_settling, self._start(route), settle, route)
+
+    def _quick(self, route: Route) -> Any:
+        """Launches a bucket that is waited for at the end of backward."""
+        if len(route.parts) == 1:
+            return partial(self._launch_whole, self._reduces(route)[0], route)
+        return partial(self._launch_parts, self._start(route), route)
+
+    def _start(self, route: Route) -> Start:
+        reduces = self._reduces(route)
         if len(reduces) == 1:
-            return partial(self._launch_whole, reduces[0], settle, route)
-        sizes = [p.end - p.start for p in route.parts]
-        return partial(self._launch_slices, reduces, sizes, settle, route)
+            return partial(start_whole, reduces[0])
+        return partial(start_slices, reduces, [p.end - p.start for p in route.parts])
+
+    def _reduces(self, route: Route) -> list[Any]:
+        return [self._pool.lane(p.lane, p.resource).allreduce for p in route.parts]
+
+    def _deferring(self, launchers: Sequence[Any], hold: Any, last: Any) -> list[Any]:
+        held = [partial(hold, launch) for launch in launchers[:-1]]
+        return [*held, partial(last, launchers[-1])]
+
+    def _closing(self, launchers: Sequence[Any]) -> tuple[Any, ...]:
+        return (*launchers[:-1], partial(self._close_step, launchers[-1]))
 
     # Launching. Everything was decided above.
 
     def _launch_whole(
-        self, reduce: Any, settle: Any, route: Route, buffer: torch.Tensor, opts: Any
+        self, reduce: Any, route: Route, buffer: torch.Tensor, opts: Any
     ) -> dist.Work:
         try:
-            future = reduce([buffer], opts).get_future()
+            work: dist.Work = reduce([buffer], opts)
         except RuntimeError as exc:
             return self._give_up(route, buffer, exc)
-        return _Launched(future.then(partial(settle, buffer)))
+        self._works.append(work)
+        return work
 
-    def _launch_slices(
-        self,
-        reduces: Sequence[Any],
-        sizes: list[int],
-        settle: Any,
-        route: Route,
-        buffer: torch.Tensor,
-        opts: Any,
+    def _launch_parts(
+        self, start: Start, route: Route, buffer: torch.Tensor, opts: Any
     ) -> dist.Work:
         try:
-            futures = [
-                reduce([piece], opts).get_future()
-                for reduce, piece in zip(reduces, buffer.split(sizes), strict=True)
-            ]
+            self._works += start(buffer, opts)
         except RuntimeError as exc:
             return self._give_up(route, buffer, exc)
-        return _Launched(collect_all(futures).then(partial(settle, buffer)))
+        pending: Future[Any] = Future()
+        self._pending.append((pending, buffer))
+        return Launched(pending)
+
+    def _launch_settling(
+        self, start: Start, settle: Any, route: Route, buffer: torch.Tensor, opts: Any
+    ) -> dist.Work:
+        try:
+            futures = [work.get_future() for work in start(buffer, opts)]
+        except RuntimeError as exc:
+            return self._give_up(route, buffer, exc)
+        future = futures[0] if len(futures) == 1 else collect_all(futures)
+        return Launched(future.then(partial(settle, buffer)))
 
     def _launch_observed(
         self,
@@ -233,41 +280,61 @@ class PlannedGroup(dist.ProcessGroup):
         futures = [
             reduce([buffer if whole else buffer[part.start : part.end]], opts)
             .get_future()
-            .then(partial(_stamp, finished, part))
+            .then(partial(stamp, finished, part))
             for reduce, part, finished in rows
         ]
-        return _Launched(collect_all(futures).then(partial(settle, buffer)))
-
-    def _open_step(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
-        self._in_backward = _graph_task_id() != -1
-        launched: dist.Work = launch(buffer, opts)
-        return launched
-
-    def _close_step(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
-        launched: dist.Work = launch(buffer, opts)
-        if self._in_backward:
-            # Runs before the Reducer's own callback, which it queues after this.
-            _queue_callback(self._before_finalize)
-        return launched
+        return Launched(collect_all(futures).then(partial(settle, buffer)))
 
     def _hold(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
         pending: Future[Any] = Future()
         self._held.append((launch, buffer, opts, pending))
-        return _Launched(pending.then(_value_or_raise))
+        return Launched(pending.then(value_or_raise))
 
     def _launch_held(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
         held, self._held = self._held, []
         for earlier, its_buffer, its_opts, pending in held:
             work = earlier(its_buffer, its_opts)
-            work.get_future().add_done_callback(partial(_pass_on, pending))
+            work.get_future().add_done_callback(partial(pass_on, pending))
         launched: dist.Work = launch(buffer, opts)
         return launched
 
-    # Ending. Worker threads of the lanes come here.
+    def _hold_quick(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
+        pending: Future[Any] = Future()
+        self._held.append((launch, buffer, opts, pending))
+        self._pending.append((pending, buffer))
+        return Launched(pending)
 
-    def _settle(self, route: Route, buffer: torch.Tensor, done: Any) -> torch.Tensor:
+    def _launch_held_quick(
+        self, launch: Any, buffer: torch.Tensor, opts: Any
+    ) -> dist.Work:
+        held, self._held = self._held, []
+        for earlier, its_buffer, its_opts, _ in held:
+            earlier(its_buffer, its_opts)
+        launched: dist.Work = launch(buffer, opts)
+        return launched
+
+    # A step's begin and end. Where buckets are settled, lanes' threads come here.
+
+    def _open_step(self) -> None:
+        self._in_backward = _graph_task_id() != -1
+        self._works.clear()
+        self._pending.clear()
+        quick = self._in_backward and self._raises_late and self._warm
+        self._launchers = self._tables[quick]
+        if self._desk.error is not None:
+            self._launchers = self._nothing
+
+    def _close_step(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
+        launched: dist.Work = launch(buffer, opts)
+        if self._in_backward:
+            self._warm = True
+            # Runs before the Reducer's own callback, which it queues after this.
+            _queue_callback(self._before_finalize)
+        return launched
+
+    def _settle(self, route: Route, buffer: torch.Tensor, ended: Any) -> torch.Tensor:
         try:
-            done.value()
+            ended.value()
         except RuntimeError as exc:
             self._fail(route, exc)
         return buffer
@@ -275,12 +342,7 @@ class PlannedGroup(dist.ProcessGroup):
     def _fail(self, route: Route, cause: RuntimeError) -> None:
         error = self._desk.report(route.place, cause)
         # Buckets still to come would wait on lanes that are closed.
-        self._launchers = tuple(
-            partial(self._close_step, _launch_nothing)
-            if i == len(self._routes) - 1
-            else _launch_nothing
-            for i in range(len(self._routes))
-        )
+        self._launchers = self._nothing
         if not (self._raises_late and self._in_backward):
             raise error
 
@@ -288,30 +350,34 @@ class PlannedGroup(dist.ProcessGroup):
         self, route: Route, buffer: torch.Tensor, cause: RuntimeError
     ) -> dist.Work:
         self._fail(route, cause)
-        return _Launched(_done(buffer))
+        return Launched(done(buffer))
 
-    # Note [Failures are raised after the Reducer has finished]
+    # Note [Failures are raised around the Reducer's end]
     # An error in a future reaches the user as a bare RuntimeError, for a future keeps
-    # no Python type. So a failed bucket ends as if it had succeeded, the Reducer
-    # finishes its step, and the error is raised from a callback queued behind the
-    # Reducer's: backward() raises it before any optimizer can see the gradients.
+    # no Python type. So a bucket that was settled ends as if it had succeeded, the
+    # Reducer finishes its step, and the error is raised from a callback queued behind
+    # the Reducer's. In a quick step the callback before the Reducer's finds the error
+    # and raises it; the Reducer does not come to its end, which the next forward would
+    # complain of if it did not raise the same error first. Either way backward()
+    # raises before any optimizer can see the gradients.
 
     def _before_finalize(self) -> None:
+        for route, work in zip(self._waits, self._works, strict=False):
+            try:
+                work.wait()
+            except RuntimeError as exc:
+                raise self._desk.report(route.place, exc) from exc
+        if self._desk.error is not None and self._works:
+            raise self._desk.error
+        for pending, buffer in self._pending:
+            pending.set_result(buffer)
+        self._works.clear()
+        self._pending.clear()
         _queue_callback(self._after_finalize)
 
     def _after_finalize(self) -> None:
         if self._desk.error is not None:
             raise self._desk.error
-
-
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
-
-
-def _launch_nothing(buffer: torch.Tensor, _opts: Any) -> dist.Work:
-    return _Launched(_done(buffer))
 
 
 def _launch_native(reduce: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
@@ -336,26 +402,4 @@ def _launch_on_stream(
         # The caching allocator must not give the buffer away before the stream ends.
         buffer.record_stream(stream)
         future.set_result(buffer)
-    return _Launched(future)
-
-
-def _stamp(finished: Any, part: Part, future: Any) -> Any:
-    now_s = perf_counter()
-    value = future.value()
-    finished(part.lane, part.end - part.start, now_s)
-    return value
-
-
-def _pass_on(pending: Future[Any], done: Any) -> None:
-    try:
-        value = done.value()
-    except RuntimeError as exc:
-        value = exc
-    pending.set_result(value)
-
-
-def _value_or_raise(future: Any) -> Any:
-    value = future.value()
-    if isinstance(value, BaseException):
-        raise value
-    return value
+    return Launched(future)

@@ -1,0 +1,93 @@
+"""Parts of launching that know nothing of a plan: works, futures, slices."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, final
+
+import torch.distributed as dist
+from torch.futures import Future
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from stretto.runtime.routes import Part
+
+    Start = Callable[[torch.Tensor, Any], Sequence[Any]]
+    """Starts a bucket's collectives and gives what to ``wait()`` for, one a slice.
+
+    Each ``wait`` raises `RuntimeError` where its collective failed, and each has
+    ``get_future()``.
+    """
+
+
+@final
+class Launched(dist.Work):
+    """A launched bucket, as the Reducer asks for it: by its future."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        super().__init__()
+        self._future = future
+
+    def get_future(self) -> Future[Any]:
+        """Holds the bucket's buffer once it is reduced."""
+        return self._future
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Waits for the future."""
+        self._future.wait()
+        return True
+
+
+def start_whole(reduce: Any, buffer: torch.Tensor, opts: Any) -> Sequence[Any]:
+    """One collective for the whole bucket."""
+    return (reduce([buffer], opts),)
+
+
+def start_slices(
+    reduces: Sequence[Any], sizes: list[int], buffer: torch.Tensor, opts: Any
+) -> Sequence[Any]:
+    """Each slice on its lane."""
+    return [
+        reduce([piece], opts)
+        for reduce, piece in zip(reduces, buffer.split(sizes), strict=True)
+    ]
+
+
+def done(value: Any) -> Future[Any]:
+    """A future that has come."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def launch_nothing(buffer: torch.Tensor, _opts: Any) -> dist.Work:
+    """What is launched on a rank alone, and after a failure."""
+    return Launched(done(buffer))
+
+
+def stamp(finished: Any, part: Part, future: Any) -> Any:
+    """Passes a slice's result on and tells an observer that it ended."""
+    now_s = perf_counter()
+    value = future.value()
+    finished(part.lane, part.end - part.start, now_s)
+    return value
+
+
+def pass_on(pending: Future[Any], ended: Any) -> None:
+    """Fills a future from another one, an error as a value."""
+    try:
+        value = ended.value()
+    except RuntimeError as exc:
+        value = exc
+    pending.set_result(value)
+
+
+def value_or_raise(future: Any) -> Any:
+    """The value, or the error that `pass_on` made a value of."""
+    value = future.value()
+    if isinstance(value, BaseException):
+        raise value
+    return value
