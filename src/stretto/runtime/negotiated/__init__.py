@@ -1,0 +1,1 @@
+"""Collectives in an order that ranks agree on while they run."""

@@ -1,0 +1,261 @@
+"""What a rank asks the negotiated engine for: values that ranks compare."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class Kind(enum.StrEnum):
+    """The collective asked for."""
+
+    ALLREDUCE = "allreduce"
+    ALLGATHER = "allgather"
+    BROADCAST = "broadcast"
+    ALLTOALL = "alltoall"
+    REDUCESCATTER = "reducescatter"
+    BARRIER = "barrier"
+    REGISTER = "register"
+    """Declares a tensor set; its members are what is compared."""
+    UNREGISTER = "unregister"
+    """Ends a tensor set."""
+
+
+class Op(enum.StrEnum):
+    """How an all-reduce or a reduce-scatter combines the ranks' values."""
+
+    SUM = "sum"
+    AVERAGE = "average"
+    """Divides the sum by the number of ranks; integers truncate towards zero."""
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+_REDUCING = (Kind.ALLREDUCE, Kind.REDUCESCATTER)
+
+DTYPES: Mapping[str, int] = {
+    "uint8": 1,
+    "int8": 1,
+    "bool": 1,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+}
+"""Element types that can be sent, with their bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One collective on one named tensor, as one rank describes it.
+
+    Ranks match requests by name. ``rows`` and ``splits`` may differ between ranks;
+    everything else must be equal, or the request fails on every rank.
+
+    Raises:
+        SpecError: a value breaks a rule of its kind.
+    """
+
+    name: str
+
+    kind: Kind
+
+    dtype: str = "uint8"
+    """As torch prints it, without ``torch.``: one of `DTYPES`."""
+
+    shape: tuple[int, ...] = ()
+    """Whole shape; for all-gather and all-to-all without the first dimension."""
+
+    device: str = "cpu"
+    """Kind of device: ``cpu`` or ``cuda``."""
+
+    op: Op = Op.SUM
+
+    prescale: float = 1.0
+    """Every rank's values times this before they are combined."""
+
+    postscale: float = 1.0
+    """The combined values times this."""
+
+    root: int = 0
+    """The rank, within the engine's ranks, whose values a broadcast sends."""
+
+    rows: int = 0
+    """All-gather: this rank's first dimension."""
+
+    splits: tuple[int, ...] = ()
+    """All-to-all: rows this rank sends to each rank."""
+
+    group: str = ""
+    """Requests of one group are launched together or fail together."""
+
+    group_size: int = 0
+    """Number of requests in that group."""
+
+    members: tuple[Request, ...] = ()
+    """Register: the tensor set's members, sorted by name."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise SpecError("a request's name must not be empty")
+        if self.dtype not in DTYPES:
+            raise SpecError(
+                f"{self.kind} {self.name!r}: dtype must be one of "
+                f"{', '.join(DTYPES)}, got {self.dtype}"
+            )
+        if self.kind is Kind.REDUCESCATTER and not self.shape:
+            raise SpecError(
+                f"reducescatter {self.name!r}: a scalar has no first dimension to "
+                "scatter. Give it one with reshape(1)."
+            )
+        if self.kind in _REDUCING and not (
+            math.isfinite(self.prescale) and math.isfinite(self.postscale)
+        ):
+            raise SpecError(
+                f"{self.kind} {self.name!r}: prescale and postscale must be finite, "
+                f"got {self.prescale} and {self.postscale}"
+            )
+        if self.dtype == "bool" and self.kind in _REDUCING and self.op is Op.AVERAGE:
+            raise SpecError(
+                f"{self.kind} {self.name!r}: booleans have no average. Use sum (any), "
+                "product (all), or cast first."
+            )
+
+    @property
+    def place(self) -> str:
+        """What messages call it."""
+        return f"{self.kind} {self.name!r}"
+
+    @property
+    def elements(self) -> int:
+        """Elements of ``shape``."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of ``shape``."""
+        return self.elements * DTYPES[self.dtype]
+
+    @property
+    def common(self) -> tuple[Any, ...]:
+        """All that must be equal on every rank."""
+        return tuple(getattr(self, name) for name in _COMMON)
+
+
+_WORDS = {
+    "kind": "operations",
+    "dtype": "dtypes",
+    "shape": "shapes",
+    "device": "devices",
+    "op": "reductions",
+    "prescale": "prescale factors",
+    "postscale": "postscale factors",
+    "root": "root ranks",
+    "group": "groups",
+    "group_size": "numbers of requests in the group",
+    "members": "members",
+}
+_COMMON = tuple(_WORDS)
+
+
+def difference(by_rank: Sequence[Request], names: Sequence[int]) -> str | None:
+    """What ranks disagree on, the same text everywhere; ``None`` if on nothing.
+
+    ``by_rank`` holds each rank's request of one name; ``names`` the global number of
+    each rank.
+    """
+    first = by_rank[0]
+    if all(r is first or r.common == first.common for r in by_rank[1:]):
+        return None
+    for key in _COMMON:
+        values: dict[Any, list[int]] = {}
+        for rank, request in zip(names, by_rank, strict=True):
+            values.setdefault(getattr(request, key), []).append(rank)
+        if len(values) == 1:
+            continue
+        if key == "members":
+            return _members_differ(values, first.name)
+        parts = "; ".join(f"{_ranks(who)}: {_say(v)}" for v, who in values.items())
+        place = first.name if key == "kind" else f"{first.kind} {first.name!r}"
+        return (
+            f"ranks came to {place} with different {_WORDS[key]}: {parts}. Every "
+            "rank must ask for the same."
+        )
+    return None
+
+
+def _members_differ(
+    values: Mapping[tuple[Request, ...], Sequence[int]], name: str
+) -> str:
+    tables = [({m.name: m for m in members}, who) for members, who in values.items()]
+    (mine, my_ranks), (theirs, their_ranks) = tables[:2]
+    for member in sorted({*mine, *theirs}):
+        if member not in mine or member not in theirs:
+            has, lacks = (
+                (my_ranks, their_ranks) if member in mine else (their_ranks, my_ranks)
+            )
+            return (
+                f"ranks registered different tensors as {name!r}: {member!r} is there "
+                f"on {_ranks(has)}, not on {_ranks(lacks)}. Build the same model "
+                "everywhere."
+            )
+        for key in _COMMON:
+            a, b = getattr(mine[member], key), getattr(theirs[member], key)
+            if a != b:
+                return (
+                    f"ranks registered {member!r} of {name!r} with different "
+                    f"{_WORDS[key]}: {_ranks(my_ranks)}: {_say(a)}; "
+                    f"{_ranks(their_ranks)}: {_say(b)}. Build the same model "
+                    "everywhere."
+                )
+    return f"ranks registered {name!r} with different members"
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    word = "rank" if len(numbers) == 1 else "ranks"
+    return f"{word} {', '.join(map(str, numbers))}"
+
+
+def _say(value: object) -> str:
+    if isinstance(value, tuple):
+        return str(list(value))
+    return str(value) if value != "" else "none"
+
+
+def encode(request: Request) -> dict[str, Any]:
+    """A request as plain values; `decode` reads them."""
+    plain = asdict(request)
+    default = _DEFAULTS
+    return {
+        key: value
+        for key, value in plain.items()
+        if key in ("name", "kind") or value != default[key]
+    }
+
+
+_DEFAULTS = asdict(Request(name="-", kind=Kind.BARRIER))
+
+
+def decode(plain: Mapping[str, Any]) -> Request:
+    """The request that `encode` wrote."""
+    values = dict(plain)
+    values["kind"] = Kind(values["kind"])
+    if "op" in values:
+        values["op"] = Op(values["op"])
+    for key in ("shape", "splits"):
+        if key in values:
+            values[key] = tuple(values[key])
+    if "members" in values:
+        values["members"] = tuple(decode(member) for member in values["members"])
+    return Request(**values)
