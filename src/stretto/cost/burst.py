@@ -9,7 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stretto.cost.collectives import ring_all_reduce_s, wire_factor
+from stretto.cost.collectives import (
+    ring_all_reduce_s,
+    startup_steps,
+    wire_factor,
+)
 from stretto.errors import SpecError
 from stretto.schema import Link
 
@@ -24,6 +28,34 @@ WIDTHS = ("powers", "divisors", "all")
 
 SYNCS = ("transfer", "ring", "hidden")
 """How gradients' synchronisation is counted, see `BurstNetwork.sync`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """What a ring between hosts takes, as measured where it was."""
+
+    step_s: float
+    """Of each of its 2(p-1) steps, before the first byte."""
+
+    wire_bytes_per_s: float
+    """What one all-reduce reaches on the wire, sums included."""
+
+
+def ring_of(cluster: Cluster) -> Ring:
+    """A cluster's ring: from the fitted all-reduce, else from the link between hosts.
+
+    Both are those of any number of hosts: of the fit's time a step takes
+    ``startup_s`` / 2(p-1) and a byte on the wire ``s_per_byte`` / (2(p-1)/p) at the
+    fit's p ranks. On one host nothing crosses the network and its links count.
+    """
+    link = cluster.bottleneck
+    fit = cluster.allreduce
+    if fit is None:
+        return Ring(step_s=link.latency_s, wire_bytes_per_s=link.flow_bytes_per_s)
+    return Ring(
+        step_s=fit.startup_s / startup_steps("ring", fit.ranks),
+        wire_bytes_per_s=wire_factor("ring", fit.ranks) / fit.s_per_byte,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +78,19 @@ class BurstNetwork:
     with one latency, the model of section 4.1. ``ring``: with all latencies of a ring.
     Both come after backward. ``hidden``: nothing, all of it is under backward."""
 
+    exposed_ratio: float = 1.0
+    """The part of synchronisation that is not under other layers' backward."""
+
     def __post_init__(self) -> None:
         if self.sync not in SYNCS:
             raise SpecError(
                 f"sync must be one of {', '.join(SYNCS)}, got {self.sync!r}",
                 place=".sync",
+            )
+        if not 0 <= self.exposed_ratio <= 1:
+            raise SpecError(
+                f"exposed_ratio must be 0 to 1, got {self.exposed_ratio}",
+                place=".exposed_ratio",
             )
         if self.near_gpus < 1:
             raise SpecError(
@@ -64,18 +104,20 @@ class BurstNetwork:
         Beyond one host the GPUs of a host share its link when they move samples; a ring
         crosses it once.
         """
+        ring = ring_of(cluster)
+        far = Link(latency_s=ring.step_s, bandwidth_bytes_per_s=ring.wire_bytes_per_s)
         transfer = cluster.intra_host
         if gpus > cluster.ranks_per_host:
             inter = cluster.inter_host
             share = inter.bandwidth_bytes_per_s / cluster.ranks_per_host
             transfer = Link(
-                latency_s=inter.latency_s,
+                latency_s=ring.step_s,
                 bandwidth_bytes_per_s=min(share, inter.flow_bytes_per_s),
             )
         return cls(
             transfer=transfer,
-            near=cluster.intra_host,
-            far=cluster.inter_host,
+            near=cluster.intra_host if cluster.hosts > 1 else far,
+            far=far,
             near_gpus=cluster.ranks_per_host,
             sync=sync,
         )
@@ -87,8 +129,10 @@ class BurstNetwork:
         link = self.near if gpus <= self.near_gpus else self.far
         if self.sync == "transfer":
             size = wire_factor("ring", gpus) * parameter_bytes
-            return size / link.flow_bytes_per_s + link.latency_s
-        return ring_all_reduce_s(parameter_bytes, gpus, link)
+            seconds = size / link.flow_bytes_per_s + link.latency_s
+        else:
+            seconds = ring_all_reduce_s(parameter_bytes, gpus, link)
+        return self.exposed_ratio * seconds
 
     @property
     def sync_grows(self) -> bool:

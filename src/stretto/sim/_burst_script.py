@@ -1,0 +1,218 @@
+"""What each rank does in a step of a burst plan, one thing after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.schema.burst import BurstPlan, LayerProfile
+
+
+class SampleLayouts(Protocol):
+    """Which samples each rank holds where a layer runs on some ranks."""
+
+    def samples(self, ranks: tuple[int, int] | None) -> Sequence[Sequence[int]]:
+        """By rank; ``ranks`` is the first and how many, ``None`` as they came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A rank computes."""
+
+    name: str
+    kind: str
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A rank offers what it has of a move."""
+
+    move: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """A rank waits for what it gets of a move."""
+
+    move: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A rank hands a bucket over, or at the end waits for all of them."""
+
+    bucket: int
+
+
+Op = Work | Begin | Finish | Sum
+ALL = -1
+"""As a bucket's number: wait for every one."""
+
+
+@dataclass(slots=True)
+class Move:
+    """Bytes from rank to rank."""
+
+    name: str
+    pairs: dict[tuple[int, int], float]
+
+    @property
+    def ranks(self) -> set[int]:
+        return {rank for pair in self.pairs for rank in pair}
+
+
+@dataclass(slots=True)
+class Bucket:
+    name: str
+    ranks: tuple[int, ...]
+    size_bytes: int
+
+
+@final
+class Script:
+    """What each rank does one after another."""
+
+    def __init__(
+        self,
+        profile: LayerProfile,
+        plan: BurstPlan,
+        layouts: SampleLayouts,
+        bucket_bytes: int,
+    ) -> None:
+        self._profile, self._layouts = profile, layouts
+        self.ops: list[list[Op]] = [[] for _ in range(plan.gpus)]
+        self.moves: list[Move] = []
+        self.buckets: list[Bucket] = []
+        self._at: list[tuple[int, int] | None] = [
+            (e.first_gpu, e.gpus) for e in plan.layers
+        ]
+        self._gpus = plan.gpus
+        number = {layer.name: i for i, layer in enumerate(profile.layers)}
+        self._reads = [[number[n] for n in layer.inputs] for layer in profile.layers]
+        self._readers: list[list[int]] = [[] for _ in profile.layers]
+        for i, reads in enumerate(self._reads):
+            for read in reads:
+                self._readers[read].append(i)
+        self._forward()
+        self._backward(bucket_bytes)
+        for rank, ops in enumerate(self.ops):
+            ops.append(Sum(ALL))
+            update_s = sum(
+                layer.update_s
+                for layer, at in zip(profile.layers, self._at, strict=True)
+                if at is not None and at[0] <= rank < at[0] + at[1]
+            )
+            if update_s:
+                ops.append(Work("update", "update", update_s))
+
+    def _forward(self) -> None:
+        layers = self._profile.layers
+        moves: dict[tuple[int, int], int] = {}
+        first = [i for i, reads in enumerate(self._reads) if not reads]
+        come = {
+            i: self._begin("input", None, self._at[i], self._profile.input_bytes)
+            for i in first
+        }
+        for i, layer in enumerate(layers):
+            if i in come:
+                self._finish(come[i])
+            for read in self._reads[i]:
+                self._finish(moves[read, i])
+            self._compute(i, backward=False)
+            for reader in self._readers[i]:
+                moves[i, reader] = self._begin(
+                    f"{layer.name} to {layers[reader].name}",
+                    self._at[i],
+                    self._at[reader],
+                    layer.activation_bytes,
+                )
+        self._finish(
+            self._begin("output", self._at[-1], None, layers[-1].activation_bytes)
+        )
+
+    def _backward(self, bucket_bytes: int) -> None:
+        layers = self._profile.layers
+        moves: dict[tuple[int, int], int] = {}
+        last = layers[-1].activation_bytes
+        self._finish(self._begin("output's gradient", None, self._at[-1], last))
+        buckets = self._bucketed(bucket_bytes)
+        for i in reversed(range(len(layers))):
+            for reader in reversed(self._readers[i]):
+                self._finish(moves[i, reader])
+            self._compute(i, backward=True)
+            if i in buckets:
+                for rank in self.buckets[buckets[i]].ranks:
+                    self.ops[rank].append(Sum(buckets[i]))
+            for read in reversed(self._reads[i]):
+                moves[read, i] = self._begin(
+                    f"gradient of {layers[read].name}",
+                    self._at[i],
+                    self._at[read],
+                    layers[read].activation_bytes,
+                )
+
+    def _compute(self, i: int, *, backward: bool) -> None:
+        layer = self._profile.layers[i]
+        for rank, rows in enumerate(self._layouts.samples(self._at[i])):
+            if rank < self._gpus and len(rows):
+                # A rank with fewer samples than were profiled takes as long at most.
+                samples = max(len(rows), layer.times[0].samples)
+                seconds = layer.time_of(samples)[backward]
+                kind = "backward" if backward else "forward"
+                self.ops[rank].append(Work(layer.name, kind, seconds))
+
+    def _begin(
+        self,
+        name: str,
+        source: tuple[int, int] | None,
+        target: tuple[int, int] | None,
+        each_bytes: int,
+    ) -> int:
+        """A move, begun by every rank concerned; its number."""
+        owner = {}
+        for rank, rows in enumerate(self._layouts.samples(source)):
+            owner.update(dict.fromkeys(map(int, rows), rank))
+        pairs: dict[tuple[int, int], float] = {}
+        for rank, rows in enumerate(self._layouts.samples(target)):
+            for row in map(int, rows):
+                if owner[row] != rank:
+                    pair = (owner[row], rank)
+                    pairs[pair] = pairs.get(pair, 0.0) + each_bytes
+        self.moves.append(Move(name, pairs))
+        for rank in sorted(self.moves[-1].ranks):
+            self.ops[rank].append(Begin(len(self.moves) - 1))
+        return len(self.moves) - 1
+
+    def _finish(self, move: int) -> None:
+        for rank in sorted({to for _, to in self.moves[move].pairs}):
+            self.ops[rank].append(Finish(move))
+
+    def _bucketed(self, bucket_bytes: int) -> dict[int, int]:
+        """The layer after whose backward each bucket is full, to the bucket."""
+        closed: dict[int, int] = {}
+        open_: dict[tuple[int, int], tuple[int, int]] = {}
+
+        def close(at: tuple[int, int]) -> None:
+            size, layer = open_.pop(at)
+            ranks = tuple(range(at[0], at[0] + at[1]))
+            name = f"gradients to {self._profile.layers[layer].name}"
+            # two sets of ranks never close at one layer: a layer has one set
+            closed[layer] = len(self.buckets)
+            self.buckets.append(Bucket(name, ranks, size))
+
+        for i in reversed(range(len(self._profile.layers))):
+            at, size = self._at[i], self._profile.layers[i].parameter_bytes
+            if at is None or at[1] == 1 or not size:
+                continue
+            had = open_.get(at, (0, i))[0]
+            if had and had + size > bucket_bytes:
+                close(at)
+                had = 0
+            open_[at] = (had + size, i)
+        for at in list(open_):
+            close(at)
+        return closed
