@@ -5,8 +5,8 @@ StrettoError
 ├── PlanMismatch                a plan and a model do not belong together
 ├── Infeasible                  no plan meets the limits
 ├── NoisyProfile                a measurement is too unsteady to be used
-├── RankDisagreement            ranks came with different plans, models or versions
-├── CommTimeout                 a collective or a peer did not answer in time
+├── RankDisagreement (RuntimeError)  ranks' plans, models or versions differ
+├── CommTimeout (RuntimeError)       a collective or a peer did not answer in time
 └── LabError                    an emulated cluster or its command does not start
     └── CommandNotFound         the command for its ranks is not there
 """
@@ -53,12 +53,18 @@ class NoisyProfile(StrettoError):
     """A measurement is too unsteady to plan with."""
 
 
-class RankDisagreement(StrettoError):
-    """Ranks came with different plans, models or versions."""
+class RankDisagreement(StrettoError, RuntimeError):
+    """Ranks came with different plans, models or versions.
+
+    A `RuntimeError`, as what DDP raises for it is.
+    """
 
 
-class CommTimeout(StrettoError):
-    """A collective or a peer did not answer in time."""
+class CommTimeout(StrettoError, RuntimeError):
+    """A collective or a peer did not answer in time.
+
+    A `RuntimeError`, as what PyTorch's collectives raise is.
+    """
 
 
 class LabError(StrettoError):

@@ -7,12 +7,13 @@ import logging
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from stretto.errors import CommTimeout, RankDisagreement
+from stretto.errors import CommTimeout, RankDisagreement, StrettoError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -93,21 +94,34 @@ class Agreement:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._meeting = 0
+
+    @cached_property
+    def serial(self) -> int:
+        """Which of the group's models this is: equal on all ranks.
+
+        Taken when it is first asked for, which all ranks do in one order. A model that
+        one rank copies for itself alone never asks, so it shifts nobody's numbers.
+        """
         # A counter inside the store rather than in this process: it begins anew
         # with the store, so it is the same on all ranks also after a restart.
-        self.serial = ranks.store.add(f"serial/{ranks.rank}", 1)
-        self._store = PrefixStore(f"agree/{self.serial}", ranks.store)
-        self._meeting = 0
+        return self._ranks.store.add(f"serial/{self._ranks.rank}", 1)
+
+    @cached_property
+    def _store(self) -> Store:
+        return PrefixStore(f"agree/{self.serial}", self._ranks.store)
 
     def require_same(self, purpose: str, values: Mapping[str, str]) -> None:
         """Requires that all ranks pass equal values.
 
         A value under ``trouble`` is not compared: where any rank has one, every
-        other rank is told.
+        other rank is told. Either every rank returns or every rank that lives raises:
+        never do some go on while others stop.
 
         Raises:
             RankDisagreement: on every rank, naming the values and their ranks.
-            CommTimeout: some ranks did not come in time; the message names them.
+            CommTimeout: some ranks did not come in time, or the store is gone; the
+                message names them.
         """
         mine = {"purpose": purpose, **values}
         all_values = self._exchange(purpose, json.dumps(mine))
@@ -137,30 +151,61 @@ class Agreement:
 
     def _exchange(self, purpose: str, mine: str) -> list[str]:
         """What every rank brought, by rank."""
+        ranks = self._ranks
+        try:
+            return self._exchange_in_store(purpose, mine)
+        except RuntimeError as exc:
+            if isinstance(exc, StrettoError):
+                raise
+            raise CommTimeout(
+                f"{ranks.name(ranks.rank)} can't {purpose}: the store, which "
+                f"{ranks.name(0)} or the launcher holds, does not answer: "
+                f"{ranks.name(0)} is gone, or the network is. Look at the log of "
+                f"{ranks.name(0)} first. Cause: {str(exc).splitlines()[0]}"
+            ) from exc
+
+    # Note [One decision per meeting]
+    # A rank whose time is up while the last one comes would stop where others go on.
+    # So whoever has seen all the others, or has given up, tries to write the meeting's
+    # decision; the store keeps the first, and every rank does what is written there.
+
+    def _exchange_in_store(self, purpose: str, mine: str) -> list[str]:
         ranks, store = self._ranks, self._store
         meeting, self._meeting = self._meeting, self._meeting + 1
         keys = [f"{meeting}/{rank}" for rank in range(ranks.size)]
         store.set(keys[ranks.rank], mine)
-        deadline = time.perf_counter() + ranks.timeout_s
-        pause_s = _POLL_S
-        missing = list(range(ranks.size))
-        while True:
-            missing = [r for r in missing if not store.check([keys[r]])]
-            if not missing:
-                break
-            if time.perf_counter() > deadline:
-                raise CommTimeout(
-                    f"{ranks.name(ranks.rank)} waited {ranks.timeout_s:g} s for "
-                    f"{ranks.name_all(missing)} to {purpose}. Look at the log of "
-                    "what did not come: it ended, hangs, or does something else."
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLL_MOST_S)
+        missing = self._wait_for(keys)
+        decision = store.compare_set(f"{meeting}/end", "", "stop" if missing else "go")
+        if decision != b"go":
+            what = (
+                f"waited {ranks.timeout_s:g} s for {ranks.name_all(missing)} to "
+                if missing
+                else "came after others had stopped waiting for it to "
+            )
+            who = "what did not come" if missing else ranks.name(ranks.rank)
+            raise CommTimeout(
+                f"{ranks.name(ranks.rank)} {what}{purpose}. Look at the log of "
+                f"{who}: it ended, hangs, or does something else."
+            )
         found = [store.get(key).decode() for key in keys]
         if meeting > 0:
             # All came to this meeting, so all have read what the last one left.
             store.delete_key(f"{meeting - 1}/{ranks.rank}")
+            if ranks.rank == 0:
+                store.delete_key(f"{meeting - 1}/end")
         return found
+
+    def _wait_for(self, keys: Sequence[str]) -> list[int]:
+        """Ranks that have not come when the time is up."""
+        deadline = time.perf_counter() + self._ranks.timeout_s
+        pause_s = _POLL_S
+        missing = list(range(self._ranks.size))
+        while True:
+            missing = [r for r in missing if not self._store.check([keys[r]])]
+            if not missing or time.perf_counter() > deadline:
+                return missing
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_MOST_S)
 
 
 _KEY_WORDS = {

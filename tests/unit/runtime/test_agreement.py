@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -94,6 +95,46 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
     agreements = [Agreement(r) for r in ranks]
     with pytest.raises(CommTimeout, match=r"rank 10 waited 0\.3 s for ranks 11, 12"):
         agreements[0].require_same("meet", {})
+
+
+def test_who_comes_too_late_stops_as_those_did_who_had_waited() -> None:
+    ranks = make_ranks(2, timeout_s=0.3)
+    agreements = [Agreement(r) for r in ranks]
+    with pytest.raises(CommTimeout, match="for rank 11 to meet"):
+        agreements[0].require_same("meet", {})
+    with pytest.raises(CommTimeout, match="rank 11 came after others had stopped"):
+        agreements[1].require_same("meet", {})
+    # The next meeting is everybody's again.
+    assert everywhere(2, lambda rank: agreements[rank].require_same("go", {})) == [
+        None,
+        None,
+    ]
+
+
+def test_all_go_on_or_all_stop_whenever_the_last_one_comes() -> None:
+    outcomes = set()
+    for trial in range(40):
+        agreements = [Agreement(r) for r in make_ranks(2, timeout_s=0.02)]
+
+        def meet(rank: int, late_s: float = 0.018 + trial * 2e-4) -> None:
+            time.sleep(late_s if rank else 0.0)
+            agreements[rank].require_same("meet", {})  # noqa: B023
+
+        kinds = {type(outcome) for outcome in everywhere(2, meet)}
+        assert len(kinds) == 1
+        outcomes |= kinds
+    assert outcomes <= {type(None), CommTimeout}
+
+
+def test_a_store_that_is_gone_is_told_as_such() -> None:
+    class Gone:
+        def set(self, *_: Any) -> None:
+            raise RuntimeError("Broken pipe\nand a stack")
+
+    agreement = Agreement(make_ranks(2)[0])
+    vars(agreement)["_store"] = Gone()
+    with pytest.raises(CommTimeout, match=r"rank 10 can't meet: the store.*is gone"):
+        agreement.require_same("meet", {})
 
 
 def test_a_roll_call_names_the_rank_that_is_silent(
