@@ -7,10 +7,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.schema import Span, Timeline
+from stretto.runtime.marks import marks_for
+from stretto.runtime.steps import StepMarks, compute_spans, lane_spans
+from stretto.schema import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from stretto.schema import Span
 
 
 class AbstractStepObserver(abc.ABC):
@@ -74,13 +80,14 @@ class BucketRow:
 class _Step:
     """Marks of one step, by what they mark."""
 
-    forward_s: tuple[float, float] = (0.0, 0.0)
-    backward_s: float = 0.0
-    ready: list[tuple[int, float]] = field(default_factory=list)
-    launched: list[tuple[int, float]] = field(default_factory=list)
-    finished: list[tuple[int, int, float]] = field(default_factory=list)
-    computed_s: float = 0.0
-    ended_s: float = 0.0
+    number: int = 0
+    forward: tuple[Any, Any] | None = None
+    backward: Any = None
+    ready: list[tuple[int, Any]] = field(default_factory=list)
+    launched: list[tuple[int, Any]] = field(default_factory=list)
+    finished: list[tuple[int, int, Any]] = field(default_factory=list)
+    computed: Any = None
+    ended: Any = None
 
 
 @final
@@ -88,21 +95,43 @@ class Recorder(AbstractStepObserver):
     """Keeps the last steps and gives them as timelines.
 
     Times of a timeline count from the start of its forward.
+
+    Args:
+        keep: How many steps are kept.
+        name: The timelines' name.
+        device: Where the model computes; ``None``: on the host. On a GPU moments are
+            events on its streams, and asking for a timeline waits for those of the
+            steps kept; recording never waits.
     """
 
-    def __init__(self, *, keep: int = 8, name: str = "measured") -> None:
+    def __init__(
+        self,
+        *,
+        keep: int = 8,
+        name: str = "measured",
+        device: torch.device | None = None,
+    ) -> None:
         self._name = name
+        self._marks = marks_for(device)
+        self._mark = self._marks.mark
         self._tensors: tuple[str, ...] = ()
         self._buckets: tuple[BucketRow, ...] = ()
+        self._count = 0
         self._step = _Step()
         self._steps: deque[tuple[_Step, tuple[BucketRow, ...]]] = deque(maxlen=keep)
+
+    @property
+    def steps(self) -> tuple[tuple[StepMarks, tuple[BucketRow, ...]], ...]:
+        """The steps kept and the buckets of their plan, oldest first."""
+        read = self._marks.reader()
+        return tuple((_values(s, read), buckets) for s, buckets in tuple(self._steps))
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
         """The steps kept, oldest first."""
         return tuple(
             Timeline(name=self._name, spans=_spans(step, buckets))
-            for step, buckets in tuple(self._steps)
+            for step, buckets in self.steps
         )
 
     @property
@@ -111,7 +140,8 @@ class Recorder(AbstractStepObserver):
         if not self._steps:
             return None
         step, buckets = self._steps[-1]
-        return Timeline(name=self._name, spans=_spans(step, buckets))
+        values = _values(step, self._marks.reader())
+        return Timeline(name=self._name, spans=_spans(values, buckets))
 
     @property
     def ready_s(self) -> dict[str, float]:
@@ -119,7 +149,9 @@ class Recorder(AbstractStepObserver):
         if not self._steps:
             return {}
         step, _ = self._steps[-1]
-        return {self._tensors[i]: at_s - step.backward_s for i, at_s in step.ready}
+        read = self._marks.reader()
+        backward_s = _values(step, read).backward_s
+        return {self._tensors[i]: read(mark) - backward_s for i, mark in step.ready}
 
     def clear(self) -> None:
         """Forgets the steps kept."""
@@ -131,99 +163,55 @@ class Recorder(AbstractStepObserver):
         self._step = _Step()
 
     def forward_started(self, now_s: float) -> None:  # noqa: D102
-        self._step = _Step(forward_s=(now_s, now_s))
+        mark = self._mark(now_s)
+        self._step = _Step(forward=(mark, mark))
 
     def forward_ended(self, now_s: float) -> None:  # noqa: D102
-        self._step.forward_s = (self._step.forward_s[0], now_s)
+        mark = self._mark(now_s)
+        started = self._step.forward
+        self._step.forward = (mark if started is None else started[0], mark)
 
     def backward_started(self, now_s: float) -> None:  # noqa: D102
-        if self._step.backward_s == 0.0:  # a model may have several outputs
-            self._step.backward_s = now_s
+        if self._step.backward is None:  # a model may have several outputs
+            self._step.backward = self._mark(now_s)
 
     def gradient_ready(self, tensor: int, now_s: float) -> None:  # noqa: D102
-        self._step.ready.append((tensor, now_s))
+        self._step.ready.append((tensor, self._mark(now_s)))
 
     def bucket_launched(self, bucket: int, now_s: float) -> None:  # noqa: D102
-        self._step.launched.append((bucket, now_s))
+        self._step.launched.append((bucket, self._mark(now_s)))
 
     def slice_finished(  # noqa: D102
         self, bucket: int, lane: int, elements: int, now_s: float
     ) -> None:
-        self._step.finished.append((bucket, lane, now_s))
+        self._step.finished.append((bucket, lane, self._mark(now_s)))
 
     def backward_computed(self, now_s: float) -> None:  # noqa: D102
-        self._step.computed_s = now_s
+        self._step.computed = self._mark(now_s)
 
     def backward_ended(self, now_s: float) -> None:  # noqa: D102
-        self._step.ended_s = now_s
+        self._step.ended = self._mark(now_s)
+        self._step.number = self._count
+        self._count += 1
         self._steps.append((self._step, self._buckets))
 
 
-def _spans(step: _Step, buckets: Sequence[BucketRow]) -> tuple[Span, ...]:
+def _values(step: _Step, read: Callable[[Any], float]) -> StepMarks:
+    """The step in seconds; a mark that lacks is taken for the one before it."""
+    ended_s = read(step.ended)
+    start_s, forward_s = map(read, step.forward or (step.ended, step.ended))
+    backward_s = forward_s if step.backward is None else read(step.backward)
+    return StepMarks(
+        number=step.number,
+        forward_s=(start_s, forward_s),
+        backward_s=backward_s,
+        computed_s=backward_s if step.computed is None else read(step.computed),
+        ended_s=ended_s,
+        launched=tuple((bucket, read(mark)) for bucket, mark in step.launched),
+        finished=tuple((b, lane, read(mark)) for b, lane, mark in step.finished),
+    )
+
+
+def _spans(step: StepMarks, buckets: Sequence[BucketRow]) -> tuple[Span, ...]:
     origin_s = step.forward_s[0]
-    backward_s = step.backward_s or step.forward_s[1]
-    spans = [
-        _compute("forward", 0.0, step.forward_s[1] - origin_s),
-        _compute("backward", backward_s - origin_s, step.computed_s - origin_s),
-    ]
-    launched_s = dict(step.launched)
-    # Slices of one bucket on one lane end in their order, up to what can't be told.
-    numbers = {
-        (index, lane): [n for n, part in enumerate(row.slices) if part[0] == lane]
-        for index, row in enumerate(buckets)
-        for lane in {part[0] for part in row.slices}
-    }
-    free_s: dict[int, float] = {}
-    for index, lane, end_s in sorted(step.finished, key=lambda mark: mark[2]):
-        row = buckets[index]
-        number = numbers[index, lane].pop(0)
-        ready_s = launched_s[index]
-        # When a slice's first byte left can't be seen from outside. A lane is one
-        # connection, so it is drawn as if it sent its slices one after another.
-        start_s = min(max(ready_s, free_s.get(lane, ready_s)), end_s)
-        free_s[lane] = end_s
-        name = f"bucket {index}"
-        if len(row.slices) > 1:
-            name += f" slice {number + 1}/{len(row.slices)}"
-        args = {
-            "bucket": index,
-            "slice": number,
-            "bytes": row.slices[number][1],
-            "tensors": len(row.tensors),
-        }
-        marks = (ready_s - origin_s, start_s - origin_s, end_s - origin_s)
-        spans += _lane_spans(f"lane{lane}", name, marks, args)
-    return tuple(spans)
-
-
-def _lane_spans(
-    track: str, name: str, marks: tuple[float, float, float], args: dict[str, Any]
-) -> list[Span]:
-    ready_s, start_s, end_s = marks
-    send = Span(
-        track=track,
-        name=name,
-        start_s=start_s,
-        end_s=end_s,
-        args={"kind": "send", **args},
-    )
-    if start_s <= ready_s:
-        return [send]
-    wait = Span(
-        track=track,
-        name=f"wait {name}",
-        start_s=ready_s,
-        end_s=start_s,
-        args={"kind": "wait", **args},
-    )
-    return [wait, send]
-
-
-def _compute(kind: str, start_s: float, end_s: float) -> Span:
-    return Span(
-        track="compute",
-        name=kind,
-        start_s=start_s,
-        end_s=max(start_s, end_s),
-        args={"kind": kind},
-    )
+    return (*compute_spans(step, origin_s), *lane_spans(step, buckets, origin_s))
