@@ -6,6 +6,7 @@ StrettoError
 ├── Infeasible                  no plan meets the limits
 ├── NoisyProfile                a measurement is too unsteady to be used
 ├── RankDisagreement (RuntimeError)  ranks' plans, models or versions differ
+├── NumericsError               a gradient is NaN or infinite
 ├── CommTimeout (RuntimeError)       a collective or a peer did not answer in time
 └── LabError                    an emulated cluster or its command does not start
     └── CommandNotFound         the command for its ranks is not there
@@ -58,6 +59,10 @@ class RankDisagreement(StrettoError, RuntimeError):
 
     A `RuntimeError`, as what DDP raises for it is.
     """
+
+
+class NumericsError(StrettoError):
+    """A gradient is NaN or infinite, and the user asked to be stopped."""
 
 
 class CommTimeout(StrettoError, RuntimeError):

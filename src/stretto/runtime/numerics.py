@@ -1,0 +1,317 @@
+"""NaN and infinity in gradients: in which step, of which parameter, from which rank.
+
+# Note [What is looked at, and when]
+On the CPU each reduced bucket is summed once, when backward has ended and before the
+Reducer copies it into the gradients: a sum is finite unless a value is not (or finite
+values overflow it, which the search that follows tells apart), and takes a tenth of
+the time of a copy. Until the Reducer copies, each gradient is still the rank's own, so
+whether it was bad before the reduction is looked up in it, after a hit only. Where
+gradients are views of the buckets (`gradient_as_bucket_view`), and in the first step
+of a Reducer, a bucket is summed before it is sent too.
+
+On CUDA nothing may wait for the device: sums before sending and the largest magnitude
+of each gradient stay on the device, are copied to the host without waiting and looked
+at when a later step begins, the first at which the copy has ended. The optimizer has
+seen the gradients by then. Not yet run on a GPU.
+
+All ranks hold the same reduced buckets, so all find the same and meet in the store to
+tell whose gradient it was. Only a hit costs that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore
+
+from stretto.errors import NumericsError, SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from stretto.runtime.agreement import Ranks
+
+_log = logging.getLogger(__name__)
+
+ACTIONS = ("off", "warn", "raise")
+
+_MEET_S = 10.0
+_POLL_S = 0.005
+_HALVES = (torch.float16, torch.bfloat16)
+
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+
+
+def check_words(nan: str, patience: int) -> None:
+    """Requires a known word and a number of steps.
+
+    Raises:
+        SpecError: naming what is possible.
+    """
+    if nan not in ACTIONS:
+        raise SpecError(
+            f"nan must be one of {', '.join(map(repr, ACTIONS))}, got {nan!r}"
+        )
+    if patience < 0:
+        raise SpecError(f"nan_patience must be >= 0 steps, got {patience}")
+
+
+class _Flags(NamedTuple):
+    """What one step on CUDA left to be read."""
+
+    step: int
+    names: tuple[str, ...]
+    buckets: int
+    values: torch.Tensor
+    """On the host: a magnitude per bucket before sending, then one per name."""
+    copied: Any
+
+
+@final
+class NumericsWatch:
+    """Looks at every reduced step of one model and warns or raises.
+
+    A step is one reduced backward, counted from 0. Up to ``patience`` steps in a row
+    may have values that are not finite: a GradScaler finds its scale that way.
+    """
+
+    def __init__(
+        self,
+        *,
+        action: str,
+        patience: int,
+        ranks: Ranks,
+        serial: int,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+    ) -> None:
+        self._raises = action == "raise"
+        self._patience = patience
+        self._ranks = ranks
+        self._store = PrefixStore(f"nan/{serial}", ranks.store)
+        # Gradients are made from the last parameter to the first, so the last bad one
+        # is the nearest to where it began.
+        self._parameters = tuple(parameters)[::-1]
+        self._views = False
+        self._on_device = any(p.device.type != "cpu" for _, p in parameters)
+        self._fresh = True
+        self._step = 0
+        self._streak = 0
+        self._buffers: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
+        self._own: tuple[str, ...] | None = None
+        self._flags: deque[_Flags] = deque()
+
+    # What a process group calls.
+
+    def begin_step(self) -> None:
+        """Reads what earlier steps on CUDA left, and forgets a step cut short."""
+        self._buffers.clear()
+        self._sums.clear()
+        while self._flags and self._flags[0].copied.query():
+            self._read(self._flags.popleft())
+
+    def launching(self, buffer: torch.Tensor) -> None:
+        """A bucket with this rank's gradients is about to be sent."""
+        if buffer.dtype is torch.int32:  # which parameters were used
+            return
+        self._buffers.append(buffer)
+        if self._views or self._fresh or self._on_device:
+            self._sums.append(_sum(buffer))
+
+    def reduced(self) -> None:
+        """All buckets of a backward are reduced; the Reducer has not copied them.
+
+        On CUDA they are about to be.
+        """
+        if self._on_device:
+            _queue_callback(self._keep_flags)
+            return
+        total = math.fsum(
+            value if math.isfinite(value := float(_sum(buffer))) else math.nan
+            for buffer in self._buffers
+        )
+        self._buffers.clear()
+        if math.isfinite(total):
+            self._streak = 0
+            self._end()
+            return
+        # Before the Reducer copies what was reduced over it.
+        self._own = None if self._sums else self._bad_names()
+        _queue_callback(self._report_reduced)
+
+    def renewed(self, *, views: bool) -> None:
+        """A Reducer was built anew, its gradients views of its buckets or not."""
+        self._views = views
+        self._fresh = True
+        self._buffers.clear()
+        self._sums.clear()
+
+    # On the CPU.
+
+    def _report_reduced(self) -> None:
+        own = self._own
+        was_own = (
+            not all(math.isfinite(float(s)) for s in self._sums)
+            if own is None
+            else bool(own)
+        )
+        bad = self._bad_names()
+        step = self._step
+        self._end()
+        if not bad and not was_own:
+            self._streak = 0  # finite values whose sum was not
+            return
+        self._tell(step, bad, own or (), was_own=was_own, late=False)
+
+    def _end(self) -> None:
+        self._step += 1
+        self._fresh = False
+        self._sums.clear()
+
+    def _bad_names(self) -> tuple[str, ...]:
+        return tuple(
+            name
+            for name, parameter in self._parameters
+            if parameter.grad is not None and not _all_finite(parameter.grad)
+        )
+
+    # On CUDA.
+
+    def _keep_flags(self) -> None:
+        held = [(n, p.grad) for n, p in self._parameters if p.grad is not None]
+        sums = [s.float() for s in self._sums]
+        norms = torch._foreach_norm(  # noqa: SLF001
+            [g.coalesce().values() if g.is_sparse else g for _, g in held], math.inf
+        )
+        values = torch.stack([*sums, *(norm.float() for norm in norms)])
+        on_host = torch.empty_like(values, device="cpu", pin_memory=True)
+        on_host.copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        names = tuple(name for name, _ in held)
+        self._flags.append(_Flags(self._step, names, len(sums), on_host, copied))
+        self._buffers.clear()
+        self._end()
+
+    def _read(self, flags: _Flags) -> None:
+        finite = torch.isfinite(flags.values).tolist()
+        if all(finite):
+            self._streak = 0
+            return
+        was_own = not all(finite[: flags.buckets])
+        after = finite[flags.buckets :]
+        bad = tuple(n for n, ok in zip(flags.names, after, strict=True) if not ok)
+        self._tell(flags.step, bad, (), was_own=was_own, late=True)
+
+    # Telling.
+
+    def _tell(
+        self,
+        step: int,
+        bad: tuple[str, ...],
+        own: tuple[str, ...],
+        *,
+        was_own: bool,
+        late: bool,
+    ) -> None:
+        self._streak += 1
+        number = self._streak - self._patience
+        if number <= 0:
+            return
+        if not self._raises and number & (number - 1):
+            return  # the 1st, 2nd, 4th, 8th ... in a row
+        everyone = self._meet(step, own, was_own=was_own)
+        text = _message(self._ranks, step, bad, everyone)
+        if self._streak > 1:
+            text += f" It is the {self._streak}. step in a row."
+        if late:
+            text += (
+                " It was found when a later step began, so an optimizer may have seen "
+                "it: go back to a checkpoint."
+            )
+        if self._raises:
+            raise NumericsError(text)
+        if self._ranks.rank == 0:
+            _log.warning("%s", text)
+
+    def _meet(
+        self, step: int, own: tuple[str, ...], *, was_own: bool
+    ) -> list[dict[str, Any] | None]:
+        """What each rank found in its own gradients; ``None``: it did not say."""
+        mine = {"own": was_own, "names": own[:3], "more": max(0, len(own) - 3)}
+        keys = [f"{step}/{rank}" for rank in range(self._ranks.size)]
+        self._store.set(keys[self._ranks.rank], json.dumps(mine))
+        found: list[dict[str, Any] | None] = [None] * len(keys)
+        deadline = time.perf_counter() + min(_MEET_S, self._ranks.timeout_s)
+        while True:
+            for rank, key in enumerate(keys):
+                if found[rank] is None and self._store.check([key]):
+                    found[rank] = json.loads(self._store.get(key))
+            if None not in found or time.perf_counter() > deadline:
+                return found
+            time.sleep(_POLL_S)
+
+
+def _sum(buffer: torch.Tensor) -> torch.Tensor:
+    if buffer.is_sparse:
+        buffer = buffer._values()  # noqa: SLF001
+    # A half's own sum overflows where none of its values does.
+    return buffer.sum(dtype=torch.float32 if buffer.dtype in _HALVES else None)
+
+
+def _all_finite(gradient: torch.Tensor) -> bool:
+    values = gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001
+    return bool(values.isfinite().all())
+
+
+def _message(
+    ranks: Ranks,
+    step: int,
+    bad: Sequence[str],
+    everyone: Sequence[dict[str, Any] | None],
+) -> str:
+    listed = _listed(bad[:3], max(0, len(bad) - 3)) if bad else "a parameter"
+    begin = (
+        f"{ranks.name(ranks.rank)}: step {step}: the gradient of {listed} is not finite"
+    )
+    origins = [r for r, row in enumerate(everyone) if row is not None and row["own"]]
+    silent = [r for r, row in enumerate(everyone) if row is None]
+    if origins:
+        parts = []
+        for rank in origins:
+            row = everyone[rank] or {}
+            names = (
+                f" ({_listed(row['names'], row['more'])})" if row.get("names") else ""
+            )
+            parts.append(f"{ranks.name(rank)}{names}")
+        where = (
+            f"it was so before the reduction, in the own gradient of "
+            f"{', '.join(parts)}. Look at the input and the loss of that step there; "
+            "torch.autograd.set_detect_anomaly(True) names the operation. With a "
+            "GradScaler, whose first steps may overflow, set nan_patience=20."
+        )
+    elif silent:
+        where = (
+            f"it was finite before the reduction here, and {ranks.name_all(silent)} "
+            "did not say."
+        )
+    else:
+        where = (
+            "it was finite before the reduction on every rank: the sum over ranks, or "
+            "its type on the wire, overflowed. Scale the loss down, or plan with a "
+            "wider wire_dtype."
+        )
+    return f"{begin}; {where}"
+
+
+def _listed(names: Sequence[str], more: int) -> str:
+    text = ", ".join(map(repr, names))
+    return f"{text} and {more} more" if more else text
