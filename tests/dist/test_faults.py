@@ -109,7 +109,6 @@ def rank_asks_too_much(rank: int, size: int) -> dict[str, tuple[str, str]]:
     found = {
         "algorithm": message(make, model, plan=plan_for(model, size, algorithm="tree")),
         "wire": message(make, model, plan=plan_for(model, size, wire_dtype="float16")),
-        "resource": message(make, model, plan=plan_for(model, size, resource=4)),
     }
     mixed = net()
     mixed[0].double()
@@ -140,7 +139,6 @@ def test_what_can_not_be_carried_out_is_refused(ranks: Any) -> None:
     for case, word in {
         "algorithm": "'tree'",
         "wire": "'float16'",
-        "resource": "resource 4",
         "dtypes": "float32 and float64",
         "overlap": "'forward'",
     }.items():

@@ -46,6 +46,7 @@ from stretto.runtime.launch import (
     start_whole,
     value_or_raise,
 )
+from stretto.runtime.launch_nccl import NcclLaunch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,10 +96,9 @@ class PlannedGroup(dist.ProcessGroup):
         self._set_default_backend(kind)
         self._base = base
         self._routes = tuple(routes)
-        self._pool = pool
         self._desk = desk
         self._deferred = deferred
-        self._nccl = nccl
+        self._nccl = NcclLaunch(device) if nccl and base.size() > 1 else None
         self._device = device
         self._elements = tuple(route.elements for route in routes)
         self._following = (*range(1, len(self._routes)), 0)
@@ -113,6 +113,8 @@ class PlannedGroup(dist.ProcessGroup):
         self._held: list[tuple[Any, torch.Tensor, Any, Future[Any]]] = []
         self._rebuild_rows: list[list[int]] = []
         self._nothing = self._closing([launch_nothing] * len(self._routes))
+        needs = ((p.lane, p.resource) for route in routes for p in route.parts)
+        self._lanes = pool.open(needs) if self.size() > 1 else {}
         self.observe(None)
 
     # What the Reducer calls.
@@ -174,7 +176,7 @@ class PlannedGroup(dist.ProcessGroup):
         """Sets the launchers up, reporting to ``observer`` where there is one."""
         settling = [self._settling(route, observer) for route in self._routes]
         quick = settling
-        if observer is None and not self._nccl and self.size() > 1:
+        if observer is None and self._nccl is None and self.size() > 1:
             quick = [self._quick(route) for route in self._routes]
         if self._deferred:
             plain = quick is settling
@@ -194,6 +196,9 @@ class PlannedGroup(dist.ProcessGroup):
         if self.size() == 1:
             return launch_nothing
         settle = partial(self._settle, route)
+        if self._nccl is not None:
+            launch = self._nccl.launcher(route, self._reduces(route), observer)
+            return partial(self._launch_guarded, launch, route)
         if observer is not None:
             rows = [
                 (reduce, part, partial(observer.slice_finished, route.index))
@@ -201,15 +206,6 @@ class PlannedGroup(dist.ProcessGroup):
             ]
             launched = partial(observer.bucket_launched, route.index)
             return partial(self._launch_observed, launched, rows, settle)
-        if self._nccl:
-            reduces = self._reduces(route)
-            if len(reduces) == 1:
-                return partial(_launch_native, reduces[0])
-            cuts = [(p.start, p.end) for p in route.parts]
-            stream = torch.cuda.Stream(self._device)
-            return partial(
-                _launch_on_stream, stream, list(zip(reduces, cuts, strict=True))
-            )
         return partial(self._launch_settling, self._start(route), settle, route)
 
     def _quick(self, route: Route) -> Any:
@@ -225,7 +221,7 @@ class PlannedGroup(dist.ProcessGroup):
         return partial(start_slices, reduces, [p.end - p.start for p in route.parts])
 
     def _reduces(self, route: Route) -> list[Any]:
-        return [self._pool.lane(p.lane, p.resource).allreduce for p in route.parts]
+        return [self._lanes[p.lane, p.resource].allreduce for p in route.parts]
 
     def _deferring(self, launchers: Sequence[Any], hold: Any, last: Any) -> list[Any]:
         held = [partial(hold, launch) for launch in launchers[:-1]]
@@ -267,6 +263,15 @@ class PlannedGroup(dist.ProcessGroup):
         future = futures[0] if len(futures) == 1 else collect_all(futures)
         return Launched(future.then(partial(settle, buffer)))
 
+    def _launch_guarded(
+        self, launch: Any, route: Route, buffer: torch.Tensor, opts: Any
+    ) -> dist.Work:
+        try:
+            work: dist.Work = launch(buffer, opts)
+        except RuntimeError as exc:  # a communicator that was aborted
+            return self._give_up(route, buffer, exc)
+        return work
+
     def _launch_observed(
         self,
         launched: Callable[[float], None],
@@ -286,7 +291,7 @@ class PlannedGroup(dist.ProcessGroup):
         return Launched(collect_all(futures).then(partial(settle, buffer)))
 
     def _hold(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
-        pending: Future[Any] = Future()
+        pending: Future[Any] = Future() if self._nccl is None else self._nccl.future()
         self._held.append((launch, buffer, opts, pending))
         return Launched(pending.then(value_or_raise))
 
@@ -378,28 +383,3 @@ class PlannedGroup(dist.ProcessGroup):
     def _after_finalize(self) -> None:
         if self._desk.error is not None:
             raise self._desk.error
-
-
-def _launch_native(reduce: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
-    work: dist.Work = reduce([buffer], opts)
-    return work
-
-
-def _launch_on_stream(
-    stream: torch.cuda.Stream,
-    rows: Sequence[tuple[Any, tuple[int, int]]],
-    buffer: torch.Tensor,
-    opts: Any,
-) -> dist.Work:
-    # Not yet run on a GPU. A future made of several has no device of its own, so
-    # waiting for it would not order streams. A stream of ours waits for the slices
-    # and the future records that stream; the computation's stream goes on meanwhile.
-    works = [reduce([buffer[start:end]], opts) for reduce, (start, end) in rows]
-    future: Future[Any] = Future(devices=[buffer.device])
-    with torch.cuda.stream(stream):
-        for work in works:
-            work.wait()
-        # The caching allocator must not give the buffer away before the stream ends.
-        buffer.record_stream(stream)
-        future.set_result(buffer)
-    return Launched(future)

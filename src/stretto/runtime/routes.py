@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import nn
 
 from stretto.errors import PlanMismatch
+from stretto.runtime.lanes import check_lanes
 from stretto.schema import slice_bounds, tensors_digest
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class TensorRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One slice: elements ``start`` to ``end`` of a bucket, on a lane."""
+    """One collective: elements ``start`` to ``end`` of a bucket, on a lane."""
 
     lane: int
 
@@ -119,6 +120,7 @@ def routes_of(
             [table[index_of[n]] for n in bucket.tensors],
             [index_of[n] for n in bucket.tensors],
             sparse,
+            _pieces_of(bucket, backend),
         )
         for i, bucket in enumerate(plan.buckets)
     ]
@@ -197,16 +199,19 @@ def _check_supported(plan: Plan, backend: str, device: torch.device) -> None:
                 f"this runtime can't carry out algorithm {bucket.algorithm!r} of "
                 f"bucket {i} yet: plan with 'ring'."
             )
-        if bucket.resource is not None and backend == "gloo":
-            raise PlanMismatch(
-                f"this runtime can't carry out resource {bucket.resource} of bucket "
-                f"{i} on gloo yet: plan with resource null."
-            )
-        if bucket.slices > 1 and backend == "gloo" and device.type != "cpu":
+        pieces = bucket.slices * _pieces_of(bucket, backend)
+        if pieces > 1 and backend == "gloo" and device.type != "cpu":
             raise PlanMismatch(
                 f"this runtime can't carry out the {bucket.slices} slices of bucket "
-                f"{i} on gloo with tensors on {device.type} yet: plan with 1."
+                f"{i}, of resource {bucket.resource or 1}, on gloo with tensors on "
+                f"{device.type} yet: plan with 1 slice and resource null."
             )
+    check_lanes(plan, backend, device)
+
+
+def _pieces_of(bucket: Bucket, backend: str) -> int:
+    """Collectives that carry one slice: Note [What resource means on Gloo]."""
+    return (bucket.resource or 1) if backend == "gloo" else 1
 
 
 def _route(
@@ -216,6 +221,7 @@ def _route(
     rows: Sequence[tuple[TensorRow, nn.Parameter]],
     positions: Sequence[int],
     sparse: set[int],
+    pieces: int,
 ) -> Route:
     dtypes = sorted({row.dtype for row, _ in rows})
     devices = sorted({str(parameter.device) for _, parameter in rows})
@@ -230,10 +236,12 @@ def _route(
             f"this runtime can't carry out wire_dtype {bucket.wire_dtype!r} of bucket "
             f"{index} yet: its gradients are {dtypes[0]}. Plan with that wire_dtype."
         )
-    if any(id(p) in sparse for _, p in rows) and (len(rows) > 1 or bucket.slices > 1):
+    if any(id(p) in sparse for _, p in rows) and (
+        len(rows) > 1 or bucket.slices * pieces > 1
+    ):
         raise PlanMismatch(
             f"bucket {index} holds a parameter with sparse gradients, which must be "
-            "alone in its bucket and in one slice."
+            "alone in its bucket, in one slice and on one connection."
         )
     elements = sum(parameter.numel() for _, parameter in rows)
     bounds = slice_bounds(elements, bucket.slices) or ((0, elements),)
@@ -246,9 +254,10 @@ def _route(
             Part(
                 lane=(bucket.lane + i) % plan.lanes,
                 resource=bucket.resource,
-                start=start,
-                end=end,
+                start=start + first,
+                end=start + last,
             )
             for i, (start, end) in enumerate(bounds)
+            for first, last in slice_bounds(end - start, pieces) or ((0, 0),)
         ),
     )

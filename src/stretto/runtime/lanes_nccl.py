@@ -1,0 +1,371 @@
+"""Lanes over NCCL: a pool of communicators. Not yet run on a GPU.
+
+What to open is decided by pure functions; the class at the end touches NCCL.
+
+# Note [Communicators of a lane]
+A communicator's CTAs are fixed when it is made, so a lane whose buckets take different
+resources needs a communicator for each. Collectives on one lane must run one after
+another: those communicators are split from the largest of them with ``splitShare``, so
+that they share one device stream, on which NCCL serialises what the family launches,
+and one set of buffers. Lanes among themselves must overlap: they are never split from
+one another but have communicators of their own.
+
+# Note [Deadlock]
+A collective's CTAs spin until the peers' come. If two lanes' kernels do not both fit on
+a device, each may hold, on its own rank, the place that the other needs. Three things
+stand against it: every rank launches in the order of the plan from one thread (the
+Reducer's); NCCL is told to start kernels in that order; and all lanes together may take
+at most half of the device's multiprocessors, so that they fit even where NCCL could not
+be told. A CTA of NCCL's takes a multiprocessor nearly for itself.
+
+# Note [Streams and buffers]
+A lane's collective runs on the communicator's own stream, which first waits for what
+the launching thread's stream has been given: the copies into the bucket. The bucket's
+memory belongs to the Reducer's stream, so the caching allocator could hand it out again
+while a lane still reads it. Until the work is waited for, torch holds a reference to
+the tensor; that wait is ordered on a stream, never by the host, and the stream that
+waited is recorded with the buffer (`record_stream`), so that the allocator takes the
+memory back only when that stream has come so far. The Reducer keeps its buckets anyway;
+a replaced Reducer, or a user's hook with buffers of its own, does not.
+
+# Note [Ending communicators]
+`abort` ends kernels that wait for a lost peer; several communicators are aborted in one
+NCCL group, because one abort may wait for another's kernel. `close` waits for the
+device, then destroys. Both may hang on a device that is stuck, so both run in a thread
+that is left behind after a time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.distributed as dist
+
+from stretto.errors import PlanMismatch
+from stretto.runtime.agreement import timeout_of
+from stretto.runtime.nccl_settings import (
+    LAUNCH_ORDER,
+    LaunchOrder,
+    check_settings,
+    launch_order,
+    nccl_settings,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch.distributed.distributed_c10d import Store
+
+    from stretto.runtime.agreement import Ranks
+
+_log = logging.getLogger(__name__)
+_told: set[str] = set()
+
+SHARE_OF_DEVICE = 0.5
+"""Share of the multiprocessors that all lanes together may take."""
+
+USUAL_LANES = 8
+"""Lanes of unstated resource are limited as if there were so many, so that plans of
+two to eight lanes use the same communicators."""
+
+_END_S = 10.0
+_SPLIT_COLOUR = 1  # any number, the same on all ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communicator:
+    """One communicator to be made."""
+
+    lane: int
+
+    ctas: int | None
+    """Exactly so many CTAs for its collectives; ``None``: NCCL's choice."""
+
+    most_ctas: int | None = None
+    """At most so many where ``ctas`` is ``None``; ``None``: NCCL's own limit."""
+
+    family: bool = False
+    """Whether it shares its device stream and buffers with others of its lane."""
+
+    parent: Communicator | None = None
+    """What it is split from; ``None``: made on its own."""
+
+    @property
+    def name(self) -> str:
+        """Tells it from every other of a pool, the same on all ranks."""
+        limit = f"{self.ctas}" if self.ctas else f"most{self.most_ctas}"
+        if self.parent is not None:
+            return f"{self.parent.name}/{limit}"
+        return f"{self.lane}/{limit}{'f' if self.family else ''}"
+
+
+def most_ctas_of(multiprocessors: int) -> int:
+    """CTAs that all lanes together may take on a device."""
+    return max(1, int(SHARE_OF_DEVICE * multiprocessors))
+
+
+def communicators_of(
+    needs: Sequence[tuple[int, int | None]], *, multiprocessors: int
+) -> dict[tuple[int, int | None], Communicator]:
+    """The communicator for each lane and resource, parents before their children.
+
+    A lane without resource has NCCL's own number of CTAs if it is the only lane;
+    several such lanes are limited to equal shares of what the others leave.
+
+    Raises:
+        PlanMismatch: all lanes together take too much of the device.
+    """
+    levels: dict[int, list[int | None]] = {}
+    for lane, resource in needs:
+        levels.setdefault(lane, []).append(resource)
+    share = _free_share(levels, multiprocessors)
+    made: dict[tuple[int, int | None], Communicator] = {}
+    for lane, resources in levels.items():
+        stated = [r for r in resources if r is not None]
+        if len(resources) == 1:
+            made[lane, resources[0]] = Communicator(
+                lane=lane,
+                ctas=resources[0],
+                most_ctas=None if stated else share,
+            )
+            continue
+        largest = max(stated)
+        parent = Communicator(lane=lane, ctas=largest, family=True)
+        made[lane, largest] = parent
+        for resource in resources:
+            if resource != largest:
+                # A member has no more channels than its parent, stated or not.
+                made[lane, resource] = Communicator(
+                    lane=lane,
+                    ctas=resource,
+                    most_ctas=None if resource else largest,
+                    family=True,
+                    parent=parent,
+                )
+    return made
+
+
+def _free_share(
+    levels: dict[int, list[int | None]], multiprocessors: int
+) -> int | None:
+    """CTAs for each lane that states none; ``None``: no limit of ours."""
+    most = most_ctas_of(multiprocessors)
+    stated = {
+        lane: max(r for r in resources if r is not None)
+        for lane, resources in levels.items()
+        if any(r is not None for r in resources)
+    }
+    silent = len(levels) - len(stated)
+    total = sum(stated.values())
+    if total + silent > most:
+        shown = ", ".join(f"lane {lane}: {ctas}" for lane, ctas in stated.items())
+        more = f" and {silent} lanes of unstated resource" if silent else ""
+        raise PlanMismatch(
+            f"the plan's lanes may take {total} CTAs at once ({shown}{more}), but at "
+            f"most {most} of this device's {multiprocessors} multiprocessors may be "
+            "taken by collectives: more could end in a deadlock. Plan with fewer lanes "
+            "or less resource."
+        )
+    if silent and len(levels) > 1:
+        return max(1, (most - total) // max(silent, USUAL_LANES))
+    return None
+
+
+def check(
+    needs: Sequence[tuple[int, int | None]],
+    settings: dict[str, tuple[str, str]],
+    *,
+    multiprocessors: int,
+) -> list[str]:
+    """Requires that a plan's lanes can be opened; what is to be told besides.
+
+    Raises:
+        PlanMismatch: see `communicators_of`, `check_settings` and `launch_order`.
+    """
+    told = check_settings(settings, sets_ctas=any(r is not None for _, r in needs))
+    communicators_of(needs, multiprocessors=multiprocessors)
+    launch_order(settings, lanes=len({lane for lane, _ in needs}), launched=False)
+    return told
+
+
+def check_here(
+    needs: Sequence[tuple[int, int | None]], _ranks: int, device: torch.device
+) -> None:
+    """`check` against this process's environment and device."""
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    for line in check(needs, nccl_settings(os.environ), multiprocessors=count):
+        _tell_once(line)
+
+
+def fill_options(options: Any, wanted: Communicator, parent: Any, ranks: Ranks) -> Any:
+    """Options of a new communicator; ``options`` must be fresh, for torch writes to it.
+
+    What a release of torch lacks is asked of the object itself, not of its version.
+
+    Raises:
+        PlanMismatch: this torch can't split communicators that share.
+    """
+    options._timeout = timeout_of(ranks.timeout_s)  # noqa: SLF001
+    if hasattr(options, "global_ranks_in_group"):
+        options.global_ranks_in_group = list(ranks.names)
+    if hasattr(options, "group_name"):
+        options.group_name = f"stretto lane {wanted.name}"
+    if wanted.ctas is not None:
+        # Equal values pin the number of channels, also above what NCCL would take.
+        options.config.min_ctas = wanted.ctas
+        options.config.max_ctas = wanted.ctas
+        # Clusters of CTAs start only where all of one fit at once; beside computation
+        # single ones start sooner. And the count alone decides what is taken.
+        options.config.cga_cluster_size = 1
+    elif wanted.most_ctas is not None:
+        options.config.max_ctas = wanted.most_ctas
+    if wanted.family:
+        if not hasattr(options.config, "split_share") or not hasattr(
+            options, "split_from"
+        ):
+            raise PlanMismatch(
+                f"lane {wanted.lane} has buckets of different resource, for which this "
+                f"torch ({torch.__version__}) can't make communicators: plan with one "
+                "resource per lane, or install torch 2.11 or newer."
+            )
+        options.config.split_share = 1
+        if parent is not None:
+            options.split_from = parent
+            options.split_color = _SPLIT_COLOUR
+    return options
+
+
+@final
+class NcclLanes:
+    """Makes communicators and ends them."""
+
+    def __init__(
+        self,
+        *,
+        ranks: Ranks,
+        store_for: Callable[[str], Store],
+        device: torch.device,
+    ) -> None:
+        self._ranks = ranks
+        self._store_for = store_for
+        self._device = device
+        self._open: dict[Communicator, Any] = {}
+
+    def open(
+        self, needs: Sequence[tuple[int, int | None]]
+    ) -> dict[tuple[int, int | None], Any]:
+        """The communicators that carry what one plan asks; collective."""
+        count = torch.cuda.get_device_properties(self._device).multi_processor_count
+        wanted = communicators_of(needs, multiprocessors=count)
+        self._settle_order(len({lane for lane, _ in needs}))
+        for communicator in wanted.values():  # parents come first
+            if communicator not in self._open:
+                self._open[communicator] = self._make(communicator)
+        return {need: self._open[wanted[need]] for need in needs}
+
+    def _settle_order(self, lanes: int) -> None:
+        lanes = max(lanes, len({c.lane for c in self._open}))
+        order = launch_order(
+            nccl_settings(os.environ), lanes=lanes, launched=_collectives_issued() > 0
+        )
+        if order is LaunchOrder.SET:
+            os.environ[LAUNCH_ORDER] = "1"
+        elif order is LaunchOrder.TOO_LATE:
+            _tell_once(
+                f"{LAUNCH_ORDER} was not set when NCCL ran its first collective: lanes "
+                f"rely on fitting beside each other. Start with {LAUNCH_ORDER}=1"
+            )
+
+    def _make(self, wanted: Communicator) -> Any:
+        # A new object each time: torch writes time-out, name and parent into it.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        parent = None if wanted.parent is None else self._open[wanted.parent]
+        fill_options(options, wanted, parent, self._ranks)
+        backend = dist.ProcessGroupNCCL(
+            self._store_for(wanted.name), self._ranks.rank, self._ranks.size, options
+        )
+        # Now rather than at the first collective, which would wait within a step.
+        backend.eager_connect_single_device(self._device)
+        return backend
+
+    def abort(self) -> None:
+        """Ends all kernels and connections, within a time limit."""
+        backends = list(self._open.values())
+        if not within(_END_S, lambda: abort_all(backends)):
+            _log.error("NCCL communicators could not be aborted in %g s", _END_S)
+
+    def close(self) -> None:
+        """Ends communicators whose collectives are done, within a time limit."""
+        backends = list(self._open.values())
+        self._open.clear()
+        if not backends:
+            return
+
+        def end() -> None:
+            torch.cuda.synchronize(self._device)
+            for backend in reversed(backends):  # children before their parents
+                backend.shutdown()
+
+        if not within(_END_S, end):
+            within(_END_S, lambda: abort_all(backends))
+
+
+def abort_all(backends: Iterable[Any]) -> None:
+    """Aborts communicators in one NCCL group."""
+    ordered = list(backends)[::-1]
+    if not ordered:
+        return
+    grouped = hasattr(ordered[0], "_group_start")
+    if grouped:
+        ordered[0]._group_start()  # noqa: SLF001
+    for backend in ordered:
+        with contextlib.suppress(RuntimeError):  # ended already: the next one
+            backend.abort()
+    if grouped:
+        ordered[0]._group_end()  # noqa: SLF001
+
+
+def within(seconds: float, call: Callable[[], None]) -> bool:
+    """Whether a call that may hang succeeded in time; if not, it is left behind."""
+    succeeded = threading.Event()
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            call()
+            succeeded.set()
+        except Exception as error:  # noqa: BLE001 - told; there is nobody to raise to
+            _log.warning("ending NCCL communicators: %s", error)
+        ended.set()
+
+    thread = threading.Thread(target=run, name="stretto-nccl-end", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        # The interpreter ends and starts no more threads; nothing else can bound it.
+        run()
+    ended.wait(seconds)
+    return succeeded.is_set()
+
+
+def _collectives_issued() -> int:
+    """NCCL collectives that groups of this process have issued so far."""
+    issued = 0
+    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001
+        with contextlib.suppress(RuntimeError):
+            backend: Any = group._get_backend(torch.device("cuda"))  # noqa: SLF001
+            if "nccl" in backend.name():
+                issued += backend._get_sequence_number_for_group()  # noqa: SLF001
+    return issued
+
+
+def _tell_once(line: str) -> None:
+    if line not in _told:
+        _told.add(line)
+        _log.warning("%s", line)
