@@ -1,0 +1,317 @@
+"""The search inside a run: which plan the next steps try, and when to stop.
+
+Pure: it is told step times and names plans; it neither runs nor measures anything.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+from stretto.errors import SpecError
+from stretto.schema import Plan
+from stretto.tune.bandit import Bandit
+from stretto.tune.space import Point
+from stretto.tune.techniques.base import LEAST_STEPS, Proposal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from stretto.tune.techniques.base import AbstractTechnique
+
+START = "start"
+"""What a trial of a plan that was there before the search names as its technique."""
+
+_SURE = 4.5
+"""Spreads (median absolute deviations over the root of the number of steps) between
+two medians that count as a difference: about three standard errors."""
+
+_HOPELESS_RATIO = 1.15
+"""A trial ends after its first counted steps when each is slower than this times the
+incumbent: its median can't win any more."""
+
+_HOPELESS_STEPS = 2
+
+_MOST_REPEATS = 12
+"""Proposals already measured that are passed over before a technique's turn ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a search may cost."""
+
+    steps: int = 100
+    """Steps in which plans may be tried."""
+
+    lost_ratio: float = 0.05
+    """Time that trials may lose against the incumbent, as a share of ``steps`` times
+    the incumbent's step: the bound on what a search costs."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise SpecError(f"steps must be >= 1, got {self.steps}", place=".steps")
+        if not (math.isfinite(self.lost_ratio) and self.lost_ratio >= 0):
+            raise SpecError(
+                f"lost_ratio must be >= 0, got {self.lost_ratio}", place=".lost_ratio"
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class Trial:
+    """A plan that was tried for some steps."""
+
+    technique: str
+
+    key: Point | str
+    """A point of the space, or the name of a plan that was there before."""
+
+    plan: Plan
+
+    wanted_steps: int
+
+    steps_s: list[float] = field(default_factory=list)
+    """Step times that count, the slowest rank's; the step of the change is left out."""
+
+    failed: str | None = None
+    """Why the plan could not be run."""
+
+    ended_early: bool = False
+    """Whether it was given up as hopeless before all its steps."""
+
+    won: bool = False
+    """Whether it became the incumbent."""
+
+    @property
+    def step_s(self) -> float:
+        """The score: the median; infinite where the plan could not be run."""
+        if self.failed is not None or not self.steps_s:
+            return math.inf
+        return statistics.median(self.steps_s)
+
+    @property
+    def spread_s(self) -> float:
+        """Median absolute deviation of the steps: an outlier does not move it."""
+        if not self.steps_s:
+            return 0.0
+        middle_s = statistics.median(self.steps_s)
+        return statistics.median(abs(s - middle_s) for s in self.steps_s)
+
+
+@final
+class Search:
+    """One search: from the first plans to the plan that stays.
+
+    `next_trial` names what to try; every counted step of it goes to `step`, which says
+    whether the trial is over. The incumbent is the best plan so far: it is replaced
+    only by one whose median of at least three steps is faster by more than the noise.
+    """
+
+    def __init__(
+        self,
+        *,
+        starts: Sequence[tuple[str, Plan]],
+        arms: Mapping[str, AbstractTechnique],
+        plan_of: Callable[[Point], Plan],
+        floor_s: Callable[[Plan], float],
+        bound_s: float,
+        limits: Limits,
+        bandit: Bandit | None = None,
+    ) -> None:
+        """A search.
+
+        Args:
+            starts: Plans that are tried first, by name; the first is the incumbent
+                until another wins.
+            arms: Techniques by name.
+            plan_of: The plan a point of the space means.
+            floor_s: What a plan's step takes at least; one above the incumbent is
+                never tried.
+            bound_s: What no plan's step can be shorter than.
+            limits: What the search may cost.
+            bandit: Chooses among the arms; by default one over all of them.
+
+        Raises:
+            SpecError: there is no plan to start from.
+        """
+        if not starts:
+            raise SpecError("a search needs at least one plan to start from")
+        self._starts = list(starts)
+        self._arms = dict(arms)
+        self._bandit = bandit or (Bandit(tuple(self._arms)) if self._arms else None)
+        self._plan_of = plan_of
+        self._floor_s = floor_s
+        self._bound_s = bound_s
+        self._limits = limits
+        self._proposal: Proposal | None = None
+        self._by_key: dict[Point | str, Trial] = {}
+        self._digests: dict[str, Trial] = {}
+        self.trials: list[Trial] = []
+        """All trials, oldest first."""
+        self.incumbent: Trial | None = None
+        self.steps_used = 0
+        """Steps spent, those of changes included."""
+        self.ended: str | None = None
+        """Why the search is over; ``None``: it is not."""
+
+    @property
+    def lost_s(self) -> float:
+        """Time lost so far: trials' steps against the incumbent's as it is now."""
+        if self.incumbent is None:
+            return 0.0
+        best_s = self.incumbent.step_s
+        return sum(max(0.0, s - best_s) for trial in self.trials for s in trial.steps_s)
+
+    @property
+    def most_lost_s(self) -> float:
+        """What may be lost: the limit as it is read with the present incumbent."""
+        if self.incumbent is None or math.isinf(self.incumbent.step_s):
+            return math.inf
+        step_s = self.incumbent.step_s
+        # Never more than could be won in as many steps again.
+        could_win_s = max(0.0, step_s - self._bound_s) * self._limits.steps
+        return min(self._limits.lost_ratio * self._limits.steps * step_s, could_win_s)
+
+    @property
+    def noise_s(self) -> float:
+        """A difference of medians below this may be chance."""
+        if self.incumbent is None or len(self.incumbent.steps_s) < LEAST_STEPS:
+            return 0.0
+        return _noise_s(self.incumbent)
+
+    def next_trial(self) -> Trial | None:
+        """What to try next; ``None``: the search is over and `ended` says why."""
+        if self.ended is not None:
+            return None
+        if self._starts:
+            return self._open(START, *self._starts.pop(0), LEAST_STEPS)
+        self.ended = self._why_end()
+        if self.ended is not None:
+            return None
+        trial = self._propose()
+        if trial is None:
+            self.ended = "every technique is out of proposals"
+        return trial
+
+    def step(self, step_s: float, *, counts: bool = True) -> bool:
+        """Takes a step time of the trial under way; whether the trial is over.
+
+        ``counts`` is false for the step of the change.
+        """
+        trial = self.trials[-1]
+        self.steps_used += 1
+        if not counts:
+            return False
+        trial.steps_s.append(step_s)
+        if len(trial.steps_s) >= trial.wanted_steps:
+            self._close(trial)
+            return True
+        best = self.incumbent
+        if (
+            best is not None
+            and len(trial.steps_s) >= _HOPELESS_STEPS
+            and min(trial.steps_s) > _HOPELESS_RATIO * best.step_s + _noise_s(best)
+        ):
+            trial.ended_early = True
+            self._close(trial)
+            return True
+        return False
+
+    def fail(self, reason: str) -> None:
+        """The trial under way can't be run, for instance for lack of memory."""
+        trial = self.trials[-1]
+        trial.failed = reason
+        self._close(trial)
+
+    # Deciding.
+
+    def _why_end(self) -> str | None:
+        best = self.incumbent
+        if best is None or math.isinf(best.step_s):
+            return "no plan could be run"
+        if self.steps_used >= self._limits.steps:
+            return f"{self.steps_used} steps were used"
+        if best.step_s - self._bound_s <= _noise_s(best):
+            return "the incumbent is as fast as the bound, within the noise"
+        if self.lost_s >= self.most_lost_s:
+            return "trials have lost as much time as they may"
+        return None
+
+    def _propose(self) -> Trial | None:
+        """The next proposal that is worth trying, by whoever the bandit chooses."""
+        open_arms = list(self._arms)
+        while open_arms and self._bandit is not None:
+            name = self._bandit.choose(open_arms)
+            for _ in range(_MOST_REPEATS):
+                proposal = self._arms[name].ask()
+                if proposal is None:
+                    open_arms.remove(name)
+                    break
+                trial = self._worth_trying(name, proposal)
+                if trial is not None:
+                    return trial
+            else:
+                open_arms.remove(name)
+            self._bandit.tell(name, improved=False)
+        return None
+
+    def _worth_trying(self, name: str, proposal: Proposal) -> Trial | None:
+        """The trial of a proposal; a known or hopeless one is answered at once."""
+        known = self._by_key.get(proposal.point)
+        plan = self._plan_of(proposal.point)
+        known = known or self._digests.get(plan.digest)
+        if known is not None and (
+            len(known.steps_s) >= proposal.steps
+            or known.failed is not None
+            or known.ended_early
+        ):
+            self._tell(name, proposal, known.step_s)
+            return None
+        floor_s = self._floor_s(plan)
+        best = self.incumbent
+        if best is not None and floor_s >= best.step_s - _noise_s(best):
+            self._tell(name, proposal, floor_s)
+            return None
+        self._proposal = proposal
+        return self._open(name, proposal.point, plan, proposal.steps)
+
+    def _open(self, name: str, key: Point | str, plan: Plan, steps: int) -> Trial:
+        trial = Trial(
+            technique=name, key=key, plan=plan, wanted_steps=max(steps, LEAST_STEPS)
+        )
+        self.trials.append(trial)
+        return trial
+
+    def _close(self, trial: Trial) -> None:
+        self._by_key[trial.key] = trial
+        self._digests[trial.plan.digest] = trial
+        best = self.incumbent
+        enough = len(trial.steps_s) >= LEAST_STEPS and trial.failed is None
+        if best is None or math.isinf(best.step_s):
+            trial.won = enough
+        else:
+            margin_s = max(_noise_s(best), _noise_s(trial))
+            trial.won = enough and trial.step_s < best.step_s - margin_s
+        if trial.won or best is None:
+            self.incumbent = trial
+        proposal, self._proposal = self._proposal, None
+        if proposal is None:
+            for technique in self._arms.values():
+                if not isinstance(trial.key, str):
+                    told = Proposal(point=trial.key, steps=trial.wanted_steps)
+                    technique.tell(told, trial.step_s, mine=False)
+            return
+        if self._bandit is not None:
+            self._bandit.tell(trial.technique, improved=trial.won)
+        self._tell(trial.technique, proposal, trial.step_s)
+
+    def _tell(self, name: str, proposal: Proposal, step_s: float) -> None:
+        for other, technique in self._arms.items():
+            technique.tell(proposal, step_s, mine=other == name)
+
+
+def _noise_s(trial: Trial) -> float:
+    if len(trial.steps_s) < LEAST_STEPS:
+        return 0.0
+    return _SURE * trial.spread_s / math.sqrt(len(trial.steps_s))

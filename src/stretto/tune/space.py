@@ -1,0 +1,147 @@
+"""What a tuner may choose: an ordered grid of ways to cut and send gradients."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from stretto.errors import SpecError
+from stretto.planners.aiacc import MAX_LANES, dispatched, lane_choices
+from stretto.planners.base import Draft, finish
+from stretto.planners.ddp import capped_ends
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.schema import Cluster, Plan, Workload
+
+Point = tuple[int, ...]
+"""A position on every axis of a space, by index."""
+
+FAMILIES = ("units", "slices")
+"""``units``: packs cut into units of one size that take the lanes in turn (AIACC);
+``slices``: packs cut into a number of slices, whatever their size."""
+
+UNIT_BYTES = tuple(2**18 * 4**i for i in range(5))
+"""256 KiB to 64 MiB."""
+
+OVERLAPS = ("backward", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One dimension: its values in an order in which neighbours are alike."""
+
+    name: str
+
+    values: tuple[object, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise SpecError(f"axis {self.name!r} needs at least one value")
+
+
+@final
+class Space:
+    """The plans a tuner may try for one model, as points on a grid.
+
+    Several points may mean one plan (a unit larger than the model, more slices than
+    lanes); `canonical` gives the one that stands for all.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        max_lanes: int = MAX_LANES,
+        unit_bytes: Sequence[int] = UNIT_BYTES,
+        overlaps: Sequence[str] = OVERLAPS[:1],
+    ) -> None:
+        """The space for a workload.
+
+        Raises:
+            SpecError: an axis is empty or a value out of range.
+        """
+        if max_lanes < 1:
+            raise SpecError(f"max_lanes must be >= 1, got {max_lanes}")
+        total = sum(tensor.bytes for tensor in workload.tensors)
+        # A unit beyond the whole model is the whole model.
+        fitting = [u for u in unit_bytes if u < total]
+        units = (*fitting, *[u for u in unit_bytes if u >= total][:1])
+        lanes = lane_choices(max_lanes)
+        self._workload = workload
+        self.axes = (
+            Axis(name="family", values=FAMILIES),
+            Axis(name="unit_bytes", values=units),
+            Axis(name="lanes", values=lanes),
+            Axis(name="slices", values=lanes),
+            Axis(name="overlap", values=tuple(overlaps)),
+        )
+        self.shape = tuple(len(axis.values) for axis in self.axes)
+        self._drafts: dict[Point, Draft] = {}
+        self._first: dict[Draft, Point] = {}
+        for point in itertools.product(*map(range, self.shape)):
+            draft = self._draft(point)
+            self._drafts[point] = draft
+            self._first.setdefault(draft, point)
+        self.points = tuple(self._first.values())
+        """One point for every different plan."""
+
+    def canonical(self, point: Point) -> Point:
+        """The point that stands for all that mean the same plan.
+
+        Raises:
+            SpecError: the point lies outside.
+        """
+        if point not in self._drafts:
+            raise SpecError(f"point {point} lies outside of shape {self.shape}")
+        return self._first[self._drafts[point]]
+
+    def plan(self, point: Point, cluster: Cluster, *, planner: str = "tuned") -> Plan:
+        """The plan a point means, with its prediction on ``cluster``."""
+        return finish(
+            self._drafts[self.canonical(point)], planner, self._workload, cluster
+        )
+
+    def describe(self, point: Point) -> dict[str, object]:
+        """The point's values by the names of their axes."""
+        return {
+            axis.name: axis.values[i] for axis, i in zip(self.axes, point, strict=True)
+        }
+
+    def _draft(self, point: Point) -> Draft:
+        family, unit, lanes, slices, overlap = (
+            axis.values[i] for axis, i in zip(self.axes, point, strict=True)
+        )
+        assert isinstance(unit, int)  # noqa: S101
+        assert isinstance(lanes, int)  # noqa: S101
+        assert isinstance(slices, int)  # noqa: S101
+        ends = capped_ends(self._workload, unit, unit)
+        if family == "units":
+            draft = dispatched(self._workload, ends, unit, lanes)
+        else:
+            # More slices than lanes only queue behind each other.
+            draft = Draft.in_turn(ends, lanes=lanes, slices=min(slices, lanes))
+        return _tidy(draft, str(overlap))
+
+
+def _tidy(draft: Draft, overlap: str) -> Draft:
+    """The draft without lanes that nothing takes, so that equal plans are equal."""
+    used = {
+        (lane + i) % draft.lanes
+        for lane, slices in zip(draft.bucket_lanes, draft.slices, strict=True)
+        for i in range(slices)
+    }
+    lanes = draft.lanes if len(used) == draft.lanes else max(used) + 1
+    wraps = any(
+        lane + slices > lanes
+        for lane, slices in zip(draft.bucket_lanes, draft.slices, strict=True)
+    )
+    return Draft(
+        ends=draft.ends,
+        slices=draft.slices,
+        bucket_lanes=draft.bucket_lanes,
+        lanes=draft.lanes if wraps else lanes,
+        overlap=overlap,
+    )

@@ -1,0 +1,75 @@
+"""Coordinate descent from the best point known."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar, final
+
+from stretto.tune.techniques.base import AbstractTechnique, Proposal
+
+if TYPE_CHECKING:
+    from stretto.tune.space import Point, Space
+
+
+@final
+class CoordinateTechnique(AbstractTechnique):
+    """Neighbours of the best point, one axis after another.
+
+    The response to lanes, unit size and resource is unimodal (AutoCCL, NSDI 2025), so
+    going on in a direction while it helps finds each axis's optimum. Where no untried
+    neighbour is left the technique has nothing to propose, until somebody finds a
+    better point.
+    """
+
+    name: ClassVar[str] = "coordinate"
+
+    def __init__(self, space: Space, start: Point | None = None) -> None:
+        """Descends from ``start`` or the first point told."""
+        self._space = space
+        self._best = start
+        self._best_s = math.inf
+        self._tried: set[Point] = set()
+        self._axis = 0
+        self._direction = 1
+
+    def ask(self) -> Proposal | None:
+        """The next untried neighbour of the best point."""
+        if self._best is None:
+            return None
+        if math.isinf(self._best_s) and self._best not in self._tried:
+            return Proposal(point=self._best)
+        for _ in range(2 * len(self._space.shape)):
+            point = self._neighbour()
+            if point is not None and point not in self._tried:
+                return Proposal(point=point)
+            self._turn()
+        return None
+
+    def tell(self, proposal: Proposal, step_s: float, *, mine: bool) -> None:
+        """Moves to a better point and keeps the direction that led there."""
+        self._tried.add(proposal.point)
+        if step_s < self._best_s:
+            self._best, self._best_s = proposal.point, step_s
+        elif mine:
+            self._turn()
+
+    def _neighbour(self) -> Point | None:
+        """The next point in the current direction that means another plan."""
+        best = self._best
+        if best is None:
+            return None
+        place = best[self._axis] + self._direction
+        while 0 <= place < self._space.shape[self._axis]:
+            moved = self._space.canonical(
+                (*best[: self._axis], place, *best[self._axis + 1 :])
+            )
+            if moved != best:
+                return moved
+            place += self._direction
+        return None
+
+    def _turn(self) -> None:
+        """The other direction, then the next axis."""
+        self._direction = -self._direction
+        if self._direction == 1:
+            self._axis = (self._axis + 1) % len(self._space.shape)

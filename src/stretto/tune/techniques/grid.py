@@ -1,0 +1,42 @@
+"""Grid search: every point once, coarse before fine."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, ClassVar, final
+
+from stretto.tune.techniques.base import AbstractTechnique, Proposal
+
+if TYPE_CHECKING:
+    from stretto.tune.space import Point, Space
+
+
+@final
+class GridTechnique(AbstractTechnique):
+    """All points of the space, spread before neighbours.
+
+    A budget rarely lasts for the whole grid, so points come in the order of the bit
+    reversed position in it (van der Corput): after any number of them, those tried are
+    spread over the whole grid. Points that others tried are not tried again.
+    """
+
+    name: ClassVar[str] = "grid"
+
+    def __init__(self, space: Space) -> None:
+        """The grid of a space."""
+        number = len(space.points)
+        bits = max(1, (number - 1).bit_length())
+        order = sorted(range(number), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
+        self._waiting = deque(space.points[i] for i in order)
+        self._tried: set[Point] = set()
+
+    def ask(self) -> Proposal | None:
+        """The next point that nobody tried."""
+        while self._waiting and self._waiting[0] in self._tried:
+            self._waiting.popleft()
+        return Proposal(point=self._waiting[0]) if self._waiting else None
+
+    def tell(self, proposal: Proposal, step_s: float, *, mine: bool) -> None:
+        """Takes the point off the list."""
+        del step_s, mine
+        self._tried.add(proposal.point)

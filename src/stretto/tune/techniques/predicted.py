@@ -1,0 +1,57 @@
+"""The planner's own ranking: points in the order of their predicted step time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, final
+
+from stretto.tune.techniques.base import AbstractTechnique, Proposal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stretto.tune.space import Point, Space
+
+MOST_RATIO = 1.10
+"""Points predicted to be slower than the best by more than this are not proposed."""
+
+
+@final
+class PredictedTechnique(AbstractTechnique):
+    """The best points under the fitted model, which trials correct.
+
+    ``predict_s`` gives a point's step time under the model as it is now; it is asked
+    anew for every proposal, so a corrected model reorders what is still untried.
+    """
+
+    name: ClassVar[str] = "predicted"
+
+    def __init__(
+        self,
+        space: Space,
+        predict_s: Callable[[Point], float],
+        *,
+        most_ratio: float = MOST_RATIO,
+    ) -> None:
+        """Ranks the points of a space."""
+        self._space = space
+        self._predict_s = predict_s
+        self._most_ratio = most_ratio
+        self._tried: set[Point] = set()
+
+    def ask(self) -> Proposal | None:
+        """The untried point with the shortest predicted step."""
+        predicted_s = {point: self._predict_s(point) for point in self._space.points}
+        ceiling_s = min(predicted_s.values()) * self._most_ratio
+        left = [
+            point
+            for point, step_s in predicted_s.items()
+            if point not in self._tried and step_s <= ceiling_s
+        ]
+        if not left:
+            return None
+        return Proposal(point=min(left, key=predicted_s.__getitem__))
+
+    def tell(self, proposal: Proposal, step_s: float, *, mine: bool) -> None:
+        """Takes the point off the list; the model learns elsewhere."""
+        del step_s, mine
+        self._tried.add(proposal.point)

@@ -1,0 +1,173 @@
+"""Every technique keeps the contract and beats chance where it claims to."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import pytest
+
+from stretto.errors import SpecError
+from stretto.tune.techniques import (
+    AbstractTechnique,
+    BayesTechnique,
+    CoordinateTechnique,
+    GridTechnique,
+    HyperbandTechnique,
+    PopulationTechnique,
+    PredictedTechnique,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stretto.tune.space import Point, Space
+
+    StepTime = Callable[[Point], float]
+
+NAMES = ("grid", "population", "bayes", "hyperband", "coordinate", "predicted")
+
+
+def made(
+    name: str, space: Space, step_s: StepTime, *, seed: int = 0
+) -> AbstractTechnique:
+    if name == "grid":
+        return GridTechnique(space)
+    if name == "population":
+        return PopulationTechnique(space, random.Random(seed))
+    if name == "bayes":
+        pytest.importorskip("optuna", reason="stretto[tune] is not installed")
+        return BayesTechnique(space, seed=seed)
+    if name == "hyperband":
+        return HyperbandTechnique(space, random.Random(seed))
+    if name == "coordinate":
+        start = random.Random(seed).choice(space.points)
+        return CoordinateTechnique(space, start)
+    return PredictedTechnique(space, step_s)
+
+
+def run(technique: AbstractTechnique, step_s: StepTime, trials: int) -> list[Point]:
+    asked = []
+    for _ in range(trials):
+        proposal = technique.ask()
+        if proposal is None:
+            break
+        asked.append(proposal.point)
+        technique.tell(proposal, step_s(proposal.point), mine=True)
+    return asked
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_proposals_are_canonical_points_of_the_space(
+    name: str, space: Space, step_s: StepTime
+) -> None:
+    asked = run(made(name, space, step_s), step_s, 60)
+    assert asked
+    assert set(asked) <= set(space.points)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_seeds_and_results_give_equal_proposals(
+    name: str, space: Space, step_s: StepTime
+) -> None:
+    first, second = (run(made(name, space, step_s), step_s, 40) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_points_that_can_not_run_and_others_results_are_taken(
+    name: str, space: Space, step_s: StepTime
+) -> None:
+    technique = made(name, space, step_s)
+    rng = random.Random(1)
+    for turn in range(40):
+        proposal = technique.ask()
+        if proposal is None:
+            break
+        assert proposal.steps >= 3
+        broken = turn % 5 == 0
+        technique.tell(
+            proposal, math.inf if broken else step_s(proposal.point), mine=True
+        )
+        foreign = type(proposal)(point=rng.choice(space.points))
+        technique.tell(foreign, step_s(foreign.point), mine=False)
+
+
+@pytest.mark.parametrize("name", ["bayes", "population", "coordinate"])
+def test_what_learns_spends_its_later_trials_on_better_points(
+    name: str, space: Space, step_s: StepTime
+) -> None:
+    average_s = fmean(map(step_s, space.points))
+    late_s = []
+    for seed in range(12):
+        asked = run(made(name, space, step_s, seed=seed), step_s, 30)
+        late_s.append(fmean(map(step_s, asked[len(asked) // 2 :])))
+    assert fmean(late_s) < average_s
+    assert sum(value < average_s for value in late_s) >= 10
+
+
+def test_the_grid_tries_every_point_once_spread_over_it(
+    space: Space, step_s: StepTime
+) -> None:
+    asked = run(GridTechnique(space), step_s, 10_000)
+    assert sorted(asked) == sorted(space.points)
+    place = {point: i for i, point in enumerate(space.points)}
+    early = sorted(place[point] for point in asked[:8])
+    gaps = [b - a for a, b in pairwise(early)]
+    assert max(gaps) <= len(space.points) // 4
+
+
+def test_hyperband_gives_the_better_third_more_steps(
+    space: Space, step_s: StepTime
+) -> None:
+    technique = HyperbandTechnique(space, random.Random(0), most_steps=27)
+    rungs: list[tuple[int, Point]] = []
+    for _ in range(9 + 3 + 1):
+        proposal = technique.ask()
+        assert proposal is not None
+        rungs.append((proposal.steps, proposal.point))
+        technique.tell(proposal, step_s(proposal.point), mine=True)
+    assert [steps for steps, _ in rungs] == [3] * 9 + [9] * 3 + [27]
+    best_first = sorted({point for steps, point in rungs if steps == 3}, key=step_s)
+    assert {p for steps, p in rungs if steps == 9} == set(best_first[:3])
+    assert rungs[-1][1] == best_first[0]
+    following = technique.ask()
+    assert following is not None
+    assert following.steps == 9  # the next, deeper bracket
+
+
+def test_coordinate_descent_ends_where_no_neighbour_is_better(
+    space: Space, step_s: StepTime
+) -> None:
+    technique = CoordinateTechnique(space, space.points[0])
+    asked = run(technique, step_s, 10_000)
+    best = min(asked, key=step_s)
+    for axis, length in enumerate(space.shape):
+        for place in (best[axis] - 1, best[axis] + 1):
+            if 0 <= place < length:
+                moved = space.canonical((*best[:axis], place, *best[axis + 1 :]))
+                assert step_s(moved) >= step_s(best)
+    assert technique.ask() is None
+    assert len(asked) < len(space.points)
+
+
+def test_the_prediction_orders_proposals_and_ends_where_they_get_poor(
+    space: Space, step_s: StepTime
+) -> None:
+    asked = run(PredictedTechnique(space, step_s, most_ratio=1.05), step_s, 10_000)
+    times_s = [step_s(point) for point in asked]
+    assert times_s == sorted(times_s)
+    best_s = min(map(step_s, space.points))
+    assert len(asked) == sum(step_s(p) <= 1.05 * best_s for p in space.points)
+
+
+def test_options_out_of_range_are_refused(space: Space) -> None:
+    with pytest.raises(SpecError, match="members must be >= 2"):
+        PopulationTechnique(space, random.Random(0), members=1)
+    with pytest.raises(SpecError, match="most_steps must be >= 3"):
+        HyperbandTechnique(space, random.Random(0), most_steps=2)
+    with pytest.raises(SpecError, match="factor must be >= 2"):
+        HyperbandTechnique(space, random.Random(0), factor=1)
