@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from stretto.cost.burst import DEEPPOOL, BurstNetwork
+from stretto.errors import SpecError
 from stretto.planners.burst import plan as planning
 from stretto.planners.burst.problem import BurstProblem
+from stretto.planners.burst.scaling import scaling
+from stretto.sim.burst import BUCKET_BYTES, BurstStep, simulate_burst
+from stretto.sim.scaling import cluster_at
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from stretto.planners.burst.scaling import ScaledGpus
     from stretto.schema import Cluster
     from stretto.schema.burst import BurstPlan, LayerProfile
+    from stretto.schema.efficiency import SampleEfficiency
+
+_EXPOSED = (1.0, 0.5, 0.25, 0.1, 0.0)
+"""Parts of synchronisation that a candidate plan is searched for."""
+
+MOST_SIMULATED = 64
+"""Up to so many GPUs plans are compared by simulated steps."""
 
 
 def problem(
@@ -19,7 +37,7 @@ def problem(
     gpus: int,
     batch: int,
     amplification_limit: float | None = None,
-    widths: str = "powers",
+    widths: str | Sequence[int] = "powers",
     cluster: Cluster | None = None,
 ) -> BurstProblem:
     """A burst planning problem.
@@ -29,9 +47,20 @@ def problem(
         gpus: how many a plan may use.
         batch: samples of an iteration over all GPUs.
         amplification_limit: of each layer's GPU time against that on one GPU.
-        widths: the numbers of GPUs a layer may get: ``powers``, ``divisors``, ``all``.
+        widths: the numbers of GPUs a layer may get: ``powers``, ``divisors``, ``all``,
+            or numbers that divide ``gpus``.
         cluster: gives the network; without one it is DeepPool's published constants.
+
+    Raises:
+        SpecError: a limit below 1, or a width that breaks its rule.
     """
+    limit = amplification_limit
+    if limit is not None and not 1 <= limit < math.inf:
+        raise SpecError(
+            f"the amplification limit must be finite and >= 1, got {limit:g}: 1 asks "
+            "for no more GPU time than on one GPU",
+            place=".amplification_limit",
+        )
     network = DEEPPOOL if cluster is None else BurstNetwork.of(cluster, gpus)
     return BurstProblem.of(
         profile,
@@ -39,7 +68,7 @@ def problem(
         gpus=gpus,
         batch=batch,
         widths=widths,
-        amplification_limit=amplification_limit,
+        amplification_limit=limit,
     )
 
 
@@ -61,3 +90,135 @@ def front(problem: BurstProblem) -> list[BurstPlan]:
         SpecError: the graph is not series-parallel, or a needed time is not profiled.
     """
     return planning.plans_of_front(problem)
+
+
+def simulate(
+    profile: LayerProfile,
+    plan: BurstPlan,
+    cluster: Cluster,
+    *,
+    shares: Sequence[int] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    lanes: int = 1,
+    cores: float | None = None,
+) -> BurstStep:
+    """A plan's step on a cluster, event by event; see `simulate_burst`.
+
+    ``shares`` are the samples that each rank comes with; equal ones where absent.
+    """
+    from stretto.burst.layout import Layouts
+
+    given = even_shares(plan.batch, plan.gpus) if shares is None else shares
+    return simulate_burst(
+        profile,
+        plan,
+        cluster,
+        Layouts(given),
+        bucket_bytes=bucket_bytes,
+        lanes=lanes,
+        cores=cores,
+    )
+
+
+def even_shares(batch: int, gpus: int) -> tuple[int, ...]:
+    """The samples of each rank, as equal as can be, the first ranks' more."""
+    return tuple(-(-(batch - i) // gpus) for i in range(gpus))
+
+
+def plan_on(
+    problem: BurstProblem, cluster: Cluster, **options: Any
+) -> tuple[BurstPlan, BurstStep]:
+    """The plan with the shortest simulated step, and that step.
+
+    The search counts a layer's synchronisation as if it came after its backward;
+    really some of it is under other layers' backward. So plans are searched for several
+    parts of it that count, plans of one width are added, each is simulated, and the
+    fastest stays. With a limit only plans that keep it with all of it counted are
+    among them. The prediction is the simulation's.
+
+    Args:
+        problem: from `problem`, for this cluster.
+        cluster: where it runs.
+        options: of `simulate`: ``bucket_bytes``, ``lanes``, ``cores``.
+
+    Raises:
+        Infeasible: none keeps the limit; the nearest limit that one keeps is named.
+        SpecError: the graph is not series-parallel, or a needed time is not profiled.
+    """
+    limit = problem.amplification_limit
+    found = [planning.plan(problem)]
+    for ratio in _EXPOSED[1:] if limit is None else ():
+        network = replace(problem.network, exposed_ratio=ratio)
+        found.append(planning.plan(replace(problem, network=network)))
+    alone = {gpus: planning.same_width(problem, gpus) for gpus in problem.widths}
+    steps = {
+        width: simulate(problem.profile, each, cluster, **options)
+        for width, each in alone.items()
+    }
+    tried = list(steps.values()) if limit is None else []
+    plans = list(alone.values()) if limit is None else []
+    for each in found:
+        plans.append(each)
+        tried.append(simulate(problem.profile, each, cluster, **options))
+    # Of equally fast ones the one that computes least, then the first.
+    best = min(
+        range(len(plans)),
+        key=lambda i: (tried[i].iteration_s, sum(tried[i].computing_s), i),
+    )
+    width = min(steps, key=lambda gpus: (steps[gpus].iteration_s, gpus))
+    step = tried[best]
+    gpu_s, single_s = sum(step.computing_s), sum(problem.single_s)
+    predicted = plans[best].predicted
+    if predicted is None:
+        raise AssertionError("a planner's plan carries its prediction")
+    return replace(
+        plans[best],
+        predicted=replace(
+            predicted,
+            iteration_s=step.iteration_s,
+            gpu_s=gpu_s,
+            amplification=gpu_s / single_s if single_s > 0 else 0.0,
+            data_parallel_s=steps[problem.widths[-1]].iteration_s,
+            single_width=width,
+            single_width_s=steps[width].iteration_s,
+        ),
+    ), step
+
+
+def scale(
+    profile: LayerProfile,
+    efficiency: SampleEfficiency,
+    *,
+    batch: int,
+    gpus: Sequence[int],
+    cluster: Cluster | None = None,
+    bandwidth_bytes_per_s: float | None = None,
+) -> tuple[ScaledGpus, ...]:
+    """Weak, strong, batch-optimal and burst scaling; see `scaling`.
+
+    The network is the cluster's, resized to each number of GPUs; without one
+    DeepPool's published constants, with another bandwidth where it is given.
+
+    Raises:
+        SpecError: one GPU can't run ``batch``, the curve does not have it, or the GPUs
+            do not fill the cluster's hosts.
+    """
+
+    def network_at(count: int) -> BurstNetwork:
+        if cluster is not None:
+            return BurstNetwork.of(cluster_at(cluster, count), count)
+        if bandwidth_bytes_per_s is None:
+            return DEEPPOOL
+        link = replace(DEEPPOOL.transfer, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+        return replace(DEEPPOOL, transfer=link, near=link, far=link)
+
+    return scaling(profile, efficiency, network_at, batch=batch, gpus=gpus)
+
+
+def profile(
+    module: nn.Module, example_inputs: tuple[Any, ...], **options: Any
+) -> LayerProfile:
+    """The layer profile of a module; see `stretto.burst.measure.profile`."""
+    from stretto.burst.measure import profile as measured
+
+    return measured(module, example_inputs, **options)

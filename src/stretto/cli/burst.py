@@ -7,16 +7,44 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stretto.cli import _planning
+from stretto.cli import _burst_profile, _burst_scale, _planning
 from stretto.units import format_s
 
 if TYPE_CHECKING:
     from stretto.schema.burst import BurstPlan
 
 
+class Widths(click.ParamType[str | tuple[int, ...]]):
+    """A kind of widths, or numbers: ``1,2,4``."""
+
+    name = "widths"
+
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> str | tuple[int, ...]:
+        """The word or the numbers, or a usage error."""
+        if isinstance(value, tuple) or value in ("powers", "divisors", "all"):
+            return value  # type: ignore[no-any-return]
+        words = str(value).split(",")
+        if not all(word.strip().isdecimal() for word in words):
+            self.fail(
+                f"powers, divisors, all or numbers with commas between, got {value!r}",
+                param,
+                ctx,
+            )
+        return tuple(int(word) for word in words)
+
+
 @click.group()
 def command() -> None:
     """How many GPUs each layer gets."""
+
+
+command.add_command(_burst_profile.profile_command)
+command.add_command(_burst_scale.scale_command)
 
 
 @command.command(name="plan")
@@ -29,7 +57,7 @@ def command() -> None:
     "--amp-limit",
     "limit",
     type=float,
-    help="the most GPU time of a layer, against its time on one GPU",
+    help="the most GPU time of a layer, against its time on one GPU; at least 1",
 )
 @click.option(
     "--front", is_flag=True, help="all best pairs of time and GPU time, not one plan"
@@ -41,11 +69,16 @@ def command() -> None:
     help="the network; without it the published constants of DeepPool's machine",
 )
 @click.option(
+    "--cores",
+    type=click.FloatRange(min=0, min_open=True),
+    help="processors that all ranks of an emulated cluster share",
+)
+@click.option(
     "--widths",
-    type=click.Choice(["powers", "divisors", "all"]),
+    type=Widths(),
     default="powers",
     show_default=True,
-    help="the numbers of GPUs a layer may get",
+    help="the numbers of GPUs a layer may get: powers, divisors, all, or 1,2,4",
 )
 @click.option("-o", "--output", metavar="PLAN", help="write the plan to this file")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
@@ -56,14 +89,17 @@ def plan_command(
     limit: float | None,
     front: bool,
     cluster_file: str | None,
-    widths: str,
+    cores: float | None,
+    widths: str | tuple[int, ...],
     output: str | None,
     as_json: bool,
 ) -> None:
     """Chooses the GPUs of each layer of PROFILE, for the shortest step.
 
     A layer that gains little from more GPUs gets few, and the others are free
-    meanwhile; --amp-limit says how much GPU time a layer's speed may cost.
+    meanwhile; --amp-limit says how much GPU time a layer's speed may cost. With a
+    cluster of up to 64 ranks the step is simulated, with synchronisation under backward
+    and waiting counted; without, or with more, it is the sum of the published model.
     """
     from stretto._api import burst
     from stretto.schema import Cluster
@@ -75,6 +111,7 @@ def plan_command(
         )
     profile = LayerProfile.load(profile_file)
     cluster = None if cluster_file is None else Cluster.load(cluster_file)
+    idle_s: tuple[float, ...] | None = None
     with _planning.progress(f"planning {profile.name}"):
         begin_s = time.perf_counter()
         problem = burst.problem(
@@ -85,7 +122,13 @@ def plan_command(
             widths=widths,
             cluster=cluster,
         )
-        plans = burst.front(problem) if front else [burst.plan(problem)]
+        if front:
+            plans = burst.front(problem)
+        elif cluster is None or gpus > burst.MOST_SIMULATED:
+            plans = [burst.plan(problem)]
+        else:
+            found, step = burst.plan_on(problem, cluster, cores=cores)
+            plans, idle_s = [found], step.idle_s
         search_s = time.perf_counter() - begin_s
     if output is not None:
         plans[0].save(output)
@@ -94,15 +137,25 @@ def plan_command(
         about = {"profile": profile.name, "gpus": gpus, "batch": batch}
         timed = {"search_s": search_s}
         chosen = {"front": rows} if front else rows[0]
-        click.echo(_planning.json_text(about | chosen | timed))
+        by_rank = {} if idle_s is None else {"idle_s_by_rank": idle_s}
+        click.echo(_planning.json_text(about | chosen | by_rank | timed))
         return
     if front:
         for row in rows:
             click.echo(_summary(row))
         return
     for entry in plans[0].layers:
-        click.echo(f"{entry.gpus:>6}  {entry.layer}")
+        click.echo(f"{entry.gpus:>6}  {_where(entry.first_gpu)}{entry.layer}")
     click.echo(_summary(rows[0]))
+    click.echo(_against(rows[0]))
+    if idle_s is not None:
+        shown = ", ".join(format_s(seconds) for seconds in idle_s[:16])
+        more = " ..." if len(idle_s) > 16 else ""
+        click.echo(f"idle by rank: {shown}{more}")
+
+
+def _where(first_gpu: int) -> str:
+    return f"from {first_gpu}: " if first_gpu else ""
 
 
 def _row_of(plan: BurstPlan) -> dict[str, Any]:
@@ -112,7 +165,10 @@ def _row_of(plan: BurstPlan) -> dict[str, Any]:
     return {
         "iteration_s": prediction.iteration_s,
         "data_parallel_s": prediction.data_parallel_s,
+        "single_width": prediction.single_width,
+        "single_width_s": prediction.single_width_s,
         "gpu_s": prediction.gpu_s,
+        "idle_gpu_s": plan.idle_gpu_s,
         "amplification": prediction.amplification,
         "max_amplification": prediction.max_amplification,
         "layers": [
@@ -128,4 +184,15 @@ def _summary(row: dict[str, Any]) -> str:
         f"(every layer on all GPUs: {format_s(row['data_parallel_s'])}), "
         f"GPU time {format_s(row['gpu_s'])}, "
         f"{row['amplification']:.2f} times one GPU's"
+    )
+
+
+def _against(row: dict[str, Any]) -> str:
+    step_s = row["iteration_s"]
+    faster = row["data_parallel_s"] / step_s if step_s > 0 else 1.0
+    best = row["single_width_s"] / step_s if step_s > 0 else 1.0
+    return (
+        f"idle GPU time {format_s(max(0.0, row['idle_gpu_s']))}; {faster:.2f} times as "
+        f"fast as data parallelism, {best:.2f} times as the best single width, "
+        f"{row['single_width']} GPUs ({format_s(row['single_width_s'])})"
     )

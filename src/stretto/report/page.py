@@ -50,10 +50,15 @@ def render(report: DemoReport) -> str:
         _reading(report),
         _provenance(report),
     )
+    return framed(report.title, "\n".join(text for text in sections if text))
+
+
+def framed(title: str, body: str) -> str:
+    """A page as HTML text around its sections."""
     return _PAGE.format(
-        title=escape(report.title),
+        title=escape(title),
         style=_style(),
-        body="\n".join(section for section in sections if section),
+        body=body,
         made_by=escape(codec.MADE_BY),
         script=_asset("page.js"),
     )

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+ADDED = "added"
+"""In the metadata of a field that files of earlier releases lack."""
+
 
 def convert(body: Any, value_type: type[_T], *, source: str, place: str = "$") -> _T:
     """A value from plain JSON data that carries no header.
@@ -54,8 +57,9 @@ def _key_errors(body: Any, value_type: Any, place: str) -> Iterator[tuple[str, s
             yield f"{place}.{key}", f"is an unknown key; known are {known}"
         else:
             yield from _key_errors(item, hints[key], f"{place}.{key}")
-    for key in fields:
-        if key not in body:
+    for key, known_field in fields.items():
+        # what a later release added has a default that says what files before meant
+        if key not in body and not known_field.metadata.get(ADDED):
             yield f"{place}.{key}", "is missing"
 
 

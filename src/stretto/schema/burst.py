@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.errors import PlanMismatch, SpecError
 from stretto.schema import _rules, codec
+from stretto.schema._convert import ADDED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+
+_LATER = {ADDED: True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,7 @@ class Layer:
     times: tuple[BatchTime, ...]
     """By ascending number of samples."""
 
-    update_s: float = 0.0
+    update_s: float = field(default=0.0, metadata=_LATER)
     """The optimizer's time for its parameters on one GPU, however many have them."""
 
     def __post_init__(self) -> None:
@@ -150,10 +153,10 @@ class LayerProfile:
     provenance: dict[str, Any] = field(default_factory=dict)
     """Free: host, versions, repetitions, spread."""
 
-    input_bytes: int = 0
+    input_bytes: int = field(default=0, metadata=_LATER)
     """Bytes of the model's input for one sample."""
 
-    whole: tuple[BatchTime, ...] = ()
+    whole: tuple[BatchTime, ...] = field(default=(), metadata=_LATER)
     """Times of the whole model, measured undivided; empty where it was not."""
 
     def __post_init__(self) -> None:
@@ -251,10 +254,10 @@ class BurstPrediction:
     data_parallel_s: float
     """The iteration with every layer on the most GPUs that the plan may use."""
 
-    single_width: int | None = None
+    single_width: int | None = field(default=None, metadata=_LATER)
     """The best number of GPUs if every layer must have the same."""
 
-    single_width_s: float | None = None
+    single_width_s: float | None = field(default=None, metadata=_LATER)
     """The iteration with it."""
 
     def __post_init__(self) -> None:

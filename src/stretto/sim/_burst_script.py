@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Protocol, final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from stretto.schema.burst import BurstPlan, LayerProfile
 
 
 class SampleLayouts(Protocol):
     """Which samples each rank holds where a layer runs on some ranks."""
 
-    def samples(self, ranks: tuple[int, int] | None) -> Sequence[Sequence[int]]:
+    def samples(self, ranks: tuple[int, int] | None) -> Sequence[NDArray[np.int64]]:
         """By rank; ``ranks`` is the first and how many, ``None`` as they came."""
 
 

@@ -207,15 +207,16 @@ def test_the_commands_front_is_listed_fastest_first(stored):
 
 
 def test_a_limit_that_none_keeps_ends_with_3_and_the_nearest(stored):
-    done = run(stored, "--gpus", "4", "--batch", "8", "--amp-limit", "0.3")
+    usual = (stored, "--gpus", "4", "--batch", "8", "--widths", "2,4", "--amp-limit")
+    done = run(*usual, "1.01")
     assert isinstance(done.exception, Infeasible)
     assert done.exception.exit_code == 3
     limit = re.search(r"keeps is ([\d.]+?)\.? ", f"{done.exception} ").group(1)
-    again = run(stored, "--gpus", "4", "--batch", "8", "--amp-limit", limit)
+    again = run(*usual, limit)
     assert again.exit_code == 0, again.output
 
 
-@pytest.mark.parametrize("limit", ["nan", "inf", "0", "-1"])
+@pytest.mark.parametrize("limit", ["nan", "inf", "0", "-1", "0.99"])
 def test_a_limit_that_is_none_is_refused(stored, limit):
     done = run(stored, "--gpus", "4", "--batch", "8", f"--amp-limit={limit}")
     assert isinstance(done.exception, SpecError)

@@ -61,7 +61,8 @@ def _infeasible(problem: BurstProblem) -> Infeasible:
 def plan_of(problem: BurstProblem, choice: Choice) -> BurstPlan:
     """A choice as a plan, with its prediction."""
     cost = evaluate(problem, choice)
-    widest = Choice(widths=(len(problem.widths) - 1,) * len(problem.profile.layers))
+    alone = same_width_times(problem)
+    width = min(alone, key=lambda gpus: (alone[gpus], gpus))
     single_s = sum(problem.single_s)
     first = choice.first_gpus or (0,) * len(choice.widths)
     return BurstPlan(
@@ -80,9 +81,26 @@ def plan_of(problem: BurstProblem, choice: Choice) -> BurstPlan:
             gpu_s=cost.gpu_s,
             amplification=cost.gpu_s / single_s if single_s > 0 else 0.0,
             max_amplification=cost.max_amplification,
-            data_parallel_s=evaluate(problem, widest).iteration_s,
+            data_parallel_s=alone[problem.widths[-1]],
+            single_width=width,
+            single_width_s=alone[width],
         ),
     )
+
+
+def same_width_times(problem: BurstProblem) -> dict[int, float]:
+    """The iteration with all layers on equally many GPUs, by their number."""
+    count = len(problem.profile.layers)
+    return {
+        gpus: evaluate(problem, Choice(widths=(at,) * count)).iteration_s
+        for at, gpus in enumerate(problem.widths)
+    }
+
+
+def same_width(problem: BurstProblem, gpus: int) -> BurstPlan:
+    """The plan with every layer on ``gpus`` GPUs: data parallelism on so many."""
+    at = problem.widths.index(gpus)
+    return plan_of(problem, Choice(widths=(at,) * len(problem.profile.layers)))
 
 
 def nearest_limit(problem: BurstProblem) -> float:

@@ -1,0 +1,74 @@
+"""A user's model by the name of the function that makes it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_FORM = "PATH.py:FUNCTION or MODULE:FUNCTION"
+
+
+def made_by(
+    name: str,
+) -> tuple[
+    nn.Module, tuple[Any, ...], Callable[..., Any] | None, Callable[..., Any] | None
+]:
+    """Model, example inputs, loss and what makes an optimizer; the last two may lack.
+
+    Raises:
+        SpecError: there is no such function, or it returns something else.
+    """
+    where, _, function = name.rpartition(":")
+    if not where or not function:
+        raise SpecError(f"FACTORY must be {_FORM}, got {name!r}")
+    module = _file(Path(where)) if where.endswith(".py") else _module(where)
+    make = getattr(module, function, None)
+    if not callable(make):
+        raise SpecError(f"{where} has no function {function!r}")
+    made = make()
+    if not isinstance(made, tuple) or not 2 <= len(made) <= 4:
+        raise SpecError(
+            f"{name} must return (model, example_inputs), and may add loss and "
+            f"optimizer; it returned {type(made).__name__}"
+        )
+    model, inputs, loss, optimizer = (*made, None, None)[:4]
+    if not isinstance(model, nn.Module) or not isinstance(inputs, tuple):
+        raise SpecError(
+            f"{name} must return a torch.nn.Module and a tuple of its inputs, it "
+            f"returned {type(model).__name__} and {type(inputs).__name__}"
+        )
+    return model, inputs, loss, optimizer
+
+
+def _file(path: Path) -> Any:
+    if not path.is_file():
+        raise SpecError(f"{path}: no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise SpecError(f"{path}: can't be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(name: str) -> Any:
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise SpecError(
+            f"there is no module {name!r} ({error}): FACTORY must be {_FORM}"
+        ) from error

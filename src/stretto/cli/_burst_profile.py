@@ -1,0 +1,125 @@
+"""``stretto burst profile``: a module's layers -> layer profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from stretto.cli import _planning
+from stretto.units import format_bytes, format_s
+
+if TYPE_CHECKING:
+    from stretto.schema.burst import LayerProfile
+
+
+@click.command(name="profile")
+@click.argument("factory", metavar="FACTORY")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Layer profile to write.",
+)
+@click.option("--gpus", type=click.IntRange(min=1), required=True, help="GPUs to use.")
+@click.option(
+    "--batch", type=click.IntRange(min=1), required=True, help="Samples of a step."
+)
+@click.option(
+    "--widths",
+    type=click.Choice(["powers", "divisors", "all"]),
+    default="powers",
+    show_default=True,
+    help="the numbers of GPUs a layer may get",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=2),
+    default=10,
+    show_default=True,
+    help="rounds that count",
+)
+@click.option(
+    "--warmup",
+    type=click.IntRange(min=0),
+    default=2,
+    show_default=True,
+    help="rounds before them",
+)
+@click.option(
+    "--max-spread",
+    type=click.FloatRange(min=0),
+    default=0.35,
+    show_default=True,
+    help="largest distance between quartiles of the step's time, against its median",
+)
+@click.option("--name", help="its name  [default: the module's class]")
+def profile_command(
+    factory: str,
+    output: Path,
+    gpus: int,
+    batch: int,
+    widths: str,
+    rounds: int,
+    warmup: int,
+    max_spread: float,
+    name: str | None,
+) -> None:
+    """Measures the layers of the model that FACTORY makes.
+
+    FACTORY is PATH.py:FUNCTION or MODULE:FUNCTION. Called without arguments the
+    function returns the model, a tuple of example inputs and, if it likes, a function
+    from the output to the loss and one from parameters to an optimizer.
+    """
+    from stretto.burst.factory import made_by
+
+    model, inputs, loss, optimizer = made_by(factory)
+    from stretto._api import burst
+
+    with _planning.progress(f"measuring {type(model).__name__}"):
+        found = burst.profile(
+            model,
+            inputs,
+            gpus=gpus,
+            batch=batch,
+            widths=widths,
+            loss=loss,
+            optimizer=optimizer,
+            name=name,
+            repetitions=rounds,
+            warmup=warmup,
+            max_spread_ratio=max_spread,
+        )
+    found.save(output)
+    for line in _lines(found):
+        click.echo(line)
+    click.echo(f"written to {output}")
+
+
+def _lines(profile: LayerProfile) -> list[str]:
+    counts = [time.samples for time in profile.whole]
+    lines = [
+        (
+            f"{profile.name}: {len(profile.layers)} layers, "
+            f"{format_bytes(profile.parameter_bytes)}, on {profile.device}"
+        )
+    ]
+    for whole in profile.whole:
+        over = profile.provenance["layers_over_whole"][str(whole.samples)]
+        factor = profile.provenance["scaled_by"].get(str(whole.samples))
+        scaled = "" if factor is None else f", so scaled by {factor:.3f}"
+        lines.append(
+            f"{whole.samples:>6} samples: forward {format_s(whole.forward_s)}, "
+            f"backward {format_s(whole.backward_s)}; the layers' sum is {over:.1%} "
+            f"of it{scaled}"
+        )
+    longest = sorted(
+        profile.layers, key=lambda layer: layer.compute_s(counts[-1]), reverse=True
+    )
+    for layer in longest[:5]:
+        most = layer.compute_s(counts[-1])
+        least = layer.compute_s(counts[0])
+        lines.append(f"{format_s(most):>12} to {format_s(least):>10}  {layer.name}")
+    return lines

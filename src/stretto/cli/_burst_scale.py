@@ -1,0 +1,163 @@
+"""``stretto burst scale``: what more GPUs bring, four ways."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stretto.cli import _planning
+from stretto.errors import SpecError
+from stretto.units import format_s
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.planners.burst.scaling import ScaledGpus
+    from stretto.schema.efficiency import SampleEfficiency
+
+
+@click.command(name="scale")
+@click.argument("profile_file", metavar="PROFILE", type=click.Path())
+@click.option(
+    "--efficiency",
+    metavar="CURVE",
+    required=True,
+    help=(
+        "samples to the target by batch: a file (JSON, or CSV with batch,samples), or "
+        "critical:BATCH for samples that grow as 1 + batch / BATCH"
+    ),
+)
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    required=True,
+    help="samples of a step on one GPU, and of strong scaling",
+)
+@click.option(
+    "--gpus",
+    type=_planning.RankList(),
+    default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096",
+    show_default=True,
+    help="numbers of GPUs",
+)
+@click.option(
+    "--cluster",
+    "cluster_file",
+    metavar="CLUSTER",
+    help="the network; without it the published constants of DeepPool's machine",
+)
+@click.option(
+    "--bandwidth",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Gbit/s of each GPU in the place of the published machine's",
+)
+@click.option("--report", "page", metavar="HTML", help="write a page with the plot")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+def scale_command(
+    profile_file: str,
+    efficiency: str,
+    batch: int,
+    gpus: tuple[int, ...],
+    cluster_file: str | None,
+    bandwidth: float | None,
+    page: str | None,
+    as_json: bool,
+) -> None:
+    """Weak, strong, batch-optimal and burst scaling of PROFILE side by side.
+
+    A speed-up is against one GPU with --batch, in time until the target is reached.
+    Where the profile lacks the samples of a GPU, or the curve the batch, a way has no
+    figure.
+    """
+    from stretto._api import burst
+    from stretto.schema import Cluster
+    from stretto.schema.burst import LayerProfile
+
+    if cluster_file is not None and bandwidth is not None:
+        raise click.UsageError(
+            "--bandwidth is in the cluster already: give one of them"
+        )
+    profile = LayerProfile.load(profile_file)
+    curve = _curve(efficiency)
+    cluster = None if cluster_file is None else Cluster.load(cluster_file)
+    with _planning.progress(f"planning {profile.name} for {len(gpus)} sizes"):
+        rows = burst.scale(
+            profile,
+            curve,
+            batch=batch,
+            gpus=gpus,
+            cluster=cluster,
+            bandwidth_bytes_per_s=None if bandwidth is None else bandwidth * 1e9 / 8,
+        )
+    network = cluster.name if cluster is not None else "DeepPool's constants"
+    if bandwidth is not None:
+        network += f" with {bandwidth:g} Gbit/s"
+    if page is not None:
+        from stretto.report.burst import save_scaling
+
+        save_scaling(
+            page, profile=profile, curve=curve, rows=_rows(rows), network=network
+        )
+    if as_json:
+        about = {"profile": profile.name, "efficiency": curve.name, "batch": batch}
+        click.echo(_planning.json_text(about | {"scaling": _rows(rows)}))
+        return
+    click.echo(_text(rows))
+    if page is not None:
+        click.echo(f"page written to {page}")
+
+
+def _curve(given: str) -> SampleEfficiency:
+    from stretto.schema.efficiency import SampleEfficiency
+
+    kind, _, value = given.partition(":")
+    if kind != "critical":
+        return SampleEfficiency.load(given)
+    try:
+        batch = float(value)
+    except ValueError as error:
+        raise SpecError(
+            f"--efficiency critical:BATCH needs a number of samples, got {value!r}"
+        ) from error
+    return SampleEfficiency(name=f"critical batch {batch:g}", critical_batch=batch)
+
+
+def _rows(rows: Sequence[ScaledGpus]) -> list[dict[str, Any]]:
+    return [
+        {
+            "gpus": row.gpus,
+            "ways": {
+                name: None
+                if way is None
+                else {
+                    "batch": way.batch,
+                    "iteration_s": way.iteration_s,
+                    "speedup": way.speedup,
+                }
+                for name, way in row.ways.items()
+            },
+        }
+        for row in rows
+    ]
+
+
+def _text(rows: Sequence[ScaledGpus]) -> str:
+    names = list(rows[0].ways)
+    lines = [["GPUs", *names]]
+    for row in rows:
+        cells = [str(row.gpus)]
+        for name in names:
+            way = row.ways[name]
+            cells.append(
+                "-"
+                if way is None
+                else f"{way.speedup:.2f}x ({way.batch}, {format_s(way.iteration_s)})"
+            )
+        lines.append(cells)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
+    return f"{text}\nspeed-up (samples of a step, time of a step)"

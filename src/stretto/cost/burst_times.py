@@ -1,0 +1,101 @@
+"""What ranks measured of layers while they trained, put into their profile."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+from stretto.errors import PlanMismatch
+from stretto.schema.burst import BatchTime
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from stretto.schema.burst import Layer, LayerProfile, LayerTiming
+
+
+def updated(profile: LayerProfile, timings: Iterable[LayerTiming]) -> LayerProfile:
+    """The profile with measured times in the place of its own.
+
+    Of several for one layer and number of samples the median counts. At the other
+    numbers of samples a layer's times are multiplied by measured / profiled, taken
+    between measured numbers in proportion to the logarithm of the samples: what slows
+    a layer in training (other ranks on the host, cold caches) slows it there too. A
+    layer of which nothing was measured keeps its times.
+
+    Raises:
+        PlanMismatch: a timing is of a layer that the profile lacks.
+    """
+    measured: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    known = {layer.name for layer in profile.layers}
+    for timing in timings:
+        if timing.layer not in known:
+            raise PlanMismatch(
+                f"a time was measured of layer {timing.layer!r}, which "
+                f"{profile.name!r} lacks: the profile is of another model. Run "
+                "`stretto burst profile` again"
+            )
+        of = measured.setdefault(timing.layer, defaultdict(list))
+        of[timing.samples].append((timing.forward_s, timing.backward_s))
+    layers = tuple(
+        _updated(layer, measured[layer.name]) if layer.name in measured else layer
+        for layer in profile.layers
+    )
+    count = sum(len(each) for of in measured.values() for each in of.values())
+    return replace(
+        profile,
+        layers=layers,
+        provenance=profile.provenance
+        | {"measured_layers": len(measured), "measurements": count},
+    )
+
+
+def _updated(layer: Layer, measured: dict[int, list[tuple[float, float]]]) -> Layer:
+    found = {
+        samples: (median(t[0] for t in times), median(t[1] for t in times))
+        for samples, times in measured.items()
+    }
+    old = {time.samples: time for time in layer.times}
+    ratios = []
+    for samples, (forward_s, backward_s) in sorted(found.items()):
+        low, high = layer.times[0].samples, layer.times[-1].samples
+        had = layer.time_of(min(max(samples, low), high))
+        ratios.append(
+            (
+                samples,
+                forward_s / had[0] if had[0] > 0 else 1.0,
+                backward_s / had[1] if had[1] > 0 else 1.0,
+            )
+        )
+    times = []
+    for samples in sorted(old | found):
+        if samples in found:
+            forward_s, backward_s = found[samples]
+        else:
+            one, two = _ratio_at(ratios, samples)
+            forward_s = old[samples].forward_s * one
+            backward_s = old[samples].backward_s * two
+        times.append(
+            BatchTime(samples=samples, forward_s=forward_s, backward_s=backward_s)
+        )
+    return replace(layer, times=tuple(times))
+
+
+def _ratio_at(
+    ratios: list[tuple[int, float, float]], samples: int
+) -> tuple[float, float]:
+    """Ratios of forward and backward between those measured; the ends' beyond."""
+    if samples <= ratios[0][0]:
+        return ratios[0][1:]
+    for low, high in itertools.pairwise(ratios):
+        if samples <= high[0]:
+            share = math.log(samples / low[0]) / math.log(high[0] / low[0])
+            return (
+                low[1] + share * (high[1] - low[1]),
+                low[2] + share * (high[2] - low[2]),
+            )
+    return ratios[-1][1:]

@@ -1,0 +1,180 @@
+"""Four ways to use more GPUs, compared by the time until the target is reached.
+
+DeepPool section 2: *weak* scaling gives each GPU the same samples, so the batch grows;
+*strong* scaling keeps the batch and gives each GPU fewer; *batch-optimal* scaling takes
+for each number of GPUs the batch with which the target is reached soonest; *burst*
+scaling does too, with a burst plan's step in the place of data parallelism's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from stretto.cost.burst import samples_on, widths_of
+from stretto.errors import SpecError
+from stretto.planners.burst.problem import BurstProblem
+from stretto.planners.burst.search import shortest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from stretto.cost.burst import BurstNetwork
+    from stretto.schema.burst import LayerProfile
+    from stretto.schema.efficiency import SampleEfficiency
+
+WAYS = ("weak", "strong", "batch-optimal", "burst")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledWay:
+    """One way at one number of GPUs."""
+
+    batch: int
+
+    iteration_s: float
+
+    target_s: float
+    """Iteration / batch * samples to the target: seconds where samples are counted."""
+
+    speedup: float
+    """Against one GPU with the given batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledGpus:
+    """All ways at one number of GPUs."""
+
+    gpus: int
+
+    ways: dict[str, ScaledWay | None]
+    """``None`` where the profile or the curve does not reach."""
+
+
+def scaling(
+    profile: LayerProfile,
+    efficiency: SampleEfficiency,
+    network_at: Callable[[int], BurstNetwork],
+    *,
+    batch: int,
+    gpus: Iterable[int],
+    widths: str = "powers",
+) -> tuple[ScaledGpus, ...]:
+    """The ways over numbers of GPUs.
+
+    Batches tried are ``batch`` times powers of two and the curve's own. No time and no
+    number of samples is made up: a batch counts only where the profile has the samples
+    that a GPU gets, and the curve the batch.
+
+    Args:
+        profile: layers and their times.
+        efficiency: samples to the target by batch.
+        network_at: the network that so many GPUs have.
+        batch: on one GPU, and of strong scaling.
+        gpus: numbers of them.
+        widths: for the burst plans, as for a plan.
+
+    Raises:
+        SpecError: one GPU can't run ``batch``, or the curve does not have it.
+    """
+    found = _Scaling(profile, efficiency, network_at, batch, widths)
+    return tuple(found.at(count) for count in gpus)
+
+
+@final
+class _Scaling:
+    def __init__(
+        self,
+        profile: LayerProfile,
+        efficiency: SampleEfficiency,
+        network_at: Callable[[int], BurstNetwork],
+        batch: int,
+        widths: str,
+    ) -> None:
+        self._profile, self._efficiency = profile, efficiency
+        self._network_at, self._batch, self._widths = network_at, batch, widths
+        self._least = max(layer.times[0].samples for layer in profile.layers)
+        self._most = min(layer.times[-1].samples for layer in profile.layers)
+        samples = efficiency.samples_to_target(batch)
+        if samples is None:
+            low, high = efficiency.points[0].batch, efficiency.points[-1].batch
+            raise SpecError(
+                f"{efficiency.name!r} tells of batches {low} to {high}, needed is "
+                f"{batch}: choose a batch among them, or measure that one too",
+                place=".points",
+            )
+        seconds = sum(layer.compute_s(batch) for layer in profile.layers)
+        self._alone_s = samples / batch * seconds
+
+    def at(self, gpus: int) -> ScaledGpus:
+        every = self._batches(gpus)
+        plain = [self._way(b, self._data_parallel_s(b, gpus)) for b in every]
+        burst = [self._way(b, self._burst_s(b, gpus)) for b in every]
+        weak = self._batch * gpus
+        return ScaledGpus(
+            gpus=gpus,
+            ways={
+                "weak": self._way(weak, self._data_parallel_s(weak, gpus)),
+                "strong": self._way(
+                    self._batch, self._data_parallel_s(self._batch, gpus)
+                ),
+                "batch-optimal": _soonest(plain),
+                "burst": _soonest(burst),
+            },
+        )
+
+    def _batches(self, gpus: int) -> list[int]:
+        found = {point.batch for point in self._efficiency.points}
+        most = gpus * self._most
+        size = self._batch
+        while size >= 1:
+            found.add(size)
+            size //= 2
+        size = self._batch
+        while size <= most:
+            found.add(size)
+            size *= 2
+        return sorted(size for size in found if size <= most)
+
+    def _way(self, batch: int, iteration_s: float | None) -> ScaledWay | None:
+        samples = self._efficiency.samples_to_target(batch)
+        if samples is None or iteration_s is None:
+            return None
+        target_s = samples / batch * iteration_s
+        return ScaledWay(
+            batch=batch,
+            iteration_s=iteration_s,
+            target_s=target_s,
+            speedup=self._alone_s / target_s if target_s > 0 else 1.0,
+        )
+
+    def _data_parallel_s(self, batch: int, gpus: int) -> float | None:
+        width = min(batch, gpus)
+        share = samples_on(batch, width)
+        if not self._least <= share <= self._most:
+            return None
+        network = self._network_at(gpus)
+        return sum(
+            layer.compute_s(share) + network.sync_s(layer.parameter_bytes, width)
+            for layer in self._profile.layers
+        )
+
+    def _burst_s(self, batch: int, gpus: int) -> float | None:
+        shares = {g: samples_on(batch, g) for g in widths_of(self._widths, gpus, batch)}
+        widths = [g for g, n in shares.items() if self._least <= n <= self._most]
+        if not widths:
+            return None
+        problem = BurstProblem(
+            profile=self._profile,
+            network=self._network_at(gpus),
+            gpus=gpus,
+            batch=batch,
+            widths=tuple(widths),
+        )
+        found = shortest(problem)
+        return None if found is None else found[0]
+
+
+def _soonest(ways: list[ScaledWay | None]) -> ScaledWay | None:
+    known = [way for way in ways if way is not None]
+    return min(known, key=lambda way: (way.target_s, way.batch), default=None)

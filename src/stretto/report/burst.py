@@ -1,0 +1,125 @@
+"""A page on what more GPUs bring, four ways."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from stretto.report.curves import Chart, charts_svg
+from stretto.report.page import _section, _table, framed
+from stretto.schema import codec
+from stretto.units import format_s
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from stretto.schema.burst import LayerProfile
+    from stretto.schema.efficiency import SampleEfficiency
+
+
+def save_scaling(
+    path: str | Path,
+    *,
+    profile: LayerProfile,
+    curve: SampleEfficiency,
+    rows: Sequence[Mapping[str, Any]],
+    network: str,
+) -> None:
+    """Writes the page atomically.
+
+    ``rows`` have ``gpus`` and ``ways``: for each way's name ``None`` or a mapping with
+    ``batch``, ``iteration_s`` and ``speedup``.
+
+    Raises:
+        SpecError: the file can't be written.
+    """
+    codec.write_atomically(path, render_scaling(profile, curve, rows, network).encode())
+
+
+def render_scaling(
+    profile: LayerProfile,
+    curve: SampleEfficiency,
+    rows: Sequence[Mapping[str, Any]],
+    network: str,
+) -> str:
+    """The page as HTML text."""
+    title = f"{profile.name} on more GPUs"
+    names = list(rows[0]["ways"])
+    drawing = charts_svg(_charts(rows, names), title, standalone=False)
+    cells = [
+        (
+            [str(row["gpus"]), *(_cell(row["ways"][name]) for name in names)],
+            "",
+            False,
+        )
+        for row in rows
+    ]
+    body = (
+        f'<h1>{escape(title)}</h1><p class="why">Speed-up of the time until the target '
+        "is reached, against one GPU with the first batch. Times are the model's, from "
+        f"the profile on {escape(profile.device)}; network: {escape(network)}; samples "
+        f"to the target: {escape(curve.name)}.</p>"
+    )
+    body += _section(
+        "Scaling",
+        "Weak: the batch grows with the GPUs. Strong: it stays. Batch-optimal: the "
+        "batch that is soonest there. Burst: that too, with for each layer as many GPUs "
+        "as shorten the step.",
+        drawing,
+    )
+    body += _section(
+        "Figures",
+        "Speed-up, batch, time of a step.",
+        _table(["GPUs", *names], cells),
+    )
+    return framed(title, body)
+
+
+def _charts(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Chart]:
+    gpus = [row["gpus"] for row in rows]
+    speedups = {name: _column(rows, name, "speedup") for name in names}
+    ends = {name: _end(values, "x") for name, values in speedups.items()}
+    each = {
+        name: [
+            value / count
+            for value, count in zip(_column(rows, name, "batch"), gpus, strict=True)
+        ]
+        for name in names
+    }
+    return [
+        Chart(
+            title="Speed-up",
+            axis="GPUs",
+            unit="x",
+            x=gpus,
+            columns=speedups,
+            ends=ends,
+            wide=True,
+        ),
+        Chart(
+            title="Samples of a step for each GPU",
+            axis="GPUs",
+            unit="",
+            x=gpus,
+            columns=each,
+            wide=True,
+        ),
+    ]
+
+
+def _column(rows: Sequence[Mapping[str, Any]], name: str, key: str) -> list[float]:
+    ways = [row["ways"][name] for row in rows]
+    return [math.nan if way is None else float(way[key]) for way in ways]
+
+
+def _end(values: Sequence[float], unit: str) -> str:
+    return f"{values[-1]:.1f}{unit}" if math.isfinite(values[-1]) else ""
+
+
+def _cell(way: Mapping[str, Any] | None) -> str:
+    if way is None:
+        return "–"
+    step = format_s(way["iteration_s"])
+    return f"{way['speedup']:.2f}x, {way['batch']}, {step}"

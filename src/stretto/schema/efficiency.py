@@ -1,0 +1,129 @@
+"""How many samples training needs to reach its target, by batch."""
+
+from __future__ import annotations
+
+import csv
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import SpecError
+from stretto.schema import _rules, codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSamples:
+    """What training with one batch needs."""
+
+    batch: int
+
+    samples: float
+    """Until the target is reached."""
+
+    def __post_init__(self) -> None:
+        _rules.at_least(".batch", self.batch, 1)
+        _rules.finite(".samples", self.samples, above=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleEfficiency:
+    """A measured curve, or a critical batch; one of the two."""
+
+    name: str
+
+    points: tuple[BatchSamples, ...] = ()
+    """By ascending batch."""
+
+    critical_batch: float | None = None
+    r"""$B_c$ of the form $E(B) = E_{min} (1 + B / B_c)$."""
+
+    min_samples: float = 1.0
+    r"""$E_{min}$; only ratios matter for speed-ups."""
+
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _rules.not_empty(".name", self.name)
+        _rules.finite(".min_samples", self.min_samples, above=0.0)
+        if (self.critical_batch is None) == (not self.points):
+            raise SpecError(
+                "a curve is either points or a critical_batch, got "
+                f"{'both' if self.points else 'neither'}",
+                place=".points",
+            )
+        if self.critical_batch is not None:
+            _rules.finite(".critical_batch", self.critical_batch, above=0.0)
+        for i, point in enumerate(self.points):
+            if i and point.batch <= self.points[i - 1].batch:
+                raise SpecError(
+                    f"batches must ascend, got {point.batch} after "
+                    f"{self.points[i - 1].batch}",
+                    place=f".points[{i}].batch",
+                )
+
+    def samples_to_target(self, batch: int) -> float | None:
+        r"""Samples with a batch; ``None`` outside of what was measured.
+
+        Between two measured batches $\log$ samples is linear in $\log$ batch. A
+        critical batch gives $E_{min} (1 + B / B_c)$: below it the batch hardly
+        matters, beyond it samples grow with the batch and steps no longer fall.
+        Source: McCandlish et al., An Empirical Model of Large-Batch Training, 2018,
+        section 2.3.
+        """
+        if self.critical_batch is not None:
+            return self.min_samples * (1.0 + batch / self.critical_batch)
+        points = self.points
+        if not points[0].batch <= batch <= points[-1].batch:
+            return None
+        at = bisect_left(points, batch, key=lambda point: point.batch)
+        high = points[at]
+        if high.batch == batch:
+            return high.samples
+        low = points[at - 1]
+        share = math.log(batch / low.batch) / math.log(high.batch / low.batch)
+        return low.samples * (high.samples / low.samples) ** share
+
+    @classmethod
+    def load(cls, path: str | Path) -> SampleEfficiency:
+        """The curve in a file: ours, or CSV with ``batch,samples`` in its first line.
+
+        Raises:
+            SpecError: the file breaks a rule; the message names file and place.
+        """
+        if Path(path).suffix.lower() == ".csv":
+            return _from_csv(Path(path))
+        return codec.load(path, cls)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the curve atomically."""
+        codec.save(path, self)
+
+
+def _from_csv(path: Path) -> SampleEfficiency:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: can't be read: {error}") from error
+    rows = csv.DictReader(text.splitlines())
+    if not {"batch", "samples"} <= set(rows.fieldnames or ()):
+        raise SpecError(
+            f"{path}: the first line must name the columns batch and samples, got "
+            f"{', '.join(rows.fieldnames or ()) or 'nothing'}",
+            place="line 1",
+        )
+    points = []
+    for row in rows:
+        try:
+            points.append(
+                BatchSamples(batch=int(row["batch"]), samples=float(row["samples"]))
+            )
+        except (TypeError, ValueError) as error:
+            raise SpecError(
+                f"{path}: line {rows.line_num}: must be a batch and samples, got "
+                f"{row['batch']!r} and {row['samples']!r} ({error})",
+                place=f"line {rows.line_num}",
+            ) from error
+    points.sort(key=lambda point: point.batch)
+    return SampleEfficiency(name=path.stem, points=tuple(points))
