@@ -21,28 +21,33 @@ _NS_PER_US = 1e3
 def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
     """Chrome trace events of several timelines, one process each, under their labels.
 
-    Times are in microseconds, as the format has them, rounded to nanoseconds;
-    ``track``, ``start_s`` and ``end_s`` stand beside them exactly. Viewers nest what
-    overlaps on one thread, so spans of one track that overlap get threads of their
-    own, and what waits stands apart from what is sent.
+    Of a timeline of several ranks each rank is a process. Times are in microseconds,
+    as the format has them, rounded to nanoseconds; ``track``, ``start_s`` and
+    ``end_s`` stand beside them exactly. Viewers nest what overlaps on one thread, so
+    spans of one track that overlap get threads of their own, and what waits stands
+    apart from what is sent.
 
     Raises:
         SpecError: a span's ``args`` hold what no file can hold.
     """
     events: list[dict[str, Any]] = []
     # Numbers from 1: viewers take process 0 and thread 0 for the idle task.
-    tid = 0
-    for pid, (label, timeline) in enumerate(timelines.items(), start=1):
-        process = {"ph": "M", "pid": pid}
-        events.append(process | {"name": "process_name", "args": {"name": label}})
-        order = {"sort_index": pid}
-        events.append(process | {"name": "process_sort_index", "args": order})
+    pid = tid = 0
+    for label, timeline in timelines.items():
+        pids: dict[int | None, int] = {}
+        tids: dict[tuple[int | None, str], int] = {}
+        for rank in timeline.ranks or (None,):
+            pids[rank] = pid = pid + 1
+            events += _process_events(label, rank, pid)
+        if any(span.rank is None for span in timeline.spans) and None not in pids:
+            pids[None] = pid = pid + 1
+            events += _process_events(label, None, pid)
         rows = _rows(timeline)
-        tids: dict[str, int] = {}
-        for row in dict.fromkeys(sorted(rows, key=_row_order)):
+        owned = zip((span.rank for span in timeline.spans), rows, strict=True)
+        for rank, row in dict.fromkeys(sorted(owned, key=_owned_order)):
             tid += 1
-            tids[_row_name(row)] = tid
-            thread = process | {"tid": tid}
+            tids[rank, _row_name(row)] = tid
+            thread = {"ph": "M", "pid": pids[rank], "tid": tid}
             args = {"name": _row_name(row)}
             events.append(thread | {"name": "thread_name", "args": args})
             order = {"sort_index": tid}
@@ -53,8 +58,8 @@ def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
             events.append(
                 {
                     "ph": "X",
-                    "pid": pid,
-                    "tid": tids[_row_name(row)],
+                    "pid": pids[span.rank],
+                    "tid": tids[span.rank, _row_name(row)],
                     "name": span.name,
                     "ts": start_ns / _NS_PER_US,
                     "dur": (end_ns - start_ns) / _NS_PER_US,
@@ -65,6 +70,18 @@ def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
                 }
             )
     return events
+
+
+def _process_events(label: str, rank: int | None, pid: int) -> list[dict[str, Any]]:
+    """The process of a timeline, or of one rank in it."""
+    process = {"ph": "M", "pid": pid}
+    args: dict[str, Any] = {"name": label}
+    if rank is not None:
+        args = {"name": f"{label}, rank {rank}", "rank": rank, "timeline": label}
+    return [
+        process | {"name": "process_name", "args": args},
+        process | {"name": "process_sort_index", "args": {"sort_index": pid}},
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,20 +133,20 @@ def take_timelines(body: dict[str, Any], source: str) -> dict[str, Timeline]:
             "traceEvents and, with one timeline, name",
             place=f"$.{key}",
         )
-    labels: dict[int, str] = {}
-    spans: dict[int, list[Span]] = {}
+    processes: dict[int, tuple[str, int | None]] = {}
+    spans: dict[str, list[Span]] = {}
     for i, event in enumerate(events):
         at = f"$.traceEvents[{i}]"
         if isinstance(event, dict) and event.get("ph") == "M":
             if event.get("name") == "process_name":
-                label, pid = _process_of(event, source, at)
-                if pid in labels or label in labels.values():
+                pid, label, rank = _process_of(event, source, at)
+                if pid in processes or (label, rank) in processes.values():
                     raise SpecError(
                         f"{source}: {at}: process {pid} {label!r} stands twice",
                         place=at,
                     )
-                labels[pid] = label
-                spans[pid] = []
+                processes[pid] = (label, rank)
+                spans.setdefault(label, [])
             continue
         if not isinstance(event, dict) or event.get("ph") != "X":
             raise SpecError(
@@ -138,7 +155,7 @@ def take_timelines(body: dict[str, Any], source: str) -> dict[str, Timeline]:
                 place=at,
             )
         found = convert(event, _SpanEvent, source=source, place=at)
-        if found.pid not in spans:
+        if found.pid not in processes:
             raise SpecError(
                 f"{source}: {at}.pid: no process_name event before names process "
                 f"{found.pid}",
@@ -148,21 +165,40 @@ def take_timelines(body: dict[str, Any], source: str) -> dict[str, Timeline]:
             key: getattr(found, key)
             for key in ("track", "name", "start_s", "end_s", "args")
         }
-        spans[found.pid].append(convert(plain, Span, source=source, place=at))
+        label, rank = processes[found.pid]
+        span: Span = convert(plain, Span, source=source, place=at)
+        if span.rank != rank:
+            raise SpecError(
+                f"{source}: {at}.args.rank: must be that of process {found.pid}, "
+                f"{rank}, got {span.rank}",
+                place=f"{at}.args.rank",
+            )
+        spans[label].append(span)
     return {
-        label: Timeline(name=label, spans=tuple(spans[pid]))
-        for pid, label in labels.items()
+        label: Timeline(name=label, spans=tuple(found))
+        for label, found in spans.items()
     }
 
 
-def _process_of(event: dict[str, Any], source: str, at: str) -> tuple[str, int]:
+def _process_of(
+    event: dict[str, Any], source: str, at: str
+) -> tuple[int, str, int | None]:
+    """Number, timeline and rank of a process."""
     args, pid = event.get("args"), event.get("pid")
-    label = args.get("name") if isinstance(args, dict) else None
+    label = rank = None
+    if isinstance(args, dict):
+        rank = args.get("rank")
+        label = args.get("name" if rank is None else "timeline")
     if not isinstance(label, str) or type(pid) is not int:
         raise SpecError(
             f"{source}: {at}: must name a process, got {event!r:.80}", place=at
         )
-    return label, pid
+    if rank is not None and type(rank) is not int:
+        raise SpecError(
+            f"{source}: {at}.args.rank: must be a whole number, got {rank!r}",
+            place=f"{at}.args.rank",
+        )
+    return pid, label, rank
 
 
 def _rows(timeline: Timeline) -> list[tuple[int, str, bool, int]]:
@@ -172,12 +208,13 @@ def _rows(timeline: Timeline) -> list[tuple[int, str, bool, int]]:
     """
     order = {track: i for i, track in enumerate(timeline.tracks)}
     rows: list[tuple[int, str, bool, int]] = [(0, "", False, 0)] * len(timeline.spans)
-    ends_s: dict[tuple[str, bool], list[float]] = {}
+    ends_s: dict[tuple[int | None, str, bool], list[float]] = {}
     spans = timeline.spans
     for i in sorted(range(len(spans)), key=lambda i: (spans[i].start_s, i)):
         span = spans[i]
+        # A wait for another rank stands before the send, never beside another span.
         waits = span.args.get("kind") == "wait"
-        busy_s = ends_s.setdefault((span.track, waits), [])
+        busy_s = ends_s.setdefault((span.rank, span.track, waits), [])
         for number, end_s in enumerate(busy_s):
             if end_s <= span.start_s:
                 busy_s[number] = span.end_s
@@ -187,6 +224,13 @@ def _rows(timeline: Timeline) -> list[tuple[int, str, bool, int]]:
             busy_s.append(span.end_s)
         rows[i] = (order[span.track], span.track, waits, number)
     return rows
+
+
+def _owned_order(
+    owned: tuple[int | None, tuple[int, str, bool, int]],
+) -> tuple[bool, int, tuple[int, bool, int]]:
+    rank, row = owned
+    return rank is None, rank or 0, _row_order(row)
 
 
 def _row_order(row: tuple[int, str, bool, int]) -> tuple[int, bool, int]:

@@ -127,7 +127,7 @@ def load_timeline(path: str | Path) -> Timeline:
         raise SpecError(f"{source}: $.name: must be text, got {name!r}", place="$.name")
     if len(timelines) != 1:
         raise SpecError(
-            f"{source}: $.traceEvents: must hold one process, got {len(timelines)}",
+            f"{source}: $.traceEvents: must hold one timeline, got {len(timelines)}",
             place="$.traceEvents",
         )
     return dataclasses.replace(*timelines.values(), name=name)
@@ -162,7 +162,7 @@ def load_timelines(path: str | Path) -> dict[str, Timeline]:
 
 
 def save_timelines(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
-    """Writes several timelines as one Chrome trace, one process each.
+    """Writes several timelines as one Chrome trace, one process each or one a rank.
 
     Raises:
         SpecError: the file can't be written.

@@ -43,6 +43,12 @@ class Span:
         """Length of the span."""
         return self.end_s - self.start_s
 
+    @property
+    def rank(self) -> int | None:
+        """Whose span it is; ``None`` in a timeline of one rank."""
+        rank = self.args.get("rank")
+        return rank if type(rank) is int else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
@@ -51,6 +57,11 @@ class Timeline:
     A bucket that waits for its lane has a span named ``wait ...`` on the lane's track
     with ``args["kind"] == "wait"``; its collective has ``args["kind"] == "send"``.
     Computation has ``args["kind"]`` ``forward`` or ``backward``.
+
+    A timeline of several ranks has the rank of each span in ``args["rank"]`` and may
+    hold several steps, each span's in ``args["step"]``. Its further kinds are ``peer``
+    (waits for another rank, ``args["waits_for"]``), ``exposed`` (backward is computed
+    and communication still runs) and ``outside`` (between two steps).
     """
 
     name: str
@@ -66,6 +77,22 @@ class Timeline:
     def tracks(self) -> tuple[str, ...]:
         """Track names, computation first, lanes by number, others by name."""
         return tuple(sorted({span.track for span in self.spans}, key=_track_order))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose spans it holds; empty where spans say none."""
+        return tuple(sorted({r for span in self.spans if (r := span.rank) is not None}))
+
+    def of_rank(self, rank: int, *, step: int | None = None) -> Timeline:
+        """The spans of one rank, of all steps or of one."""
+        return Timeline(
+            name=self.name,
+            spans=tuple(
+                span
+                for span in self.spans
+                if span.rank == rank and (step is None or span.args.get("step") == step)
+            ),
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
