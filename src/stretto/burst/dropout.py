@@ -1,0 +1,170 @@
+"""Random numbers that follow a sample, not the rank on which it happens to be.
+
+A sample's mask comes from a generator seeded by the model's seed, the step, the module
+and the sample's number in the global batch: so every plan and number of ranks drops the
+same, and so does one process. It is another mask than ``torch.manual_seed`` would give.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stretto.burst.layout import Numbers
+
+Dropout = nn.modules.dropout._DropoutNd  # noqa: SLF001
+
+_ALPHA = -1.7580993408473766
+"""What self-normalising networks drop to (Klambauer et al., 2017)."""
+
+_FUNCTIONS = {
+    torch.rand,
+    torch.randn,
+    torch.randint,
+    torch.rand_like,
+    torch.randn_like,
+    torch.randint_like,
+    torch.bernoulli,
+    torch.normal,
+    torch.dropout,
+    torch.rrelu,
+    functional.rrelu,
+    functional.gumbel_softmax,
+    functional.dropout,
+    functional.feature_alpha_dropout,
+}
+_METHODS = {
+    "bernoulli",
+    "bernoulli_",
+    "cauchy_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "normal_",
+    "random_",
+    "uniform_",
+}
+
+
+@final
+class Draws:
+    """What random numbers of a forward follow from."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.step = 0
+        self.samples: Numbers | None = None
+        """The numbers of the running layer's samples on this rank."""
+
+    def seeds(self, name: str) -> list[int]:
+        """One for each sample of the running layer."""
+        assert self.samples is not None  # noqa: S101
+        text = f"{self.seed}/{self.step}/{name}"
+        base = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+        # Generators on the CPU take 32 bits; an odd factor gives each sample its own.
+        return [
+            (base + 0x9E3779B1 * int(number)) & 0xFFFFFFFF for number in self.samples
+        ]
+
+
+@final
+class DropoutDraw:
+    """One dropout module: stands for its ``forward``."""
+
+    def __init__(self, module: Any, name: str, draws: Draws) -> None:
+        self.module = module
+        self.name = name
+        self.draws = draws
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the module gives, with each sample's own mask."""
+        p = float(self.module.p)
+        if not self.module.training or p == 0:
+            return x
+        seeds = self.draws.seeds(self.name)
+        if len(seeds) != x.shape[0]:
+            raise StrettoError(
+                f"{self.name!r} drops from a tensor of {x.shape[0]} rows where its "
+                f"layer has {len(seeds)} samples: samples' masks can't be told apart. "
+                "Put the dropout where the first dimension is the batch"
+            )
+        kept = self._kept(x, 1.0 - p, seeds)
+        if isinstance(self.module, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
+            if p == 1.0:
+                return x * 0
+            scale = ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5
+            mixed: Tensor = (x * kept + _ALPHA * (1 - kept) - _ALPHA * p) * scale
+            return mixed
+        out: Tensor = x * (kept if p == 1.0 else kept / (1.0 - p))
+        return out
+
+    def _kept(self, x: Tensor, chance: float, seeds: list[int]) -> Tensor:
+        """1 where a value stays; one for each value, or for each channel."""
+        shape = x.shape
+        if not isinstance(self.module, (nn.Dropout, nn.AlphaDropout)):
+            shape = torch.Size((*x.shape[:2], *(1 for _ in x.shape[2:])))
+        kept = torch.empty(shape, dtype=x.dtype, device=x.device)
+        generator = torch.Generator(device=x.device)
+        for row, seed in zip(kept, seeds, strict=True):
+            row.bernoulli_(chance, generator=generator.manual_seed(seed))
+        return kept
+
+
+def dropouts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The dropout modules within a layer."""
+    for name, part in module.named_modules():
+        if isinstance(part, Dropout):
+            yield name, part
+
+
+def draws_otherwise(module: nn.Module) -> bool:
+    """Whether a layer draws random numbers other than by dropout modules."""
+    for part in module.modules():
+        if isinstance(part, nn.RReLU):
+            return True
+        if isinstance(part, nn.MultiheadAttention) and part.dropout > 0:
+            return True
+        rate = getattr(part, "dropout", None)
+        if isinstance(part, nn.RNNBase) and isinstance(rate, float) and rate > 0:
+            return True
+        if isinstance(part, fx.GraphModule) and any(map(_draws, part.graph.nodes)):
+            return True
+    return False
+
+
+def _draws(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _METHODS
+    if node.target is functional.scaled_dot_product_attention:
+        rate = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+        return bool(rate != 0.0)
+    if node.target in (functional.dropout, torch.dropout):
+        rate = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
+        return bool(rate != 0.0)
+    return node.op == "call_function" and node.target in _FUNCTIONS
+
+
+def one_by_one(
+    module: nn.Module, inputs: list[Tensor], name: str, draws: Draws
+) -> Tensor:
+    """A layer's output, each sample computed alone under its own seed.
+
+    Slow, and right whatever the layer draws: for attention with dropout inside.
+    """
+    device = inputs[0].device
+    devices = [device] if device.type == "cuda" else []
+    found = []
+    with torch.random.fork_rng(devices=devices):
+        for row, seed in enumerate(draws.seeds(name)):
+            torch.manual_seed(seed)
+            found.append(module(*(x[row : row + 1] for x in inputs)))
+    return torch.cat(found)

@@ -1,0 +1,240 @@
+"""One forward: each layer's turn on this rank, with samples moved in between."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+from stretto.burst.clock import FORWARD
+from stretto.burst.dropout import Draws, DropoutDraw, dropouts_of, one_by_one
+from stretto.burst.graph import INPUT
+from stretto.burst.norm import BatchNorm, NormSync
+from stretto.burst.redistribute import Move, absent, tied
+from stretto.burst.steps import types_of
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from stretto.burst.clock import StepClock
+    from stretto.burst.graph import LayerGraph
+    from stretto.burst.layout import Layouts
+    from stretto.burst.links import Links, Width
+    from stretto.burst.redistribute import Mover
+    from stretto.burst.steps import LayerStep, Steps
+    from stretto.burst.sync import GradientSync
+
+
+@final
+class Forward:
+    """Runs a model's layers on one rank."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        links: Links,
+        mover: Mover,
+        clock: StepClock,
+        *,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self._module = module
+        self._links = links
+        self._mover = mover
+        self._clock = clock
+        self._device = device
+        self._rank = links.ranks.rank
+        self.draws = Draws(seed)
+        self.sync: GradientSync | None = None
+        self._norms: dict[str, list[NormSync]] = {}
+        self._stands_for: dict[Any, Any] = {}
+        self._added: set[nn.Module] = set()
+        self._types: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
+        # Backward passes through it where a rank has no parameters of its own.
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+
+    def prepare(
+        self, graph: LayerGraph, widths: Mapping[str, Width], batch_norm: str
+    ) -> None:
+        """Makes ready for a graph's layers."""
+        own = set(self._module.modules())
+        for node in graph.nodes:
+            for name, part in dropouts_of(node.module):
+                if part not in own:  # it stands for a function, and has no owner
+                    self._added.add(part)
+                self._stands_for[part] = DropoutDraw(part, name, self.draws)
+            self._norms[node.name] = []
+            group = self._links.group(widths[node.name])
+            for _, part in node.module.named_modules():
+                if isinstance(part, BatchNorm):
+                    self._stands_for.pop(part, None)
+                    if group is not None and batch_norm == "sync":
+                        norm = NormSync(
+                            part,
+                            layer=node.name,
+                            links=self._links,
+                            group=group,
+                            clock=self._clock,
+                        )
+                        self._norms[node.name].append(norm)
+                        self._stands_for[part] = norm
+
+    def __call__(
+        self,
+        steps: Steps,
+        layouts: Layouts,
+        batch: Tensor,
+        *,
+        input_needs: bool,
+        stamp: bool,
+    ) -> Tensor:
+        """The output for this rank's share.
+
+        ``input_needs``: whether any rank's input needs a gradient; ``stamp``: whether
+        layers are timed.
+        """
+        grad = torch.is_grad_enabled()
+        types = self._types_of(steps)
+        moves = self._moves(steps, layouts)
+        held: dict[str, Tensor] = {INPUT: batch}
+        training = self._module.training
+        for part in self._added:
+            part.training = training
+        needs = False
+        with self._standing():
+            first = self._anchor if grad and input_needs else None
+            for number, _ in steps.input_starts:
+                if moves[number] is not None:
+                    moves[number].begin(batch, first)
+            for step in steps.layers:
+                needs = grad and (step.trains or input_needs)
+                if stamp:
+                    self._clock.begin(step.node.name, FORWARD)
+                output = self._turn(step, layouts, held, moves, needs, types)
+                if stamp:
+                    self._clock.other()
+                    self._clock.stamp(output, step.node.name)
+                for name in step.last_of:
+                    held.pop(name, None)
+                held[step.node.name] = output
+                for number, _ in step.starts:
+                    if moves[number] is not None:
+                        moves[number].begin(output, self._anchor if needs else None)
+        if training:
+            self.draws.step += 1
+        self.draws.samples = None
+        if steps.output_takes is not None and moves[steps.output_takes] is not None:
+            output = moves[steps.output_takes].end()
+        if needs and not output.requires_grad:
+            output = tied(output, [self._anchor])
+        return output
+
+    def _moves(self, steps: Steps, layouts: Layouts) -> list[Any]:
+        """Each move of this forward; ``None`` where the samples are there already."""
+        found: dict[int, Any] = {}
+        rows: list[tuple[Any, Any]] = [(None, steps.input_starts)]
+        rows += [(step.width, step.starts) for step in steps.layers]
+        for source, starts in rows:
+            for number, target in starts:
+                transfer = layouts.transfer(source, target, self._rank)
+                found[number] = (
+                    None
+                    if transfer is None
+                    else Move(
+                        self._mover, transfer, edge=number, layer=steps.names[number]
+                    )
+                )
+        return [found[number] for number in range(len(found))]
+
+    def _turn(
+        self,
+        step: LayerStep,
+        layouts: Layouts,
+        held: dict[str, Tensor],
+        moves: list[Any],
+        needs: bool,  # noqa: FBT001
+        types: Mapping[str, torch.dtype],
+    ) -> Tensor:
+        node, (first, width) = step.node, step.width
+        inputs, moved = [], []
+        for name, number in step.takes:
+            if number is None or moves[number] is None:
+                inputs.append(held[name])
+            else:
+                inputs.append(moves[number].end())
+                if inputs[-1].requires_grad:
+                    moved.append(inputs[-1])
+        every = layouts.samples(step.width)
+        mine = every[self._rank]
+        norms = self._norms[node.name]
+        for norm in norms:
+            norm.samples = tuple(len(some) for some in every[first : first + width])
+        if not len(mine):
+            return self._without(step, inputs, needs, types)
+        self.draws.samples = mine
+        if step.is_alone and self._module.training:
+            output = one_by_one(node.module, inputs, node.name, self.draws)
+        else:
+            output = node.module(*inputs)
+        if output.dtype != types[node.name] or output.shape[1:] != node.output_shape:
+            raise StrettoError(
+                f"layer {node.name!r} gave {tuple(output.shape[1:])} {output.dtype} "
+                f"for a sample where {node.output_shape} {types[node.name]} was "
+                "captured: build the model anew after changing its type or sizes"
+            )
+        return tied(output, moved) if needs and moved else output
+
+    def _without(
+        self,
+        step: LayerStep,
+        inputs: list[Tensor],
+        needs: bool,  # noqa: FBT001
+        types: Mapping[str, torch.dtype],
+    ) -> Tensor:
+        """A layer's output where this rank has no samples of it."""
+        node, (first, width) = step.node, step.width
+        passed = None
+        if first <= self._rank < first + width:
+            norms = [norm for norm in self._norms[node.name] if norm.is_synced]
+            for norm in norms:
+                norm.absent(self._device)
+            passed = partial(self._pass_by, node.name, norms)
+        if needs:
+            inputs = [*inputs, self._anchor]
+        return absent(node.output_shape, types[node.name], inputs, passed)
+
+    def _pass_by(self, layer: str, norms: list[NormSync]) -> None:
+        for norm in reversed(norms):
+            norm.absent_back(self._device)
+        assert self.sync is not None  # noqa: S101
+        self.sync.absent(layer)
+
+    def _types_of(self, steps: Steps) -> Mapping[str, torch.dtype]:
+        kind = self._device.type
+        graph = steps.graph
+        if not torch.is_autocast_enabled(kind):
+            return {node.name: node.output_dtype for node in graph.nodes}
+        key = (id(graph), torch.get_autocast_dtype(kind))
+        if key not in self._types:
+            self._types[key] = types_of(graph)
+        return self._types[key]
+
+    @contextlib.contextmanager
+    def _standing(self) -> Iterator[None]:
+        """Batch norms and dropouts behave as the layers' ranks need, for one forward.
+
+        As an attribute of the module, which goes before its class's ``forward``: the
+        user's module is the same again afterwards.
+        """
+        for module, stand in self._stands_for.items():
+            module.__dict__["forward"] = stand
+        try:
+            yield
+        finally:
+            for module in self._stands_for:
+                del module.__dict__["forward"]

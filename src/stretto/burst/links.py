@@ -1,0 +1,174 @@
+"""The connections of a burst-parallel model: among all ranks, and among a layer's.
+
+All of them are lanes of the runtime, opened when a plan is applied, in one order on
+every rank. Among all ranks: one for moving samples, and one on the CPU for the numbers
+that every forward begins with. Among the ranks of each width: lanes for gradients, and
+one for the statistics of batch norms, which must not queue behind gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore
+
+from stretto.runtime.failure import FailureDesk
+from stretto.runtime.lanes import LanePool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from stretto.runtime.agreement import Ranks
+
+Width = tuple[int, int]
+"""Consecutive ranks: the first, and how many."""
+
+_MOVES, _NUMBERS = 0, 1
+
+
+@final
+class GroupLinks:
+    """The lanes among the ranks of one width; this rank is one of them."""
+
+    def __init__(self, pool: LanePool, ranks: Ranks, *, lanes: int) -> None:
+        self.size = ranks.size
+        self.rank = ranks.rank
+        self.lanes = tuple(pool.lane(number) for number in range(lanes))
+        self.norms = pool.lane(lanes)
+
+
+@final
+class Links:
+    """All connections of one model on this rank."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        serial: int,
+        backend: str,
+        device: torch.device,
+        lanes: int,
+    ) -> None:
+        self.ranks = ranks
+        self._serial = serial
+        self._backend = backend
+        self._device = device
+        self._lanes = lanes
+        self._pools: list[LanePool] = []
+        self._groups: dict[Width, GroupLinks] = {}
+        self.desk = FailureDesk(ranks, self._abort)
+        self._moves: Any = None
+        self._numbers: Any = None
+        if ranks.size > 1:
+            self._moves = self._pool(ranks, backend, device).lane(_MOVES)
+            on_cpu = self._pool(ranks, "gloo", torch.device("cpu"))
+            self._numbers = on_cpu.lane(_NUMBERS)
+
+    def _pool(self, ranks: Ranks, backend: str, device: torch.device) -> LanePool:
+        pool = LanePool(ranks, serial=self._serial, backend=backend, device=device)
+        self._pools.append(pool)
+        return pool
+
+    def open(self, widths: Iterable[Width]) -> None:
+        """Opens what the widths need; every rank must pass the same.
+
+        Raises:
+            CommTimeout: a rank did not come.
+        """
+        for first, size in sorted(set(widths)):
+            inside = first <= self.ranks.rank < first + size
+            if size == 1 or not inside or (first, size) in self._groups:
+                continue
+            ranks = replace(
+                self.ranks,
+                rank=self.ranks.rank - first,
+                size=size,
+                names=self.ranks.names[first : first + size],
+                store=PrefixStore(f"burst/{first}/{size}", self.ranks.store),
+            )
+            with self.guard(f"opening connections for {ranks.name_all(range(size))}"):
+                pool = self._pool(ranks, self._backend, self._device)
+                self._groups[first, size] = GroupLinks(pool, ranks, lanes=self._lanes)
+
+    def group(self, width: Width) -> GroupLinks | None:
+        """The lanes of a width; ``None`` where there is nobody to talk to."""
+        return self._groups.get(width)
+
+    def exchange(self, numbers: list[int]) -> list[list[int]]:
+        """What every rank passed, by rank."""
+        if self._numbers is None:
+            return [numbers]
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        found = [torch.empty_like(mine) for _ in range(self.ranks.size)]
+        self._numbers.allgather([found], [mine]).wait()
+        return [row.tolist() for row in found]
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Gives every rank what ``root`` has in a tensor."""
+        if self._moves is not None:
+            self._moves.broadcast([tensor], _broadcast_options(root)).wait()
+
+    def reduce_number(self, value: torch.Tensor, operation: Any) -> None:
+        """All-reduces a tensor over all ranks in place."""
+        if self._moves is not None:
+            self._moves.allreduce([value], _reduce_options(operation)).wait()
+
+    def post(
+        self,
+        sends: list[tuple[int, torch.Tensor]],
+        receives: list[tuple[int, torch.Tensor]],
+        tag: int,
+    ) -> tuple[list[Any], list[Any]]:
+        """Starts sending and receiving; what to wait for, one each.
+
+        ``tag`` pairs a peer's send with this rank's receive.
+        """
+        lane = self._moves
+        if self._backend != "nccl":
+            got = [lane.recv([rows], peer, tag) for peer, rows in receives]
+            return [lane.send([rows], peer, tag) for peer, rows in sends], got
+        # Not yet run on a GPU. NCCL pairs sends and receives by order alone; within one
+        # group none waits for another, and the group is waited for as one.
+        if not sends and not receives:
+            return [], []
+        lane._start_coalescing()  # noqa: SLF001
+        for peer, rows in receives:
+            lane.recv([rows], peer, tag)
+        for peer, rows in sends:
+            lane.send([rows], peer, tag)
+        whole = lane._end_coalescing()  # noqa: SLF001
+        return [whole] * len(sends), [whole] * len(receives)
+
+    @contextlib.contextmanager
+    def guard(self, place: str) -> Iterator[None]:
+        """Makes the failure of communication the model's one error.
+
+        Raises:
+            CommTimeout: naming the place and who is gone.
+        """
+        if self.desk.error is not None:
+            raise self.desk.error
+        try:
+            yield
+        except RuntimeError as exc:
+            raise self.desk.report(place, exc) from exc
+
+    def _abort(self) -> None:
+        for pool in self._pools:
+            pool.abort()
+
+
+def _broadcast_options(root: int) -> Any:
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    return options
+
+
+def _reduce_options(operation: Any) -> Any:
+    options = torch.distributed.AllreduceOptions()
+    options.reduceOp = operation
+    return options

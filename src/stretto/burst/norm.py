@@ -1,0 +1,193 @@
+"""Batch norm over all samples of a layer, which are on several ranks.
+
+PyTorch's `SyncBatchNorm` runs on accelerators alone, and on every rank of its group.
+Here ranks may hold unequal numbers of samples, or none: mean and variance are those of
+the whole batch, as one process would compute them, and so are the running ones.
+
+With n_r values of a channel on rank r, their mean m_r and squared deviations M_r (Chan,
+Golub and LeVeque, 1979): m = sum n_r m_r / n, M = sum M_r + n_r (m_r - m)^2.
+Backward: dx = w / s (dy - mean(dy) - x^ mean(dy x^)), x^ = (x - m) / s, means over the
+whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from stretto.burst.clock import StepClock
+    from stretto.burst.links import GroupLinks, Links
+
+KINDS = ("sync", "local")
+"""Over all samples of the layer, or over those of each rank alone."""
+
+BatchNorm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
+
+
+@final
+class NormSync:
+    """One batch norm of a layer on several ranks: stands for its ``forward``."""
+
+    def __init__(
+        self,
+        norm: Any,
+        *,
+        layer: str,
+        links: Links,
+        group: GroupLinks,
+        clock: StepClock,
+    ) -> None:
+        self.norm = norm
+        self.place = f"the batch norm of layer {layer!r}"
+        self.links = links
+        self.group = group
+        self.clock = clock
+        self.samples: tuple[int, ...] = ()
+        """Of each rank of the layer, in this forward."""
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether statistics of the batch are used now."""
+        return bool(self.norm.training or self.norm.running_mean is None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the norm gives, as one process with all samples."""
+        norm = self.norm
+        if not self.is_synced:
+            given: Tensor = type(norm).forward(norm, x)
+            return given
+        norm._check_input_dim(x)  # noqa: SLF001
+        each = x[0, 0].numel()
+        out: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+            x, norm.weight, norm.bias, self, each
+        )
+        return out
+
+    def absent(self, device: torch.device) -> None:
+        """Takes part without samples, which the others' statistics wait for."""
+        if self.is_synced:
+            self.statistics(None, self._kind(), device, 1)
+
+    def absent_back(self, device: torch.device) -> None:
+        """Takes part in backward without samples."""
+        zeros = torch.zeros(
+            2 * self.norm.num_features, dtype=self._kind(), device=device
+        )
+        self.add(zeros)
+
+    def _kind(self) -> torch.dtype:
+        weight = self.norm.weight
+        return torch.float32 if weight is None else accumulate_type(weight.dtype)
+
+    def statistics(
+        self, x: Tensor | None, kind: torch.dtype, device: torch.device, each: int
+    ) -> tuple[Tensor, Tensor, int]:
+        """Mean and variance by channel over all ranks, and the number of values."""
+        channels = self.norm.num_features
+        mine = torch.zeros(2 * channels + 1, dtype=kind, device=device)
+        if x is not None:
+            dims = [0, *range(2, x.dim())]
+            var, mean = torch.var_mean(x.to(kind), dims, correction=0)
+            mine[:channels] = mean
+            mine[channels:-1] = var
+            mine[-1] = each
+        rows = [torch.empty_like(mine) for _ in range(self.group.size)]
+        with self.links.guard(self.place):
+            work = self.group.norms.allgather([rows], [mine])
+            self.clock.wait("batch norm", work.wait)
+        every = torch.stack(rows)
+        if x is None:  # who has samples says how many values each is
+            each = int(every[:, -1].max())
+        counts = torch.tensor(self.samples, dtype=kind, device=device)[:, None] * each
+        means, variances = every[:, :channels], every[:, channels:-1]
+        total = sum(self.samples) * each
+        if total < 2 and self.norm.training:
+            raise ValueError(
+                f"{self.place} needs more than one value per channel to train, got one"
+            )
+        mean = (counts * means).sum(0) / total
+        var = (counts * (variances + (means - mean) ** 2)).sum(0) / total
+        self._keep(mean, var, total)
+        return mean, var, total
+
+    def _keep(self, mean: Tensor, var: Tensor, total: int) -> None:
+        norm = self.norm
+        if not norm.training or norm.running_mean is None:
+            return
+        norm.num_batches_tracked.add_(1)
+        share = norm.momentum
+        if share is None:
+            share = 1.0 / float(norm.num_batches_tracked)
+        unbiased = var * (total / max(total - 1, 1))
+        running = norm.running_mean
+        running.mul_(1 - share).add_(mean.to(running.dtype), alpha=share)
+        running = norm.running_var
+        running.mul_(1 - share).add_(unbiased.to(running.dtype), alpha=share)
+
+    def add(self, sums: Tensor) -> None:
+        """Adds sums over the layer's ranks in place."""
+        with self.links.guard(self.place):
+            work = self.group.norms.allreduce([sums])
+            self.clock.wait("batch norm", work.wait)
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        sync: NormSync,
+        each: int,
+    ) -> Tensor:
+        kind = accumulate_type(x.dtype if weight is None else weight.dtype)
+        mean, var, total = sync.statistics(x, kind, x.device, each)
+        eps = sync.norm.eps
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.sync, ctx.total = sync, total
+        return nn.functional.batch_norm(
+            x, mean, var, weight, bias, training=False, eps=eps
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight, mean, var = ctx.saved_tensors
+        sync, total = ctx.sync, ctx.total
+        grad = grads[0]
+        # Natively: sum of dy and of dy x^, on this rank.
+        _, scaled, plain = torch.ops.aten.native_batch_norm_backward(
+            grad,
+            x,
+            weight if weight is not None else torch.ones_like(mean),
+            mean,
+            var,
+            None,
+            None,
+            False,  # noqa: FBT003
+            sync.norm.eps,
+            [False, True, True],
+        )
+        sums = torch.cat((plain, scaled)).to(mean.dtype)
+        sync.add(sums)
+        to_x = None
+        if ctx.needs_input_grad[0]:
+            sum_dy, sum_scaled = sums.chunk(2)
+            inverse = torch.rsqrt(var + sync.norm.eps)
+            gain = inverse if weight is None else inverse * weight
+            slope = -gain * inverse * sum_scaled / total
+            offset = -gain * sum_dy / total - slope * mean
+            shape = (1, -1, *(1 for _ in range(x.dim() - 2)))
+            to_x = torch.addcmul(offset.view(shape), x, slope.view(shape))
+            to_x = torch.addcmul(to_x, grad, gain.view(shape)).to(x.dtype)
+        to_weight = scaled if weight is not None and ctx.needs_input_grad[1] else None
+        to_bias = plain if ctx.needs_input_grad[2] else None
+        return to_x, to_weight, to_bias, None, None
+
+
+def accumulate_type(kind: torch.dtype) -> torch.dtype:
+    """The type statistics are computed in."""
+    return torch.float64 if kind == torch.float64 else torch.float32

@@ -1,0 +1,140 @@
+"""Parameters that live on some ranks: bringing them to others, and their norm.
+
+A rank trains the layers that it runs. Of others it has what they were at first, or when
+they were last brought here; their gradients are ``None``, so optimizers pass them over.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from stretto.burst.graph import LayerGraph, LayerNode
+    from stretto.burst.links import Links, Width
+
+
+def tensors_of(node: LayerNode) -> list[Tensor]:
+    """A layer's parameters and buffers, in one order on all ranks."""
+    return [*node.module.parameters(), *node.module.buffers()]
+
+
+@torch.no_grad()
+def bring(
+    links: Links, graph: LayerGraph, roots: Mapping[str, int], place: str
+) -> None:
+    """Gives all ranks the parameters and buffers that each layer's root has."""
+    if links.ranks.size == 1:
+        return
+    for node in graph.nodes:
+        if node.name in roots:
+            for tensor in tensors_of(node):
+                whole = tensor.contiguous()
+                with links.guard(f"{place} of layer {node.name!r}"):
+                    links.broadcast(whole, roots[node.name])
+                if whole is not tensor:
+                    tensor.copy_(whole)
+
+
+def bring_states(
+    links: Links,
+    graph: LayerGraph,
+    roots: Mapping[str, int],
+    optimizers: Sequence[Optimizer],
+    device: torch.device,
+) -> None:
+    """Gives all ranks what optimizers keep of each layer's parameters on its root."""
+    if links.ranks.size == 1:
+        return
+    for optimizer in optimizers:
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for node in graph.nodes:
+            if node.name not in roots:
+                continue
+            mine = [p for p in node.module.parameters() if id(p) in known]
+            root = roots[node.name]
+            is_root = links.ranks.rank == root
+            states = [optimizer.state.get(p, {}) for p in mine] if is_root else None
+            place = f"bringing the optimizer's state of layer {node.name!r}"
+            with links.guard(place):
+                found = _broadcast_states(links, states, root, device)
+            if not is_root:
+                for parameter, state in zip(mine, found, strict=True):
+                    if state:
+                        optimizer.state[parameter] = state
+
+
+def _broadcast_states(
+    links: Links, states: list[Any] | None, root: int, device: torch.device
+) -> list[Any]:
+    text = b""
+    if states is not None:
+        file = io.BytesIO()
+        torch.save(states, file)
+        text = file.getvalue()
+    size = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    links.broadcast(size, root)
+    body = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if text:
+        body.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    links.broadcast(body, root)
+    if states is not None:
+        return states
+    file = io.BytesIO(body.cpu().numpy().tobytes())
+    found: list[Any] = torch.load(file, map_location=device, weights_only=True)
+    return found
+
+
+@torch.no_grad()
+def gradient_norm(
+    links: Links,
+    graph: LayerGraph,
+    widths: Mapping[str, Width],
+    norm_type: float,
+    device: torch.device,
+) -> Tensor:
+    r"""The norm of all gradients together, each counted once: the same on all ranks.
+
+    $(\sum_i |g_i|^p)^{1/p}$ with $p$ = ``norm_type``, the largest $|g_i|$ for infinity.
+    """
+    if norm_type <= 0:
+        raise SpecError(f"norm_type must be > 0, got {norm_type}")
+    mine = [
+        p.grad
+        for node in graph.nodes
+        if widths[node.name][0] == links.ranks.rank
+        for p in node.module.parameters()
+        if p.grad is not None
+    ]
+    norms = [torch.linalg.vector_norm(g, norm_type).double() for g in mine]
+    if math.isinf(norm_type):
+        total = torch.zeros(1, dtype=torch.float64, device=device)
+        if norms:
+            total[0] = torch.stack(norms).max()
+        operation = dist.ReduceOp.MAX
+    else:
+        total = torch.zeros(1, dtype=torch.float64, device=device)
+        if norms:
+            total[0] = torch.stack(norms).pow(norm_type).sum()
+        operation = dist.ReduceOp.SUM
+    with links.guard("the norm of all gradients"):
+        links.reduce_number(total, operation)
+    return total[0] if math.isinf(norm_type) else total[0] ** (1.0 / norm_type)
+
+
+def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiplies this rank's gradients."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    for grad in grads:
+        grad.mul_(factor.to(grad.dtype))

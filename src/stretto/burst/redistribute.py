@@ -1,0 +1,259 @@
+"""Moves samples between layers on different ranks, and their gradients back.
+
+# Note [Two functions for one move]
+A move is begun where the samples come into being and waited for where they are used, so
+that ranks compute other branches meanwhile: `_Begin` and `_End`. Backward mirrors that:
+`_End` begins the gradients' way back, `_Begin` waits for them. Autograd runs what is
+ready in the reverse of the order in which forward ran, so every rank begins and ends
+its moves in one order, that of the layers, in forward and in its reverse in backward:
+no two ranks can wait for each other. Ranks without samples carry tensors of no rows
+through the same functions, so that backward comes by on them too.
+
+Sent and received directly: gathering 4 ranks' 64 KiB to 8 MiB on one took 0.31 / 1.0 /
+18 ms this way and 0.5 / 2.5 / 24 ms by an all-to-all (loopback, two busy cores), in
+which, besides, ranks take part that have nothing to move.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stretto.burst.clock import StepClock
+    from stretto.burst.layout import Rows, Transfer
+    from stretto.burst.links import Links
+
+
+@final
+class _Pending:
+    """A move on its way on this rank."""
+
+    def __init__(
+        self,
+        after: torch.Tensor,
+        coming: list[tuple[Any, torch.Tensor, tuple[int, ...] | None]],
+    ) -> None:
+        self.after = after
+        self._coming = coming
+
+    def finish(self) -> None:
+        """Waits until the rows are here."""
+        for work, place, rows in self._coming:
+            work.wait()
+            if rows is not None:
+                self.after[list(rows)] = place
+        self._coming = []
+
+
+@final
+class Mover:
+    """Sends and receives rows over one model's connections."""
+
+    def __init__(self, links: Links, clock: StepClock) -> None:
+        self._links = links
+        self._clock = clock
+        self._in_flight: list[tuple[Any, torch.Tensor, int, str]] = []
+
+    def begin(
+        self, rows: torch.Tensor, transfer: Transfer, tag: int, layer: str
+    ) -> _Pending:
+        """Starts a move of ``rows``; ``tag`` tells moves at the same time apart."""
+        rows = rows.contiguous()
+        after = rows.new_empty((transfer.num_after, *rows.shape[1:]))
+        for here, there in transfer.kept:
+            after[rows_of(there)] = rows[rows_of(here)]
+        places = [(peer, after[rows_of(some)]) for peer, some in transfer.receives]
+        buffers = [(peer, rows[rows_of(some)]) for peer, some in transfer.sends]
+        with self._links.guard(f"the redistribution of layer {layer!r}"):
+            sent, coming = self._links.post(buffers, places, tag)
+        for work, (_, buffer) in zip(sent, buffers, strict=True):
+            self._in_flight.append((work, buffer, _version(buffer), layer))
+        # Rows that do not stand together arrive in a tensor of their own.
+        return _Pending(
+            after,
+            [
+                (work, place, some if isinstance(some, tuple) else None)
+                for work, (_, place), (_, some) in zip(
+                    coming, places, transfer.receives, strict=True
+                )
+            ],
+        )
+
+    def end(self, pending: _Pending, layer: str) -> torch.Tensor:
+        """The rows, when they are here."""
+        with self._links.guard(f"the redistribution of layer {layer!r}"):
+            self._clock.wait("redistribution", pending.finish)
+        return pending.after
+
+    def settle(self) -> None:
+        """Waits until everything sent has left.
+
+        Raises:
+            StrettoError: a layer wrote into its output while that was being sent.
+        """
+        in_flight, self._in_flight = self._in_flight, []
+        for work, buffer, version, layer in in_flight:
+            with self._links.guard(f"the redistribution of layer {layer!r}"):
+                self._clock.wait("redistribution", work.wait)
+            if _version(buffer) != version:
+                raise StrettoError(
+                    f"the output of layer {layer!r} was written to while it was sent "
+                    "to other ranks: let the layers after it work out of place "
+                    "(inplace=False)"
+                )
+
+    def drop(self) -> None:
+        """Forgets what is in flight: the step was cut short."""
+        self._in_flight = []
+
+
+@final
+class Move:
+    """One output's way to the ranks of a layer that reads it, in one forward."""
+
+    def __init__(
+        self, mover: Mover, transfer: Transfer, *, edge: int, layer: str
+    ) -> None:
+        self.mover = mover
+        self.transfer = transfer
+        self.edge = edge
+        self.layer = layer
+        self.pending: _Pending | None = None
+        self._begun: torch.Tensor | None = None
+
+    def begin(self, rows: torch.Tensor, anchor: torch.Tensor | None) -> None:
+        """Starts it; ``anchor`` where a gradient comes back, on all ranks alike."""
+        self._begun = (
+            _Begin.apply(rows, anchor, self)  # type: ignore[no-untyped-call]
+            if anchor is not None and torch.is_grad_enabled()
+            else self.there(rows)
+        )
+
+    def end(self) -> torch.Tensor:
+        """The rows that this rank has afterwards."""
+        begun, self._begun = self._begun, None
+        assert begun is not None  # noqa: S101
+        if begun.requires_grad:
+            ended: torch.Tensor = _End.apply(begun, self)  # type: ignore[no-untyped-call]
+            return ended
+        assert self.pending is not None  # noqa: S101
+        return self.mover.end(self.pending, self.layer)
+
+    def there(self, rows: torch.Tensor) -> torch.Tensor:
+        """Begins the way of the samples."""
+        self.pending = self.mover.begin(rows, self.transfer, 2 * self.edge, self.layer)
+        return self.pending.after
+
+    def back(self, grad: torch.Tensor) -> None:
+        """Begins the way of the gradients."""
+        assert self.transfer.back is not None  # noqa: S101
+        self.pending = self.mover.begin(
+            grad, self.transfer.back, 2 * self.edge + 1, self.layer
+        )
+
+
+class _Begin(torch.autograd.Function):
+    """Forward begins a move, backward ends that of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, _anchor: Any, move: Move) -> Any:
+        ctx.move = move
+        return move.there(rows.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Any) -> Any:
+        move = ctx.move
+        return move.mover.end(move.pending, move.layer), None, None
+
+
+class _End(torch.autograd.Function):
+    """Forward ends a move, backward begins that of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, begun: torch.Tensor, move: Move) -> Any:
+        ctx.move = move
+        move.mover.end(move.pending, move.layer)  # type: ignore[arg-type]
+        # Rows arrived in what `_Begin` gave; as a view layers could not work in place.
+        ctx.mark_dirty(begun)
+        return begun
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.move.back(grads[0])
+        # Only a token: what comes back has another rank's number of rows.
+        return grads[0], None
+
+
+class _Tie(torch.autograd.Function):
+    """The output, with backward going on to all inputs whatever the layer did."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *inputs: torch.Tensor) -> Any:
+        ctx.count = len(inputs)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], *(None for _ in range(ctx.count))
+
+
+class _Absent(torch.autograd.Function):
+    """No rows, where a layer has none on this rank; backward passes by."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        passed: Callable[[], None] | None,
+        *inputs: torch.Tensor,
+    ) -> Any:
+        ctx.passed = passed
+        ctx.shapes = [(x.shape, x.dtype, x.device) for x in inputs]
+        return torch.empty((0, *shape), dtype=dtype, device=inputs[-1].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Any) -> Any:
+        if ctx.passed is not None:
+            ctx.passed()
+        zeros = [torch.zeros(s, dtype=d, device=at) for s, d, at in ctx.shapes]
+        return None, None, None, *zeros
+
+
+def tied(output: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """A layer's output, whose backward comes by at all inputs.
+
+    A layer that detaches an input, or does not use it, would else end backward on its
+    ranks before the gradients' way to others, who wait for them.
+    """
+    found: torch.Tensor = _Tie.apply(output, *inputs)  # type: ignore[no-untyped-call]
+    return found
+
+
+def absent(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    inputs: list[torch.Tensor],
+    passed: Callable[[], None] | None,
+) -> torch.Tensor:
+    """A layer's output on a rank that has no samples of it.
+
+    ``passed`` is called when backward comes by.
+    """
+    found: torch.Tensor = _Absent.apply(shape, dtype, passed, *inputs)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
+
+
+def rows_of(rows: Rows) -> slice | list[int]:
+    """Rows as an index of a tensor: a view where they stand together."""
+    return rows if isinstance(rows, slice) else list(rows)

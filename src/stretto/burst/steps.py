@@ -1,0 +1,177 @@
+"""A captured model made ready to run: what each layer needs, decided once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from stretto.burst.dropout import draws_otherwise
+from stretto.burst.graph import INPUT, LayerGraph, LayerNode
+from stretto.burst.links import Width
+from stretto.errors import PlanMismatch, SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from stretto.schema.burst import BurstPlan
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerStep:
+    """One layer's turn in a forward."""
+
+    node: LayerNode
+
+    width: Width
+
+    takes: tuple[tuple[str, int | None], ...]
+    """What it reads: the layer, and the number of its move if it has to move."""
+
+    starts: tuple[tuple[int, Width | None], ...]
+    """Moves of its output: number, and the ranks it goes to."""
+
+    last_of: tuple[str, ...]
+    """What it reads as the last."""
+
+    trains: bool
+    """Whether it or a layer before it has a parameter that needs a gradient."""
+
+    is_alone: bool
+    """Whether its samples are computed one by one, for random numbers of its own."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Steps:
+    """All layers' turns."""
+
+    graph: LayerGraph
+
+    layers: tuple[LayerStep, ...]
+
+    input_starts: tuple[tuple[int, Width | None], ...]
+
+    output_takes: int | None
+    """The number of the output's move back to the ranks' shares."""
+
+    names: tuple[str, ...]
+    """The layer that each move's samples come from, by number."""
+
+
+def widths_of(plan: BurstPlan, graph: LayerGraph, ranks: int) -> dict[str, Width]:
+    """Each layer's ranks.
+
+    Raises:
+        PlanMismatch: the plan is for another model, or for more ranks.
+    """
+    if plan.gpus > ranks:
+        raise PlanMismatch(
+            f"the plan is for {plan.gpus} ranks, here are {ranks}: plan for {ranks} "
+            f"with `stretto burst plan --gpus {ranks}`, or start more"
+        )
+    names = [entry.layer for entry in plan.layers]
+    if names != [node.name for node in graph.nodes]:
+        odd = sorted(set(names) ^ {node.name for node in graph.nodes})
+        what = f": {odd[0]!r} is in one alone" if odd else " in another order"
+        raise PlanMismatch(
+            f"the plan's layers are not those of this {graph.name}{what}. Run "
+            "`stretto burst profile` and plan again"
+        )
+    if plan.profile_digest != graph.digest:
+        raise PlanMismatch(
+            f"the plan was made for a model with digest {plan.profile_digest}, this "
+            f"{graph.name} has {graph.digest}: sizes or edges differ. Run "
+            "`stretto burst profile` and plan again"
+        )
+    return {entry.layer: (entry.first_gpu, entry.gpus) for entry in plan.layers}
+
+
+def steps_of(graph: LayerGraph, widths: Mapping[str, Width]) -> Steps:
+    """The layers' turns under a plan.
+
+    Raises:
+        SpecError: a layer mixes samples in a way that can't be split over ranks.
+    """
+    held: dict[str, Width | None] = {INPUT: None, **widths}
+    numbers: dict[tuple[str, Width | None], int] = {}
+    starts: dict[str, list[tuple[int, Width | None]]] = {}
+    last: dict[str, str] = {}
+
+    def take(name: str, width: Width | None) -> int | None:
+        if held[name] == width:
+            return None
+        if (name, width) not in numbers:
+            numbers[name, width] = len(numbers)
+            starts.setdefault(name, []).append((numbers[name, width], width))
+        return numbers[name, width]
+
+    takes = {}
+    for node in graph.nodes:
+        _refuse_functional_norms(node)
+        takes[node.name] = tuple(
+            (name, take(name, widths[node.name])) for name in node.inputs
+        )
+        last |= dict.fromkeys(node.inputs, node.name)
+    output_takes = take(graph.output, None)
+    trains: dict[str, bool] = {INPUT: False}
+    layers = []
+    for node in graph.nodes:
+        trains[node.name] = any(trains[name] for name in node.inputs) or any(
+            p.requires_grad for p in node.module.parameters()
+        )
+        layers.append(
+            LayerStep(
+                node=node,
+                width=widths[node.name],
+                takes=takes[node.name],
+                starts=tuple(starts.get(node.name, ())),
+                last_of=tuple(n for n in node.inputs if last[n] == node.name),
+                trains=trains[node.name],
+                is_alone=draws_otherwise(node.module),
+            )
+        )
+    return Steps(
+        graph=graph,
+        layers=tuple(layers),
+        input_starts=tuple(starts.get(INPUT, ())),
+        output_takes=output_takes,
+        names=tuple(name for name, _ in numbers),
+    )
+
+
+def _refuse_functional_norms(node: LayerNode) -> None:
+    norms = (nn.functional.batch_norm, torch.batch_norm)
+    for part in node.module.modules():
+        if isinstance(part, fx.GraphModule):
+            for op in part.graph.nodes:
+                if op.op == "call_function" and op.target in norms:
+                    raise SpecError(
+                        f"layer {node.name!r} normalises over the batch by a function, "
+                        "whose statistics can't be those of all ranks: use a "
+                        "torch.nn.BatchNorm module"
+                    )
+
+
+def types_of(graph: LayerGraph) -> dict[str, torch.dtype]:
+    """The type of each layer's output under the autocast that is on now."""
+    mode = FakeTensorMode()
+    held: dict[str, Any] = {}
+    with mode, torch.no_grad():
+        held[INPUT] = torch.empty((2, *graph.input_shape), dtype=graph.input_dtype)
+        for node in graph.nodes:
+            state: dict[str, torch.Tensor] = {
+                name: mode.from_tensor(tensor)
+                for name, tensor in (
+                    *node.module.named_parameters(),
+                    *node.module.named_buffers(),
+                )
+            }
+            held[node.name] = torch.func.functional_call(
+                node.module, state, tuple(held[name] for name in node.inputs)
+            )
+    return {node.name: held[node.name].dtype for node in graph.nodes}
