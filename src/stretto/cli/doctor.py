@@ -26,10 +26,14 @@ OVERRIDES = {
     "NCCL_MIN_CTAS": "overrides the CTAs that a plan gives each collective",
     "NCCL_MAX_NCHANNELS": "limits the CTAs that a plan gives each collective",
     "NCCL_MIN_NCHANNELS": "raises the CTAs that a plan gives each collective",
+    "NCCL_MAX_NRINGS": "limits the CTAs that a plan gives each collective",
+    "NCCL_MIN_NRINGS": "raises the CTAs that a plan gives each collective",
     "NCCL_CGA_CLUSTER_SIZE": "overrides the launch that a plan's resources assume",
     "NCCL_CTA_POLICY": "overrides the CTAs that a plan gives each collective",
     "NCCL_NET": "chooses the network that was probed or will be",
     "NCCL_ALGO": "overrides the algorithm of a plan's buckets",
+    "NCCL_PROTO": "overrides the protocol that was probed or will be",
+    "NCCL_NTHREADS": "changes how much of the device each CTA takes",
     "NCCL_SOCKET_IFNAME": "chooses the network that was probed or will be",
     "GLOO_SOCKET_IFNAME": (
         "chooses the network; several names give every group as many connections, "

@@ -85,5 +85,5 @@ class LanePool:
         self._lanes.abort()
 
     def close(self) -> None:
-        """Ends every lane whose collectives are done; the pool opens no more."""
+        """Ends every lane, once its collectives are done."""
         self._close()
