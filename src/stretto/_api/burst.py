@@ -77,7 +77,7 @@ def plan(problem: BurstProblem) -> BurstPlan:
 
     Raises:
         Infeasible: none keeps the limit; the nearest limit that one keeps is named.
-        SpecError: the graph is not series-parallel, or a needed time is not profiled.
+        SpecError: a needed time is not profiled.
     """
     return planning.plan(problem)
 
@@ -87,7 +87,7 @@ def front(problem: BurstProblem) -> list[BurstPlan]:
 
     Raises:
         Infeasible: none keeps the limit; the nearest limit that one keeps is named.
-        SpecError: the graph is not series-parallel, or a needed time is not profiled.
+        SpecError: a needed time is not profiled.
     """
     return planning.plans_of_front(problem)
 
@@ -143,7 +143,7 @@ def plan_on(
 
     Raises:
         Infeasible: none keeps the limit; the nearest limit that one keeps is named.
-        SpecError: the graph is not series-parallel, or a needed time is not profiled.
+        SpecError: a needed time is not profiled.
     """
     limit = problem.amplification_limit
     found = [planning.plan(problem)]

@@ -65,8 +65,8 @@ def render_scaling(
     body += _section(
         "Scaling",
         "Weak: the batch grows with the GPUs. Strong: it stays. Batch-optimal: the "
-        "batch that is soonest there. Burst: that too, with for each layer as many GPUs "
-        "as shorten the step.",
+        "batch that is soonest there. Burst: that too, each layer on as many GPUs as "
+        "shorten the step.",
         drawing,
     )
     body += _section(

@@ -83,7 +83,8 @@ class SampleEfficiency:
             return high.samples
         low = points[at - 1]
         share = math.log(batch / low.batch) / math.log(high.batch / low.batch)
-        return low.samples * (high.samples / low.samples) ** share
+        found: float = low.samples * (high.samples / low.samples) ** share
+        return found
 
     @classmethod
     def load(cls, path: str | Path) -> SampleEfficiency:

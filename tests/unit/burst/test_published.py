@@ -6,7 +6,8 @@ import published
 import pytest
 
 from stretto.cost.burst import DEEPPOOL
-from stretto.planners.burst.evaluate import Choice, evaluate
+from stretto.planners.burst.choice import Choice
+from stretto.planners.burst.evaluate import evaluate
 from stretto.planners.burst.literal import search_linear
 from stretto.planners.burst.problem import BurstProblem
 from stretto.planners.burst.search import shortest

@@ -12,7 +12,8 @@ from stretto._api import burst
 from stretto._api.reproduce.result import Correction, Figure, Left, Reproduction
 from stretto.cost.burst import DEEPPOOL, BurstNetwork
 from stretto.errors import Infeasible
-from stretto.planners.burst.evaluate import Choice, evaluate
+from stretto.planners.burst.choice import Choice
+from stretto.planners.burst.evaluate import evaluate
 from stretto.planners.burst.literal import search_linear
 from stretto.planners.burst.problem import BurstProblem
 from stretto.schema import Link

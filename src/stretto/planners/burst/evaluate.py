@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from stretto.planners.burst.cuts import collapsed, joined
 from stretto.planners.burst.tree import Block, Chain, Edge
 
 if TYPE_CHECKING:
+    from stretto.planners.burst.choice import Choice
     from stretto.planners.burst.problem import BurstProblem
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """Each layer's width, and which branches have GPUs of their own."""
-
-    widths: tuple[int, ...]
-    """By layer; the position in the problem's widths."""
-
-    own: frozenset[int] = frozenset()
-    """First layers of the branches that run beside the others of their block on GPUs of
-    their own; the others take turns on the GPUs of the layer before the block."""
-
-    first_gpus: tuple[int, ...] = ()
-    """By layer; empty where no branch has GPUs of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +29,36 @@ class Cost:
 
 def evaluate(problem: BurstProblem, choice: Choice) -> Cost:
     """Time, GPU time, largest amplification and GPUs of a choice."""
+    if problem.crosses and choice.own:
+        whole, groups = joined(problem.profile)
+        return evaluate(replace(problem, profile=whole), collapsed(choice, groups))
+    if problem.crosses:
+        return in_turns(problem, choice)
     return _Walk(problem, choice).cost()
+
+
+def in_turns(problem: BurstProblem, choice: Choice) -> Cost:
+    """The cost of a choice in which all branches take turns, for any graph."""
+    layers = problem.profile.layers
+    number = {layer.name: i for i, layer in enumerate(layers)}
+    time_s, gpu_s, worst = 0.0, 0.0, 0.0
+    for i, layer in enumerate(layers):
+        width = choice.widths[i]
+        own_s = float(problem.node_s[i, width])
+        comms = [
+            problem.comm_s(number[n], choice.widths[number[n]], width, moved=False)
+            for n in layer.inputs
+        ]
+        time_s += own_s + sum(comms)
+        gpu_s += (own_s + sum(comms)) * problem.widths[width]
+        for comm_s in comms or [0.0]:
+            worst = max(worst, problem.amplification(i, width, comm_s))
+    return Cost(
+        iteration_s=time_s,
+        gpu_s=gpu_s,
+        max_amplification=worst,
+        gpus=max(problem.widths[at] for at in choice.widths),
+    )
 
 
 class _Walk:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stretto.errors import Infeasible
+from stretto.planners.burst.choice import Choice
+from stretto.planners.burst.crossing import shortest_crossing
+from stretto.planners.burst.cuts import expanded, joined
 from stretto.planners.burst.edges import EdgeCost
-from stretto.planners.burst.evaluate import Choice, evaluate
+from stretto.planners.burst.evaluate import evaluate
 from stretto.planners.burst.front import front
 from stretto.planners.burst.search import shortest
 from stretto.schema.burst import BurstPlan, BurstPrediction, LayerGpus
@@ -22,13 +25,14 @@ if TYPE_CHECKING:
 def plan(problem: BurstProblem) -> BurstPlan:
     """The fastest plan that keeps the amplification limit, exact under the model.
 
-    O(L n log n) for a chain of L layers and n widths; see `BurstProblem.of` for n.
+    For a graph whose branches cross see `crossing` for what is exact. O(L n log n) for
+    a chain of L layers and n widths; see `BurstProblem.of` for n.
 
     Raises:
         Infeasible: none keeps the limit; the nearest limit that one keeps is named.
-        SpecError: the graph is not series-parallel, or a needed time is not profiled.
+        SpecError: a needed time is not profiled.
     """
-    found = shortest(problem)
+    found = (shortest_crossing if problem.crosses else shortest)(problem)
     if found is None:
         raise _infeasible(problem)
     return plan_of(problem, found[1])
@@ -41,9 +45,14 @@ def plans_of_front(problem: BurstProblem) -> list[BurstPlan]:
 
     Raises:
         Infeasible: none keeps the limit; the nearest limit that one keeps is named.
-        SpecError: the graph is not series-parallel, or a needed time is not profiled.
+        SpecError: a needed time is not profiled.
     """
-    found = front(problem)
+    if problem.crosses:
+        whole, groups = joined(problem.profile)
+        found = front(replace(problem, profile=whole))
+        found = [(cost, expanded(choice, groups)) for cost, choice in found]
+    else:
+        found = front(problem)
     if not found:
         raise _infeasible(problem)
     return [plan_of(problem, choice) for _, choice in found]
@@ -109,6 +118,8 @@ def nearest_limit(problem: BurstProblem) -> float:
     A search by halving over the amplifications of all edges and widths: one of them is
     the limit, and a higher limit never forbids what a lower one allows.
     """
+    if problem.crosses:
+        problem = replace(problem, profile=joined(problem.profile)[0])
     free = replace(problem, amplification_limit=None)
     widths = np.array(problem.widths, float)
     found = [_amplifications(free, problem.tree.source, 0.0 * widths, widths)]

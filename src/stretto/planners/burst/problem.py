@@ -14,7 +14,7 @@ import numpy as np
 
 from stretto.cost.burst import BurstNetwork, redistribution_s, samples_on, widths_of
 from stretto.errors import SpecError
-from stretto.planners.burst.tree import Tree, parse
+from stretto.planners.burst.tree import Crossing, Tree, parse
 from stretto.schema.burst import LayerProfile
 
 if TYPE_CHECKING:
@@ -96,6 +96,14 @@ class BurstProblem:
     def tree(self) -> Tree:
         """The graph's chains and blocks."""
         return parse(self.profile)
+
+    @cached_property
+    def crosses(self) -> bool:
+        """Whether branches cross, so that there is no `tree`."""
+        try:
+            return self.tree is None
+        except Crossing:
+            return True
 
     @cached_property
     def samples(self) -> Floats:

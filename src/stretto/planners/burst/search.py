@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from stretto.errors import SpecError
+from stretto.planners.burst.choice import Choice
 from stretto.planners.burst.edges import EdgeCost, min_plus
-from stretto.planners.burst.evaluate import Choice
 from stretto.planners.burst.tree import Block, Chain, Edge
 
 if TYPE_CHECKING:

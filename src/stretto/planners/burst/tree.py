@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from stretto.schema.burst import LayerProfile
 
 
+class Crossing(SpecError):
+    """The layers are not series-parallel."""
+
+
 @dataclass(frozen=True, slots=True)
 class Edge:
     """The output of layer ``source`` goes to layer ``target``."""
@@ -89,7 +93,7 @@ def parse(profile: LayerProfile) -> Tree:
     left_over = [i for i in range(len(into)) if i not in (source, target) and into[i]]
     if left_over:
         names = ", ".join(repr(profile.layers[i].name) for i in left_over)
-        raise SpecError(
+        raise Crossing(
             f"the layers of {profile.name!r} are not series-parallel: {names} join and "
             "part across one another. Merge them into one layer of the profile, or "
             "leave out the edge that crosses",
