@@ -51,7 +51,18 @@ class Sum:
     bucket: int
 
 
-Op = Work | Begin | Finish | Sum
+@dataclass(frozen=True, slots=True)
+class Await:
+    """A rank waits for one bucket."""
+
+    bucket: int
+
+
+Op = Work | Begin | Finish | Sum | Await
+Ranks = tuple[int, int] | None
+"""The first and how many; ``None``: as the samples came."""
+
+_INPUT = -1
 ALL = -1
 """As a bucket's number: wait for every one."""
 
@@ -73,6 +84,8 @@ class Bucket:
     name: str
     ranks: tuple[int, ...]
     size_bytes: int
+    steps: int
+    """Latencies of its ring."""
 
 
 @final
@@ -90,9 +103,7 @@ class Script:
         self.ops: list[list[Op]] = [[] for _ in range(plan.gpus)]
         self.moves: list[Move] = []
         self.buckets: list[Bucket] = []
-        self._at: list[tuple[int, int] | None] = [
-            (e.first_gpu, e.gpus) for e in plan.layers
-        ]
+        self._at: list[Ranks] = [(e.first_gpu, e.gpus) for e in plan.layers]
         self._gpus = plan.gpus
         number = {layer.name: i for i, layer in enumerate(profile.layers)}
         self._reads = [[number[n] for n in layer.inputs] for layer in profile.layers]
@@ -114,49 +125,61 @@ class Script:
 
     def _forward(self) -> None:
         layers = self._profile.layers
-        moves: dict[tuple[int, int], int] = {}
-        first = [i for i, reads in enumerate(self._reads) if not reads]
-        come = {
-            i: self._begin("input", None, self._at[i], self._profile.input_bytes)
-            for i in first
-        }
+        if self._gpus > 1:
+            # Before anything the ranks tell each other how many samples they have.
+            everyone = tuple(range(self._gpus))
+            self.buckets.append(Bucket("counts", everyone, 0, self._gpus - 1))
+            for ops in self.ops:
+                ops += [Sum(0), Await(0)]
+        moves: dict[tuple[int, Ranks], int] = {}
+        for i in (i for i, reads in enumerate(self._reads) if not reads):
+            self._begin_once(moves, _INPUT, i, "input", self._profile.input_bytes)
         for i, layer in enumerate(layers):
-            if i in come:
-                self._finish(come[i])
-            for read in self._reads[i]:
-                self._finish(moves[read, i])
+            for read in self._reads[i] or [_INPUT]:
+                self._finish(moves[read, self._at[i]])
             self._compute(i, backward=False)
             for reader in self._readers[i]:
-                moves[i, reader] = self._begin(
-                    f"{layer.name} to {layers[reader].name}",
-                    self._at[i],
-                    self._at[reader],
-                    layer.activation_bytes,
-                )
+                name = f"{layer.name} to {layers[reader].name}"
+                self._begin_once(moves, i, reader, name, layer.activation_bytes)
         self._finish(
             self._begin("output", self._at[-1], None, layers[-1].activation_bytes)
         )
 
+    def _begin_once(
+        self,
+        moves: dict[tuple[int, Ranks], int],
+        source: int,
+        reader: int,
+        name: str,
+        each_bytes: int,
+    ) -> None:
+        """One move for all readers on the same ranks."""
+        at = None if source == _INPUT else self._at[source]
+        key = (source, self._at[reader])
+        if key not in moves:
+            moves[key] = self._begin(name, at, self._at[reader], each_bytes)
+
     def _backward(self, bucket_bytes: int) -> None:
         layers = self._profile.layers
-        moves: dict[tuple[int, int], int] = {}
+        moves: dict[tuple[int, Ranks], int] = {}
         last = layers[-1].activation_bytes
         self._finish(self._begin("output's gradient", None, self._at[-1], last))
         buckets = self._bucketed(bucket_bytes)
         for i in reversed(range(len(layers))):
-            for reader in reversed(self._readers[i]):
-                self._finish(moves[i, reader])
+            for at in dict.fromkeys(self._at[r] for r in reversed(self._readers[i])):
+                self._finish(moves[i, at])
             self._compute(i, backward=True)
             if i in buckets:
                 for rank in self.buckets[buckets[i]].ranks:
                     self.ops[rank].append(Sum(buckets[i]))
             for read in reversed(self._reads[i]):
-                moves[read, i] = self._begin(
-                    f"gradient of {layers[read].name}",
-                    self._at[i],
-                    self._at[read],
-                    layers[read].activation_bytes,
-                )
+                at = self._at[i]
+                # The gradients of all readers on the same ranks go back together.
+                first = min(r for r in self._readers[read] if self._at[r] == at)
+                if i == first:
+                    name = f"gradient of {layers[read].name}"
+                    size = layers[read].activation_bytes
+                    moves[read, at] = self._begin(name, at, self._at[read], size)
 
     def _compute(self, i: int, *, backward: bool) -> None:
         layer = self._profile.layers[i]
@@ -171,8 +194,8 @@ class Script:
     def _begin(
         self,
         name: str,
-        source: tuple[int, int] | None,
-        target: tuple[int, int] | None,
+        source: Ranks,
+        target: Ranks,
         each_bytes: int,
     ) -> int:
         """A move, begun by every rank concerned; its number."""
@@ -195,27 +218,28 @@ class Script:
             self.ops[rank].append(Finish(move))
 
     def _bucketed(self, bucket_bytes: int) -> dict[int, int]:
-        """The layer after whose backward each bucket is full, to the bucket."""
-        closed: dict[int, int] = {}
-        open_: dict[tuple[int, int], tuple[int, int]] = {}
+        """The layer after whose backward each bucket is full, to the bucket.
 
-        def close(at: tuple[int, int]) -> None:
+        A bucket is full when it has the bytes or more, as the executor's are; there a
+        layer's parameters may be in two, here they are in one.
+        """
+        closed: dict[int, int] = {}
+        open_: dict[Ranks, tuple[int, int]] = {}
+
+        def close(at: Ranks) -> None:
             size, layer = open_.pop(at)
-            ranks = tuple(range(at[0], at[0] + at[1]))
+            ranks = tuple(range(at[0], at[0] + at[1])) if at else ()
             name = f"gradients to {self._profile.layers[layer].name}"
-            # two sets of ranks never close at one layer: a layer has one set
             closed[layer] = len(self.buckets)
-            self.buckets.append(Bucket(name, ranks, size))
+            self.buckets.append(Bucket(name, ranks, size, 2 * (len(ranks) - 1)))
 
         for i in reversed(range(len(self._profile.layers))):
             at, size = self._at[i], self._profile.layers[i].parameter_bytes
             if at is None or at[1] == 1 or not size:
                 continue
-            had = open_.get(at, (0, i))[0]
-            if had and had + size > bucket_bytes:
+            open_[at] = (open_.get(at, (0, i))[0] + size, i)
+            if open_[at][0] >= bucket_bytes:
                 close(at)
-                had = 0
-            open_[at] = (had + size, i)
         for at in list(open_):
             close(at)
         return closed

@@ -19,7 +19,15 @@ from stretto.cost.burst import ring_of
 from stretto.cost.contention import compute_rate
 from stretto.errors import SpecError
 from stretto.schema.timeline import Span, Timeline
-from stretto.sim._burst_script import ALL, Begin, Finish, Op, Script, Work
+from stretto.sim._burst_script import (
+    ALL,
+    Await,
+    Begin,
+    Finish,
+    Op,
+    Script,
+    Work,
+)
 from stretto.sim.fair import max_min_rates
 
 if TYPE_CHECKING:
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
     from stretto.schema.burst import BurstPlan, LayerProfile
     from stretto.sim._burst_script import SampleLayouts
 
-BUCKET_BYTES = 25 * 2**20
+BUCKET_BYTES = 4 * 2**20
 
 _NONE = 1e-12
 """Seconds or bytes that are left by rounding."""
@@ -188,6 +196,9 @@ class _Run:
             elif isinstance(op, Finish):
                 if self._coming[op.move].get(number, 0):
                     return
+            elif isinstance(op, Await):
+                if op.bucket not in self._finished:
+                    return
             elif op.bucket != ALL:
                 rank.summed.append(op.bucket)
                 self._hand_over(op.bucket, number)
@@ -258,7 +269,7 @@ class _Run:
                 if near
                 else tuple(k for host in hosts for k in (2 * host, 2 * host + 1)),
                 cap=link.flow_bytes_per_s if near else ring.wire_bytes_per_s,
-                startup_s=2 * (count - 1) * (link.latency_s if near else ring.step_s),
+                startup_s=made.steps * (link.latency_s if near else ring.step_s),
                 left_bytes=2 * (count - 1) / count * made.size_bytes,
                 begin_s=self._time_s,
                 lane=lane,
