@@ -108,7 +108,7 @@ def rank_asks_too_much(rank: int, size: int) -> dict[str, tuple[str, str]]:
     make = DistributedDataParallel
     found = {
         "algorithm": message(make, model, plan=plan_for(model, size, algorithm="tree")),
-        "wire": message(make, model, plan=plan_for(model, size, wire_dtype="float16")),
+        "wire": message(make, model, plan=plan_for(model, size, wire_dtype="float64")),
     }
     mixed = net()
     mixed[0].double()
@@ -138,7 +138,7 @@ def test_what_can_not_be_carried_out_is_refused(ranks: Any) -> None:
     (found,) = ranks(rank_asks_too_much, 1)
     for case, word in {
         "algorithm": "'tree'",
-        "wire": "'float16'",
+        "wire": "'float64'",
         "dtypes": "float32 and float64",
         "overlap": "'forward'",
     }.items():

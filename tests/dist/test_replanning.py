@@ -289,9 +289,12 @@ def rank_is_a_ddp(rank: int, size: int) -> dict[str, bool]:
     ]
     copied = copy.deepcopy(model)
     copied(torch.randn(8, 12)).sum().backward()
-    found["copy"] = copied.plan is None
-    copied.apply_plan(plan)
+    found["copy"] = copied.plan == plan
     copied(torch.randn(8, 12)).sum().backward()
+    # A rank alone reduces nothing, by no plan.
+    found["copy carries out"] = size == 1 or [
+        r.tensors for r in copied._planned.routes
+    ] == [b.tensors for b in plan.buckets]
     with model.join():
         for _ in range(3 + rank):
             model(torch.randn(8, 12)).sum().backward()

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from stretto._version import __version__
-from stretto.errors import PlanMismatch, RankDisagreement, StrettoError
+from stretto.errors import PlanMismatch, StrettoError
 from stretto.runtime.agreement import Agreement, ranks_of
 from stretto.runtime.failure import FailureDesk, is_communication_error
 from stretto.runtime.hook import PlannedGroup
+from stretto.runtime.lane_hooks import on_lanes
 from stretto.runtime.lanes import LanePool
+from stretto.runtime.meeting import all_took, meet
+from stretto.runtime.numerics import NumericsWatch, check_words
 from stretto.runtime.recorder import BucketRow
-from stretto.runtime.reducer import build_planned_reducer
+from stretto.runtime.reducer import build_reducer
 from stretto.runtime.routes import parameter_rows, routes_of
+from stretto.runtime.surroundings import (
+    backend_of,
+    process_group_of,
+    warn_of_whole_compile,
+    without_dynamo,
+)
 from stretto.runtime.watch import StepWatch
-from stretto.schema import tensors_digest
+from stretto.runtime.watched import WatchedGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
 
     from stretto.runtime.recorder import AbstractStepObserver
     from stretto.runtime.routes import Route, TensorRow
@@ -49,6 +58,13 @@ class DistributedDataParallel(TorchDDP):
         record: Is told what happens in every step, for instance a `Recorder`.
         timeout_s: How long a rank waits for another in an agreement or in a planned
             collective; ``None``: as long as the process group does.
+        error_feedback: Whether what a narrower type on the wire rounds off is added to
+            the next step's gradients, at the cost of their size in memory.
+        nan: What is done about gradients that are NaN or infinite: ``"off"``,
+            ``"warn"`` or ``"raise"``, which names step, parameter, and the rank it
+            came from.
+        nan_patience: How many steps in a row may have such gradients first; a
+            GradScaler's first steps overflow, for which 20 is enough.
         **kwargs: Passed on to PyTorch's class.
 
     Raises:
@@ -56,6 +72,7 @@ class DistributedDataParallel(TorchDDP):
             can't do.
         RankDisagreement: ranks came with different plans, models or versions.
         CommTimeout: a rank did not come.
+        SpecError: nan or nan_patience is none.
     """
 
     def __init__(
@@ -65,30 +82,44 @@ class DistributedDataParallel(TorchDDP):
         plan: Plan | None = None,
         record: AbstractStepObserver | None = None,
         timeout_s: float | None = None,
+        error_feedback: bool = False,
+        nan: str = "off",
+        nan_patience: int = 0,
         **kwargs: Any,
     ) -> None:
-        group = _process_group(module, args, kwargs)
+        group = process_group_of(module, args, kwargs)
         # Plain values may be set before nn.Module is initialised; the Reducer, which
         # needs them, is built within PyTorch's own __init__.
         self._comm_ready = False
         self._alone = False
         self._plan: Plan | None = None
+        self._waiting_plan: Plan | None = None
         self._planned: PlannedGroup | None = None
+        self._watched: WatchedGroup | None = None
+        self._micro_steps = False
         self._observer: AbstractStepObserver | None = None
         self._observer_handles: list[Any] = []
         self._builtin_hook: Any = None
+        check_words(nan, nan_patience)
+        self._error_feedback = error_feedback
+        self._nan = (nan, nan_patience)
         self._attach(group, module, timeout_s)
         self._meet(module, plan, "build a model")
         if plan is not None:
             self._planned = self._build_group(module, group, plan)
             self._plan = plan
-        super().__init__(module, *args, **kwargs)
+        try:
+            super().__init__(module, *args, **kwargs)
+        except RuntimeError as exc:
+            raise self._named("a collective of the model's set-up", exc) from exc
         if plan is not None and not hasattr(self, "reducer"):
             raise PlanMismatch(
                 "no gradient is left for the plan: delay_all_reduce_named_params names "
                 "all of them. Leave plan out, or some parameters in."
             )
         self._comm_ready = True
+        if plan is not None:
+            warn_of_whole_compile(module, self._ranks)
         self._stand_alone()
         if record is not None:
             self.observe(record)
@@ -97,8 +128,12 @@ class DistributedDataParallel(TorchDDP):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that is carried out; ``None``: PyTorch's own rule."""
-        return self._plan
+        """The plan that is carried out; ``None``: PyTorch's own rule.
+
+        A copied or unpickled model takes its plan up in its first training step, which
+        is the first thing that all ranks do with it together.
+        """
+        return self._plan or self._waiting_plan
 
     def apply_plan(self, plan: Plan | None) -> None:
         """Carries out another plan from the next step on.
@@ -116,32 +151,51 @@ class DistributedDataParallel(TorchDDP):
             raise StrettoError(
                 "apply_plan must be called between two steps, not within backward"
             )
+        if self._micro_steps and self.find_unused_parameters:
+            raise StrettoError(
+                "apply_plan must be called between two steps, not between the "
+                "micro-steps of one: what was used under no_sync would be forgotten, "
+                "and those gradients never reduced. Call it after the next backward "
+                "outside no_sync."
+            )
         # A step that was not finished (parameters without gradients) is told by DDP.
         self.reducer._check_reducer_finalized()  # noqa: SLF001
+        self._waiting_plan = None
         self._meet(self.module, plan, "apply a plan")
-        planned = None
-        if plan is not None:
-            planned = self._build_group(self.module, self.process_group, plan)
-        self._rebuild_reducer(planned, plan)
+        self._take_up(plan)
         self._stand_alone()
         if self._observer is not None:
             self.observe(self._observer)
 
-    def _rebuild_reducer(self, planned: PlannedGroup | None, plan: Plan | None) -> None:
-        """Puts a new Reducer in the place of the old one, or leaves all as it was."""
-        ddp: Any = self
-        before = (self._planned, self._plan, self.reducer, self.logger)
-        self._planned, self._plan = planned, plan
+    def _take_up(self, plan: Plan | None) -> None:
+        """Carries ``plan`` out on every rank, or leaves every rank as it was."""
+        before = (self._planned, self._plan, self._watched, self.reducer, self.logger)
+        trouble: Exception | None = None
         try:
-            parameters, expect_sparse = ddp._build_params_for_reducer()  # noqa: SLF001
-            names = ddp._build_debug_param_to_name_mapping(parameters)  # noqa: SLF001
-            self._ddp_init_helper(parameters, expect_sparse, names, self.static_graph)
+            planned = None
+            if plan is not None:
+                planned = self._build_group(self.module, self.process_group, plan)
+            self._rebuild_reducer(planned, plan)
+        except (StrettoError, RuntimeError) as exc:
+            trouble = self._named("the opening of a plan's lanes", exc)
+        try:
+            all_took(self._agreement, self._ranks, plan, trouble)
         except BaseException:
-            self._planned, self._plan, self.reducer, self.logger = before
+            if self.reducer is not before[3]:
+                self.reducer._remove_autograd_hooks()  # noqa: SLF001
+            self._planned, self._plan, self._watched, self.reducer, self.logger = before
             raise
         # Its hooks on the parameters go now, not when the last reference does.
-        before[2]._remove_autograd_hooks()  # noqa: SLF001
+        before[3]._remove_autograd_hooks()  # noqa: SLF001
         self._restore_reducer_state()
+
+    def _rebuild_reducer(self, planned: PlannedGroup | None, plan: Plan | None) -> None:
+        """Gives the model a new Reducer; the old one keeps its hooks."""
+        ddp: Any = self
+        self._planned, self._plan = planned, plan
+        parameters, expect_sparse = ddp._build_params_for_reducer()  # noqa: SLF001
+        names = ddp._build_debug_param_to_name_mapping(parameters)  # noqa: SLF001
+        self._ddp_init_helper(parameters, expect_sparse, names, self.static_graph)
 
     def _stand_alone(self) -> None:
         """With one rank, takes the Reducer's hooks off: there is nothing to reduce.
@@ -154,6 +208,7 @@ class DistributedDataParallel(TorchDDP):
             self._ranks.size == 1
             and not self._comm_hooks
             and self._builtin_hook is None
+            and self._numerics is None
             and self.mixed_precision is None
             and not self._delay_all_reduce_all_params
             and not self._use_python_reducer
@@ -170,7 +225,7 @@ class DistributedDataParallel(TorchDDP):
         It takes ``torch.distributed`` collectives as ``group=``. Measuring these very
         lanes tells what the plans that use them will see.
         """
-        return self._pool.lane(number)
+        return self._pool().lane(number)
 
     def tensor_table(self) -> tuple[TensorRow, ...]:
         """Parameters that require gradients, as ``named_parameters()`` orders them."""
@@ -246,9 +301,19 @@ class DistributedDataParallel(TorchDDP):
     # What of DDP is extended.
 
     def _ddp_init_helper(self, *arguments: Any) -> None:
+        if self._numerics is not None:
+            self._numerics.renewed(views=self.gradient_as_bucket_view)
+        parent: Any = super()
         if self._planned is None:
-            parent: Any = super()
-            parent._ddp_init_helper(*arguments)  # noqa: SLF001
+            self._watched = self._watch()
+            if self._watched is None:
+                parent._ddp_init_helper(*arguments)  # noqa: SLF001
+                return
+            try:
+                build_reducer(self, None, self._watched, arguments)
+            except PlanMismatch:  # a PyTorch that plans don't know; without it works
+                self._watched = None
+                parent._ddp_init_helper(*arguments)  # noqa: SLF001
             return
         if self._use_python_reducer:
             raise PlanMismatch(
@@ -256,8 +321,25 @@ class DistributedDataParallel(TorchDDP):
                 "buckets for a plan to set. Set it to 'ddp_optimizer', or pass "
                 "plan=None."
             )
+        self._watched = None
         indices = [route.parameters for route in self._planned.routes]
-        build_planned_reducer(self, indices, self._planned, arguments)
+        build_reducer(self, indices, self._planned, arguments)
+
+    def _watch(self) -> WatchedGroup | None:
+        """What names a lost rank where there is no plan: on Gloo, with several."""
+        if (
+            self._backend != "gloo"
+            or (self._ranks.size == 1 and self._numerics is None)
+            or self._use_python_reducer
+            or self._device_used.type != "cpu"
+        ):
+            return None
+        return WatchedGroup(
+            base=self.process_group,
+            device=self._device_used,
+            desk=self._desk,
+            numerics=self._numerics,
+        )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output, as DDP gives it."""
@@ -267,9 +349,13 @@ class DistributedDataParallel(TorchDDP):
         try:
             return parent.forward(*inputs, **kwargs)
         except RuntimeError as exc:
-            if not self._comm_ready or not is_communication_error(exc):
-                raise
-            raise self._desk.report("a collective of forward", exc) from exc
+            raise self._named("a collective of forward", exc) from exc
+
+    def _named(self, place: str, exc: Exception) -> Exception:
+        """The error that says who is gone, where ``exc`` comes from a collective."""
+        if isinstance(exc, StrettoError) or not is_communication_error(exc):
+            return exc
+        return self._desk.report(place, exc)
 
     def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.device_ids:
@@ -279,10 +365,21 @@ class DistributedDataParallel(TorchDDP):
         return self.module(*inputs, **kwargs)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._planned is not None:
-            self._planned.begin_step()
+        self._begin_step()
         parent: Any = super()
         return parent._pre_forward(*inputs, **kwargs)  # noqa: SLF001
+
+    @without_dynamo
+    def _begin_step(self) -> None:
+        # TorchDynamo, which traces forward of a compiled model, can't look into a
+        # process group.
+        group = self._planned or self._watched
+        if group is not None:
+            group.begin_step()
+        if torch.is_grad_enabled():
+            self._micro_steps = not self.require_backward_grad_sync
+            if self._waiting_plan and self.training and not self._micro_steps:
+                self.apply_plan(self._waiting_plan)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Registers a communication hook as DDP does.
@@ -293,11 +390,32 @@ class DistributedDataParallel(TorchDDP):
         super().register_comm_hook(state, hook)
         self._hand_over(getattr(hook, "__qualname__", repr(hook)))
 
+    def register_lane_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Registers one of PyTorch's communication hooks over the plan's lanes.
+
+        For instance ``powerSGD_hook`` with a ``PowerSGDState``: for each bucket
+        ``state.process_group`` is a group of the bucket's own; a hook that takes a
+        process group as its state, as PyTorch's default hooks do, gets that (pass
+        ``state=None``). With another plan, tensors that PowerSGD keeps by bucket are
+        dropped. Slices do not apply.
+        """
+        # Weak, for the Reducer keeps the hook.
+        groups_of = weakref.WeakMethod(self._bucket_groups)
+        self.register_comm_hook(
+            state, on_lanes(hook, lambda: cast("Any", groups_of())())
+        )
+
+    def _bucket_groups(self) -> tuple[object, Sequence[Any]]:
+        """What the buckets belong to, and a group for each or one for all."""
+        if self._planned is None:
+            return None, (self.process_group,)
+        return self._planned, self._planned.bucket_groups()
+
     def _need_reducer(self) -> None:
         """Gives a lone rank its Reducer back."""
         if self._alone:
             self._alone = False
-            self._rebuild_reducer(self._planned, self._plan)
+            self._take_up(self._plan)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self._need_reducer()
@@ -324,23 +442,31 @@ class DistributedDataParallel(TorchDDP):
         self.observe(None)
         parent: Any = super()
         attributes: dict[str, Any] = parent.__getstate__()
-        for name in ("_planned", "_pool", "_desk", "_agreement", "_ranks"):
+        attributes["_waiting_plan"] = self.plan
+        for name in (
+            "_plan",
+            "_planned",
+            "_watched",
+            "_numerics",
+            "_desk",
+            "_agreement",
+            "_ranks",
+        ):
             attributes.pop(name, None)
+        attributes.pop("_lane_pool", None)
         return attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        plan = state.pop("_plan", None)
+        self.__dict__.update(state)
         self._plan = None
         self._planned = None
+        self._micro_steps = False
+        # DDP builds its Reducer in the default group, for which this prepares.
+        self.process_group = dist.distributed_c10d._get_default_group()  # noqa: SLF001
+        self._attach(self.process_group, self.module, self._timeout_s)
         parent: Any = super()
         parent.__setstate__(state)
-        self._attach(self.process_group, self.module, self._timeout_s)
-        if plan is not None and self._ranks.rank == 0:
-            _log.warning(
-                "%s: a copied or unpickled model communicates as DDP does until "
-                "apply_plan gives it its plan",
-                self._ranks.name(0),
-            )
+        self._stand_alone()
 
     # Parts.
 
@@ -350,16 +476,32 @@ class DistributedDataParallel(TorchDDP):
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._timeout_s = timeout_s
         self._device_used = device
-        self._backend = _backend_of(group, device)
+        self._backend = backend_of(group, device)
         self._ranks = ranks_of(group, timeout_s=timeout_s)
         self._agreement = Agreement(self._ranks)
-        self._pool = LanePool(
-            self._ranks,
+        self._lane_pool: LanePool | None = None
+        self._desk = FailureDesk(self._ranks, self._abort_lanes)
+        self._numerics = NumericsWatch.of(
+            *self._nan,
+            ranks=self._ranks,
             serial=self._agreement.serial,
-            backend=self._backend,
-            device=device,
+            parameters=[(row.name, p) for row, p in self._table(module)],
         )
-        self._desk = FailureDesk(self._ranks, self._pool.abort)
+
+    def _pool(self) -> LanePool:
+        """The model's lanes; none until a plan first asks for one, on all ranks."""
+        if self._lane_pool is None:
+            self._lane_pool = LanePool(
+                self._ranks,
+                serial=self._agreement.serial,
+                backend=self._backend,
+                device=self._device_used,
+            )
+        return self._lane_pool
+
+    def _abort_lanes(self) -> None:
+        if self._lane_pool is not None:
+            self._lane_pool.abort()
 
     def _meet(self, module: nn.Module, plan: Plan | None, purpose: str) -> None:
         """Requires that all ranks have come with the same plan and model."""
@@ -370,34 +512,14 @@ class DistributedDataParallel(TorchDDP):
                 self._routes(module, plan)
             except StrettoError as exc:
                 trouble = exc
-        if self._ranks.size > 1:
-            values = {
-                "stretto": __version__,
-                "torch": torch.__version__,
-                "model": (
-                    f"{len(rows)} tensors of {sum(r.bytes for r in rows)} bytes, "
-                    f"{tensors_digest(rows)}"
-                ),
-                "plan": "no plan" if plan is None else plan.digest,
-                "settings": f"timeout_s={self._ranks.timeout_s:g}",
-            }
-            if trouble is not None:
-                values["trouble"] = str(trouble)
-            try:
-                self._agreement.require_same(purpose, values)
-            except RankDisagreement:
-                if trouble is None:
-                    raise  # what is wrong here says more than that others differ
-        if trouble is not None:
-            raise trouble
-        if plan is not None and plan.ranks != self._ranks.size and not self._ranks.rank:
-            _log.warning(
-                "%s: the plan was made for %d ranks, here are %d: it is carried out, "
-                "but may not be the best",
-                self._ranks.name(0),
-                plan.ranks,
-                self._ranks.size,
-            )
+        meet(
+            self._agreement,
+            self._ranks,
+            purpose=purpose,
+            rows=rows,
+            plan=plan,
+            trouble=trouble,
+        )
 
     def _build_group(
         self, module: nn.Module, group: dist.ProcessGroup, plan: Plan
@@ -406,10 +528,12 @@ class DistributedDataParallel(TorchDDP):
             base=group,
             device=self._device_used,
             routes=self._routes(module, plan),
-            pool=self._pool,
+            pool=self._pool(),
             desk=self._desk,
             deferred=plan.overlap == "none",
             nccl=self._backend == "nccl",
+            error_feedback=self._error_feedback,
+            numerics=self._numerics,
         )
 
     def _table(self, module: nn.Module) -> list[tuple[TensorRow, nn.Parameter]]:
@@ -453,24 +577,3 @@ class DistributedDataParallel(TorchDDP):
         )
         if in_backward and self._lazy_init_ran:
             reducer._set_optimizer_in_backward()  # noqa: SLF001
-
-
-def _process_group(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dist.ProcessGroup:
-    """The process group DDP will take from its arguments."""
-    bound = inspect.signature(TorchDDP.__init__).bind_partial(
-        None, module, *args, **kwargs
-    )
-    given = bound.arguments.get("process_group")
-    mesh = bound.arguments.get("device_mesh")
-    if given is not None:
-        return cast("dist.ProcessGroup", given)
-    if mesh is not None and mesh.ndim == 1:
-        return cast("dist.ProcessGroup", mesh.get_group(mesh_dim=0))
-    return dist.distributed_c10d._get_default_group()  # noqa: SLF001
-
-
-def _backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    name: str = group._get_backend(device).name()  # noqa: SLF001
-    return name

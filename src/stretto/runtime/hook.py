@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch.futures import Future, collect_all
 
 from stretto.errors import StrettoError
+from stretto.runtime.compress import NarrowLanes
 from stretto.runtime.launch import (
     Launched,
     done,
@@ -47,6 +48,7 @@ from stretto.runtime.launch import (
     value_or_raise,
 )
 from stretto.runtime.launch_nccl import NcclLaunch
+from stretto.runtime.surroundings import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from stretto.runtime.failure import FailureDesk
     from stretto.runtime.lanes import LanePool
     from stretto.runtime.launch import Start
+    from stretto.runtime.numerics import NumericsWatch
     from stretto.runtime.recorder import AbstractStepObserver
     from stretto.runtime.routes import Part, Route
 
@@ -82,6 +85,8 @@ class PlannedGroup(dist.ProcessGroup):
         desk: FailureDesk,
         deferred: bool,
         nccl: bool,
+        error_feedback: bool = False,
+        numerics: NumericsWatch | None = None,
     ) -> None:
         # Only this form of the constructor lets C++ call the methods below.
         super().__init__(base.rank(), base.size())  # type: ignore[call-arg]
@@ -96,7 +101,10 @@ class PlannedGroup(dist.ProcessGroup):
         self._set_default_backend(kind)
         self._base = base
         self._routes = tuple(routes)
+        self._pool = pool
         self._desk = desk
+        self._numerics = numerics
+        self._looked_at: list[dist.Work] = []
         self._deferred = deferred
         self._nccl = NcclLaunch(device) if nccl and base.size() > 1 else None
         self._device = device
@@ -115,6 +123,9 @@ class PlannedGroup(dist.ProcessGroup):
         self._nothing = self._closing([launch_nothing] * len(self._routes))
         needs = ((p.lane, p.resource) for route in routes for p in route.parts)
         self._lanes = pool.open(needs) if self.size() > 1 else {}
+        self._narrow = NarrowLanes(
+            routes, self._lanes, error_feedback=error_feedback, threads=not nccl
+        )
         self.observe(None)
 
     # What the Reducer calls.
@@ -136,6 +147,7 @@ class PlannedGroup(dist.ProcessGroup):
             self._open_step()
         return self._launchers[index](buffer, opts)
 
+    @without_dynamo
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Answers with the plan's buckets.
 
@@ -161,12 +173,27 @@ class PlannedGroup(dist.ProcessGroup):
         """The way of each bucket, in launch order."""
         return self._routes
 
+    def bucket_groups(self) -> tuple[Any, ...]:
+        """A group for each bucket, for hooks in the plan's place; collective."""
+        if self.size() == 1:
+            return (self._base,)
+        parts = [route.parts for route in self._routes]
+        if self._nccl is not None:
+            return tuple(self._lanes[row[0].lane, row[0].resource] for row in parts)
+        # Note [A communicator per bucket on Gloo] in `stretto.runtime.lane_hooks`.
+        free = 1 + max(part.lane for row in parts for part in row)
+        needs = [(free + index, None) for index in range(len(parts))]
+        opened = self._pool.open(needs)
+        return tuple(opened[need] for need in needs)
+
     def begin_step(self) -> None:
         """Starts a step: also after one that an exception cut short."""
         self._next = 0
         self._held.clear()
         if self._desk.error is not None:
             raise self._desk.error
+        if self._numerics is not None:
+            self._numerics.begin_step()
 
     def hand_over(self) -> None:
         """Lets a failure reach the user's own hook, which now waits for buckets."""
@@ -186,6 +213,9 @@ class PlannedGroup(dist.ProcessGroup):
                 if plain
                 else self._deferring(quick, self._hold_quick, self._launch_held_quick)
             )
+        if self._numerics is not None:
+            settling = [partial(self._look_at, launch) for launch in settling]
+            quick = [partial(self._look_at, launch) for launch in quick]
         self._tables = (self._closing(settling), self._closing(quick))
         self._launchers = self._tables[0]
 
@@ -197,7 +227,11 @@ class PlannedGroup(dist.ProcessGroup):
             return launch_nothing
         settle = partial(self._settle, route)
         if self._nccl is not None:
-            launch = self._nccl.launcher(route, self._reduces(route), observer)
+            launch = (
+                self._nccl.launcher(route, self._reduces(route), observer)
+                if route.wire is None
+                else self._narrow.launcher_on_streams(route, self._device)
+            )
             return partial(self._launch_guarded, launch, route)
         if observer is not None:
             rows = [
@@ -210,7 +244,7 @@ class PlannedGroup(dist.ProcessGroup):
 
     def _quick(self, route: Route) -> Any:
         """Launches a bucket that is waited for at the end of backward."""
-        if len(route.parts) == 1:
+        if len(route.parts) == 1 and not self._narrow.has_thread(route.parts[0]):
             return partial(self._launch_whole, self._reduces(route)[0], route)
         return partial(self._launch_parts, self._start(route), route)
 
@@ -221,7 +255,7 @@ class PlannedGroup(dist.ProcessGroup):
         return partial(start_slices, reduces, [p.end - p.start for p in route.parts])
 
     def _reduces(self, route: Route) -> list[Any]:
-        return [self._lanes[p.lane, p.resource].allreduce for p in route.parts]
+        return [self._narrow.reduce(route, part) for part in route.parts]
 
     def _deferring(self, launchers: Sequence[Any], hold: Any, last: Any) -> list[Any]:
         held = [partial(hold, launch) for launch in launchers[:-1]]
@@ -318,12 +352,20 @@ class PlannedGroup(dist.ProcessGroup):
         launched: dist.Work = launch(buffer, opts)
         return launched
 
+    def _look_at(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
+        assert self._numerics is not None  # noqa: S101
+        self._numerics.launching(buffer)
+        work: dist.Work = launch(buffer, opts)
+        self._looked_at.append(work)
+        return work
+
     # A step's begin and end. Where buckets are settled, lanes' threads come here.
 
     def _open_step(self) -> None:
         self._in_backward = _graph_task_id() != -1
         self._works.clear()
         self._pending.clear()
+        self._looked_at.clear()
         quick = self._in_backward and self._raises_late and self._warm
         self._launchers = self._tables[quick]
         if self._desk.error is not None:
@@ -379,6 +421,13 @@ class PlannedGroup(dist.ProcessGroup):
         self._works.clear()
         self._pending.clear()
         _queue_callback(self._after_finalize)
+        if self._numerics is not None and self._raises_late:
+            if self._nccl is None:  # there streams wait, not this thread
+                for look in self._looked_at:
+                    look.wait()
+            self._looked_at.clear()
+            if self._desk.error is None:
+                self._numerics.reduced()
 
     def _after_finalize(self) -> None:
         if self._desk.error is not None:

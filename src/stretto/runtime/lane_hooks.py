@@ -25,8 +25,9 @@ def on_lanes(
 ) -> Callable[..., Any]:
     """The hook, with each bucket's collectives on the bucket's own group.
 
-    ``groups_of`` gives what the buckets belong to and a group for each bucket. When
-    the former changes, tensors that PowerSGD keeps for the old buckets are dropped. A
+    ``groups_of`` gives what the buckets belong to and a group for each bucket, or one
+    for all. When the former changes, tensors that PowerSGD keeps for the old buckets
+    are dropped. A
     state without ``process_group`` is replaced by the group, as the default hooks
     take it.
     """
@@ -40,7 +41,7 @@ def on_lanes(
             for name in _MEMORIES:
                 if hasattr(state, name):
                     getattr(state, name).clear()
-        group = groups[bucket.index()]
+        group = groups[0 if len(groups) == 1 else bucket.index()]
         if not hasattr(state, "process_group"):
             return hook(group, bucket)
         state.process_group = group

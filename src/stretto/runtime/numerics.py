@@ -109,6 +109,13 @@ class NumericsWatch:
         self._own: tuple[str, ...] | None = None
         self._flags: deque[_Flags] = deque()
 
+    @classmethod
+    def of(cls, action: str, patience: int, **how: Any) -> NumericsWatch | None:
+        """A watch, or none where nothing is to be looked at."""
+        if action == "off":
+            return None
+        return cls(action=action, patience=patience, **how)
+
     # What a process group calls.
 
     def begin_step(self) -> None:
@@ -166,7 +173,7 @@ class NumericsWatch:
         bad = self._bad_names()
         step = self._step
         self._end()
-        if not bad and not was_own:
+        if not bad:
             self._streak = 0  # finite values whose sum was not
             return
         self._tell(step, bad, own or (), was_own=was_own, late=False)
@@ -203,12 +210,12 @@ class NumericsWatch:
 
     def _read(self, flags: _Flags) -> None:
         finite = torch.isfinite(flags.values).tolist()
-        if all(finite):
+        after = finite[flags.buckets :]
+        bad = tuple(n for n, ok in zip(flags.names, after, strict=True) if not ok)
+        if not bad:
             self._streak = 0
             return
         was_own = not all(finite[: flags.buckets])
-        after = finite[flags.buckets :]
-        bad = tuple(n for n, ok in zip(flags.names, after, strict=True) if not ok)
         self._tell(flags.step, bad, (), was_own=was_own, late=True)
 
     # Telling.
@@ -278,7 +285,7 @@ def _message(
     bad: Sequence[str],
     everyone: Sequence[dict[str, Any] | None],
 ) -> str:
-    listed = _listed(bad[:3], max(0, len(bad) - 3)) if bad else "a parameter"
+    listed = _listed(bad[:3], max(0, len(bad) - 3))
     begin = (
         f"{ranks.name(ranks.rank)}: step {step}: the gradient of {listed} is not finite"
     )

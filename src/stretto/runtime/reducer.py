@@ -31,19 +31,23 @@ class _Dist:
     def __init__(
         self,
         model: TorchDDP,
-        indices: Sequence[Sequence[int]],
+        indices: Sequence[Sequence[int]] | None,
         group: dist.ProcessGroup,
     ) -> None:
         self._model = model
-        self._indices = [list(bucket) for bucket in indices]
+        self._indices = None if indices is None else [list(b) for b in indices]
         self._group = group
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
     def _compute_bucket_assignment_by_size(
-        self, parameters: list[torch.Tensor], *_limits: Any
+        self, parameters: list[torch.Tensor], *limits: Any
     ) -> tuple[list[list[int]], list[int]]:
+        if self._indices is None:
+            rule: Any = getattr(dist, "_compute_bucket_assignment_by_size")  # noqa: B009
+            by_rule: tuple[list[list[int]], list[int]] = rule(parameters, *limits)
+            return by_rule
         # DDP reverses both lists, for it assigns in order of declaration.
         sizes = [
             sum(parameters[i].numel() * parameters[i].element_size() for i in bucket)
@@ -61,16 +65,17 @@ class _Dist:
         return reducer(*swapped, **named)
 
 
-def build_planned_reducer(
+def build_reducer(
     model: TorchDDP,
-    indices: Sequence[Sequence[int]],
+    indices: Sequence[Sequence[int]] | None,
     group: dist.ProcessGroup,
     arguments: tuple[Any, ...],
 ) -> None:
     """Gives ``model`` a Reducer with exactly these buckets, in this order.
 
-    ``indices`` are positions in DDP's parameter list; ``group`` is what the Reducer
-    reduces over; ``arguments`` are those of ``_ddp_init_helper``.
+    ``indices`` are positions in DDP's parameter list, ``None`` for the buckets of DDP's
+    rule; ``group`` is what the Reducer reduces over; ``arguments`` are those of
+    ``_ddp_init_helper``.
 
     Raises:
         PlanMismatch: this version of PyTorch builds its Reducer in another way.

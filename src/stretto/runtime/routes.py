@@ -57,6 +57,9 @@ class Route:
 
     parts: tuple[Part, ...]
 
+    wire: str | None = None
+    """Type on the wire where it is not the gradients' own."""
+
     @property
     def place(self) -> str:
         """Bucket, tensors and lanes, as a message names them."""
@@ -112,7 +115,7 @@ def routes_of(
     _check_digest(plan, [row for row, _ in table], index_of)
     _check_supported(plan, backend, device)
     sparse = _sparse_parameters(module)
-    return [
+    routes = [
         _route(
             i,
             bucket,
@@ -124,6 +127,15 @@ def routes_of(
         )
         for i, bucket in enumerate(plan.buckets)
     ]
+    if backend == "gloo" and device.type != "cpu":
+        for route in routes:
+            if route.wire is not None:
+                raise PlanMismatch(
+                    f"bucket {route.index} has wire_dtype {route.wire!r}, which gloo "
+                    f"carries for tensors on the CPU only, not on {device.type}: plan "
+                    "without a wire_dtype, or use nccl."
+                )
+    return routes
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -214,6 +226,28 @@ def _pieces_of(bucket: Bucket, backend: str) -> int:
     return (bucket.resource or 1) if backend == "gloo" else 1
 
 
+NARROWER = {"float64": ("float32",), "float32": ("float16", "bfloat16")}
+"""Types on the wire that gradients of a type can be converted to."""
+
+
+def _check_wire(
+    index: int, wire: str, dtype: str, device: torch.device, *, sparse: bool
+) -> None:
+    possible = () if sparse else NARROWER.get(dtype, ())
+    if wire not in possible:
+        kind = "sparse " if sparse else ""
+        others = f" or {' or '.join(possible)}" if possible else ""
+        raise PlanMismatch(
+            f"bucket {index} has wire_dtype {wire!r}, but its gradients are "
+            f"{kind}{dtype}: set wire_dtype to {dtype}{others}."
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise PlanMismatch(
+            f"bucket {index} has wire_dtype {wire!r}, which is carried out on cpu and "
+            f"cuda, not on {device.type}: set wire_dtype to {dtype}."
+        )
+
+
 def _route(
     index: int,
     bucket: Bucket,
@@ -231,14 +265,11 @@ def _route(
             f"bucket {index} mixes {mixed}: one collective carries one type on one "
             f"device. {_AGAIN}"
         )
-    if bucket.wire_dtype != dtypes[0]:
-        raise PlanMismatch(
-            f"this runtime can't carry out wire_dtype {bucket.wire_dtype!r} of bucket "
-            f"{index} yet: its gradients are {dtypes[0]}. Plan with that wire_dtype."
-        )
-    if any(id(p) in sparse for _, p in rows) and (
-        len(rows) > 1 or bucket.slices * pieces > 1
-    ):
+    is_sparse = any(id(p) in sparse for _, p in rows)
+    wire = None if bucket.wire_dtype == dtypes[0] else bucket.wire_dtype
+    if wire is not None:
+        _check_wire(index, wire, dtypes[0], rows[0][1].device, sparse=is_sparse)
+    if is_sparse and (len(rows) > 1 or bucket.slices * pieces > 1):
         raise PlanMismatch(
             f"bucket {index} holds a parameter with sparse gradients, which must be "
             "alone in its bucket, in one slice and on one connection."
@@ -250,6 +281,7 @@ def _route(
         tensors=bucket.tensors,
         parameters=tuple(positions),
         elements=elements,
+        wire=wire,
         parts=tuple(
             Part(
                 lane=(bucket.lane + i) % plan.lanes,

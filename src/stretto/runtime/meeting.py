@@ -1,0 +1,94 @@
+"""What ranks compare before a model is built and before a plan is applied."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from stretto._version import __version__
+from stretto.errors import CommTimeout, RankDisagreement
+from stretto.schema import tensors_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.errors import StrettoError
+    from stretto.runtime.agreement import Agreement, Ranks
+    from stretto.runtime.routes import TensorRow
+    from stretto.schema import Plan
+
+_log = logging.getLogger(__name__)
+
+
+def meet(
+    agreement: Agreement,
+    ranks: Ranks,
+    *,
+    purpose: str,
+    rows: Sequence[TensorRow],
+    plan: Plan | None,
+    trouble: StrettoError | None,
+) -> None:
+    """Requires that all ranks have come with the same versions, model and plan.
+
+    ``trouble`` is what keeps this rank from carrying the plan out.
+
+    Raises:
+        StrettoError: ``trouble``, where there is one.
+        RankDisagreement: ranks differ, or another one has trouble.
+        CommTimeout: a rank did not come.
+    """
+    if ranks.size > 1:
+        values = {
+            "stretto": __version__,
+            "torch": torch.__version__,
+            "model": (
+                f"{len(rows)} tensors of {sum(r.bytes for r in rows)} bytes, "
+                f"{tensors_digest(rows)}"
+            ),
+            "plan": "no plan" if plan is None else plan.digest,
+            "settings": f"timeout_s={ranks.timeout_s:g}",
+        }
+        if trouble is not None:
+            values["trouble"] = str(trouble)
+        try:
+            agreement.require_same(purpose, values)
+        except RankDisagreement:
+            if trouble is None:
+                raise  # what is wrong here says more than that others differ
+    if trouble is not None:
+        raise trouble
+    if plan is not None and plan.ranks != ranks.size and not ranks.rank:
+        _log.warning(
+            "%s: the plan was made for %d ranks, here are %d: it is carried out, "
+            "but may not be the best",
+            ranks.name(0),
+            plan.ranks,
+            ranks.size,
+        )
+
+
+def all_took(
+    agreement: Agreement, ranks: Ranks, plan: Plan | None, trouble: Exception | None
+) -> None:
+    """Requires that what a plan needs is open on every rank.
+
+    Raises:
+        Exception: ``trouble``, where there is one.
+        RankDisagreement: another rank could not.
+        CommTimeout: a rank did not come.
+    """
+    gone = isinstance(trouble, CommTimeout)  # others have the same trouble, or soon
+    if ranks.size > 1 and not gone:
+        values = {"plan": "no plan" if plan is None else plan.digest}
+        if trouble is not None:
+            values["trouble"] = str(trouble)
+        try:
+            agreement.require_same("take up a plan", values)
+        except RankDisagreement:
+            if trouble is None:
+                raise
+    if trouble is not None:
+        raise trouble

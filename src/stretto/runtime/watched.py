@@ -1,0 +1,102 @@
+"""DDP's own buckets, with a lost rank named as a plan's buckets name it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.distributed as dist
+
+from stretto.runtime.launch import Launched
+from stretto.runtime.surroundings import without_dynamo
+
+if TYPE_CHECKING:
+    from stretto.runtime.failure import FailureDesk
+    from stretto.runtime.numerics import NumericsWatch
+
+_PLACE = "the all-reduce of a bucket of DDP's"
+
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+_graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
+
+
+@final
+class WatchedGroup(dist.ProcessGroup):
+    """The process group of a Reducer that keeps DDP's rule, on Gloo.
+
+    Every collective is the model's own group's, as with DDP; the works of a backward
+    are waited for just before the Reducer does, so that a failure becomes the one
+    error of a `FailureDesk` rather than an address and a closed connection.
+    """
+
+    def __init__(
+        self,
+        *,
+        base: dist.ProcessGroup,
+        device: torch.device,
+        desk: FailureDesk,
+        numerics: NumericsWatch | None = None,
+    ) -> None:
+        # Only this form of the constructor lets C++ call the methods below.
+        super().__init__(base.rank(), base.size())  # type: ignore[call-arg]
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._register_backend(device, kind, base._get_backend(device))  # noqa: SLF001
+        self._set_default_backend(kind)
+        self._base = base
+        self._desk = desk
+        self._numerics = numerics
+        self._task = -1
+        self._works: list[Any] = []
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        """Launches a bucket on the model's own group."""
+        task = _graph_task_id()
+        if task == -1:  # a rank that has joined: nobody's backward would raise
+            future = self._base.allreduce(tensors, opts).get_future()
+            return Launched(future.then(partial(self._settle, tensors)))
+        if task != self._task:
+            # The first bucket of a backward. What is queued here runs before the
+            # Reducer's own callback, which it queues after its last bucket.
+            self._task = task
+            self._works.clear()
+            _queue_callback(self._before_finalize)
+        if self._numerics is not None:
+            self._numerics.launching(tensors[0])
+        try:
+            work = self._base.allreduce(tensors, opts)
+        except RuntimeError as exc:
+            raise self._desk.report(_PLACE, exc) from exc
+        self._works.append(work)
+        return work
+
+    @without_dynamo
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """As the model's own group does it."""
+        work: dist.Work = self._base.broadcast(tensors, opts)
+        return work
+
+    def begin_step(self) -> None:
+        """Raises what ended the last step, where something did."""
+        if self._desk.error is not None:
+            raise self._desk.error
+        if self._numerics is not None:
+            self._numerics.begin_step()
+
+    def _before_finalize(self) -> None:
+        works = self._works[:]
+        self._works.clear()
+        for work in works:
+            try:
+                work.wait()
+            except RuntimeError as exc:
+                raise self._desk.report(_PLACE, exc) from exc
+        if self._numerics is not None:
+            self._numerics.reduced()
+
+    def _settle(self, tensors: list[torch.Tensor], ended: Any) -> list[torch.Tensor]:
+        try:
+            ended.value()
+        except RuntimeError as exc:
+            raise self._desk.report(_PLACE, exc) from exc
+        return tensors
