@@ -126,6 +126,7 @@ class Move:
         self.layer = layer
         self.pending: _Pending | None = None
         self._begun: torch.Tensor | None = None
+        self._ended: torch.Tensor | None = None
 
     def begin(self, rows: torch.Tensor, anchor: torch.Tensor | None) -> None:
         """Starts it; ``anchor`` where a gradient comes back, on all ranks alike."""
@@ -136,14 +137,17 @@ class Move:
         )
 
     def end(self) -> torch.Tensor:
-        """The rows that this rank has afterwards."""
+        """The rows that this rank has afterwards, for the first or a later reader."""
         begun, self._begun = self._begun, None
-        assert begun is not None  # noqa: S101
-        if begun.requires_grad:
-            ended: torch.Tensor = _End.apply(begun, self)  # type: ignore[no-untyped-call]
-            return ended
-        assert self.pending is not None  # noqa: S101
-        return self.mover.end(self.pending, self.layer)
+        if begun is not None:
+            assert self.pending is not None  # noqa: S101
+            self._ended = (
+                _End.apply(begun, self)  # type: ignore[no-untyped-call]
+                if begun.requires_grad
+                else self.mover.end(self.pending, self.layer)
+            )
+        assert self._ended is not None  # noqa: S101
+        return self._ended
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
         """Begins the way of the samples."""
