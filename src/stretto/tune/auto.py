@@ -102,9 +102,11 @@ class AutoPlan:
         *,
         name: str = "model",
         planner: str = "joint",
+        wire_dtype: str | None = None,
         on_settled: OnSettled | None = None,
     ) -> None:
         self._model = model
+        self._wire_dtype = wire_dtype
         self._name = name
         self._planner = planner
         self._on_settled = on_settled
@@ -224,7 +226,9 @@ class AutoPlan:
                 contention_samples=samples.contention,
                 provenance=samples.provenance,
             )
-            plan = planners.get(self._planner).plan(workload, cluster)
+            plan = planners.plan_with_wire(
+                workload, cluster, self._planner, wire_dtype=self._wire_dtype
+            )
             ddp = planners.get("ddp").plan(workload, cluster)
         except (Infeasible, NoisyProfile, SpecError) as exc:
             return exc

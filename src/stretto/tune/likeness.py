@@ -1,0 +1,173 @@
+"""How alike two jobs are: graph edit distance of what they compute and where.
+
+AIACC-Training section VI starts a job from the settings of the most similar one before
+it, by the graph edit distance (Gao et al. 2010) of the computation graph and of the
+network's topology. The exact distance takes exponential time; here small graphs get
+NetworkX's search, cut off after a moment, and chains of many tensors an alignment,
+which is the cheapest edit that keeps the chain's order: an upper bound on the distance.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.schema import Workload
+
+LONGEST_CHAIN = 512
+"""Longer chains are aligned after joining neighbours."""
+
+SMALL_RANKS = 6
+"""Up to so many ranks the topology's distance is searched, not bounded."""
+
+_SEARCH_S = 0.2
+_OCTAVES = 8.0
+"""Sizes this many doublings apart share nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Ranks on hosts; edges carry what a flow between two ranks reaches."""
+
+    hosts: int
+
+    ranks_per_host: int
+
+    inter_bytes_per_s: float | None = None
+    """``None``: not measured yet; then rates are not compared."""
+
+    intra_bytes_per_s: float | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all hosts."""
+        return self.hosts * self.ranks_per_host
+
+
+def chain_of(workload: Workload) -> tuple[int, ...]:
+    """The computation graph as training sees it: gradients' bytes, in ready order."""
+    return tuple(tensor.bytes for tensor in workload.tensors)
+
+
+def job_distance(
+    chains: tuple[Sequence[int], Sequence[int]], topologies: tuple[Topology, Topology]
+) -> float:
+    """Distance of two jobs, 0 (equal) to 1 (nothing shared): the larger of the two."""
+    return max(chain_distance(*chains), topology_distance(*topologies))
+
+
+def chain_distance(first: Sequence[int], second: Sequence[int]) -> float:
+    r"""Edit distance of two chains of tensors as a share of the largest possible.
+
+    Inserting or deleting a tensor costs 1; replacing bytes $a$ by $b$ costs
+    $\min(1, |\log_2(a / b)| / 8)$ times 2, so that nothing is won over deleting and
+    inserting. By dynamic programming, $O(L^2)$ with rows of arrays.
+    """
+    one, two = _joined(first), _joined(second)
+    if not len(one) or not len(two):
+        return 0.0 if len(one) == len(two) else 1.0
+    replace = 2 * np.minimum(1.0, np.abs(one[:, None] - two[None, :]) / _OCTAVES)
+    width = len(two)
+    steps = np.arange(width + 1, dtype=np.float64)
+    row = steps.copy()
+    for i in range(len(one)):
+        best = row + 1.0
+        best[1:] = np.minimum(best[1:], row[:-1] + replace[i])
+        # Insertions along the row: a running minimum of cost minus position.
+        row = np.minimum.accumulate(best - steps) + steps
+    return float(row[-1]) / (len(one) + len(two))
+
+
+def _joined(chain: Sequence[int]) -> Any:
+    sizes = np.asarray([max(1, size) for size in chain], dtype=np.float64)
+    if len(sizes) > LONGEST_CHAIN:
+        parts = np.array_split(sizes, LONGEST_CHAIN)
+        sizes = np.array([part.sum() for part in parts])
+    return np.log2(sizes)
+
+
+def topology_distance(first: Topology, second: Topology) -> float:
+    """Graph edit distance of two topologies, as a share of building both.
+
+    Nodes are ranks; an edge joins any two and carries the rate between them, within a
+    host or between hosts. Replacing an edge costs how far the rates are apart, as for
+    tensors; rates that were not measured count as equal.
+    """
+    if first == second:
+        return 0.0
+    most = _size(first.ranks) + _size(second.ranks)
+    if max(first.ranks, second.ranks) <= SMALL_RANKS:
+        return min(1.0, _searched(first, second) / most)
+    return min(1.0, _matched(first, second) / most)
+
+
+def _size(ranks: int) -> float:
+    return ranks + ranks * (ranks - 1) / 2
+
+
+def _edge_cost(one: tuple[bool, float | None], two: tuple[bool, float | None]) -> float:
+    if one[1] is None or two[1] is None:
+        return 0.0 if one[0] == two[0] else 1.0
+    return min(1.0, abs(math.log2(one[1] / two[1])) / _OCTAVES)
+
+
+def _edge(topology: Topology, a: int, b: int) -> tuple[bool, float | None]:
+    within = a // topology.ranks_per_host == b // topology.ranks_per_host
+    rate = topology.intra_bytes_per_s if within else topology.inter_bytes_per_s
+    return within, rate
+
+
+def _searched(first: Topology, second: Topology) -> float:
+    import networkx
+
+    graphs = []
+    for topology in (first, second):
+        graph: Any = networkx.Graph()
+        graph.add_nodes_from(range(topology.ranks))
+        for a in range(topology.ranks):
+            for b in range(a):
+                graph.add_edge(a, b, rate=_edge(topology, a, b))
+        graphs.append(graph)
+    found = networkx.graph_edit_distance(
+        *graphs,
+        edge_subst_cost=lambda one, two: _edge_cost(one["rate"], two["rate"]),
+        timeout=_SEARCH_S,
+    )
+    bound = _matched(first, second)
+    return bound if found is None else min(float(found), bound)
+
+
+def _matched(first: Topology, second: Topology) -> float:
+    """The cost of matching ranks in their order: an upper bound on the distance."""
+    few, many = sorted((first, second), key=lambda t: t.ranks)
+    cost = _size(many.ranks) - _size(few.ranks)
+    # Edges by kind, for thousands of ranks: pairs within a host and between hosts.
+    pairs = few.ranks * (few.ranks - 1) // 2
+    within = [_pairs_within(t.ranks_per_host, few.ranks) for t in (few, many)]
+    both = _pairs_within(math.gcd(few.ranks_per_host, many.ranks_per_host), few.ranks)
+    kinds = {
+        (True, True): both,
+        (True, False): within[0] - both,
+        (False, True): within[1] - both,
+    }
+    kinds[False, False] = pairs - sum(kinds.values())
+    for (in_few, in_many), number in kinds.items():
+        if number > 0:
+            cost += number * _edge_cost(_kind(few, in_few), _kind(many, in_many))
+    return cost
+
+
+def _kind(topology: Topology, within: bool) -> tuple[bool, float | None]:  # noqa: FBT001
+    rate = topology.intra_bytes_per_s if within else topology.inter_bytes_per_s
+    return within, rate
+
+
+def _pairs_within(per_host: int, ranks: int) -> int:
+    full, rest = divmod(ranks, per_host)
+    return full * (per_host * (per_host - 1) // 2) + rest * (rest - 1) // 2

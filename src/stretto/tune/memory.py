@@ -1,0 +1,283 @@
+"""Settled plans kept between runs, in a small SQLite file on rank 0's host."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+from stretto.errors import SpecError
+from stretto.schema import Cluster, Plan, Workload, codec
+from stretto.tune.likeness import Topology, chain_of, job_distance
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_log = logging.getLogger(__name__)
+
+VERSION = 1
+"""Of the file's layout; another one is left alone."""
+
+VARIABLE = "STRETTO_MEMORY"
+"""The file's path, or ``off``."""
+
+KEPT = 500
+"""Entries beyond this go, oldest first."""
+
+_LOCK_S = 2.0
+
+_LAYOUT = """
+CREATE TABLE IF NOT EXISTS settled (
+    id INTEGER PRIMARY KEY,
+    at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP,
+    name TEXT NOT NULL,
+    model TEXT NOT NULL,
+    hosts INTEGER NOT NULL,
+    ranks_per_host INTEGER NOT NULL,
+    surroundings TEXT NOT NULL,
+    step_s REAL NOT NULL,
+    ddp_step_s REAL,
+    workload TEXT NOT NULL,
+    cluster TEXT NOT NULL,
+    plan TEXT NOT NULL,
+    UNIQUE (model, hosts, ranks_per_host, surroundings)
+)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a plan was settled for: equal jobs may share it."""
+
+    name: str
+    """For people; not compared."""
+
+    model: str
+    """Digest of the tensors' names, sizes and types."""
+
+    hosts: int
+
+    ranks_per_host: int
+
+    surroundings: str
+    """Versions, backend and device that a plan's worth depends on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remembered:
+    """A settled plan and what was measured with it."""
+
+    job: Job
+
+    plan: Plan
+
+    workload: Workload
+
+    cluster: Cluster
+
+    step_s: float
+
+    ddp_step_s: float | None = None
+
+    number: int | None = None
+    """In the file; ``None``: not in it yet."""
+
+    at: str = ""
+    """When it was settled, UTC."""
+
+
+def default_path() -> Path | None:
+    """Where plans are kept; ``None``: nowhere, as the environment asks."""
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        return None if named in ("", "off") else Path(named)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "stretto" / "plans.sqlite"
+
+
+@final
+class PlanMemory:
+    """The settled plans of one file. Several jobs may use it at once.
+
+    With ``strict`` false, as in a training run, whatever is wrong with the file costs
+    one warning and the memory: everything else goes on. With ``strict`` true it raises.
+    """
+
+    def __init__(self, path: Path | None, *, strict: bool = False) -> None:
+        """The memory in a file, made where there is none yet."""
+        self._path = path
+        self._strict = strict
+
+    def exact(self, job: Job) -> Remembered | None:
+        """The plan settled for an equal job.
+
+        Raises:
+            SpecError: the file can't be used, where ``strict``.
+        """
+        rows = self._rows(
+            "WHERE model = ? AND hosts = ? AND ranks_per_host = ? AND surroundings = ?",
+            (job.model, job.hosts, job.ranks_per_host, job.surroundings),
+        )
+        return rows[0] if rows else None
+
+    def nearest(
+        self, workload: Workload, topology: Topology, surroundings: str
+    ) -> tuple[Remembered, float] | None:
+        """The plan of the most similar job in equal surroundings, and its distance.
+
+        Raises:
+            SpecError: the file can't be used, where ``strict``.
+        """
+        chain = chain_of(workload)
+        best: tuple[Remembered, float] | None = None
+        for found in self._rows("WHERE surroundings = ?", (surroundings,)):
+            distance = job_distance(
+                (chain, chain_of(found.workload)),
+                (topology, topology_of(found.cluster)),
+            )
+            if best is None or distance < best[1]:
+                best = found, distance
+        return best
+
+    def all(self) -> list[Remembered]:
+        """Everything, newest first.
+
+        Raises:
+            SpecError: the file can't be used, where ``strict``.
+        """
+        return self._rows("", ())
+
+    def remember(self, settled: Remembered) -> None:
+        """Keeps a plan, in place of an earlier one for an equal job.
+
+        Raises:
+            SpecError: the file can't be used, where ``strict``.
+        """
+        job = settled.job
+        with self._guard("keep a plan"), self._open() as file:
+            if file is None:
+                return
+            file.execute(
+                "INSERT OR REPLACE INTO settled (name, model, hosts, ranks_per_host, "
+                "surroundings, step_s, ddp_step_s, workload, cluster, plan) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    job.name,
+                    job.model,
+                    job.hosts,
+                    job.ranks_per_host,
+                    job.surroundings,
+                    settled.step_s,
+                    settled.ddp_step_s,
+                    codec.encode(settled.workload),
+                    codec.encode(settled.cluster),
+                    codec.encode(settled.plan),
+                ),
+            )
+            file.execute(
+                "DELETE FROM settled WHERE id NOT IN "
+                "(SELECT id FROM settled ORDER BY id DESC LIMIT ?)",
+                (KEPT,),
+            )
+
+    def forget(self, number: int | None = None) -> int:
+        """Drops one entry, or all; how many there were.
+
+        Raises:
+            SpecError: the file can't be used, where ``strict``.
+        """
+        dropped = 0
+        with self._guard("forget plans"), self._open() as file:
+            if file is not None and number is None:
+                dropped = file.execute("DELETE FROM settled").rowcount
+            elif file is not None:
+                found = file.execute("DELETE FROM settled WHERE id = ?", (number,))
+                dropped = found.rowcount
+        return dropped
+
+    def _rows(self, where: str, values: tuple[object, ...]) -> list[Remembered]:
+        found: list[Remembered] = []
+        with self._guard("look plans up"), self._open() as file:
+            if file is not None:
+                rows = file.execute(
+                    "SELECT id, at, name, model, hosts, ranks_per_host, surroundings, "
+                    "step_s, ddp_step_s, workload, cluster, plan FROM settled "
+                    f"{where} ORDER BY id DESC",
+                    values,
+                ).fetchall()
+                found = [_remembered(row) for row in rows]
+        return found
+
+    @contextlib.contextmanager
+    def _guard(self, purpose: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError, SpecError) as exc:
+            what = (
+                f"{self._path}: can't {purpose}: {exc}. Remove the file, or set "
+                f"{VARIABLE} to another path or to off"
+            )
+            if self._strict:
+                raise SpecError(what) from exc
+            _log.warning("%s. Going on without remembered plans", what)
+            self._path = None  # one warning is enough
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection | None]:
+        """A connection for one transaction; none where nothing is kept."""
+        if self._path is None:
+            yield None
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(self._path, timeout=_LOCK_S)
+        try:
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, VERSION):
+                raise SpecError(
+                    f"its layout is version {version}, this stretto reads {VERSION}"
+                )
+            with connection:
+                if version == 0:
+                    connection.execute(_LAYOUT)
+                    connection.execute(f"PRAGMA user_version = {VERSION}")
+                yield connection
+        finally:
+            connection.close()
+
+
+def topology_of(cluster: Cluster) -> Topology:
+    """Ranks and rates of a measured cluster."""
+    return Topology(
+        hosts=cluster.hosts,
+        ranks_per_host=cluster.ranks_per_host,
+        inter_bytes_per_s=cluster.inter_host.bandwidth_bytes_per_s,
+        intra_bytes_per_s=cluster.intra_host.bandwidth_bytes_per_s,
+    )
+
+
+def _remembered(row: tuple[object, ...]) -> Remembered:
+    (number, at, name, model, hosts, per_host, around, step_s, ddp_s, w, c, p) = row
+    return Remembered(
+        job=Job(
+            name=str(name),
+            model=str(model),
+            hosts=int(str(hosts)),
+            ranks_per_host=int(str(per_host)),
+            surroundings=str(around),
+        ),
+        plan=codec.decode(_text(p), Plan),
+        workload=codec.decode(_text(w), Workload),
+        cluster=codec.decode(_text(c), Cluster),
+        step_s=float(str(step_s)),
+        ddp_step_s=None if ddp_s is None else float(str(ddp_s)),
+        number=int(str(number)),
+        at=str(at),
+    )
+
+
+def _text(value: object) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
