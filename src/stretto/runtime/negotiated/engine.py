@@ -1,22 +1,30 @@
 """The negotiated engine: collectives in any order, from any thread, on every rank.
 
-The names below are final; bodies follow.
-
-```python
-engine = Engine.of_group(dist.group.WORLD, options=EngineOptions(lanes=2))
-handle = engine.submit(Request(name="x", kind=Kind.ALLREDUCE, ...), tensor)
-engine.submit_group("g", [(request, tensor), ...])        # atomic
-handle.poll(); handle.wait(timeout_s=None); handle.result # output(s)
-engine.join()                                             # last rank to join
-gradients = engine.register("model", requests)            # TensorSet
-gradients.submit(index, tensor); gradients.wait()
-engine.close()
+```text
+ any thread ─ submit ─▶ ledger ◀─ rounds ─ control thread ─▶ control group ─▶ peers
+                          │                     │
+                          └─ ready everywhere ──┴─▶ sender ─▶ lane 0 ─▶ peers
+                                                   packs,    lane 1
+                                                   cuts      ...
+                       handle ◀── ended ── a thread per lane
 ```
+
+One thread negotiates and launches, so launch order is the agreed one on every rank. It
+is `stretto.runtime.negotiated.ledger` that decides and `core` that moves.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+import dataclasses
+import weakref
+import zlib
+from typing import TYPE_CHECKING, final
+
+from stretto.runtime.agreement import ranks_of
+from stretto.runtime.negotiated.core import Core
+from stretto.runtime.negotiated.options import EngineOptions
+from stretto.runtime.negotiated.requests import Kind, Request
+from stretto.runtime.negotiated.tensor_set import TensorSet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,111 +33,134 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from stretto.runtime.agreement import Ranks
-    from stretto.runtime.negotiated.options import EngineOptions
-    from stretto.runtime.negotiated.requests import Request
-
-
-@final
-class Handle:
-    """One submitted request."""
-
-    def poll(self) -> bool:
-        """Whether it has ended, well or not; never waits."""
-        raise NotImplementedError
-
-    def wait(self, timeout_s: float | None = None) -> torch.Tensor:
-        """Sleeps until it has ended and gives `result`.
-
-        Raises:
-            RankDisagreement: ranks asked for different things; same text everywhere.
-            CommTimeout: a rank is gone, or ``timeout_s`` passed (may be waited for
-                again).
-            StrettoError: the engine was closed.
-        """
-        raise NotImplementedError
-
-    @property
-    def result(self) -> torch.Tensor:
-        """The output: in place (the tensor submitted) where ``output`` was it."""
-        raise NotImplementedError
-
-    @property
-    def received_splits(self) -> tuple[int, ...]:
-        """All-to-all: rows received from each rank."""
-        raise NotImplementedError
-
-
-@final
-class TensorSet:
-    """Tensors that every rank submits once per step, for instance all gradients."""
-
-    def submit(self, index: int, tensor: torch.Tensor, *, used: bool = True) -> None:
-        """Submits the member at ``index`` (of the requests registered), in place."""
-        raise NotImplementedError
-
-    def wait(self) -> tuple[int, ...]:
-        """Ends the step: all members reduced; members that no rank used."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Ends the set; to be called by every rank."""
-        raise NotImplementedError
+    from stretto.runtime.negotiated.handles import Handle
+    from stretto.runtime.negotiated.spans import AbstractEngineObserver
 
 
 @final
 class Engine:
     """Collectives in any order from any thread, agreed on without a master.
 
-    One per set of ranks (process set). Only these ranks construct it.
+    One per set of ranks; only these ranks construct it, all of them. Ranks match
+    requests by name. Whatever differs fails on every rank with one text; a rank that is
+    gone fails all that is pending with one `CommTimeout`.
+
+    Args:
+        ranks: Who takes part, and their store.
+        options: Settings, equal on all ranks.
+        observer: Is told what happens when.
+
+    Raises:
+        RankDisagreement: ranks came with different options or versions.
+        CommTimeout: a rank did not come.
     """
 
-    def __init__(self, ranks: Ranks, *, options: EngineOptions, observer: Any = None):
-        raise NotImplementedError
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        options: EngineOptions | None = None,
+        observer: AbstractEngineObserver | None = None,
+    ) -> None:
+        self._core = Core(ranks, options or EngineOptions(), observer)
+        # Also at the interpreter's end, and when the last reference goes.
+        self._close = weakref.finalize(self, self._core.close)
 
     @classmethod
     def of_group(
         cls,
         group: dist.ProcessGroup,
         *,
-        options: EngineOptions,
+        options: EngineOptions | None = None,
         timeout_s: float | None = None,
-        observer: Any = None,
+        observer: AbstractEngineObserver | None = None,
     ) -> Engine:
-        """The engine of a process group's ranks, over the group's store."""
-        raise NotImplementedError
+        """The engine of a process group's ranks, over the group's store.
+
+        ``timeout_s`` is how long a request waits for other ranks before it fails;
+        ``None``: as long as the group's collectives do.
+        """
+        ranks = ranks_of(group, timeout_s=timeout_s)
+        return cls(ranks, options=options, observer=observer)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among the engine's."""
+        return self._core.ranks.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._core.ranks.size
 
     def submit(
         self,
         request: Request,
-        tensor: torch.Tensor | None,
+        tensor: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
     ) -> Handle:
         """Asks for a collective and returns at once.
 
-        ``output`` takes the result (may be ``tensor``: in place); ``None``: a new one.
+        ``output`` takes the result and may be ``tensor`` itself; ``None``: a new tensor
+        does. Neither may be touched before the handle has ended.
 
         Raises:
-            SpecError (a ValueError): the name is pending already, or the tensor is
-                not as the request says.
+            SpecError: (a ValueError) the name is pending already, or a tensor is not as
+                the request says.
+            CommTimeout: the engine has failed before.
         """
-        raise NotImplementedError
+        return self._core.submit([(request, tensor, output)])[0]
 
     def submit_group(
         self,
         group: str,
-        rows: Sequence[tuple[Request, torch.Tensor, torch.Tensor | None]],
+        rows: Sequence[tuple[Request, torch.Tensor | None, torch.Tensor | None]],
     ) -> list[Handle]:
-        """Asks for several that are launched together or fail together."""
-        raise NotImplementedError
+        """Asks for several that are launched together or fail together.
+
+        ``group`` must be the same on every rank, and so must the names in it.
+
+        Raises:
+            SpecError: as `submit`; then none of them is submitted.
+        """
+        names = sorted(request.name for request, _, _ in rows)
+        digest = zlib.crc32("\0".join(names).encode())
+        label = f"{group} ({len(rows)} tensors, {digest:08x})"
+        return self._core.submit(
+            [
+                (
+                    dataclasses.replace(r, group=label, group_size=len(rows)),
+                    tensor,
+                    output,
+                )
+                for r, tensor, output in rows
+            ]
+        )
+
+    def barrier(self, name: str = "barrier") -> Handle:
+        """Ends when every rank has called it."""
+        return self.submit(Request(name=name, kind=Kind.BARRIER))
 
     def register(self, name: str, requests: Sequence[Request]) -> TensorSet:
-        """Declares tensors that all ranks submit once per step; collective."""
-        raise NotImplementedError
+        """Declares tensors that every rank submits once per step; waits for all ranks.
 
-    def join(self) -> int:
-        """Contributes zeros to all-reduces until all have joined; the last to join."""
-        raise NotImplementedError
+        Raises:
+            SpecError: requests are not all-reduces with different names.
+            RankDisagreement: ranks registered different tensors.
+        """
+        steps = self._core.register(name, requests)
+        return TensorSet(self, steps, [request.name for request in requests])
+
+    def join(self, timeout_s: float | None = None) -> int:
+        """Contributes zeros to sums and averages until all ranks have joined.
+
+        First waits for what this rank has pending. Returns the last rank to join.
+
+        Raises:
+            SpecError: a step of a tensor set has begun but is not complete.
+        """
+        return self._core.join(timeout_s)
 
     def close(self) -> None:
-        """Ends threads and connections; pending handles fail."""
-        raise NotImplementedError
+        """Ends threads and connections. What is pending fails, on peers too."""
+        self._close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import SpecError
@@ -235,16 +235,19 @@ def _say(value: object) -> str:
 
 def encode(request: Request) -> dict[str, Any]:
     """A request as plain values; `decode` reads them."""
-    plain = asdict(request)
-    default = _DEFAULTS
-    return {
-        key: value
-        for key, value in plain.items()
-        if key in ("name", "kind") or value != default[key]
-    }
+    plain: dict[str, Any] = {"name": request.name, "kind": request.kind.value}
+    for key, default in _DEFAULTS:
+        value = getattr(request, key)
+        if value != default:
+            plain[key] = value
+    if request.members:
+        plain["members"] = [encode(member) for member in request.members]
+    return plain
 
 
-_DEFAULTS = asdict(Request(name="-", kind=Kind.BARRIER))
+_DEFAULTS = tuple(
+    (f.name, f.default) for f in fields(Request) if f.name not in ("name", "kind")
+)
 
 
 def decode(plain: Mapping[str, Any]) -> Request:

@@ -1,0 +1,115 @@
+"""Lanes with somebody who waits for what they carry."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+if TYPE_CHECKING:
+    from stretto.runtime.lanes import LanePool
+
+
+Begin = Callable[[Any], Any]
+"""Starts a collective on a lane and gives its work."""
+
+Finish = Callable[[BaseException | None, tuple[Any, ...]], None]
+"""Is called when a collective has ended, with what failed, and on a GPU with the events
+that tell when results are in place."""
+
+
+# Note [Who waits for a lane]
+# Each Gloo lane has a thread of ours that sleeps in the wait for its collectives and
+# copies results out. Callbacks on Gloo's own worker threads would need no thread, but a
+# backend joins its workers when it is let go of: with Python's lock held by the one
+# and wanted by the other, neither ends.
+
+
+@final
+class GlooCarriers:
+    """Gloo lanes, each with its thread."""
+
+    def __init__(self, pool: LanePool, lanes: int) -> None:
+        opened = pool.open([(i, None) for i in range(lanes)])
+        self._lanes = [opened[i, None] for i in range(lanes)]
+        self._queues: list[queue.SimpleQueue[Any]] = []
+        self._threads = []
+        for number in range(lanes):
+            jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=_wait_in_turn,
+                args=(jobs,),
+                name=f"stretto-lane{number}",
+                daemon=True,
+            )
+            thread.start()
+            self._queues.append(jobs)
+            self._threads.append(thread)
+
+    def send(self, lane: int, begin: Begin, finish: Finish) -> None:
+        """Starts a collective now; ``finish`` is called when it has ended."""
+        try:
+            work = begin(self._lanes[lane])
+        except RuntimeError as exc:
+            finish(exc, ())
+            return
+        self._queues[lane].put((work, finish))
+
+    def close(self) -> None:
+        """Ends the threads, when what they wait for has ended or was aborted."""
+        for jobs in self._queues:
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._lanes.clear()
+
+
+def _wait_in_turn(jobs: queue.SimpleQueue[Any]) -> None:
+    while (job := jobs.get()) is not None:
+        work, finish = job
+        error: BaseException | None = None
+        try:
+            work.wait()
+        except RuntimeError as exc:
+            error = exc
+        finish(error, ())
+        del job, work, finish  # holds no tensor while it sleeps
+
+
+@final
+class NcclCarriers:
+    """NCCL lanes, each with a stream for packing and unpacking.
+
+    Not yet run on a GPU. Collectives are started by the engine's one thread in the
+    agreed order, and nothing waits on the host: a stream waits for the communicator's,
+    and an event on it says when results are in place. A communicator that fails is
+    told by its own watchdog.
+    """
+
+    def __init__(self, pool: LanePool, lanes: int, device: torch.device) -> None:
+        opened = pool.open([(i, None) for i in range(lanes)])
+        self._lanes = [opened[i, None] for i in range(lanes)]
+        self._device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(lanes)]
+
+    def send(self, lane: int, begin: Begin, finish: Finish) -> None:
+        """Starts a collective now; ``finish`` queues what follows it."""
+        with torch.cuda.stream(self._streams[lane]):
+            event = torch.cuda.Event()
+            try:
+                begin(self._lanes[lane]).wait()
+            except RuntimeError as exc:
+                finish(exc, ())
+                return
+            finish(None, (event,))
+            # After what finish queued: handles ask for the event only later.
+            event.record()
+
+    def close(self) -> None:
+        """Waits for what was sent and lets go of the lanes."""
+        for stream in self._streams:
+            stream.synchronize()
+        self._lanes.clear()

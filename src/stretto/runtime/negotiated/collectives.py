@@ -1,0 +1,181 @@
+"""All collectives but all-reduce: how each is carried out on a lane.
+
+They move bytes, so that every element type goes over every backend. Sizes that differ
+between ranks are known from the negotiation; nothing is asked again here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.runtime.negotiated import reductions
+from stretto.runtime.negotiated.jobs import new_output, output_shape
+from stretto.runtime.negotiated.requests import DTYPES, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.runtime.negotiated.jobs import Job
+    from stretto.runtime.negotiated.requests import Request
+
+Finished = tuple[torch.Tensor, tuple[int, ...]]
+"""The result, and for all-to-all the rows received from each rank."""
+
+Prepared = tuple[Callable[[Any], Any] | None, Callable[[], Finished]]
+
+
+def prepare(job: Job, by_rank: Sequence[Request], rank: int) -> Prepared:
+    """How to start a job on a lane, and what to do when it has ended.
+
+    The first is ``None`` where nothing has to be sent.
+    """
+    prepared: Prepared = _PREPARE[job.request.kind](job, by_rank, rank)
+    return prepared
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _input(job: Job) -> torch.Tensor:
+    if job.tensor is None:
+        raise AssertionError(f"{job.request.place} has no tensor")
+    return job.tensor.contiguous()
+
+
+def _broadcast(job: Job, by_rank: Sequence[Request], rank: int) -> Any:
+    request, size = job.request, len(by_rank)
+    mine = _input(job)
+    result = new_output(mine.shape, mine)
+    options = dist.BroadcastOptions()
+    options.rootRank = request.root
+    options.rootTensor = 0
+
+    def begin(lane: Any) -> Any:
+        if rank == request.root:
+            result.copy_(mine)
+        return lane.broadcast([_bytes(result)], options)
+
+    def finish() -> Finished:
+        return _deliver(job, result), ()
+
+    if size == 1 or result.numel() == 0:
+        result.copy_(mine)
+        return None, finish
+    return begin, finish
+
+
+def _allgather(job: Job, by_rank: Sequence[Request], _rank: int) -> Any:
+    mine = _input(job)
+    rows = [request.rows for request in by_rank]
+    row_bytes = math.prod(job.request.shape) * DTYPES[job.request.dtype]
+    size, most = len(rows), max(rows)
+    result = new_output((sum(rows), *job.request.shape), mine)
+    even = min(rows) == most
+    # Where first dimensions differ, every rank sends as many rows as the largest has.
+    room = _bytes(result) if even else mine.new_empty(0, dtype=torch.uint8)
+    if not even:
+        room = room.new_empty(size * most * row_bytes)
+
+    def begin(lane: Any) -> Any:
+        sent = _bytes(mine)
+        if rows[_rank] != most:
+            padded = room.new_zeros(most * row_bytes)
+            padded[: sent.numel()] = sent
+            sent = padded
+        return lane._allgather_base(room, sent)  # noqa: SLF001
+
+    def finish() -> Finished:
+        if not even:
+            found = room.view(size, most * row_bytes)
+            flat, at = _bytes(result), 0
+            for theirs, count in zip(found, rows, strict=True):
+                flat[at : at + count * row_bytes] = theirs[: count * row_bytes]
+                at += count * row_bytes
+        return result, ()
+
+    if size == 1:
+        result.copy_(mine)
+        return None, finish
+    return (begin if result.numel() else None), finish
+
+
+def _alltoall(job: Job, by_rank: Sequence[Request], rank: int) -> Any:
+    mine = _input(job)
+    received = tuple(request.splits[rank] for request in by_rank)
+    row_bytes = math.prod(job.request.shape) * DTYPES[job.request.dtype]
+    result = new_output((sum(received), *job.request.shape), mine)
+
+    def begin(lane: Any) -> Any:
+        return lane.alltoall_base(
+            _bytes(result),
+            _bytes(mine),
+            [n * row_bytes for n in received],
+            [n * row_bytes for n in job.request.splits],
+            dist.AllToAllOptions(),
+        )
+
+    anything = row_bytes and any(sum(request.splits) for request in by_rank)
+    return (begin if anything else None), lambda: (result, received)
+
+
+def _reducescatter(job: Job, by_rank: Sequence[Request], rank: int) -> Any:
+    # Every rank sends each its rows and adds up what it gets, in the order of ranks:
+    # as many bytes as a ring's reduce-scatter, for shares of any size and any type.
+    request, size = job.request, len(by_rank)
+    mine = _input(job)
+    bounds = reductions.row_bounds(request.shape[0], size)
+    row_bytes = math.prod(request.shape[1:]) * DTYPES[request.dtype]
+    share = bounds[rank + 1] - bounds[rank]
+    shape = output_shape(request, rank=rank, size=size)
+    if shape is None:
+        raise AssertionError("a reduce-scatter's output has a shape")
+    received = new_output((size, *shape), mine)
+
+    def begin(lane: Any) -> Any:
+        sent = mine
+        if request.prescale != 1.0:
+            sent = mine.clone()
+            reductions.scale(sent, request.prescale)
+        return lane.alltoall_base(
+            _bytes(received),
+            _bytes(sent),
+            [share * row_bytes] * size,
+            [(b - a) * row_bytes for a, b in itertools.pairwise(bounds)],
+            dist.AllToAllOptions(),
+        )
+
+    def finish() -> Finished:
+        result = new_output(shape, mine)
+        if result.numel():
+            result.copy_(reductions.combine(received, request.op))
+            reductions.finish(result, request, size)
+        return _deliver(job, result), ()
+
+    return (begin if request.elements else None), finish
+
+
+def _barrier(_job: Job, _by_rank: Sequence[Request], _rank: int) -> Any:
+    # That all have submitted it is all there is to it.
+    return None, lambda: (None, ())
+
+
+def _deliver(job: Job, result: torch.Tensor) -> torch.Tensor:
+    if job.output is None:
+        return result
+    return job.output.copy_(result)
+
+
+_PREPARE: dict[Kind, Callable[[Any, Sequence[Any], int], Any]] = {
+    Kind.BROADCAST: _broadcast,
+    Kind.ALLGATHER: _allgather,
+    Kind.ALLTOALL: _alltoall,
+    Kind.REDUCESCATTER: _reducescatter,
+    Kind.BARRIER: _barrier,
+}

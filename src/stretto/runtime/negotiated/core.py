@@ -1,0 +1,508 @@
+"""What moves the negotiated engine: its control thread and what callers hand it.
+
+The state is `stretto.runtime.negotiated.ledger`, which decides; here is the thread that
+holds the rounds and launches what was decided, in the order it was decided.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore
+
+from stretto._version import __version__
+from stretto.errors import CommTimeout, RankDisagreement, SpecError, StrettoError
+from stretto.runtime.agreement import Agreement
+from stretto.runtime.failure import FailureDesk
+from stretto.runtime.lanes import LanePool
+from stretto.runtime.negotiated.control import Control
+from stretto.runtime.negotiated.handles import Handle
+from stretto.runtime.negotiated.jobs import Job, Part, check_tensors, new_output
+from stretto.runtime.negotiated.ledger import (
+    EndJoin,
+    EndStep,
+    Launch,
+    LaunchMembers,
+    Ledger,
+    Refuse,
+)
+from stretto.runtime.negotiated.pace import Pace
+from stretto.runtime.negotiated.requests import Kind, Request
+from stretto.runtime.negotiated.sending import Sender
+from stretto.runtime.negotiated.stalls import Notes, StallDesk
+from stretto.runtime.negotiated.tensor_set import SetSteps
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.runtime.agreement import Ranks
+    from stretto.runtime.negotiated.ledger import Decision
+    from stretto.runtime.negotiated.options import EngineOptions
+    from stretto.runtime.negotiated.spans import AbstractEngineObserver
+
+_log = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+_CLOSE_S = 10.0
+_PRUNE_AT = 1000
+
+
+@final
+class Core:
+    """What an engine's threads hold on to."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        options: EngineOptions,
+        observer: AbstractEngineObserver | None,
+    ) -> None:
+        serial = ranks.store.add(f"negotiated/serial/{ranks.rank}", 1)
+        store = PrefixStore(f"negotiated/{serial}", ranks.store)
+        self.ranks = dataclasses.replace(ranks, store=store)
+        self.options = options
+        self.observer = observer
+        self.desk = FailureDesk(self.ranks, self._abort)
+        self.sender = Sender(self.ranks, options, self.report, observer)
+        self.sets: dict[int, SetSteps] = {}
+        self._registered: dict[str, SetSteps] = {}
+        self.error: StrettoError | None = None
+        self._ledger = Ledger(
+            rank=ranks.rank,
+            size=ranks.size,
+            names=ranks.names,
+            known_requests=options.known_requests,
+        )
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._jobs: dict[str, Job] = {}
+        self._outstanding: set[Handle] = set()
+        self._prune_at = _PRUNE_AT
+        self._join: Handle | None = None
+        self._last_joined = -1
+        self._news = False
+        self._closing = False
+        self._closed = threading.Event()
+        self._pace = Pace(options.cycle_s)
+        self._stalls = StallDesk(self.ranks)
+        self._notes = Notes(self.ranks)
+        self._tick_s = min(_TICK_S, options.stall_s / 4, ranks.timeout_s / 4)
+        self._ticked_s = perf_counter()
+        self._pool: LanePool | None = None
+        lane = None
+        if ranks.size > 1:
+            Agreement(self.ranks).require_same(
+                "open an engine",
+                {
+                    "stretto": __version__,
+                    "torch": torch.__version__,
+                    "settings": f"{options}, timeout_s={ranks.timeout_s:g}",
+                },
+            )
+            self._pool = LanePool(
+                dataclasses.replace(
+                    self.ranks, store=PrefixStore("control", self.ranks.store)
+                ),
+                serial=0,
+                backend="gloo",
+                device=torch.device("cpu"),
+            )
+            lane = self._pool.lane(0)
+        self.control = Control(
+            lane, size=ranks.size, tick_s=self._tick_s, tick=self._tick
+        )
+        self._thread = threading.Thread(
+            target=self._run, name="stretto-control", daemon=True
+        )
+        self._thread.start()
+
+    # Callers' threads.
+
+    def submit(
+        self,
+        rows: Sequence[tuple[Request, torch.Tensor | None, torch.Tensor | None]],
+    ) -> list[Handle]:
+        """Takes requests, all or none."""
+        rank, size = self.ranks.rank, self.ranks.size
+        jobs = []
+        for request, tensor, output in rows:
+            check_tensors(request, tensor, output, rank=rank, size=size)
+            taken = None if tensor is None else tensor.detach()
+            out = None if output is None else output.detach()
+            event = None
+            if taken is not None and taken.is_cuda:
+                event = torch.cuda.Event()
+                event.record()
+            jobs.append(Job(request, taken, out, Handle(request.place), event))
+        names = [job.request.name for job in jobs]
+        with self._wake:
+            self.require_open()
+            if self._ledger.joined:
+                raise SpecError(
+                    f"{jobs[0].request.place} was submitted after join(): a rank that "
+                    "has joined takes no part until all have."
+                )
+            for name in names:
+                if self._ledger.is_pending(name) or names.count(name) > 1:
+                    raise SpecError(
+                        f"{name!r} was submitted on {self.ranks.name(rank)} while a "
+                        "request of that name is pending. Wait for the first, or give "
+                        "each its own name."
+                    )
+            for job in jobs:
+                self._ledger.submit(job.request)
+                self._jobs[job.request.name] = job
+                self._outstanding.add(job.handle)
+            if len(self._outstanding) > self._prune_at:
+                self._outstanding = {h for h in self._outstanding if not h.poll()}
+                self._prune_at = 2 * len(self._outstanding) + _PRUNE_AT
+            self._news = True
+            self._wake.notify()
+        return [job.handle for job in jobs]
+
+    def register(self, name: str, requests: Sequence[Request]) -> SetSteps:
+        """Declares a tensor set on all ranks."""
+        names = [request.name for request in requests]
+        wrong = [r.place for r in requests if r.kind is not Kind.ALLREDUCE]
+        twice = [n for n in names if names.count(n) > 1] if names else ["nothing"]
+        if len(set(names)) == len(names) and names:
+            twice = []
+        if wrong or twice:
+            raise SpecError(
+                f"tensor set {name!r} must hold all-reduces, each name once, got "
+                f"{(wrong or twice)[0]}"
+            )
+        members = tuple(sorted(requests, key=lambda request: request.name))
+        request = Request(
+            name=f"tensor set {name}", kind=Kind.REGISTER, members=members
+        )
+        self.submit([(request, None, None)])[0].wait()
+        return self._registered.pop(request.name)
+
+    def require_open(self) -> None:
+        """Raises what ended the engine, if anything did."""
+        if self.error is not None:
+            raise self.error
+        if self._closing:
+            raise StrettoError("the engine was closed: open another one")
+
+    def submit_member(self, set_id: int, index: int) -> None:
+        """A tensor set's member is ready here."""
+        with self._wake:
+            self._ledger.submit_member(set_id, index)
+            self._news = True
+            self._wake.notify()
+
+    def vote(self, set_id: int, *, in_order: bool, whole: bool, unused: int) -> None:
+        """All of a tensor set's members are submitted here."""
+        with self._wake:
+            self._ledger.vote(set_id, in_order=in_order, whole=whole, unused=unused)
+            self._news = True
+            self._wake.notify()
+
+    def join(self, timeout_s: float | None) -> int:
+        """Contributes zeros until all have joined."""
+        for tensor_set in tuple(self.sets.values()):
+            tensor_set.require_between_steps("join()")
+        for handle in tuple(self._outstanding):
+            with contextlib.suppress(RankDisagreement):  # told to whoever waits for it
+                handle.wait(timeout_s)
+        with self._wake:
+            self.require_open()
+            if self._join is None:
+                self._join = Handle("join")
+                self._ledger.join()
+            joining = self._join
+            self._news = True
+            self._wake.notify()
+        joining.wait(timeout_s)
+        return self._last_joined
+
+    def close(self) -> None:
+        """Ends threads and connections."""
+        with self._wake:
+            first, self._closing = not self._closing, True
+            quiet = self._quiet() and self.error is None
+            self._wake.notify()
+        if not first:
+            return
+        mine = threading.current_thread()
+        if mine is self._thread or mine.name.startswith("stretto-lane"):
+            # The collector may end an engine from any thread, also from its own.
+            threading.Thread(target=self._end, args=(quiet,), daemon=True).start()
+        else:
+            self._end(quiet)
+
+    # Ending.
+
+    def report(self, place: str, cause: BaseException) -> StrettoError:
+        """The engine's one error, after a failure of its communication."""
+        if self._closing:
+            error = StrettoError(f"{place} was not finished: the engine was closed")
+        elif isinstance(cause, StrettoError):
+            error = cause
+            self._notes.leave(str(cause))
+            self._abort()
+        else:
+            told = self._notes.found()
+            if told is None:
+                error = self.desk.report(place, cause)
+            else:
+                self._abort()
+                error = CommTimeout(told)
+                error.__cause__ = cause
+        self._fail(error)
+        return self.error or error
+
+    def _fail(self, error: StrettoError) -> None:
+        with self._wake:
+            if self.error is None:
+                self.error = error
+            handles = [job.handle for job in self._jobs.values()]
+            if self._join is not None:
+                handles.append(self._join)
+            sets = tuple(self.sets.values())
+            self._jobs.clear()
+            self._wake.notify()
+        for handle in handles:
+            handle.fail(self.error)
+        for tensor_set in sets:
+            tensor_set.fail(self.error)
+
+    def _quiet(self) -> bool:
+        """Whether nothing is under way."""
+        self._outstanding = {h for h in self._outstanding if not h.poll()}
+        return not self._outstanding and not self._ledger.wants_round()
+
+    def _end(self, quiet: bool) -> None:  # noqa: FBT001
+        if self.error is None:
+            self._notes.leave(f"{self.ranks.name(self.ranks.rank)} closed its engine")
+        if not quiet:
+            self._abort()
+        self._thread.join(_CLOSE_S)
+        closed = StrettoError("the engine was closed before this ended")
+        self._fail(closed)
+        self.sender.close()
+        for tensor_set in tuple(self.sets.values()):
+            tensor_set.release()
+        self.sets.clear()
+        if self._pool is not None:
+            self._pool.close()
+        self._closed.set()
+
+    def _abort(self) -> None:
+        if self._pool is not None:
+            self._pool.abort()
+        self.sender.abort()
+        for tensor_set in tuple(self.sets.values()):
+            tensor_set.abort()
+
+    # The control thread.
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                while self._round():
+                    pass
+        except Exception as exc:  # noqa: BLE001
+            self.report(self._round_place(), exc)
+
+    def _round(self) -> bool:
+        if not self._sleep():
+            return False
+        began_s = perf_counter()
+        with self._lock:
+            self._pace.begin(began_s)
+            self._news = False
+            vector = self._ledger.begin()
+        agreed = self.control.agree(vector)
+        room = self._ledger.announces(agreed)
+        told = None
+        if room:
+            told = self.control.exchange(self._ledger.announcement(), room)
+        with self._lock:
+            if self._closing or self.error is not None:
+                return False
+            decisions = self._ledger.finish(agreed, told)
+            jobs = self._take(decisions)
+            self._pace.end(perf_counter(), launched=bool(decisions))
+        if self.observer is not None:
+            self.observer.span("rounds", "negotiate", began_s, perf_counter())
+        self._carry_out(decisions, jobs)
+        if self._stalls.published:
+            with self._lock:
+                waiting = self._waiting()
+            self._stalls.publish(waiting)
+        return True
+
+    def _sleep(self) -> bool:
+        """Sleeps until a round is due; false when the engine ends."""
+        while True:
+            with self._wake:
+                if self._closing or self.error is not None:
+                    return False
+                if self._ledger.wants_round():
+                    due_s = self._pace.due_s(news=self._news)
+                    pause_s = due_s - perf_counter()
+                    if pause_s <= 0:
+                        break
+                    self._wake.wait(pause_s)
+                else:
+                    self._wake.wait()
+        if perf_counter() > self._ticked_s + self._tick_s:
+            self._tick()
+        return True
+
+    def _take(self, decisions: Sequence[Decision]) -> dict[str, Job]:
+        jobs = {}
+        for decision in decisions:
+            if not isinstance(decision, Launch | Refuse):
+                continue
+            name = decision.name
+            if name in self._jobs and not self._ledger.is_pending(name):
+                jobs[name] = self._jobs.pop(name)
+        return jobs
+
+    def _carry_out(self, decisions: Sequence[Decision], jobs: dict[str, Job]) -> None:
+        parts: list[Part] = []
+        rest: list[Decision] = []
+        for decision in decisions:
+            if isinstance(decision, LaunchMembers):
+                parts += self.sets[decision.set_id].parts(decision.members)
+            elif (
+                isinstance(decision, Launch)
+                and decision.by_rank[0].kind is Kind.ALLREDUCE
+            ):
+                parts.append(self._part(decision, jobs.get(decision.name)))
+            else:
+                rest.append(decision)
+        self.sender.reduce(parts)
+        for decision in rest:
+            if isinstance(decision, Launch):
+                self._launch(decision, jobs.get(decision.name))
+            elif isinstance(decision, Refuse):
+                if decision.name in jobs:
+                    handle = jobs[decision.name].handle
+                    handle.fail(RankDisagreement(decision.reason))
+            elif isinstance(decision, EndStep):
+                self.sets[decision.set_id].end_step(decision, self.control)
+            elif isinstance(decision, EndJoin):
+                self._end_join(decision)
+
+    def _part(self, launch: Launch, job: Job | None) -> Part:
+        if job is None:  # this rank has joined
+            active = next(r for r in range(self.ranks.size) if r not in launch.joined)
+            return Part(launch.by_rank[active], None, None, _ignore)
+        self._note_queued(job)
+        output = job.output
+        if output is None and job.tensor is not None:
+            output = new_output(job.tensor.shape, job.tensor)
+        ended = partial(_end_job, job.handle, output)
+        return Part(job.request, job.tensor, output, ended, job.event)
+
+    def _launch(self, launch: Launch, job: Job | None) -> None:
+        request = launch.by_rank[0]
+        if job is None:
+            return
+        if request.kind is Kind.REGISTER:
+            steps = SetSteps(self, launch.set_id, request)
+            self.sets[launch.set_id] = self._registered[request.name] = steps
+            job.handle.succeed(None)
+        elif request.kind is Kind.UNREGISTER:
+            tensor_set = self.sets.pop(request.shape[0])
+            tensor_set.release()
+            job.handle.succeed(None)
+        else:
+            self._note_queued(job)
+            self.sender.send(job, launch.by_rank)
+
+    def _end_join(self, decision: EndJoin) -> None:
+        with self._lock:
+            joining, self._join = self._join, None
+            self._last_joined = decision.last
+        if joining is not None:
+            joining.succeed(None)
+
+    def _note_queued(self, job: Job) -> None:
+        if self.observer is not None:
+            now_s = perf_counter()
+            self.observer.span(job.request.name, "queued", job.submitted_s, now_s)
+
+    # Stalls.
+
+    def _round_place(self) -> str:
+        with self._lock:
+            waiting = self._waiting()
+        if not waiting:
+            return "the negotiation"
+        more = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
+        return f"the wait for other ranks to submit {waiting[0]}{more}"
+
+    def _waiting(self) -> list[str]:
+        steps = [s.place for s in self.sets.values() if s.waits]
+        return [*self._ledger.pending, *steps]
+
+    def _tick(self) -> None:
+        """About every ``tick_s`` while this rank waits for others."""
+        now_s = self._ticked_s = perf_counter()
+        with self._lock:
+            waiting = self._waiting()
+            jobs = list(self._jobs.values())
+            sets = [s for s in self.sets.values() if s.waits]
+        self._stalls.publish(waiting)
+        since: list[tuple[str, float, Job | SetSteps]] = [
+            (job.request.place, job.submitted_s, job) for job in jobs
+        ]
+        since += [(s.place, s.waits_since_s, s) for s in sets]
+        late: list[tuple[str, float]] = []
+        for place, submitted_s, owner in since:
+            waited_s = now_s - submitted_s
+            if waited_s > self.ranks.timeout_s:
+                late.append((place, waited_s))
+            if waited_s > self.options.stall_s * (owner.told + 1):
+                owner.told += 1
+                self._warn(place, waited_s)
+        if late:
+            place, waited_s = late[0]
+            missing = self._stalls.missing(place)
+            who = self.ranks.name_all(missing) if missing else "no rank"
+            raise CommTimeout(
+                f"{self.ranks.name(self.ranks.rank)}: {place} waited {waited_s:.0f} s, "
+                f"longer than timeout_s = {self.ranks.timeout_s:g}: {who} did not "
+                "submit it. Let every rank come to the same collectives, or raise the "
+                "time-out."
+            )
+
+    def _warn(self, place: str, waited_s: float) -> None:
+        missing = self._stalls.missing(place)
+        if missing:
+            _log.warning(
+                "%s: %s has waited %.0f s for %s, which did not submit it",
+                self.ranks.name(self.ranks.rank),
+                place,
+                waited_s,
+                self.ranks.name_all(missing),
+            )
+
+
+def _ignore(error: StrettoError | None, events: tuple[Any, ...]) -> None:
+    """Nobody waits for a joined rank's zeros."""
+
+
+def _end_job(
+    handle: Handle,
+    output: torch.Tensor | None,
+    error: StrettoError | None,
+    events: tuple[Any, ...],
+) -> None:
+    if error is not None:
+        handle.fail(error)
+    else:
+        handle.succeed(output, events=events)

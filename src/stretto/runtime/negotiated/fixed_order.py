@@ -1,0 +1,200 @@
+"""A tensor set's units in an order that is kept: launched without asking anybody."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+
+from stretto.runtime.negotiated import reductions
+from stretto.runtime.negotiated.requests import DTYPES
+from stretto.runtime.negotiated.units import LaneLoads, Row, cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stretto.runtime.negotiated.requests import Request
+    from stretto.runtime.negotiated.units import Unit
+
+
+class UnitFailed(Exception):
+    """A unit's collective failed; the message names the unit."""
+
+
+class _Packed(NamedTuple):
+    """A member that travels with others."""
+
+    unit: int
+
+    slot: int
+
+    view: torch.Tensor
+    """Its place in the unit's buffer, of its own shape."""
+
+
+class _Alone(NamedTuple):
+    """Elements ``start`` to ``end`` of a member, which make a unit."""
+
+    unit: int
+
+    start: int
+
+    end: int
+
+
+@final
+class FixedOrder:
+    """Launches the units of each step in one order, from the submitting thread.
+
+    See the note [An order that is kept] in `stretto.runtime.negotiated.steps`. Buffers
+    take as many bytes as the members that travel with others; a member that makes
+    units of its own travels from where it lies.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Request],
+        order: Sequence[int],
+        *,
+        unit_bytes: int,
+        lanes: Sequence[Any],
+        size: int,
+    ) -> None:
+        self.order = tuple(order)
+        self._members = members
+        self._size = size
+        units = _units(members, order, unit_bytes, len(lanes))
+        self._units = units
+        self._requests = [members[unit.pieces[0].position] for unit in units]
+        self._launchers = [
+            _launcher(lanes[unit.lane], request)
+            for unit, request in zip(units, self._requests, strict=True)
+        ]
+        self._buffers: list[torch.Tensor | None] = [None] * len(units)
+        self._views: list[list[torch.Tensor]] = [[] for _ in units]
+        self._packed: dict[int, _Packed] = {}
+        self._alone: dict[int, list[_Alone]] = {}
+        for number, unit in enumerate(units):
+            if len(unit.pieces) > 1:
+                self._pack(number, unit)
+            else:
+                ((position, start, end),) = unit.pieces
+                self._alone.setdefault(position, []).append(_Alone(number, start, end))
+        self._counts = [len(unit.pieces) for unit in units]
+        self._begin()
+
+    def _pack(self, number: int, unit: Unit) -> None:
+        dtype = reductions.dtype_of(self._requests[number])
+        buffer = torch.empty(unit.elements, dtype=reductions.wire_dtype(dtype))
+        self._buffers[number] = buffer
+        at = 0
+        for slot, piece in enumerate(unit.pieces):
+            view = buffer[at : at + piece.end].view(self._members[piece.position].shape)
+            at += piece.end
+            self._views[number].append(view)
+            self._packed[piece.position] = _Packed(number, slot, view)
+
+    def _begin(self) -> None:
+        self._missing = list(self._counts)
+        self._next = 0
+        self._works: list[Any] = []
+        self._tensors: list[list[Any]] = [[None] * n for n in self._counts]
+        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def submit(self, member: int, tensor: torch.Tensor) -> None:
+        """Takes a member's values; launches what has become complete.
+
+        Raises:
+            UnitFailed: a lane is closed.
+        """
+        packed = self._packed.get(member)
+        if packed is not None:
+            number, slot, view = packed
+            prescale = self._members[member].prescale
+            if prescale == 1.0:
+                view.copy_(tensor)
+            elif tensor.is_floating_point():
+                torch.mul(tensor, prescale, out=view)
+            else:
+                view.copy_(tensor)
+                reductions.scale(view, prescale)
+            self._tensors[number][slot] = tensor
+            self._missing[number] -= 1
+        elif member in self._alone:
+            self._submit_alone(member, tensor)
+        missing = self._missing
+        while self._next < len(missing) and missing[self._next] == 0:
+            self._launch(self._next)
+            self._next += 1
+
+    def _submit_alone(self, member: int, tensor: torch.Tensor) -> None:
+        wire = reductions.wire_dtype(tensor.dtype)
+        if tensor.is_contiguous() and wire is tensor.dtype:
+            flat = tensor.view(-1)
+        else:
+            flat = tensor.to(wire, copy=True).reshape(-1)
+            self._moved.append((tensor, flat))
+        reductions.scale(flat, self._members[member].prescale)
+        for number, start, end in self._alone[member]:
+            self._buffers[number] = flat[start:end]
+            self._missing[number] = 0
+
+    def _launch(self, number: int) -> None:
+        try:
+            work = self._launchers[number]([self._buffers[number]])
+        except RuntimeError as exc:
+            raise UnitFailed(self._place(number)) from exc
+        self._works.append(work)
+
+    def finish(self) -> None:
+        """Waits for the step's units, in order, and puts results in place.
+
+        Raises:
+            UnitFailed: a lane's collective failed.
+        """
+        for number, work in enumerate(self._works):
+            try:
+                work.wait()
+            except RuntimeError as exc:
+                raise UnitFailed(self._place(number)) from exc
+            buffer = self._buffers[number]
+            if buffer is not None:
+                reductions.finish(buffer, self._requests[number], self._size)
+            if self._views[number]:
+                torch._foreach_copy_(self._tensors[number], self._views[number])
+            else:
+                self._buffers[number] = None  # the caller's own memory
+        for tensor, flat in self._moved:
+            tensor.copy_(flat.view(tensor.shape))
+        self._begin()
+
+    def _place(self, number: int) -> str:
+        unit = self._units[number]
+        more = len(unit.pieces) - 1
+        also = f" and {more} more" if more else ""
+        return f"{self._requests[number].place}{also} on lane {unit.lane}"
+
+
+def _units(
+    members: Sequence[Request], order: Sequence[int], unit_bytes: int, lanes: int
+) -> list[Unit]:
+    """Units in the order in which they are complete."""
+    rows = []
+    for member in order:
+        request = members[member]
+        if request.elements:
+            like = (request.dtype, request.op, request.prescale, request.postscale)
+            row = Row(member, like, request.elements, DTYPES[request.dtype])
+            rows.append(row)
+    place = {member: i for i, member in enumerate(order)}
+    units = cut(rows, unit_bytes, LaneLoads(lanes))
+    units.sort(key=lambda unit: max(place[piece.position] for piece in unit.pieces))
+    return units
+
+
+def _launcher(lane: Any, request: Request) -> Callable[[list[Any]], Any]:
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = reductions.REDUCE_OPS[request.op]
+    reduce = lane.allreduce
+    return lambda buffers: reduce(buffers, options)

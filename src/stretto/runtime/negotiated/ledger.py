@@ -1,0 +1,498 @@
+"""Which requests are ready on every rank: the engine's state, without any input/output.
+
+# Note [A round]
+Every rank keeps the same table of known requests. A round is one bitwise-and all-reduce
+of a vector (for bits the same as MIN): bit i says "request i is submitted here". What
+is set in the outcome is ready everywhere, and all ranks launch it, in index order. A
+rank whose request is not in the table, or differs from what the table says of it,
+clears a bit of the vector's head, and all ranks follow with one all-gather of
+descriptions; each enters them into its table in the same order. There is no master:
+all ranks compute the same from the same bits. It is Horovod's response cache with the
+coordinator left out.
+
+# Note [Who takes part in a round]
+A rank enters a round when it has anything submitted that is not launched, and sleeps in
+the all-reduce until the others come. Nothing can become ready everywhere before every
+rank has submitted something, so ranks without anything need not be asked, and an idle
+engine sends nothing. If all ranks wait for different requests, rounds would follow each
+other at once; they are paced, see `stretto.runtime.negotiated.pace`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+from stretto.errors import SpecError
+from stretto.runtime.negotiated.requests import (
+    Kind,
+    Request,
+    decode,
+    difference,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_CLASSES = 32
+_SILENT = 1 << _CLASSES
+_HEAD_BITS = 64
+_SLOTS_STEP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A request that is ready on every rank."""
+
+    name: str
+
+    by_rank: tuple[Request, ...]
+
+    joined: frozenset[int]
+    """Ranks that contribute zeros."""
+
+    set_id: int = -1
+    """The tensor set that a register request makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """A request that fails on every rank, with the same text."""
+
+    name: str
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchMembers:
+    """Members of a tensor set that are ready on every rank, by index."""
+
+    set_id: int
+
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndStep:
+    """Every rank has submitted all of a tensor set."""
+
+    set_id: int
+
+    in_order: bool
+    """Every rank's order was what it was before."""
+
+    whole: bool
+    """No rank filled a step up that an error cut short."""
+
+    unused: int
+    """Bits of members that no rank used."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndJoin:
+    """All ranks have joined."""
+
+    last: int
+
+
+Decision = Launch | Refuse | LaunchMembers | EndStep | EndJoin
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What is known of a name: how ranks describe it."""
+
+    name: str
+    base: Request
+    variants: dict[int, Request] = field(default_factory=dict)
+    used: int = 0
+
+    def of(self, rank: int) -> Request:
+        return self.variants.get(rank, self.base)
+
+    def groups(self) -> set[str]:
+        return {self.base.group, *(v.group for v in self.variants.values())} - {""}
+
+
+@dataclass(slots=True)
+class _SetState:
+    """One tensor set, as far as rounds go."""
+
+    members: int
+    submitted: int = 0
+    launched: int = 0
+    unused: int = 0
+    vote: bool = False
+    in_order: bool = False
+    whole: bool = True
+
+
+@final
+class Ledger:
+    """One rank's view of what all ranks have submitted.
+
+    A round is `begin`, an and-reduction of what it gives, `announces` on the outcome,
+    the exchange of `announcement` where that says so, and `finish`. Not thread-safe.
+    """
+
+    def __init__(
+        self, *, rank: int, size: int, names: Sequence[int], known_requests: int
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._names = tuple(names)
+        self._known_requests = known_requests
+        self._slots: list[_Entry | None] = []
+        self._slot_of: dict[str, int] = {}
+        self._pending: dict[str, Request] = {}
+        self._bits = 0
+        self._unannounced: dict[str, Request] = {}
+        self._announcing: dict[str, Request] = {}
+        self._sets: dict[int, _SetState] = {}
+        self._next_set = 0
+        self._wants_join = False
+        self._joined: set[int] = set()
+        self._round = 0
+        self._text = b""
+
+    # What this rank does.
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Places of what was submitted here and is not launched."""
+        return tuple(request.place for request in self._pending.values())
+
+    def is_pending(self, name: str) -> bool:
+        """Whether this rank waits for a request of that name."""
+        return name in self._pending
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has joined, or is about to."""
+        return self._wants_join or self._rank in self._joined
+
+    def submit(self, request: Request) -> None:
+        """Takes a request of this rank.
+
+        Raises:
+            SpecError: one of that name is pending.
+        """
+        if request.name in self._pending:
+            raise SpecError(
+                f"{request.place} was submitted on rank {self._names[self._rank]} "
+                f"while {self._pending[request.name].place} is pending. Wait for the "
+                "first, or give each its own name."
+            )
+        self._pending[request.name] = request
+        slot = self._slot_of.get(request.name)
+        if slot is not None and self._entry(slot).of(self._rank) == request:
+            self._bits |= 1 << slot
+        else:
+            self._unannounced[request.name] = request
+
+    def join(self) -> None:
+        """Asks to contribute zeros until all ranks have joined."""
+        self._wants_join = True
+
+    def submit_member(self, set_id: int, index: int) -> None:
+        """A member of a tensor set is ready here."""
+        self._sets[set_id].submitted |= 1 << index
+
+    def vote(self, set_id: int, *, in_order: bool, whole: bool, unused: int) -> None:
+        """All members of this step are submitted here."""
+        state = self._sets[set_id]
+        state.vote, state.in_order, state.whole = True, in_order, whole
+        state.unused = unused
+
+    def wants_round(self) -> bool:
+        """Whether this rank has anything that a round could end."""
+        return bool(
+            self._pending
+            or self.joined
+            or any(s.vote or s.submitted & ~s.launched for s in self._sets.values())
+        )
+
+    # A round.
+
+    def begin(self) -> bytes:
+        """This rank's vector."""
+        self._round += 1
+        self._announcing, self._unannounced = self._unannounced, {}
+        self._text = b""
+        if self._announcing or self._wants_join:
+            self._text = json.dumps(
+                {
+                    "join": self._wants_join,
+                    "new": [encode(r) for r in self._announcing.values()],
+                },
+                separators=(",", ":"),
+            ).encode()
+        size_bytes = len(self._text)
+        head = sum(1 << k for k in range(_CLASSES) if size_bytes <= 1 << k)
+        if not size_bytes:
+            head |= _SILENT
+        slots = len(self._slots)
+        every = (1 << slots) - 1
+        joined = self._rank in self._joined
+        vector = head
+        at = _HEAD_BITS
+        # Those being announced have a bit here only once all ranks know of them.
+        vector |= (every if joined else self._bits) << at
+        vector |= (every & ~self._bits) << (at + slots)
+        at += 2 * slots
+        for state in self._sets.values():
+            members = (1 << state.members) - 1
+            if joined:
+                values = (True, False, True, members, members)
+            else:
+                ready = state.submitted & ~state.launched
+                values = (state.vote, state.in_order, state.whole, ready, state.unused)
+            vote, in_order, whole, ready, unused = values
+            vector |= (vote | in_order << 1 | whole << 2) << at
+            vector |= (ready | unused << state.members) << (at + 3)
+            at += 3 + 2 * state.members
+        return vector.to_bytes((at + 63) // 64 * 8, "little")
+
+    def announces(self, agreed: bytes) -> int:
+        """Bytes each rank's announcement has room for; 0: there is none."""
+        head = int.from_bytes(agreed[: _HEAD_BITS // 8], "little")
+        if head & _SILENT:
+            return 0
+        return 1 << next(k for k in range(_CLASSES) if head >> k & 1)
+
+    def announcement(self) -> bytes:
+        """What this rank tells all others of."""
+        return self._text
+
+    def finish(
+        self, agreed: bytes, announcements: Sequence[bytes] | None
+    ) -> list[Decision]:
+        """What all ranks do now; the same list on all of them."""
+        vector = int.from_bytes(agreed, "little") >> _HEAD_BITS
+        slots = len(self._slots)
+        every = (1 << slots) - 1
+        idle = vector >> slots & every
+        ready = vector & every & ~idle
+        section = vector >> (2 * slots)
+        decisions: list[Decision] = []
+        told: dict[str, set[int]] = {}
+        if announcements is not None:
+            told = self._enter(announcements, idle)
+        active = self._size - len(self._joined)
+        names = [self._entry(i).name for i in _bits_of(ready)]
+        # What every active rank has just announced is ready at once. Whoever joined in
+        # this very round counts from the next one.
+        names += sorted(n for n, who in told.items() if len(who) >= active)
+        # Sets first: launching may register one, which this vector has no bits for.
+        self._decide_sets(section, decisions)
+        self._decide(names, decisions)
+        if announcements is not None:
+            self._enter_joined(announcements, decisions)
+        return decisions
+
+    # Reading announcements.
+
+    def _enter(self, announcements: Sequence[bytes], idle: int) -> dict[str, set[int]]:
+        """Enters what ranks announced; which ranks announced each name."""
+        told: dict[str, set[int]] = {}
+        rows = []
+        for rank, text in enumerate(announcements):
+            for plain in json.loads(text or b"{}").get("new", ()):
+                request = decode(plain)
+                rows.append((rank, request))
+                told.setdefault(request.name, set()).add(rank)
+        fresh = sorted(n for n in told if n not in self._slot_of)
+        self._make_room(len(fresh), idle, told)
+        free = [i for i, entry in enumerate(self._slots) if entry is None]
+        first: dict[str, Request] = {}
+        for _, request in rows:
+            first.setdefault(request.name, request)
+        if len(free) < len(fresh):
+            free += range(
+                len(self._slots),
+                len(self._slots)
+                + _SLOTS_STEP * -(-(len(fresh) - len(free)) // _SLOTS_STEP),
+            )
+            self._slots += [None] * (free[-1] + 1 - len(self._slots))
+        for slot, name in zip(free, fresh, strict=False):
+            self._slots[slot] = _Entry(name=name, base=first[name])
+            self._slot_of[name] = slot
+        for rank, request in rows:
+            entry = self._entry(self._slot_of[request.name])
+            entry.used = self._round
+            entry.variants.pop(rank, None)
+            if request != entry.base:
+                entry.variants[rank] = request
+        for name in self._announcing:
+            self._bits |= 1 << self._slot_of[name]
+        self._announcing = {}
+        return told
+
+    def _make_room(self, fresh: int, idle: int, told: dict[str, set[int]]) -> None:
+        """Forgets the names longest unused that nobody waits for."""
+        excess = len(self._slot_of) + fresh - self._known_requests
+        if excess <= 0:
+            return
+        candidates = [
+            (self._entry(slot).used, slot)
+            for name, slot in self._slot_of.items()
+            if idle >> slot & 1 and name not in told
+        ]
+        for _, slot in sorted(candidates)[:excess]:
+            self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        entry = self._entry(slot)
+        self._slots[slot] = None
+        del self._slot_of[entry.name]
+        if self._bits >> slot & 1:
+            # Submitted here since this round began: to be announced in the next.
+            self._bits &= ~(1 << slot)
+            if entry.name in self._pending:
+                self._unannounced[entry.name] = self._pending[entry.name]
+
+    # Deciding.
+
+    def _decide(self, names: list[str], decisions: list[Decision]) -> None:
+        ready_by_group: dict[str, int] = {}
+        for name in names:
+            group = self._entry_of(name).base.group
+            ready_by_group[group] = ready_by_group.get(group, 0) + 1
+        reasons = {name: self._trouble(self._entry_of(name)) for name in names}
+        refused: dict[str, str] = {}
+        for name, reason in reasons.items():
+            if reason is not None:
+                for group in self._entry_of(name).groups():
+                    refused.setdefault(group, reason)
+        for name, reason in reasons.items():
+            entry = self._entry_of(name)
+            group = entry.base.group
+            reason = reason or refused.get(group)
+            if reason is not None:
+                self._end(name, forget=True)
+                decisions.append(Refuse(name, reason))
+            elif not group or ready_by_group[group] == entry.base.group_size:
+                by_rank = tuple(entry.of(r) for r in range(self._size))
+                self._end(name, forget=False)
+                self._settle(entry)
+                set_id = self._register(by_rank[0])
+                joined = frozenset(self._joined)
+                decisions.append(Launch(name, by_rank, joined, set_id))
+        self._refuse_groups(refused, decisions)
+
+    def _refuse_groups(
+        self, refused: dict[str, str], decisions: list[Decision]
+    ) -> None:
+        """Ends all that belongs to a group of which one member failed."""
+        if not refused:
+            return
+        launched = {d.name for d in decisions if isinstance(d, Launch)}
+        doomed = {}
+        for name, slot in self._slot_of.items():
+            groups = sorted(self._entry(slot).groups() & refused.keys())
+            if groups and name not in launched:
+                doomed[name] = refused[groups[0]]
+        for name in sorted(doomed):
+            mine = self._pending.get(name)
+            if mine is not None and mine.group in refused:
+                self._end(name, forget=True)
+            else:
+                self._forget(self._slot_of[name])
+            decisions.append(Refuse(name, doomed[name]))
+
+    def _trouble(self, entry: _Entry) -> str | None:
+        active = [r for r in range(self._size) if r not in self._joined]
+        requests = [entry.of(r) for r in active]
+        reason = difference(requests, [self._names[r] for r in active])
+        if reason is not None or not self._joined:
+            return reason
+        request = requests[0]
+        summing = request.kind is Kind.ALLREDUCE and request.op in ("sum", "average")
+        if summing:
+            return None
+        what = request.kind.value
+        if request.kind is Kind.ALLREDUCE:
+            what += f" with op {request.op}"
+        gone = ", ".join(str(self._names[r]) for r in sorted(self._joined))
+        return (
+            f"{request.place}: {what} is not possible while ranks have joined "
+            f"(joined: {gone}), for they contribute zeros only. Call it before any "
+            "rank joins."
+        )
+
+    def _end(self, name: str, *, forget: bool) -> None:
+        self._pending.pop(name, None)
+        self._unannounced.pop(name, None)
+        slot = self._slot_of[name]
+        self._bits &= ~(1 << slot)
+        if forget:
+            self._forget(slot)
+
+    def _settle(self, entry: _Entry) -> None:
+        """Remembers how ranks described what was just launched."""
+        entry.used = self._round
+        active = [r for r in range(self._size) if r not in self._joined]
+        first = entry.of(active[0])
+        if entry.variants and all(entry.of(r) == first for r in active[1:]):
+            entry.base, entry.variants = first, {}
+
+    def _register(self, request: Request) -> int:
+        set_id = -1
+        if request.kind is Kind.REGISTER:
+            set_id, self._next_set = self._next_set, self._next_set + 1
+            self._sets[set_id] = _SetState(members=len(request.members))
+        elif request.kind is Kind.UNREGISTER:
+            del self._sets[request.shape[0]]
+        return set_id
+
+    def _decide_sets(self, section: int, decisions: list[Decision]) -> None:
+        for set_id, state in list(self._sets.items()):
+            members = (1 << state.members) - 1
+            vote, in_order, whole = section & 1, section >> 1 & 1, section >> 2 & 1
+            section >>= 3
+            ready = section & members & ~state.launched
+            unused = section >> state.members & members
+            section >>= 2 * state.members
+            if ready:
+                state.launched |= ready
+                decisions.append(LaunchMembers(set_id, tuple(_bits_of(ready))))
+            if vote:
+                decisions.append(
+                    EndStep(set_id, bool(in_order), bool(whole), unused),
+                )
+                self._sets[set_id] = _SetState(members=state.members)
+
+    def _enter_joined(
+        self, announcements: Sequence[bytes], decisions: list[Decision]
+    ) -> None:
+        now = {
+            rank
+            for rank, text in enumerate(announcements)
+            if json.loads(text or b"{}").get("join")
+        }
+        if not now:
+            return
+        self._joined |= now
+        if self._rank in now:
+            self._wants_join = False
+        if len(self._joined) == self._size:
+            self._joined = set()
+            decisions.append(EndJoin(max(now)))
+
+    def _entry_of(self, name: str) -> _Entry:
+        return self._entry(self._slot_of[name])
+
+    def _entry(self, slot: int) -> _Entry:
+        entry = self._slots[slot]
+        if entry is None:
+            raise AssertionError(f"slot {slot} is empty")
+        return entry
+
+
+def _bits_of(bits: int) -> list[int]:
+    """Places of set bits, ascending."""
+    text = bin(bits)[:1:-1]
+    return [i for i, digit in enumerate(text) if digit == "1"]

@@ -1,0 +1,77 @@
+"""Scaling, and the types that travel as others.
+
+Sums of float16 and bfloat16 on the CPU are scaled in float32 (torch computes an element
+in float32 and rounds once), integers in float64; an average of integers truncates.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from stretto.runtime.negotiated.requests import Op
+
+if TYPE_CHECKING:
+    from stretto.runtime.negotiated.requests import Request
+
+REDUCE_OPS = {
+    Op.SUM: dist.ReduceOp.SUM,
+    Op.AVERAGE: dist.ReduceOp.SUM,
+    Op.MIN: dist.ReduceOp.MIN,
+    Op.MAX: dist.ReduceOp.MAX,
+    Op.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+
+
+def dtype_of(request: Request) -> torch.dtype:
+    """Torch's type of a request."""
+    found: torch.dtype = getattr(torch, request.dtype)
+    return found
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type a reduction travels as: neither Gloo nor NCCL knows int16."""
+    return torch.int32 if dtype is torch.int16 else dtype
+
+
+def scale(values: torch.Tensor, factor: float) -> None:
+    """Multiplies in place."""
+    if factor == 1.0:
+        return
+    if values.is_floating_point():
+        values.mul_(factor)
+    else:
+        values.copy_(values.double().mul_(factor))
+
+
+def finish(values: torch.Tensor, request: Request, size: int) -> None:
+    """Average and postscale, in place."""
+    if request.op is Op.AVERAGE:
+        if values.is_floating_point():
+            values.div_(size)
+        else:
+            values.copy_(torch.div(values, size, rounding_mode="trunc"))
+    scale(values, request.postscale)
+
+
+def combine(rows: torch.Tensor, op: Op) -> torch.Tensor:
+    """Combines the rows of a matrix, in the order of ranks.
+
+    float16 and bfloat16 are summed in float32 and rounded once.
+    """
+    if op in (Op.MIN, Op.MAX) or rows.dtype is torch.bool:
+        least = op in (Op.MIN, Op.PRODUCT)
+        if rows.dtype is torch.bool:
+            return rows.all(0) if least else rows.any(0)
+        return rows.amin(0) if least else rows.amax(0)
+    wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+    combined = wide.prod(0) if op is Op.PRODUCT else wide.sum(0)
+    return combined.to(rows.dtype)
+
+
+def row_bounds(rows: int, size: int) -> list[int]:
+    """First rows of the ranks' shares, and the end: earlier ranks get one more."""
+    share, more = divmod(rows, size)
+    return [i * share + min(i, more) for i in range(size + 1)]

@@ -1,0 +1,98 @@
+"""Who is waited for: ranks that wait long tell each other what for, in the store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from typing import TYPE_CHECKING, final
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stretto.runtime.agreement import Ranks
+
+_MOST_NAMES = 1000
+_STORE_S = 2.0
+
+
+@final
+class StallDesk:
+    """Names the ranks that have not submitted what this one waits for.
+
+    A rank in a round can't see who is not in it. So a rank that has waited for one tick
+    writes what it waits for into the store, and one that wants to complain reads what
+    the others wrote: whoever did not write a request has not submitted it. Nothing of
+    this runs before a rank has waited that long.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._store = PrefixStore("stall", ranks.store)
+        self._told: list[str] = []
+
+    @property
+    def published(self) -> bool:
+        """Whether others can read that this rank waits for something."""
+        return bool(self._told)
+
+    def publish(self, waiting: Sequence[str]) -> None:
+        """Tells others what this rank waits for; an empty list takes it back."""
+        mine = list(waiting[:_MOST_NAMES])
+        if mine != self._told:
+            self._store.set(str(self._ranks.rank), json.dumps(mine))
+            self._told = mine
+
+    def missing(self, place: str) -> list[int]:
+        """Ranks that do not wait for ``place``, which this one waits for."""
+        others = [r for r in range(self._ranks.size) if r != self._ranks.rank]
+        return [r for r in others if place not in self._waiting(r)]
+
+    def _waiting(self, rank: int) -> list[str]:
+        if not self._store.check([str(rank)]):
+            return []
+        found: list[str] = json.loads(self._store.get(str(rank)))
+        return found
+
+
+@final
+class Notes:
+    """Why a rank ended the engine, left in the store for those who only see it end.
+
+    The store may be gone with its host, and then does not answer for minutes: it is
+    asked in a thread that may be left behind.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._alone = ranks.size == 1
+        self._store = PrefixStore("why", ranks.store)
+
+    def leave(self, text: str) -> None:
+        """Leaves a note, unless there is one."""
+        if not self._alone and self.found() is None:
+            _in_time(lambda: self._store.set("note", text))
+
+    def found(self) -> str | None:
+        """The note a rank left."""
+        if self._alone:
+            return None
+        texts: list[str] = []
+
+        def ask() -> None:
+            if self._store.check(["note"]):
+                texts.append(self._store.get("note").decode())
+
+        _in_time(ask)
+        return texts[0] if texts else None
+
+
+def _in_time(ask: Callable[[], None]) -> None:
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            ask()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_STORE_S)

@@ -1,0 +1,377 @@
+"""Tensors that every rank submits once per step, for instance all gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore
+
+from stretto.errors import SpecError, StrettoError
+from stretto.runtime.lanes import LanePool
+from stretto.runtime.negotiated.fixed_order import FixedOrder, UnitFailed
+from stretto.runtime.negotiated.jobs import Part
+from stretto.runtime.negotiated.reductions import dtype_of
+from stretto.runtime.negotiated.requests import Kind, Request
+from stretto.runtime.negotiated.steps import OrderWatch, common_order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stretto.runtime.negotiated.control import Control
+    from stretto.runtime.negotiated.core import Core
+    from stretto.runtime.negotiated.engine import Engine
+    from stretto.runtime.negotiated.ledger import EndStep
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnd:
+    """What all ranks know at the end of a step."""
+
+    unused: frozenset[int]
+    """Indices of members that no rank used."""
+
+    whole: bool
+    """Every rank's step was complete; see `TensorSet.abandon`."""
+
+
+@final
+class TensorSet:
+    """Tensors reduced in place, once per step: submit every one, then wait.
+
+    While ranks submit in orders that change, what is ready is agreed on as for any
+    request. When every rank's order has been the same for some steps it is kept, and
+    units leave without asking anybody; when some rank's order changes, all ranks leave
+    the kept order at the same step. What is reduced, and into what, is the same.
+    """
+
+    def __init__(self, engine: Engine, steps: SetSteps, names: Sequence[str]) -> None:
+        # What keeps the engine open; its own threads must not.
+        self._engine = engine
+        self._steps = steps
+        member_of = {request.name: i for i, request in enumerate(steps.members)}
+        self._member_of = [member_of[name] for name in names]
+        self._index_of = {m: i for i, m in enumerate(self._member_of)}
+
+    def __len__(self) -> int:
+        """Number of members."""
+        return len(self._member_of)
+
+    @property
+    def order_kept(self) -> bool:
+        """Whether units leave in a kept order now."""
+        return self._steps.fixed is not None
+
+    def submitter(self, index: int) -> Callable[..., None]:
+        """`submit` for one member, with everything looked up."""
+        return partial(self._steps.submit, self._member_of[index])
+
+    def submit(self, index: int, tensor: torch.Tensor, *, used: bool = True) -> None:
+        """Submits the member at ``index`` of the requests registered.
+
+        The result takes the tensor's place; it is not to be touched before `wait` has
+        returned. ``used=False`` says that these are zeros which stand for nothing.
+
+        Raises:
+            SpecError: it was submitted in this step already, or is not as registered.
+            CommTimeout: a rank is gone.
+        """
+        self._steps.submit(self._member_of[index], tensor, used=used)
+
+    def missing(self) -> list[int]:
+        """Indices not yet submitted in this step."""
+        return sorted(self._index_of[m] for m in self._steps.missing())
+
+    def wait(self) -> StepEnd:
+        """Ends the step: sleeps until all members are reduced on this rank.
+
+        Raises:
+            SpecError: some members are not submitted yet; the message names one.
+            CommTimeout: a rank is gone.
+        """
+        unused, whole = self._steps.wait()
+        indices = frozenset(self._index_of[m] for m in unused)
+        return StepEnd(unused=indices, whole=whole)
+
+    def abandon(self) -> None:
+        """Ends a step that an error cut short: zeros for what is missing.
+
+        All ranks are told by `StepEnd.whole`. Nothing happens between steps.
+        """
+        self._steps.abandon()
+
+    def close(self) -> None:
+        """Ends the set; to be called by every rank, between steps."""
+        self._steps.close()
+
+
+@final
+class SetSteps:
+    """The steps of one tensor set on this rank."""
+
+    def __init__(self, core: Core, set_id: int, request: Request) -> None:
+        self.members = request.members
+        self._dtypes = [dtype_of(member) for member in request.members]
+        self.place = f"a step of {request.name}"
+        self.told = 0
+        self.waits_since_s = 0.0
+        self.fixed: FixedOrder | None = None
+        self._core = core
+        self._id = set_id
+        self._name = request.name
+        # Not yet run on a GPU: NCCL needs one launch order for all its communicators,
+        # so units of a kept order, which nobody agrees with others' units, are not for
+        # it.
+        on_cpu = all(member.device == "cpu" for member in self.members)
+        self._watch = OrderWatch(core.options.stable_steps if on_cpu else 0)
+        self._pool: LanePool | None = None
+        self._kept: FixedOrder | None = None
+        self._next_fixed: FixedOrder | None = None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._error: StrettoError | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._tensors: list[torch.Tensor | None] = [None] * len(self.members)
+        self._order: list[int] = []
+        self._unused = 0
+        self._left = len(self.members)
+        self._events: tuple[Any, ...] = ()
+        self._cuda_events: dict[int, Any] = {}
+        self._result: tuple[list[int], bool] | None = None
+        self._whole = True
+        self.waits = False
+        self._ended.clear()
+
+    # Callers' threads.
+
+    def submit(self, member: int, tensor: torch.Tensor, *, used: bool = True) -> None:
+        """Takes a member's tensor."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._tensors[member] is not None:
+                raise SpecError(
+                    f"{self.members[member].place} was submitted twice in "
+                    f"{self.place}: wait() between two steps."
+                )
+            self._check(member, tensor)
+            self._tensors[member] = tensor
+            self._order.append(member)
+            if not used:
+                self._unused |= 1 << member
+            fixed, failed = self.fixed, None
+            if fixed is not None:
+                try:
+                    fixed.submit(member, tensor)
+                except UnitFailed as exc:
+                    failed = exc
+            elif tensor.is_cuda:
+                event = self._cuda_events[member] = torch.cuda.Event()
+                event.record()
+            complete = len(self._order) == len(self.members)
+        if fixed is None:
+            self._core.submit_member(self._id, member)
+        elif failed is not None:
+            raise self._core.report(str(failed), failed.__cause__ or failed)
+        if complete:
+            self._vote()
+
+    def _check(self, member: int, tensor: torch.Tensor) -> None:
+        request = self.members[member]
+        if (
+            tensor.shape != request.shape
+            or tensor.dtype is not self._dtypes[member]
+            or tensor.layout is not torch.strided
+        ):
+            raise SpecError(
+                f"{request.place} of {self._name} is registered as a dense "
+                f"{request.dtype} tensor of shape {list(request.shape)}, got "
+                f"{tensor.layout} {tensor.dtype} of shape {list(tensor.shape)}"
+            )
+
+    def _vote(self) -> None:
+        in_order = self._watch.end_step(self._order, kept=self.fixed is not None)
+        self.waits_since_s = perf_counter()
+        self.told = 0
+        self.waits = True
+        self._core.vote(
+            self._id, in_order=in_order, whole=self._whole, unused=self._unused
+        )
+
+    def missing(self) -> list[int]:
+        """Members not yet submitted in this step."""
+        return [m for m, tensor in enumerate(self._tensors) if tensor is None]
+
+    def wait(self) -> tuple[list[int], bool]:
+        """Ends the step; members that no rank used, and whether it was whole."""
+        missing = self.missing()
+        if missing:
+            if self._error is not None:
+                raise self._error
+            raise SpecError(
+                f"wait() came before all of {self._name} were submitted: "
+                f"{self.members[missing[0]].name!r} and {len(missing) - 1} more are "
+                "missing. Submit zeros for what has no values, with used=False."
+            )
+        fixed = self.fixed
+        if fixed is not None:
+            self._finish(fixed)
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        for event in self._events:
+            torch.cuda.current_stream().wait_event(event)  # Not yet run on a GPU.
+        if self._result is None:
+            raise AssertionError(f"{self.place} ended without a result")
+        result = self._result
+        self.fixed = self._next_fixed
+        self._reset()
+        return result
+
+    def _finish(self, fixed: FixedOrder) -> None:
+        try:
+            fixed.finish()
+        except UnitFailed as exc:
+            raise self._core.report(str(exc), exc.__cause__ or exc) from exc
+
+    def abandon(self) -> None:
+        """Ends a step that was cut short."""
+        if not self._order:
+            return
+        self._whole = False
+        for member in self.missing():
+            self.submit(member, self._zeros(member), used=False)
+        self.wait()
+
+    def _zeros(self, member: int) -> torch.Tensor:
+        request = self.members[member]
+        dtype = getattr(torch, request.dtype)
+        return torch.zeros(request.shape, dtype=dtype, device=request.device)
+
+    def require_between_steps(self, what: str) -> None:
+        """Requires that no step is half done."""
+        if self._order:
+            raise SpecError(
+                f"{what} was called within {self.place}: {len(self._order)} of "
+                f"{len(self.members)} members are submitted. wait() for it first."
+            )
+
+    def close(self) -> None:
+        """Ends the set on all ranks."""
+        self.require_between_steps("close()")
+        request = Request(
+            name=f"end of {self._name}", kind=Kind.UNREGISTER, shape=(self._id,)
+        )
+        self._core.submit([(request, None, None)])[0].wait()
+
+    # The control thread.
+
+    def parts(self, members: Sequence[int]) -> list[Part]:
+        """What is to be reduced of members that are ready everywhere."""
+        found = []
+        for member in members:
+            request, tensor = self.members[member], self._tensors[member]
+            if tensor is None:  # this rank has joined
+                found.append(Part(request, None, None, _ignore))
+                continue
+            event = self._cuda_events.get(member)
+            tensor = tensor.detach()
+            found.append(Part(request, tensor, tensor, self._member_ended, event))
+        return found
+
+    def _member_ended(
+        self, error: StrettoError | None, events: tuple[Any, ...]
+    ) -> None:
+        with self._lock:
+            if error is not None:
+                self._error = error
+            self._events += events
+            self._left -= 1
+            if self._error is not None or (not self._left and self._result):
+                self._ended.set()
+
+    def end_step(self, decision: EndStep, control: Control) -> None:
+        """Every rank has submitted all; decides how the next step goes."""
+        took_part = len(self._order) == len(self.members)
+        fixed = self.fixed
+        if fixed is not None and not took_part:  # this rank has joined
+            for member in range(len(self.members)):
+                fixed.submit(member, self._zeros(member))
+            fixed.finish()
+        kept = fixed
+        if fixed is not None and not decision.in_order:
+            kept = None
+        elif fixed is None and decision.in_order:
+            kept = self._keep(control)
+        unused = [m for m in range(len(self.members)) if decision.unused >> m & 1]
+        with self._lock:
+            if fixed is not None:
+                self._left = 0
+            # This step ends in the order it began with; wait() changes it.
+            self._next_fixed = kept
+            self._result = (unused, decision.whole)
+            self.waits = False
+            if not took_part:
+                self.fixed = kept
+                self._reset()
+            elif not self._left:
+                self._ended.set()
+
+    def _keep(self, control: Control) -> FixedOrder:
+        """The order all ranks keep from the next step on; in a round, on all ranks."""
+        count = len(self.members)
+        room = count * (len(str(count)) + 2) + 2
+        mine = json.dumps(list(self._watch.order)).encode()
+        order = common_order([json.loads(row) for row in control.exchange(mine, room)])
+        if self._kept is not None and self._kept.order == order:
+            return self._kept
+        core = self._core
+        lanes: list[Any] = []
+        if self._pool is None:
+            store = PrefixStore(f"set/{self._id}", core.ranks.store)
+            self._pool = LanePool(
+                dataclasses.replace(core.ranks, store=store),
+                serial=0,
+                backend="gloo",
+                device=torch.device("cpu"),
+            )
+        opened = self._pool.open([(i, None) for i in range(core.options.lanes)])
+        lanes = list(opened.values())
+        self._kept = FixedOrder(
+            self.members,
+            order,
+            unit_bytes=core.options.unit_bytes,
+            lanes=lanes,
+            size=core.ranks.size,
+        )
+        return self._kept
+
+    # Ending.
+
+    def fail(self, error: StrettoError) -> None:
+        """Ends the step with an error, and every later one."""
+        with self._lock:
+            self._error = self._error or error
+            self._ended.set()
+
+    def abort(self) -> None:
+        """Ends every connection."""
+        if self._pool is not None:
+            self._pool.abort()
+
+    def release(self) -> None:
+        """Lets go of lanes."""
+        self.fixed = self._kept = None
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _ignore(error: StrettoError | None, events: tuple[Any, ...]) -> None:
+    """Nobody waits for a joined rank's zeros."""
