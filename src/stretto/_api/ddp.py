@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from stretto import runtime
 from stretto._api.keep import Keeper
+from stretto.errors import SpecError
 from stretto.schema import Plan
 from stretto.tune import AutoPlan
 
@@ -44,11 +45,14 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             while every step trains; ``"ddp"`` or ``None`` keeps PyTorch's own rule; a
             `Plan` or the path of a plan file is carried out as it is.
         on_settled: Called with the `Settled` measurement and decision of ``"auto"``.
-        **kwargs: Passed on to PyTorch's class, and ``record`` and ``timeout_s`` to
+        wire_dtype: With ``"auto"``, the type in which gradients may travel, narrower
+            than their own: ``"float16"`` or ``"bfloat16"``. A plan says it itself.
+        **kwargs: Passed on to PyTorch's class, and ``record``, ``timeout_s``,
+            ``error_feedback``, ``nan`` and ``nan_patience`` to
             `stretto.runtime.DistributedDataParallel`.
 
     Raises:
-        SpecError: a plan file is broken.
+        SpecError: a plan file is broken, or wire_dtype comes with a plan.
         PlanMismatch: a plan is for another model.
         RankDisagreement: ranks came with different plans, models or versions.
         CommTimeout: a rank did not come.
@@ -60,6 +64,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         *args: Any,
         plan: Plan | str | Path | None = AUTO,
         on_settled: OnSettled | None = None,
+        wire_dtype: str | None = None,
         **kwargs: Any,
     ) -> None:
         self._auto: AutoPlan | None = None
@@ -68,6 +73,12 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         if plan == AUTO:
             plan = os.environ.get(PLAN_VARIABLE, AUTO)
         automatic = plan == AUTO
+        if wire_dtype is not None and not automatic:
+            raise SpecError(
+                f"wire_dtype={wire_dtype!r} is for plan='auto': a plan's buckets have "
+                "a wire_dtype of their own, and DDP's rule sends gradients as they "
+                "are. Plan with `stretto plan --wire-dtype`."
+            )
         if automatic or plan == DDP_RULE:
             plan = None
         elif isinstance(plan, str | Path):
@@ -77,7 +88,9 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         self._keeper = Keeper.of_environment(dist.get_rank(self.process_group))
         if automatic and self._can_plan():
             name = type(module).__name__.lower()
-            self._auto = AutoPlan(self, name=name, on_settled=self._settled)
+            self._auto = AutoPlan(
+                self, name=name, wire_dtype=wire_dtype, on_settled=self._settled
+            )
         if self._auto is not None or self._keeper is not None:
             self._between = self._before_forward
 

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 def plan(
-    workload: Workload, cluster: Cluster, planner: str = "joint", **options: Any
+    workload: Workload,
+    cluster: Cluster,
+    planner: str = "joint",
+    *,
+    wire_dtype: str | None = None,
+    **options: Any,
 ) -> Plan:
     """A plan for a workload on a cluster, with its prediction.
 
@@ -26,13 +31,17 @@ def plan(
         workload: what was measured of the model.
         cluster: what was measured or said of the hardware.
         planner: one of ``stretto.planners.NAMES``.
+        wire_dtype: the type in which gradients may travel, narrower than their own:
+            ``"float16"`` or ``"bfloat16"`` for float32, ``"float32"`` for float64.
         options: the planner's own, for instance ``max_lanes`` of ``joint``.
 
     Raises:
-        SpecError: there is no such planner or option.
+        SpecError: there is no such planner or option, or no gradient can travel so.
         Infeasible: no plan meets the limits.
     """
-    chosen = planners.get(planner, **options).plan(workload, cluster)
+    chosen = planners.plan_with_wire(
+        workload, cluster, planner, wire_dtype=wire_dtype, **options
+    )
     return certified(chosen, workload, cluster)
 
 

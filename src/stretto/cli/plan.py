@@ -9,7 +9,7 @@ import click
 
 from stretto import _api
 from stretto.cli import _planning
-from stretto.schema import Cluster, Workload
+from stretto.schema import NARROWER, Cluster, Workload
 
 
 @click.command(name="plan")
@@ -17,6 +17,11 @@ from stretto.schema import Cluster, Workload
 @click.argument("cluster_file", metavar="CLUSTER", type=click.Path())
 @click.option("--planner", default="joint", show_default=True, help="the method's name")
 @click.option("-o", "--output", metavar="PLAN", help="write the plan to this file")
+@click.option(
+    "--wire-dtype",
+    type=click.Choice(sorted({n for narrower in NARROWER.values() for n in narrower})),
+    help="send gradients as this type, narrower than their own",
+)
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
 @_planning.planner_options
 def command(
@@ -24,6 +29,7 @@ def command(
     cluster_file: str,
     planner: str,
     output: str | None,
+    wire_dtype: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -36,7 +42,13 @@ def command(
     cluster = Cluster.load(cluster_file)
     with _planning.progress(f"planning {workload.name} with {planner}"):
         begin_s = time.perf_counter()
-        plan = _api.plan(workload, cluster, planner, **_planning.given(options))
+        plan = _api.plan(
+            workload,
+            cluster,
+            planner,
+            wire_dtype=wire_dtype,
+            **_planning.given(options),
+        )
         search_s = time.perf_counter() - begin_s
     if output is not None:
         plan.save(output)

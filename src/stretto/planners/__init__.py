@@ -2,5 +2,6 @@
 
 from stretto.planners.base import AbstractPlanner
 from stretto.planners.registry import NAMES, get, options_of
+from stretto.planners.wire import plan_with_wire
 
-__all__ = ["NAMES", "AbstractPlanner", "get", "options_of"]
+__all__ = ["NAMES", "AbstractPlanner", "get", "options_of", "plan_with_wire"]

@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from stretto.errors import Infeasible, SpecError
-from stretto.schema import Bucket, Plan, Prediction, TensorSpec, Workload
+from stretto.schema import (
+    NARROWER,
+    Bucket,
+    Plan,
+    Prediction,
+    TensorSpec,
+    Workload,
+)
+from stretto.schema._rules import DTYPE_BYTES
 from stretto.sim.bounds import lower_bound
 from stretto.sim.forward import forward_bound_s
 from stretto.sim.step import StepModel, simulate_step
@@ -218,7 +226,10 @@ def certified(plan: Plan, workload: Workload, cluster: Cluster) -> Plan:
 def _bound_s(
     plan: Plan, workload: Workload, cluster: Cluster, certificate: str
 ) -> float:
-    """What no plan with this one's algorithms and way of overlapping beats."""
+    """What no plan beats that has this one's algorithms, types on the wire and way of
+    overlapping.
+    """
+    workload = _as_sent(plan, workload)
     used = sorted({"ring", *(bucket.algorithm for bucket in plan.buckets)})
     bound_s = lower_bound(
         workload, cluster, algorithms=used, certificate=certificate
@@ -227,6 +238,28 @@ def _bound_s(
         # Overlap backward is open to it too.
         bound_s = min(bound_s, forward_bound_s(workload, cluster, algorithms=used))
     return bound_s
+
+
+def _as_sent(plan: Plan, workload: Workload) -> Workload:
+    """The workload with what a plan converts as it travels."""
+    wire_of = {
+        name: bucket.wire_dtype for bucket in plan.buckets for name in bucket.tensors
+    }
+    tensors = tuple(
+        replace(
+            tensor,
+            dtype=wire_of[tensor.name],
+            bytes=tensor.bytes
+            // DTYPE_BYTES[tensor.dtype]
+            * DTYPE_BYTES[wire_of[tensor.name]],
+        )
+        if wire_of[tensor.name] in NARROWER.get(tensor.dtype, ())
+        else tensor
+        for tensor in workload.tensors
+    )
+    if tensors == workload.tensors:
+        return workload
+    return replace(workload, tensors=tensors)
 
 
 def wire_dtype(tensor: TensorSpec) -> str:

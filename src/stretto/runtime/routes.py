@@ -9,7 +9,7 @@ from torch import nn
 
 from stretto.errors import PlanMismatch
 from stretto.runtime.lanes import check_lanes
-from stretto.schema import slice_bounds, tensors_digest
+from stretto.schema import NARROWER, slice_bounds, tensors_digest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -224,10 +224,6 @@ def _check_supported(plan: Plan, backend: str, device: torch.device) -> None:
 def _pieces_of(bucket: Bucket, backend: str) -> int:
     """Collectives that carry one slice: Note [What resource means on Gloo]."""
     return (bucket.resource or 1) if backend == "gloo" else 1
-
-
-NARROWER = {"float64": ("float32",), "float32": ("float16", "bfloat16")}
-"""Types on the wire that gradients of a type can be converted to."""
 
 
 def _check_wire(

@@ -9,12 +9,13 @@ from stretto.schema.cluster import (
     Link,
     RateCurve,
 )
-from stretto.schema.plan import Bucket, Plan, Prediction, slice_bounds
+from stretto.schema.plan import NARROWER, Bucket, Plan, Prediction, slice_bounds
 from stretto.schema.samples import CollectiveSample, ContentionSample
 from stretto.schema.timeline import Span, Timeline
 from stretto.schema.workload import TensorSpec, Workload, tensors_digest
 
 __all__ = [
+    "NARROWER",
     "AllReduceFit",
     "Bucket",
     "Cluster",

@@ -24,6 +24,8 @@ ALGORITHMS = (
     "in_network",
 )
 WIRE_DTYPES = ("float64", "float32", "float16", "bfloat16")
+NARROWER = {"float64": ("float32",), "float32": ("float16", "bfloat16")}
+"""Narrower types in which gradients of a type may travel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,79 @@
+"""Plans whose gradients travel in a narrower type than their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from stretto.errors import SpecError
+from stretto.planners import registry
+from stretto.schema import NARROWER
+from stretto.schema._rules import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from stretto.schema import Cluster, Plan, Workload
+
+
+def plan_with_wire(
+    workload: Workload,
+    cluster: Cluster,
+    planner: str,
+    *,
+    wire_dtype: str | None = None,
+    **options: Any,
+) -> Plan:
+    """A plan that sends every gradient it can as ``wire_dtype``; ``None``: as it is.
+
+    The planner is given the workload as it travels, so what its options say in bytes
+    counts bytes on the wire.
+
+    Raises:
+        SpecError: there is no such planner or option, or no gradient travels so.
+        Infeasible: no plan meets the limits.
+    """
+    chosen = registry.get(planner, **options)
+    if wire_dtype is None:
+        return chosen.plan(workload, cluster)
+    plan = chosen.plan(narrowed(workload, wire_dtype), cluster)
+    return replace(plan, workload_digest=workload.digest)
+
+
+def narrowed(workload: Workload, wire_dtype: str) -> Workload:
+    """The workload as it travels: what can be sent as ``wire_dtype`` is of that type.
+
+    Raises:
+        SpecError: no gradient can; or others are of that type already, which may not
+            share a bucket with those that are converted.
+    """
+    held = {tensor.dtype for tensor in workload.tensors}
+    wide = {dtype for dtype, narrower in NARROWER.items() if wire_dtype in narrower}
+    if not held & wide:
+        possible = sorted({n for dtype in held for n in NARROWER.get(dtype, ())})
+        raise SpecError(
+            f"wire_dtype must be narrower than the gradients ({', '.join(sorted(held))}"
+            f"), got {wire_dtype!r}: "
+            + (f"choose {' or '.join(possible)}." if possible else "leave it out.")
+        )
+    if wire_dtype in held:
+        raise SpecError(
+            f"wire_dtype {wire_dtype!r} is the type of some gradients of "
+            f"{workload.name!r} already, beside {', '.join(sorted(held & wide))}: "
+            "leave it out, or plan by hand."
+        )
+    return replace(
+        workload,
+        tensors=tuple(
+            replace(
+                tensor,
+                dtype=wire_dtype,
+                bytes=tensor.bytes
+                // DTYPE_BYTES[tensor.dtype]
+                * DTYPE_BYTES[wire_dtype],
+            )
+            if tensor.dtype in wide
+            else tensor
+            for tensor in workload.tensors
+        ),
+    )

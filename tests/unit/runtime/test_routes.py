@@ -1,0 +1,76 @@
+"""A plan's buckets on the wire: what is carried out and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.errors import PlanMismatch
+from stretto.runtime.routes import parameter_rows, routes_of
+from stretto.schema import Bucket, Plan
+
+
+def routes(module: nn.Module, backend: str = "gloo", **bucket: Any) -> Any:
+    table = parameter_rows(module)
+    lanes = 2
+    plan = Plan(
+        planner="test",
+        workload_digest="",
+        ranks=2,
+        overlap="backward",
+        lanes=lanes,
+        buckets=(Bucket(tensors=tuple(row.name for row, _ in table), **bucket),),
+    )
+    device = next(module.parameters()).device
+    return routes_of(plan, table, module, backend=backend, device=device)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire", "expected"),
+    [
+        (torch.float32, "float32", None),
+        (torch.float32, "float16", "float16"),
+        (torch.float32, "bfloat16", "bfloat16"),
+        (torch.float64, "float32", "float32"),
+        (torch.float16, "float16", None),
+    ],
+)
+def test_a_narrower_type_is_converted_to(
+    dtype: torch.dtype, wire: str, expected: str | None
+) -> None:
+    (route,) = routes(nn.Linear(3, 5).to(dtype), wire_dtype=wire, slices=3)
+    assert route.wire == expected
+    assert [(p.start, p.end) for p in route.parts] == [(0, 7), (7, 14), (14, 20)]
+    assert [p.lane for p in route.parts] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire", "instead"),
+    [
+        (torch.float32, "float64", "float32 or float16 or bfloat16"),
+        (torch.float16, "float32", "set wire_dtype to float16."),
+        (torch.float16, "bfloat16", "set wire_dtype to float16."),
+        (torch.float64, "float16", "float64 or float32"),
+    ],
+)
+def test_a_type_that_is_not_narrower_is_refused(
+    dtype: torch.dtype, wire: str, instead: str
+) -> None:
+    with pytest.raises(PlanMismatch, match="bucket 0 has wire_dtype") as raised:
+        routes(nn.Linear(3, 5).to(dtype), wire_dtype=wire)
+    assert instead in str(raised.value)
+
+
+def test_sparse_gradients_are_not_converted() -> None:
+    with pytest.raises(PlanMismatch, match="sparse float32"):
+        routes(nn.Embedding(4, 3, sparse=True), wire_dtype="float16")
+
+
+def test_gloo_converts_on_the_cpu_only() -> None:
+    with torch.device("meta"):
+        module = nn.Linear(3, 5)
+    with pytest.raises(PlanMismatch, match=r"(on the CPU|cpu) "):
+        routes(module, wire_dtype="float16")
