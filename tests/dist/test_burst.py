@@ -1,0 +1,66 @@
+"""Burst-parallel training against one process with the whole batch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import burst_ranks
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+
+def rank_in_float64(rank: int, size: int, cases: Any) -> list[dict[str, float]]:
+    torch.set_default_dtype(torch.float64)
+    return [
+        burst_ranks.compare(kind, rank, size, seed=seed, shares=shares, **more)
+        for seed, (kind, shares, more) in enumerate(cases)
+    ]
+
+
+FOUR = [
+    ("vgg11", "uneven", {"steps": 20}),
+    ("vgg16", "even", {"steps": 3, "bucket_bytes": 256, "lanes": 2}),
+    ("vgg11", "one", {"steps": 2, "batch": 3}),
+    ("transformer", "uneven", {"steps": 20}),
+    ("inception", "uneven", {"steps": 2, "lr": 1e-4}),
+    ("wide resnet", "even", {"steps": 3, "lr": 1e-4}),
+]
+TWO = [
+    ("vgg16", "uneven", {"steps": 20}),
+    ("transformer", "one", {"steps": 3}),
+    ("inception", "even", {"steps": 6, "lr": 1e-4}),
+    ("wide resnet", "uneven", {"steps": 6, "lr": 1e-4}),
+]
+
+
+@pytest.mark.parametrize(("size", "cases"), [(2, TWO), (4, FOUR)])
+def test_losses_gradients_and_state_are_those_of_one_process(
+    ranks: Any, size: int, cases: Any
+) -> None:
+    everyone = ranks(rank_in_float64, size, cases, timeout_s=170, group_s=120)
+    for rank, found in enumerate(everyone):
+        for case, differences in zip(cases, found, strict=True):
+            for what, value in differences.items():
+                assert value < 1e-10, (rank, case, what, value)
+
+
+def rank_in_float32(rank: int, size: int) -> list[dict[str, float]]:
+    return [
+        burst_ranks.compare(
+            kind, rank, size, seed=7, shares="uneven", steps=20, dtype=torch.float32
+        )
+        for kind in ("vgg11", "transformer")
+    ]
+
+
+def test_in_single_precision_too(ranks: Any) -> None:
+    for found in ranks(rank_in_float32, 3, timeout_s=120, group_s=60):
+        for differences in found:
+            assert differences["loss"] < 1e-5
+            assert differences["grad"] < 1e-5, differences
