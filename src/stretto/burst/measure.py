@@ -135,6 +135,8 @@ def _restored(module: nn.Module) -> Iterator[None]:
     tensors = [*module.parameters(), *module.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
     gradients = [parameter.grad for parameter in module.parameters()]
+    for parameter in module.parameters():
+        parameter.grad = None  # else backward would add to what is to be put back
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     with torch.random.fork_rng([d.index or 0 for d in devices]):
         try:

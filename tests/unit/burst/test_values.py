@@ -72,6 +72,20 @@ def test_a_profile_and_a_plan_are_read_as_written(tmp_path):
         plan.check_matches(profile(layer("a"), layer("b", "a")))
 
 
+def test_files_from_before_updates_and_whole_steps_are_read(tmp_path):
+    CHAIN.save(tmp_path / "p.json")
+    body = json.loads((tmp_path / "p.json").read_text())
+    del body["input_bytes"], body["whole"]
+    for each in body["layers"]:
+        del each["update_s"]
+    (tmp_path / "old.json").write_text(json.dumps(body))
+    assert LayerProfile.load(tmp_path / "old.json") == CHAIN
+    del body["layers"][1]["activation_bytes"]
+    (tmp_path / "old.json").write_text(json.dumps(body))
+    with pytest.raises(SpecError, match=r"layers\[1\].activation_bytes: is missing"):
+        LayerProfile.load(tmp_path / "old.json")
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [

@@ -1,0 +1,277 @@
+"""Models as layers: what they compute together, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.burst.graph import INPUT, capture
+from stretto.errors import PlanMismatch, SpecError
+from stretto.schema.burst import BatchTime, Layer, LayerProfile
+from stretto.testing.models import VGG, InceptionV3, Transformer, WideResNet
+
+MODELS = {
+    "vgg11": (lambda: VGG(11, width=4, dense=16, image=16, classes=5), (3, 16, 16)),
+    "vgg16": (lambda: VGG(16, width=4, dense=16, image=32, classes=5), (3, 32, 32)),
+    "wrn": (lambda: WideResNet(width=2, classes=5), (3, 32, 32)),
+    "inception": (lambda: InceptionV3(width=0.05, classes=5), (3, 75, 75)),
+    "transformer": (lambda: Transformer(width=16, heads=2, context=8), None),
+}
+
+
+def example(shape, batch=3):
+    generator = torch.Generator().manual_seed(batch)
+    if shape is None:
+        return torch.randint(0, 256, (batch, 8), generator=generator)
+    return torch.randn(batch, *shape, generator=generator, dtype=torch.float64)
+
+
+def run(graph, x):
+    values = {INPUT: x}
+    for node in graph.nodes:
+        values[node.name] = node.module(*[values[name] for name in node.inputs])
+        assert values[node.name].shape == (len(x), *node.output_shape)
+        assert values[node.name].dtype == node.output_dtype
+    return values[graph.output]
+
+
+def assert_same_step(model, graph, x):
+    """Outputs, gradients and running statistics of the layers are the model's."""
+    twin = copy.deepcopy(model)
+    names = [name for node in graph.nodes for name in node.parameter_names]
+    assert sorted(names) == sorted(dict(model.named_parameters()))
+    torch.manual_seed(1)
+    whole = twin(x)
+    whole.square().sum().backward()
+    torch.manual_seed(1)
+    parts = run(graph, x)
+    parts.square().sum().backward()
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+    twins = dict(twin.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, twins[name].grad, rtol=1e-9, atol=0)
+    twins = dict(twin.named_buffers())
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, twins[name], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_one_after_another_are_the_model(name):
+    torch.manual_seed(0)
+    make, shape = MODELS[name]
+    model = make().double()
+    graph = capture(model, (example(shape),))
+    assert len({node.name for node in graph.nodes}) == len(graph.nodes)
+    assert_same_step(model, graph, example(shape, 3))
+    model.zero_grad()
+    for node in graph.nodes:
+        node.module.eval()
+    model.eval()
+    with torch.no_grad():
+        x = example(shape, 5)  # another batch than the example's
+        assert torch.equal(run(graph, x), model(x))
+
+
+def test_the_models_have_their_papers_parameters():
+    with torch.device("meta"):
+        made = [VGG(11), VGG(16), WideResNet(), InceptionV3()]
+    counts = [sum(p.numel() for p in model.parameters()) for model in made]
+    assert counts == [132_863_336, 138_357_544, 126_886_696, 23_834_568]
+
+
+def test_layers_are_those_that_multiply_and_joins():
+    vgg = capture(MODELS["vgg16"][0]().double(), (example((3, 32, 32)),))
+    assert len(vgg.nodes) == 16
+    assert all(len(node.inputs) == 1 for node in vgg.nodes)
+    assert [node.has_dropout for node in vgg.nodes[-3:]] == [True, True, False]
+    inception = capture(MODELS["inception"][0]().double(), (example((3, 75, 75)),))
+    assert max(len(node.inputs) for node in inception.nodes) == 4
+    assert inception.by_name["stem.0.0"].has_batch_norm
+    # attention keeps its heads together: no tensor between has a row for each sample
+    transformer = capture(MODELS["transformer"][0]().double(), (example(None),))
+    assert "blocks.0.qkv" in transformer.by_name
+    assert all(node.output_shape for node in transformer.nodes)
+
+
+def test_a_graphs_digest_is_its_profiles():
+    graph = capture(MODELS["wrn"][0]().double(), (example((3, 32, 32)),))
+    times = (BatchTime(samples=1, forward_s=1.0, backward_s=1.0),)
+    profile = LayerProfile(
+        name="wrn",
+        device="none",
+        layers=tuple(
+            Layer(
+                name=node.name,
+                inputs=tuple(name for name in node.inputs if name != INPUT),
+                parameter_bytes=node.parameter_bytes,
+                activation_bytes=node.activation_bytes,
+                times=times,
+            )
+            for node in graph.nodes
+        ),
+    )
+    assert profile.digest == graph.digest
+
+
+def test_joined_layers_are_the_model_too():
+    torch.manual_seed(0)
+    make, shape = MODELS["vgg11"]
+    model = make().double()
+    graph = capture(model, (example(shape),))
+    names = [node.name for node in graph.nodes]
+    wanted = ["+".join(names[:3]), *names[3:6], "+".join(names[6:])]
+    small = graph.joined(wanted)
+    assert [node.name for node in small.nodes] == wanted
+    assert graph.joined(names) is graph
+    assert_same_step(model, small, example(shape))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda names: names[1:], "'features.0' is missing"),
+        (lambda names: ["other", *names], "'other' is not in it"),
+        (lambda names: [*names, names[0]], "missing or stands twice"),
+    ],
+)
+def test_names_of_another_model_are_refused(change, message):
+    graph = capture(MODELS["vgg11"][0]().double(), (example((3, 16, 16)),))
+    with pytest.raises(PlanMismatch, match=message):
+        graph.joined(change([node.name for node in graph.nodes]))
+
+
+def test_layers_apart_can_not_be_joined():
+    graph = capture(MODELS["wrn"][0]().double(), (example((3, 32, 32)),))
+    names = [node.name for node in graph.nodes]
+    apart = ["+".join((names[0], names[5])), *names[1:5], *names[6:]]
+    with pytest.raises(SpecError, match=r"would (give 2 tensors|have to wait)"):
+        graph.joined(apart)
+
+
+class Shapes(nn.Module):
+    """Sizes from the input, a mask, fixed parameters, two readers of the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(6, 6)
+        self.two = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+        self.register_buffer("mask", torch.tensor([1.0, 0, 1, 0, 1, 1]))
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x, gain=None, *, twice=True):
+        batch, length, _ = x.shape
+        left = self.one(x).view(batch * length, -1) * self.mask
+        left = left.reshape(batch, length, 6) * self.scale
+        right = self.two(x)
+        right += left
+        right = nn.functional.dropout(self.act(right), 0.5, training=self.training)
+        if gain is not None:
+            right = right * gain
+        if twice:
+            right = right * 2
+        where = torch.arange(length, device=x.device).to(right.dtype)
+        return right + where[:, None]
+
+
+def test_sizes_masks_and_keywords_are_followed():
+    torch.manual_seed(0)
+    model = Shapes().double()
+    x = torch.randn(4, 5, 6, dtype=torch.float64)
+    graph = capture(model, (x,), {"twice": False})
+    assert graph.nodes[0].inputs == (INPUT,)
+    assert sum(INPUT in node.inputs for node in graph.nodes) == 1
+    assert any(node.has_dropout for node in graph.nodes)
+    assert "mask" in {name for node in graph.nodes for name in node.buffer_names}
+    for node in graph.nodes:
+        node.module.eval()
+    model.eval()
+    with torch.no_grad():
+        for batch in (4, 3, 1):
+            y = torch.randn(batch, 5, 6, dtype=torch.float64)
+            assert torch.equal(run(graph, y), model(y, twice=False))
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.sum() > 0:  # BREAKS
+            return self.layer(x)
+        return x
+
+
+class Counting(Branching):
+    def forward(self, x):
+        x = self.layer(x)
+        return x[x[:, 0] > 0]  # BREAKS
+
+
+class Mixing(Branching):
+    def forward(self, x):
+        x = self.layer(x)
+        return x - x.mean(0)  # BREAKS
+
+
+class Writing(Branching):
+    def forward(self, x):
+        x = self.layer(x)
+        x[:, 0] = 0  # BREAKS
+        return x
+
+
+class Discarding(Branching):
+    def forward(self, x):
+        x = self.layer(x)
+        x.relu_()  # BREAKS
+        return x
+
+
+class Swapping(Branching):
+    def forward(self, x):
+        return self.layer(x).transpose(0, 1)  # BREAKS
+
+
+@pytest.mark.parametrize(
+    "kind", [Branching, Counting, Mixing, Writing, Discarding, Swapping]
+)
+def test_what_can_not_be_captured_is_refused_with_its_line(kind):
+    lines, start = inspect.getsourcelines(kind)
+    number = start + next(i for i, text in enumerate(lines) if "BREAKS" in text)
+    with pytest.raises(SpecError) as caught:
+        capture(kind(), (torch.randn(4, 4),))
+    if kind is not Swapping:  # its output as a whole is what is wrong
+        assert f"test_graph.py:{number}" in str(caught.value), caught.value
+
+
+def test_shared_parameters_are_refused_by_name():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.two.weight = self.one.weight
+
+        def forward(self, x):
+            return self.two(self.one(x))
+
+    with pytest.raises(
+        SpecError, match=r"'one' and 'two' share parameter 'one.weight'"
+    ):
+        capture(Tied(), (torch.randn(2, 4),))
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_one_input_tensor_is_needed(count):
+    class Two(nn.Module):
+        def forward(self, *, a=None, b=None):
+            return a
+
+    tensors = dict(zip("ab", [torch.ones(2, 2)] * count, strict=False))
+    with pytest.raises(SpecError, match=f"one input tensor.*got {count}"):
+        capture(Two(), (), tensors)

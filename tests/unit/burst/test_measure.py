@@ -1,0 +1,208 @@
+"""Layer profiles of real modules, and what is measured in training put into them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from burst_graphs import chain_of, random_profile
+from click.testing import CliRunner
+from torch import nn
+
+from stretto.burst.factory import made_by
+from stretto.burst.graph import capture
+from stretto.burst.measure import _names_joined, profile
+from stretto.cli.burst import command
+from stretto.cost.burst_times import updated
+from stretto.errors import NoisyProfile, PlanMismatch, SpecError
+from stretto.schema.burst import LayerProfile, LayerTiming
+from stretto.testing.models import VGG, WideResNet
+
+CALM = {"max_spread_ratio": 1e9, "repetitions": 2, "warmup": 1}
+
+
+def vgg():
+    return VGG(11, width=4, dense=64, image=16, classes=5)
+
+
+def test_a_profile_has_the_samples_of_every_width_and_leaves_the_model_alone():
+    torch.manual_seed(0)
+    model = vgg()
+    model.features[0].weight.grad = torch.ones_like(model.features[0].weight)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    inputs = (torch.randn(3, 3, 16, 16),)
+    state = torch.random.get_rng_state()
+    found = profile(
+        model,
+        inputs,
+        batch=10,
+        gpus=4,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        loss=lambda out: out.square().mean(),
+        least_layer_s=0.0,
+        **CALM,
+    )
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert torch.equal(model.features[0].weight.grad, torch.ones(4, 3, 3, 3))
+    assert model.features[3].weight.grad is None
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+    assert [time.samples for time in found.whole] == [3, 5, 10]
+    graph = capture(model, inputs)
+    assert found.digest == graph.digest
+    assert found.parameter_bytes == sum(p.nbytes for p in model.parameters())
+    assert found.input_bytes == 4 * 3 * 16 * 16
+    for layer in found.layers:
+        assert [time.samples for time in layer.times] == [3, 5, 10]
+        assert all(t.forward_s > 0 and t.backward_s > 0 for t in layer.times)
+        assert layer.update_s > 0
+    # The layers' sum is the whole step's, by measurement or by scaling that is said.
+    for at, whole in enumerate(found.whole):
+        times = [layer.times[at] for layer in found.layers]
+        total = sum(t.forward_s + t.backward_s for t in times)
+        measured = whole.forward_s + whole.backward_s
+        assert total == pytest.approx(measured, rel=0.11)
+        over = found.provenance["layers_over_whole"][str(whole.samples)]
+        is_scaled = str(whole.samples) in found.provenance["scaled_by"]
+        assert is_scaled == (abs(over - 1) > 0.1)
+
+
+def test_short_layers_are_joined_along_chains_alone():
+    model = WideResNet(width=2, blocks=(1, 1), classes=3)
+    x = torch.randn(2, 3, 32, 32)
+    graph = capture(model, (x,))
+    names = _names_joined(graph, {node.name: 1.0 for node in graph.nodes}, 0.5)
+    assert names == [node.name for node in graph.nodes]
+    names = _names_joined(graph, {node.name: 1.0 for node in graph.nodes}, 99.0)
+    small = graph.joined(names)
+    assert [node.name for node in small.nodes] == names
+    # what is left parts and joins: no two layers in a row with one way between them
+    for node in small.nodes:
+        for name in node.inputs:
+            readers = [n for n in small.nodes if name in n.inputs]
+            assert len(node.inputs) > 1 or len(readers) > 1 or name == "input"
+    found = profile(model, (x,), batch=2, gpus=1, least_layer_s=99.0, **CALM)
+    assert [layer.name for layer in found.layers] == names
+    assert found.digest == small.digest
+
+
+def test_rounds_that_differ_too_much_are_refused():
+    with pytest.raises(NoisyProfile, match="stop what else runs"):
+        profile(vgg(), (torch.randn(2, 3, 16, 16),), batch=2, gpus=1, warmup=0,
+                repetitions=3, max_spread_ratio=0.0)  # fmt: skip
+    with pytest.raises(SpecError, match="repetitions must be >= 2"):
+        profile(vgg(), (torch.randn(2, 3, 16, 16),), batch=2, gpus=1, repetitions=1)
+
+
+# measured in training
+
+
+@pytest.fixture
+def chain():
+    return random_profile(random.Random(0), chain_of(3), 8)
+
+
+def timing(layer, samples, forward_s, backward_s):
+    return LayerTiming(
+        layer=layer, samples=samples, forward_s=forward_s, backward_s=backward_s
+    )
+
+
+def test_measured_times_replace_the_profiles_and_scale_what_lies_around(chain):
+    had = {t.samples: t for t in chain.layers[1].times}
+    found = updated(
+        chain,
+        [
+            timing("l1", 2, 2 * had[2].forward_s, 3 * had[2].backward_s),
+            timing("l1", 8, 4 * had[8].forward_s, 3 * had[8].backward_s),
+            timing("l1", 8, 4 * had[8].forward_s, 3 * had[8].backward_s),
+            timing("l1", 8, 99.0, 99.0),  # the median leaves it out
+        ],
+    )
+    assert found.layers[0] == chain.layers[0]
+    assert found.digest == chain.digest
+    new = {t.samples: t for t in found.layers[1].times}
+    assert new[2].forward_s == pytest.approx(2 * had[2].forward_s)
+    assert new[8].forward_s == pytest.approx(4 * had[8].forward_s)
+    assert new[1].forward_s == pytest.approx(2 * had[1].forward_s)
+    assert new[4].forward_s == pytest.approx(3 * had[4].forward_s)  # half of the way
+    for samples, time in new.items():
+        assert time.backward_s == pytest.approx(3 * had[samples].backward_s)
+    assert updated(found, []).layers == found.layers
+
+
+def test_a_new_number_of_samples_is_added(chain):
+    some = replace(chain.layers[0], times=chain.layers[0].times[::7])
+    small = replace(chain, layers=(some, *chain.layers[1:]))
+    at = small.layers[0].time_of(3)
+    found = updated(small, [timing("l0", 3, at[0], at[1])])
+    assert [t.samples for t in found.layers[0].times] == [1, 3, 8]
+    assert found.layers[0].time_of(8) == small.layers[0].time_of(8)
+
+
+def test_times_of_another_model_are_refused(chain):
+    with pytest.raises(PlanMismatch, match="'other', which 'random' lacks"):
+        updated(chain, [timing("other", 1, 1.0, 1.0)])
+
+
+# from the command line
+
+FACTORY = """
+import torch
+from torch import nn
+def make():
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    return model, (torch.randn(2, 8),), lambda out: out.sum()
+def odd():
+    return 3
+def three():
+    return 1, (2,)
+"""
+
+
+def test_the_command_profiles_what_a_function_makes(tmp_path):
+    (tmp_path / "train_me.py").write_text(FACTORY)
+    out = tmp_path / "p.json"
+    args = [f"{tmp_path}/train_me.py:make", "-o", str(out), "--gpus", "2", "--batch"]
+    done = CliRunner().invoke(
+        command, ["profile", *args, "8", "--rounds", "2", "--max-spread", "1e9"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "2 samples" not in done.output
+    found = LayerProfile.load(out)
+    assert [time.samples for time in found.whole] == [4, 8]
+    planned = CliRunner().invoke(
+        command, ["plan", str(out), "--gpus", "2", "--batch", "8"]
+    )
+    assert planned.exit_code == 0, planned.output
+    assert "idle GPU time" in planned.output
+    assert "the best single width" in planned.output
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("made", "FACTORY must be PATH.py:FUNCTION"),
+        ("nowhere.py:make", "no such file"),
+        ("no_such_module_here:make", "there is no module"),
+        ("{}:missing", "has no function 'missing'"),
+        ("{}:odd", r"must return \(model, example_inputs\).*returned int"),
+        ("{}:three", "must return a torch.nn.Module"),
+    ],
+)
+def test_what_makes_no_model_is_refused(tmp_path, name, message):
+    (tmp_path / "train_me.py").write_text(FACTORY)
+    with pytest.raises(SpecError, match=message):
+        made_by(name.format(tmp_path / "train_me.py"))
+
+
+def test_a_layer_that_needs_no_gradient_is_timed_too():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    found = profile(
+        model, (torch.randn(2, 4),), batch=2, gpus=1, least_layer_s=0.0, **CALM
+    )
+    assert len(found.layers) == 2

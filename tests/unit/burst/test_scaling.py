@@ -1,0 +1,183 @@
+"""Weak, strong, batch-optimal and burst scaling."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from stretto._api import burst
+from stretto.cli.burst import command
+from stretto.cost.burst import DEEPPOOL
+from stretto.errors import SpecError
+from stretto.planners.burst.scaling import WAYS
+from stretto.schema.efficiency import BatchSamples, SampleEfficiency
+from stretto.zoo import layer_profile
+
+
+@pytest.fixture(scope="module")
+def vgg():
+    return layer_profile("vgg16", samples=tuple(2**i for i in range(9)))
+
+
+CRITICAL = SampleEfficiency(name="critical", critical_batch=1024)
+
+
+def curve(*points):
+    return SampleEfficiency(
+        name="measured",
+        points=tuple(BatchSamples(batch=b, samples=s) for b, s in points),
+    )
+
+
+def test_the_critical_form_halves_efficiency_at_the_critical_batch():
+    assert CRITICAL.samples_to_target(1024) == pytest.approx(2.0)
+    # steps fall towards a least number, samples grow from one
+    steps = [CRITICAL.samples_to_target(2**i) / 2**i for i in range(20)]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] == pytest.approx(1 / 1024, rel=0.01)
+
+
+def test_a_measured_curve_is_straight_in_logarithms_and_ends():
+    some = curve((64, 1e6), (1024, 4e6))
+    assert some.samples_to_target(64) == 1e6
+    assert some.samples_to_target(256) == pytest.approx(2e6)
+    assert some.samples_to_target(63) is None
+    assert some.samples_to_target(2048) is None
+
+
+def test_burst_is_never_behind_batch_optimal_nor_that_behind_weak_or_strong(vgg):
+    rows = burst.scale(vgg, CRITICAL, batch=256, gpus=(1, 4, 32, 256, 4096))
+    assert list(rows[0].ways) == list(WAYS)
+    for row in rows:
+        ways = {name: way.speedup for name, way in row.ways.items() if way}
+        best = ways["batch-optimal"]
+        assert ways["burst"] >= best * (1 - 1e-9)
+        assert all(
+            best >= ways[n] * (1 - 1e-9) for n in ("weak", "strong") if n in ways
+        )
+    assert rows[0].ways["strong"].speedup == pytest.approx(1.0)
+    # Beyond so many GPUs as samples strong scaling gains nothing more.
+    assert rows[3].ways["strong"].speedup == pytest.approx(
+        rows[4].ways["strong"].speedup
+    )
+    # DeepPool, Figure 2: the larger the job, the fewer samples a GPU gets.
+    each = [row.ways["batch-optimal"].batch / row.gpus for row in rows]
+    assert each == sorted(each, reverse=True)
+    # Many GPUs: layers that only cost synchronisation hold data parallelism back.
+    assert rows[-1].ways["burst"].speedup > rows[-1].ways["strong"].speedup
+
+
+def test_figures_are_those_of_the_model(vgg):
+    (row,) = burst.scale(vgg, CRITICAL, batch=64, gpus=(8,))
+    for name, batch in (("weak", 512), ("strong", 64)):
+        step_s = sum(
+            layer.compute_s(batch // 8) + DEEPPOOL.sync_s(layer.parameter_bytes, 8)
+            for layer in vgg.layers
+        )
+        alone_s = sum(layer.compute_s(64) for layer in vgg.layers)
+        ratio = (1 + 64 / 1024) / 64 * alone_s / ((1 + batch / 1024) / batch * step_s)
+        assert row.ways[name].batch == batch
+        assert row.ways[name].iteration_s == pytest.approx(step_s)
+        assert row.ways[name].speedup == pytest.approx(ratio)
+
+
+def test_what_was_not_measured_has_no_figure(vgg):
+    some = curve((64, 1e6), (256, 1.5e6))
+    (row,) = burst.scale(vgg, some, batch=64, gpus=(8,))
+    assert row.ways["weak"] is None  # 512 samples
+    assert row.ways["batch-optimal"].batch <= 256
+    with pytest.raises(SpecError, match="batches 64 to 256, needed is 32"):
+        burst.scale(vgg, some, batch=32, gpus=(8,))
+    with pytest.raises(SpecError, match="was profiled for 1 to 256 samples"):
+        burst.scale(vgg, CRITICAL, batch=512, gpus=(8,))
+
+
+def test_a_slow_network_favours_weak_scaling(vgg):
+    def ratio(bandwidth):
+        (row,) = burst.scale(
+            vgg, CRITICAL, batch=256, gpus=(256,), bandwidth_bytes_per_s=bandwidth
+        )
+        return row.ways["weak"].speedup / row.ways["strong"].speedup
+
+    assert ratio(10e9 / 8) > 1 > ratio(4800e9 / 8)  # DeepPool, Figure 3
+
+
+# files
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SampleEfficiency(name="x"), "points or a critical_batch, got neither"),
+        (
+            lambda: SampleEfficiency(
+                name="x",
+                critical_batch=3.0,
+                points=(BatchSamples(batch=1, samples=1.0),),
+            ),
+            "got both",
+        ),
+        (lambda: curve((2, 1.0), (2, 1.0)), "must ascend"),
+        (lambda: curve((2, 0.0)), "samples"),
+        (lambda: SampleEfficiency(name="x", critical_batch=0.0), "critical_batch"),
+    ],
+)
+def test_curves_that_break_a_rule_are_refused(make, message):
+    with pytest.raises(SpecError, match=message):
+        make()
+
+
+def test_curves_are_read_from_both_kinds_of_file(tmp_path):
+    some = curve((64, 1e6), (1024, 4e6))
+    some.save(tmp_path / "c.json")
+    assert SampleEfficiency.load(tmp_path / "c.json") == some
+    table = tmp_path / "measured.csv"
+    table.write_text("batch,samples,error\n1024,4e6,1\n64,1e6,2\n")
+    assert SampleEfficiency.load(table) == some
+    for text, message in (
+        ("size,samples\n1,2\n", "first line must name"),
+        ("batch,samples\n1,2\nx,3\n", "line 3: must be a batch and samples"),
+        ("batch,samples\n1\n", "line 2"),
+    ):
+        table.write_text(text)
+        with pytest.raises(SpecError, match=message):
+            SampleEfficiency.load(table)
+    with pytest.raises(SpecError, match="can't be read"):
+        SampleEfficiency.load(tmp_path / "none.csv")
+
+
+def test_the_command_prints_all_ways_and_draws_them(vgg, tmp_path):
+    vgg.save(tmp_path / "p.json")
+    page = tmp_path / "page.html"
+    args = ["scale", f"{tmp_path}/p.json", "--efficiency", "critical:1024"]
+    args += ["--batch", "256", "--gpus", "1,64,4096"]
+    done = CliRunner().invoke(command, [*args, "--report", str(page)])
+    assert done.exit_code == 0, done.output
+    for name in WAYS:
+        assert name in done.output
+        assert name in page.read_text()
+    assert "<svg" in page.read_text()
+    assert "NaN" not in page.read_text()
+    done = CliRunner().invoke(command, [*args, "--json"])
+    rows = json.loads(done.stdout)["scaling"]
+    assert [row["gpus"] for row in rows] == [1, 64, 4096]
+    assert rows[0]["ways"]["strong"]["speedup"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("critical:x", "needs a number"),
+        ("critical:0", "critical_batch"),
+        ("no", "read"),
+    ],
+)
+def test_a_curve_that_is_none_is_refused(vgg, tmp_path, given, message):
+    vgg.save(tmp_path / "p.json")
+    done = CliRunner().invoke(
+        command, ["scale", f"{tmp_path}/p.json", "--batch", "1", "--efficiency", given]
+    )
+    assert isinstance(done.exception, SpecError)
+    assert message in str(done.exception)
