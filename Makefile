@@ -1,5 +1,5 @@
 # Every target sets itself up: a virtual environment in .venv, once.
-.PHONY: demo test check bench setup
+.PHONY: demo test check bench conformance setup
 SHELL := /bin/bash
 
 setup:
@@ -19,3 +19,6 @@ check: setup  ## style, types, import directions
 bench: setup  ## the figures of benchmarks/README.md, into benchmarks/results/
 	@scripts/packages
 	@scripts/bench $(ARGS)
+
+conformance: setup  ## PyTorch's own tests of DDP with our class; ARGS="test_ddp_device" for some
+	@scripts/conformance $(ARGS)

@@ -18,6 +18,12 @@ from stretto.runtime.hook import PlannedGroup
 from stretto.runtime.lane_hooks import on_lanes
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.meeting import all_took, meet
+from stretto.runtime.negotiated.front import (
+    STATIC,
+    NegotiatedFront,
+    check_order,
+    refused,
+)
 from stretto.runtime.numerics import NumericsWatch, check_words
 from stretto.runtime.recorder import BucketRow
 from stretto.runtime.reducer import build_reducer
@@ -65,6 +71,11 @@ class DistributedDataParallel(TorchDDP):
             came from.
         nan_patience: How many steps in a row may have such gradients first; a
             GradScaler's first steps overflow, for which 20 is enough.
+        order: ``"negotiated"`` for models whose gradients come in an order that differs
+            between ranks: each is reduced when it is there on all ranks, without
+            buckets or a plan; ``"static"`` is DDP's way.
+        lanes: With a negotiated order, how many units travel at the same time.
+        unit_bytes: With a negotiated order, how much travels in one all-reduce.
         **kwargs: Passed on to PyTorch's class.
 
     Raises:
@@ -85,6 +96,9 @@ class DistributedDataParallel(TorchDDP):
         error_feedback: bool = False,
         nan: str = "off",
         nan_patience: int = 0,
+        order: str = STATIC,
+        lanes: int | None = None,
+        unit_bytes: int | None = None,
         **kwargs: Any,
     ) -> None:
         group = process_group_of(module, args, kwargs)
@@ -97,9 +111,26 @@ class DistributedDataParallel(TorchDDP):
         self._planned: PlannedGroup | None = None
         self._watched: WatchedGroup | None = None
         self._micro_steps = False
+        self._asked_whether_compiled = False
         self._observer: AbstractStepObserver | None = None
         self._observer_handles: list[Any] = []
         self._builtin_hook: Any = None
+        self._negotiated: NegotiatedFront | None = None
+        negotiates = check_order(
+            order,
+            {
+                "lanes": lanes is not None,
+                "unit_bytes": unit_bytes is not None,
+                "plan": plan is not None,
+                "record": record is not None,
+                "nan": nan != "off",
+                "error_feedback": error_feedback,
+                "mixed_precision": kwargs.get("mixed_precision") is not None,
+                "delay_all_reduce_named_params": bool(
+                    kwargs.get("delay_all_reduce_named_params")
+                ),
+            },
+        )
         check_words(nan, nan_patience)
         self._error_feedback = error_feedback
         self._nan = (nan, nan_patience)
@@ -118,11 +149,19 @@ class DistributedDataParallel(TorchDDP):
                 "all of them. Leave plan out, or some parameters in."
             )
         self._comm_ready = True
-        if plan is not None:
-            warn_of_whole_compile(module, self._ranks)
         self._stand_alone()
+        if negotiates and self._ranks.size > 1:
+            self._negotiate(lanes, unit_bytes)
         if record is not None:
             self.observe(record)
+
+    def _negotiate(self, lanes: int | None, unit_bytes: int | None) -> None:
+        """Puts the negotiated engine in the Reducer's place."""
+        table = [(row.name, p) for row, p in self._table(self.module)]
+        self._negotiated = NegotiatedFront(
+            self, self._ranks, table, lanes=lanes, unit_bytes=unit_bytes
+        )
+        self.reducer._remove_autograd_hooks()  # noqa: SLF001
 
     # Plans.
 
@@ -147,6 +186,8 @@ class DistributedDataParallel(TorchDDP):
             RankDisagreement: ranks came with different plans.
             CommTimeout: a rank did not come.
         """
+        if self._negotiated is not None:
+            raise refused("apply_plan")
         if _graph_task_id() != -1:
             raise StrettoError(
                 "apply_plan must be called between two steps, not within backward"
@@ -345,6 +386,8 @@ class DistributedDataParallel(TorchDDP):
         """The module's output, as DDP gives it."""
         if self._alone:
             return self._forward_alone(inputs, kwargs)
+        if self._negotiated is not None:
+            return self._negotiated.forward(inputs, kwargs)
         parent: Any = super()
         try:
             return parent.forward(*inputs, **kwargs)
@@ -365,14 +408,17 @@ class DistributedDataParallel(TorchDDP):
         return self.module(*inputs, **kwargs)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self._begin_step()
+        self._begin_step(compiled=torch.compiler.is_compiling())
         parent: Any = super()
         return parent._pre_forward(*inputs, **kwargs)  # noqa: SLF001
 
     @without_dynamo
-    def _begin_step(self) -> None:
+    def _begin_step(self, *, compiled: bool) -> None:
         # TorchDynamo, which traces forward of a compiled model, can't look into a
         # process group.
+        if self._planned is not None and not self._asked_whether_compiled:
+            self._asked_whether_compiled = True
+            warn_of_whole_compile(self.module, self._ranks, around=compiled)
         group = self._planned or self._watched
         if group is not None:
             group.begin_step()
@@ -413,6 +459,8 @@ class DistributedDataParallel(TorchDDP):
 
     def _need_reducer(self) -> None:
         """Gives a lone rank its Reducer back."""
+        if self._negotiated is not None:
+            raise refused("a communication hook")
         if self._alone:
             self._alone = False
             self._take_up(self._plan)
@@ -451,6 +499,7 @@ class DistributedDataParallel(TorchDDP):
             "_desk",
             "_agreement",
             "_ranks",
+            "_negotiated",
         ):
             attributes.pop(name, None)
         attributes.pop("_lane_pool", None)
@@ -460,6 +509,7 @@ class DistributedDataParallel(TorchDDP):
         self.__dict__.update(state)
         self._plan = None
         self._planned = None
+        self._negotiated = None
         self._micro_steps = False
         # DDP builds its Reducer in the default group, for which this prepares.
         self.process_group = dist.distributed_c10d._get_default_group()  # noqa: SLF001
@@ -484,7 +534,7 @@ class DistributedDataParallel(TorchDDP):
         self._numerics = NumericsWatch.of(
             *self._nan,
             ranks=self._ranks,
-            serial=self._agreement.serial,
+            agreement=self._agreement,
             parameters=[(row.name, p) for row, p in self._table(module)],
         )
 

@@ -25,6 +25,7 @@ import logging
 import math
 import time
 from collections import deque
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from stretto.runtime.agreement import Ranks
+    from stretto.runtime.agreement import Agreement, Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -89,13 +90,13 @@ class NumericsWatch:
         action: str,
         patience: int,
         ranks: Ranks,
-        serial: int,
+        agreement: Agreement,
         parameters: Sequence[tuple[str, nn.Parameter]],
     ) -> None:
         self._raises = action == "raise"
         self._patience = patience
         self._ranks = ranks
-        self._store = PrefixStore(f"nan/{serial}", ranks.store)
+        self._agreement = agreement
         # Gradients are made from the last parameter to the first, so the last bad one
         # is the nearest to where it began.
         self._parameters = tuple(parameters)[::-1]
@@ -115,6 +116,11 @@ class NumericsWatch:
         if action == "off":
             return None
         return cls(action=action, patience=patience, **how)
+
+    @cached_property
+    def _store(self) -> PrefixStore:
+        # A copy that one rank made for itself must not count among the models.
+        return PrefixStore(f"nan/{self._agreement.serial}", self._ranks.store)
 
     # What a process group calls.
 

@@ -69,7 +69,10 @@ def is_compiled_whole(module: nn.Module) -> bool:
     )
 
 
-def warn_of_whole_compile(module: nn.Module, ranks: Ranks) -> None:
-    """Says once, on the first rank, that a plan has nothing to overlap with."""
-    if ranks.rank == 0 and ranks.size > 1 and is_compiled_whole(module):
+def warn_of_whole_compile(module: nn.Module, ranks: Ranks, *, around: bool) -> None:
+    """Says on the first rank that a plan has little to overlap with.
+
+    ``around``: DDP's own forward is compiled, and the module's with it.
+    """
+    if ranks.rank == 0 and ranks.size > 1 and (around or is_compiled_whole(module)):
         _log.warning(WHOLE_COMPILE, ranks.name(0))
