@@ -1,0 +1,267 @@
+"""NaN and infinity: step, parameter and origin named, on every rank, when asked."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.errors import NumericsError, SpecError
+from stretto.runtime import DistributedDataParallel
+from stretto.schema import Bucket, Plan
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+
+class Given(nn.Module):
+    """Parameters whose gradients are exactly what forward is given."""
+
+    def __init__(self, *sizes: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.w = nn.ParameterList(torch.zeros(n, dtype=dtype) for n in sizes)
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros((), dtype=gradients[0].dtype)
+        for parameter, gradient in zip(self.w, gradients, strict=True):
+            total = total + (parameter * gradient).sum()
+        return total
+
+
+SIZES = (3, 40, 7)
+
+
+def given_plan(ranks: int, wire: str = "float32", **how: Any) -> Plan:
+    """One bucket of the last two tensors, one of the first."""
+    lanes = how.get("lanes", 1)
+    return Plan(
+        planner="test",
+        workload_digest="",
+        ranks=ranks,
+        overlap=how.get("overlap", "backward"),
+        lanes=lanes,
+        buckets=tuple(
+            Bucket(
+                tensors=names,
+                lane=i % lanes,
+                slices=how.get("slices", 1),
+                wire_dtype=wire,
+            )
+            for i, names in enumerate((("w.2", "w.1"), ("w.0",)))
+        ),
+    )
+
+
+def ones(value: float = 1.0, at: int | None = None) -> list[torch.Tensor]:
+    gradients = [torch.ones(n) for n in SIZES]
+    if at is not None:
+        gradients[at][-1] = value
+    return gradients
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.kept.append(record.getMessage())
+
+
+NAN, INF = float("nan"), float("inf")
+
+WAYS: dict[str, Any] = {
+    "plan": {},
+    "lanes and slices": {"lanes": 2, "slices": 3},
+    "deferred": {"lanes": 2, "overlap": "none"},
+    "narrow": {"wire": "bfloat16", "lanes": 2},
+    "views": {"views": True},
+    "static": {"static": True},
+    "ddp's rule": {"plan": None},
+    "ddp's rule, views": {"plan": None, "views": True},
+}
+
+
+def build(size: int, *, nan: str, patience: int = 0, **way: Any) -> Any:
+    options = {
+        "gradient_as_bucket_view": way.pop("views", False),
+        "static_graph": way.pop("static", False),
+    }
+    plan = None if "plan" in way else given_plan(size, **way)
+    return DistributedDataParallel(
+        Given(*SIZES), plan=plan, nan=nan, nan_patience=patience, **options
+    )
+
+
+def rank_that_raises(rank: int, size: int) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for name, way in WAYS.items():
+        model = build(size, nan="raise", **way)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        seen: list[Any] = []
+        # In the very first step, from one rank; later from another; then from none.
+        steps = [ones(NAN, 1) if rank == 1 else ones(), ones(), ones()]
+        steps += [ones(INF, 0) if rank == 0 else ones(), ones(), ones(3e38, 2)]
+        for gradients in steps:
+            optimizer.zero_grad()
+            loss = model(gradients)
+            if gradients[2][-1] > 1e38:
+                # Each rank's own is finite, times the ranks in the sum is not.
+                loss = loss * 1.1
+            try:
+                loss.backward()
+            except NumericsError as exc:
+                seen.append(str(exc))
+                continue
+            optimizer.step()
+            seen.append([float(p.detach()[0]) for p in model.parameters()])
+        found[name] = seen
+    return found
+
+
+def test_raise_names_step_parameter_and_origin_before_the_optimizer(
+    ranks: Any,
+) -> None:
+    everyone = ranks(rank_that_raises, 3)
+    for rank, found in enumerate(everyone):
+        for name, seen in found.items():
+            first, second, third, fourth, fifth, last = seen
+            assert first.startswith(f"rank {rank}: step 0: the gradient of 'w.1' "), (
+                name,
+                first,
+            )
+            assert "before the reduction, in the own gradient of rank 1" in first
+            assert "rank 0" not in first.partition(";")[2]
+            # No step of the optimizer saw it.
+            assert second == [-1.0] * 3
+            assert third == [-2.0] * 3
+            assert ": step 3: the gradient of 'w.0' " in fourth
+            assert "in the own gradient of rank 0" in fourth
+            assert fifth == [-3.0] * 3
+            if "narrow" in name:
+                # 3.3e38 is finite in float32 and rounds to it in bfloat16.
+                continue
+            # The mean of equal values: DDP divides first, so nothing overflows.
+            assert last == [pytest.approx(-4.1)] * 3, name
+        # With gradients of its own a rank names its parameter.
+        assert "rank 1 ('w.1')" in found["plan"][3 - 3] or "rank 1." in found["plan"][0]
+        assert "rank 0 ('w.0')" in found["plan"][3]
+        assert "rank 0." in found["views"][3]
+
+
+def rank_that_warns(rank: int, size: int) -> dict[str, Any]:
+    lines = Lines()
+    logging.getLogger("stretto.runtime.numerics").addHandler(lines)
+    found: dict[str, Any] = {}
+    # Off: nothing is said.
+    model = build(size, nan="off")
+    model(ones(NAN, 0)).backward()
+    model(ones(NAN, 0)).backward()
+    found["off"] = list(lines.kept)
+    # A warning goes on, and comes ever more rarely while nothing changes.
+    model = build(size, nan="warn")
+    for _ in range(9):
+        model(ones(NAN, 0) if rank else ones()).backward()
+    found["warn"] = list(lines.kept)
+    assert torch.isnan(next(model.parameters()).grad[-1])
+    lines.kept.clear()
+    # What only the wire overflows was in no rank's own gradient.
+    model = build(size, nan="warn", wire="float16")
+    model(ones()).backward()
+    model.zero_grad()
+    model(ones(1e6, 1)).backward()
+    found["wire"] = list(lines.kept)
+    lines.kept.clear()
+    # A new plan goes on counting; finite values whose sum overflows are no finding.
+    model = build(size, nan="raise")
+    model(ones()).backward()
+    model.apply_plan(given_plan(size, lanes=2))
+    model.zero_grad()
+    model([torch.full((n,), 3e38) for n in SIZES]).backward()
+    model.zero_grad()
+    try:
+        model(ones(INF, 2)).backward()
+    except NumericsError as exc:
+        found["replanned"] = str(exc)
+    # no_sync reduces nothing; what it left is found in the step that does.
+    model.zero_grad()
+    with model.no_sync():
+        model(ones(NAN, 1) if rank == 0 else ones()).backward()
+    try:
+        model(ones()).backward()
+    except NumericsError as exc:
+        found["no_sync"] = str(exc)
+    # A GradScaler finds its scale within the patience, and then one is told.
+    model = build(size, nan="raise", patience=3, wire="float16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model(ones())).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    found["weight"] = float(next(model.parameters())[0].detach())
+    count = 0
+    try:
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(ones(NAN, 1)).backward()
+            count += 1
+    except NumericsError as exc:
+        found["patience"] = (count, str(exc))
+    return found
+
+
+def test_warn_patience_and_what_is_no_finding(ranks: Any) -> None:
+    everyone = ranks(rank_that_warns, 2)
+    for rank, found in enumerate(everyone):
+        assert found["off"] == []
+        assert len(found["warn"]) == (0 if rank else 4)
+        assert len(found["wire"]) == (0 if rank else 1)
+        assert "step 2: the gradient of 'w.2' " in found["replanned"]
+        assert "rank 0 ('w.2'), rank 1 ('w.2')" in found["replanned"] or (
+            "rank 0, rank 1." in found["replanned"]
+        )
+        assert "the own gradient of rank 0 ('w.1')" in found["no_sync"]
+        assert found["weight"] == -2.0
+        assert found["patience"][0] == 3
+        assert "It is the 4. step in a row." in found["patience"][1]
+    warn = everyone[0]["warn"]
+    assert [line.partition(": the")[0] for line in warn] == [
+        f"rank 0: step {step}" for step in (0, 1, 3, 7)
+    ]
+    assert "the own gradient of rank 1" in warn[0]
+    (line,) = everyone[0]["wire"]
+    assert "'w.1'" in line
+    assert "finite before the reduction on every rank" in line
+    assert "wire_dtype" in line
+
+
+def rank_alone(rank: int, size: int) -> list[str]:
+    del rank
+    found = []
+    for way in ({}, {"plan": None}):
+        model = build(size, nan="raise", **way)
+        model(ones()).backward()
+        try:
+            model(ones(NAN, 1)).backward()
+        except NumericsError as exc:
+            found.append(str(exc))
+    for wrong in ({"nan": "on"}, {"nan": "raise", "patience": -1}):
+        try:
+            build(size, **wrong)
+        except SpecError as exc:
+            found.append(str(exc))
+    return found
+
+
+def test_a_rank_alone_and_words_that_are_none(ranks: Any) -> None:
+    ((planned, plain, word, patience),) = ranks(rank_alone, 1)
+    for text in (planned, plain):
+        assert text.startswith("rank 0: step 1: the gradient of 'w.1' is not finite")
+    assert word == "nan must be one of 'off', 'warn', 'raise', got 'on'"
+    assert patience == "nan_patience must be >= 0 steps, got -1"
