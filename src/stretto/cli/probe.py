@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 @click.option(
     "-o",
     "--output",
-    required=True,
     type=click.Path(dir_okay=False, path_type=Path),
     help="Cluster file to write.",
 )
@@ -58,19 +58,32 @@ if TYPE_CHECKING:
     help="Measure computation beside communication as well.",
 )
 @click.option(
+    "--resources",
+    help="Measure contention by resource (CTAs on NCCL, connections on Gloo) at these "
+    "levels, and fit LIBRA's curves.",
+)
+@click.option(
+    "--synthetic",
+    is_flag=True,
+    help="No ranks: only how much computation on this GPU slows beside a kernel that "
+    "stands in for a collective. Writes no cluster.",
+)
+@click.option(
     "--hosts",
     type=click.IntRange(min=1),
     help="Number of hosts.  [default: counted by host name]",
 )
 @click.option("--json", "as_json", is_flag=True, help="The cluster on stdout as well.")
 def command(
-    output: Path,
+    output: Path | None,
     name: str,
     budget_s: float,
     sizes: str | None,
     lanes: str,
     repetitions: int,
     contention: bool,
+    resources: str | None,
+    synthetic: bool,
     hosts: int | None,
     as_json: bool,
 ) -> None:
@@ -85,6 +98,12 @@ def command(
 
     Rank 0 writes the file.
     """
+    levels = _numbers("--resources", resources) if resources else []
+    if synthetic:
+        _print_synthetic(levels, budget_s, as_json=as_json)
+        return
+    if output is None:
+        raise SpecError("stretto probe writes a cluster file: say which with -o FILE")
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise SpecError(
             "stretto probe runs on every rank of a cluster, but RANK and WORLD_SIZE "
@@ -95,7 +114,7 @@ def command(
         "budget_s": budget_s,
         "repetitions": repetitions,
         "contention": contention,
-        "lanes": _lanes(lanes),
+        "lanes": _numbers("--lanes", lanes),
     }
     if sizes:
         options["sizes_bytes"] = [units.parse_bytes(part) for part in sizes.split(",")]
@@ -114,6 +133,14 @@ def command(
         rank = dist.get_rank()
         with _progress(rank) as progress:
             cluster = probe(name=name, hosts=hosts, progress=progress, **options)
+            if levels:
+                if rank == 0:  # kept if contention turns out too unsteady
+                    cluster.save(output)
+                from stretto._api.contention import probe_contention
+
+                cluster = probe_contention(
+                    cluster, resources=levels, budget_s=budget_s, progress=progress
+                )
         if rank == 0:
             cluster.save(output)
             if as_json:
@@ -124,14 +151,52 @@ def command(
         dist.destroy_process_group()
 
 
-def _lanes(text: str) -> list[int]:
+def _numbers(option: str, text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise SpecError(
-            f"--lanes is whole numbers separated by commas, for instance 1,2,4; "
+            f"{option} is whole numbers separated by commas, for instance 1,2,4; "
             f"got {text!r}"
         ) from error
+
+
+def _print_synthetic(levels: list[int], budget_s: float, *, as_json: bool) -> None:
+    """How much computation slows on one GPU: LIBRA's alpha. Not yet run on a GPU."""
+    from stretto._api.contention import fit_compute, probe_device
+    from stretto.measure.contention import DEFAULT_RESOURCES
+
+    readings = probe_device(resources=levels or DEFAULT_RESOURCES, budget_s=budget_s)
+    fit = fit_compute(readings)
+    report = {
+        **readings.provenance,
+        "alpha1": fit.value.alpha1,
+        "alpha2": fit.value.alpha2,
+        "std_errors": fit.std_errors,
+        "slowdowns": [
+            {
+                "resource": reading.resource,
+                "compute_alone_s": reading.compute_alone_s,
+                "slowdown": reading.compute_overlapped_s / reading.compute_alone_s,
+                "residual_ratio": residual,
+            }
+            for reading, residual in zip(
+                readings.slowdowns, fit.residual_ratios, strict=True
+            )
+        ],
+    }
+    if as_json:
+        click.echo(json.dumps(report))
+        return
+    for row in report["slowdowns"]:
+        click.echo(
+            f"{row['resource']:>4} CTAs: computation takes {row['slowdown']:.3f} times "
+            f"as long (the line misses it by {100 * row['residual_ratio']:+.1f} %)"
+        )
+    click.echo(
+        f"alpha1 {fit.value.alpha1:.4g}, alpha2 {fit.value.alpha2:.4g} per CTA, beside "
+        f"{report['communication']}"
+    )
 
 
 class _progress:  # noqa: N801 - used as a function

@@ -1,11 +1,20 @@
 """Measuring a job and a network."""
 
 from stretto.measure.backward import ObservedStep, StepObserver, profile_model
+from stretto.measure.beside import CollectiveBench
+from stretto.measure.contention import (
+    AbstractContentionBench,
+    ContentionReadings,
+    read_contention,
+)
 from stretto.measure.hosts import count_hosts
 from stretto.measure.network import NetworkSamples, probe_network
 from stretto.measure.script import profile_script
 
 __all__ = [
+    "AbstractContentionBench",
+    "CollectiveBench",
+    "ContentionReadings",
     "NetworkSamples",
     "ObservedStep",
     "StepObserver",
@@ -13,4 +22,5 @@ __all__ = [
     "probe_network",
     "profile_model",
     "profile_script",
+    "read_contention",
 ]

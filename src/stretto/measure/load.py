@@ -28,3 +28,24 @@ def convolutions(device: torch.device) -> Callable[[], None]:
         model(images).sum().backward()
 
     return once
+
+
+def backward(device: torch.device) -> Callable[[], None]:
+    """Backward of a transformer block and a convolution, large enough for a GPU.
+
+    Forward runs once, and backward over its graph again and again: LIBRA's contention
+    is that of backward's kernels. Not yet run on a GPU.
+    """
+    block = nn.TransformerEncoderLayer(
+        512, 8, 2048, dropout=0.0, batch_first=True, device=device
+    )
+    convolution = nn.Conv2d(64, 128, 3, padding=1, device=device)
+    words = torch.zeros(16, 128, 512, device=device)
+    images = torch.zeros(16, 64, 56, 56, device=device)
+    out = block(words).square().mean() + convolution(images).square().mean()
+    parameters = [*block.parameters(), *convolution.parameters()]
+
+    def once() -> None:
+        torch.autograd.grad(out, parameters, retain_graph=True)
+
+    return once

@@ -16,14 +16,14 @@ def settings(**values):
 
 def test_the_environment_comes_first_then_ones_own_file_then_the_systems():
     files = {
-        Path("/home/u/.nccl.conf"): "NCCL_MAX_CTAS=4\n# NCCL_NET=IB\nNCCL_ALGO = Ring",
+        Path("/srv/u/.nccl.conf"): "NCCL_MAX_CTAS=4\n# NCCL_NET=IB\nNCCL_ALGO = Ring",
         Path("/etc/nccl.conf"): "NCCL_MAX_CTAS=9\nNCCL_PROTO=LL\nno setting",
     }
-    environment = {"HOME": "/home/u", "NCCL_PROTO": "Simple", "PATH": "/bin"}
+    environment = {"HOME": "/srv/u", "NCCL_PROTO": "Simple", "PATH": "/bin"}
     assert nccl_settings.nccl_settings(environment, files.get) == {
         "NCCL_PROTO": ("Simple", "the environment"),
-        "NCCL_MAX_CTAS": ("4", "/home/u/.nccl.conf"),
-        "NCCL_ALGO": ("Ring", "/home/u/.nccl.conf"),
+        "NCCL_MAX_CTAS": ("4", "/srv/u/.nccl.conf"),
+        "NCCL_ALGO": ("Ring", "/srv/u/.nccl.conf"),
     }
     named = {**environment, "NCCL_CONF_FILE": "/my.conf"}
     found = nccl_settings.nccl_settings(named, files.get)
