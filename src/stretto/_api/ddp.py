@@ -13,6 +13,7 @@ import torch.distributed as dist
 from stretto import runtime
 from stretto._api.keep import Keeper
 from stretto.errors import SpecError
+from stretto.runtime.negotiated.front import NEGOTIATED
 from stretto.schema import Plan
 from stretto.tune import AutoPlan
 
@@ -48,8 +49,8 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         wire_dtype: With ``"auto"``, the type in which gradients may travel, narrower
             than their own: ``"float16"`` or ``"bfloat16"``. A plan says it itself.
         **kwargs: Passed on to PyTorch's class, and ``record``, ``timeout_s``,
-            ``error_feedback``, ``nan`` and ``nan_patience`` to
-            `stretto.runtime.DistributedDataParallel`.
+            ``error_feedback``, ``nan``, ``nan_patience``, ``order``, ``lanes`` and
+            ``unit_bytes`` to `stretto.runtime.DistributedDataParallel`.
 
     Raises:
         SpecError: a plan file is broken, or wire_dtype comes with a plan.
@@ -70,8 +71,9 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         self._auto: AutoPlan | None = None
         self._keeper: Keeper | None = None
         self._between: Callable[[], None] | None = None
+        negotiates = kwargs.get("order") == NEGOTIATED
         if plan == AUTO:
-            plan = os.environ.get(PLAN_VARIABLE, AUTO)
+            plan = DDP_RULE if negotiates else os.environ.get(PLAN_VARIABLE, AUTO)
         automatic = plan == AUTO
         if wire_dtype is not None and not automatic:
             raise SpecError(
@@ -85,7 +87,8 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             plan = Plan.load(plan)
         super().__init__(module, *args, plan=plan, **kwargs)
         self._on_settled = on_settled
-        self._keeper = Keeper.of_environment(dist.get_rank(self.process_group))
+        if not negotiates:  # what it keeps is by buckets
+            self._keeper = Keeper.of_environment(dist.get_rank(self.process_group))
         if automatic and self._can_plan():
             name = type(module).__name__.lower()
             self._auto = AutoPlan(

@@ -101,7 +101,8 @@ class TensorSet:
     def abandon(self) -> None:
         """Ends a step that an error cut short: zeros for what is missing.
 
-        All ranks are told by `StepEnd.whole`. Nothing happens between steps.
+        All ranks are told by `StepEnd.whole`. It takes part in one step of the others,
+        also where nothing was submitted yet.
         """
         self._steps.abandon()
 
@@ -243,8 +244,6 @@ class SetSteps:
 
     def abandon(self) -> None:
         """Ends a step that was cut short."""
-        if not self._order:
-            return
         self._whole = False
         for member in self.missing():
             self.submit(member, self._zeros(member), used=False)

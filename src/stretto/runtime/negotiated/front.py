@@ -1,0 +1,227 @@
+"""A DDP whose gradients go through the engine, for orders that differ between ranks.
+
+PyTorch's Reducer sends its buckets in one order on every rank, so a rank whose
+gradients come in another one holds all others up, and parameters without a gradient
+have to be found before backward. Here each gradient is submitted when it is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from stretto.errors import SpecError, StrettoError
+from stretto.runtime.negotiated.engine import Engine
+from stretto.runtime.negotiated.options import EngineOptions
+from stretto.runtime.negotiated.requests import Kind, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+    from stretto.runtime.agreement import Ranks
+    from stretto.runtime.negotiated.tensor_set import TensorSet
+
+_log = logging.getLogger(__name__)
+
+STATIC = "static"
+NEGOTIATED = "negotiated"
+
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+_graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
+
+
+def refused(what: str) -> StrettoError:
+    """The error for what a negotiated order can't do."""
+    return StrettoError(
+        f"{what} is not possible with order={NEGOTIATED!r}, where gradients have no "
+        f"buckets. Leave it out, or use order={STATIC!r}."
+    )
+
+
+def check_order(order: str, given: Mapping[str, bool]) -> bool:
+    """Whether a model is to be negotiated; ``given`` says what else was asked for.
+
+    Raises:
+        SpecError: order is no order.
+        StrettoError: something was asked for that needs buckets.
+    """
+    if order not in (STATIC, NEGOTIATED):
+        raise SpecError(f"order must be {STATIC!r} or {NEGOTIATED!r}, got {order!r}")
+    if order == STATIC:
+        for name in ("lanes", "unit_bytes"):
+            if given.get(name):
+                raise SpecError(
+                    f"{name} is for order={NEGOTIATED!r}; with order={STATIC!r} a "
+                    "plan says it."
+                )
+        return False
+    for name, present in given.items():
+        if present and name not in ("lanes", "unit_bytes"):
+            raise refused(name)
+    return True
+
+
+@final
+class NegotiatedFront:
+    """What takes the Reducer's place: hooks on parameters, and a tensor set.
+
+    A step is a backward. Every parameter is in it on every rank: one without a gradient
+    on some rank counts as zeros there, one without on all ranks is left as it was.
+    """
+
+    def __init__(
+        self,
+        model: TorchDDP,
+        ranks: Ranks,
+        table: Sequence[tuple[str, nn.Parameter]],
+        *,
+        lanes: int | None,
+        unit_bytes: int | None,
+    ) -> None:
+        options = EngineOptions()
+        self._options = EngineOptions(
+            lanes=lanes or options.lanes, unit_bytes=unit_bytes or options.unit_bytes
+        )
+        # Weak: the model holds this, and ends the engine when it goes.
+        self._model = weakref.ref(model)
+        self._parameters = [parameter for _, parameter in table]
+        self._engine = Engine(ranks, options=self._options)
+        self._set: TensorSet = self._engine.register(
+            "gradients",
+            [
+                Request(
+                    name=name,
+                    kind=Kind.ALLREDUCE,
+                    dtype=str(parameter.dtype).removeprefix("torch."),
+                    shape=tuple(parameter.shape),
+                    device=parameter.device.type,
+                    # As DDP does: each rank's share is taken before it is sent.
+                    prescale=1.0 / ranks.size,
+                )
+                for name, parameter in table
+            ],
+        )
+        self._syncs = False
+        self._queued = False
+        self._task = -1
+        self._touched = [False] * len(table)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(
+                partial(self._on_gradient, i, self._set.submitter(i))
+            )
+            for i, parameter in enumerate(self._parameters)
+        ]
+
+    @property
+    def order_kept(self) -> bool:
+        """Whether gradients leave in a kept order now, without being negotiated."""
+        return self._set.order_kept
+
+    def close(self) -> None:
+        """Ends the engine and takes the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._engine.close()
+
+    # Forward.
+
+    def forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's output, with buffers sent before as DDP does."""
+        model: Any = self._model()
+        if model._join_config.enable:  # noqa: SLF001
+            raise refused("join()")
+        training = torch.is_grad_enabled()
+        if training:
+            self._abandon()
+            self._syncs = model.require_backward_grad_sync
+        if model._check_sync_bufs_pre_fwd():  # noqa: SLF001
+            model._sync_buffers()  # noqa: SLF001
+        if model.device_ids:
+            moved, moved_kwargs = model.to_kwargs(inputs, kwargs, model.device_ids[0])
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        output = model.module(*inputs, **kwargs)
+        if model._check_sync_bufs_post_fwd():  # noqa: SLF001
+            model._sync_buffers()  # noqa: SLF001
+        model.require_forward_param_sync = training and self._syncs
+        if training and self._syncs:
+            find: Any = torch.nn.parallel.distributed._find_tensors  # noqa: SLF001
+            for tensor in find(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._on_backward)
+        return output
+
+    # Backward.
+
+    # Note [Whose end the step ends at]
+    # A callback queued from a hook runs at the end of the backward that the hook runs
+    # in. Reentrant checkpointing runs backwards within backward: queued by a parameter
+    # in one of those, the step would end before the others have their gradients. The
+    # hook on the model's output runs in the outermost one, and before any other. Only
+    # where a backward does not pass the model's output is it a parameter that queues.
+
+    def _on_backward(self, _gradient: torch.Tensor) -> None:
+        if self._queued and self._task != _graph_task_id():
+            self._abandon()
+        if not self._queued:
+            self._queue()
+
+    def _queue(self) -> None:
+        self._queued = True
+        self._task = _graph_task_id()
+        _queue_callback(self._end_step)
+
+    def _on_gradient(self, index: int, submit: Any, parameter: nn.Parameter) -> None:
+        self._touched[index] = True
+        if not self._syncs:
+            return
+        if not self._queued:
+            self._queue()
+        gradient: Any = parameter.grad
+        submit(gradient.detach() if gradient.requires_grad else gradient)
+
+    def _end_step(self) -> None:
+        """Runs at the end of backward: fills up, waits, and puts gradients in place."""
+        filled = {}
+        for i in self._set.missing():
+            parameter = self._parameters[i]
+            # What earlier micro-steps or steps left counts: else a rank that has it
+            # would lose it to one that has not (PyTorch's issue 69031).
+            values = (
+                torch.zeros_like(parameter, requires_grad=False)
+                if parameter.grad is None
+                else parameter.grad.clone()
+            )
+            filled[i] = values
+            self._set.submit(i, values.detach(), used=self._touched[i])
+        end = self._set.wait()
+        self._queued = False
+        self._touched = [False] * len(self._touched)
+        for i, values in filled.items():
+            if i not in end.unused:
+                self._put(self._parameters[i], values)
+        if not end.whole:
+            raise StrettoError(
+                "another rank left this step's backward with an error, so the "
+                "gradients lack its part. Look at the other ranks' logs; call "
+                "zero_grad() to go on."
+            )
+
+    def _put(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = values
+        else:
+            parameter.grad.copy_(values)
+
+    def _abandon(self) -> None:
+        """Ends a step that an exception within backward cut short."""
+        if self._queued:
+            self._queued = False
+            self._touched = [False] * len(self._touched)
+            self._set.abandon()
