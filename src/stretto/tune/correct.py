@@ -26,7 +26,7 @@ PRIOR_RATIO = {
     "flow": 0.4,
     "link": 0.6,
     "gamma": 0.25,
-    "backward": 0.1,
+    "backward": 0.15,
     "outside": 0.1,
 }
 """How far each figure is likely to lie from its fit, as a ratio: the standard deviation
@@ -35,9 +35,12 @@ of its logarithm. Networks change under a job, its computation hardly does."""
 NOISE_RATIO = 0.02
 """The same for a measured step."""
 
+RECORDED_RATIO = 0.03
+"""The same for moments within one recorded step."""
+
 _MOST_LOG = 1.5
 _STEP_LOG = 0.05
-_MOST_STEPS = 25
+_MOST_STEPS = 10
 
 _POOR = 9.0
 """Sum of squares per observation, in units of the noise, that a good model keeps."""
@@ -55,8 +58,12 @@ class Observation:
     """Median of whole steps."""
 
     backward_s: float | None = None
-    """Median length of backward's computation beside communication, where it was
-    recorded: what contention really costs."""
+    """Length of backward's computation beside communication, where it was recorded:
+    what contention really costs."""
+
+    bucket_ends_s: tuple[float, ...] = ()
+    """When each bucket's last slice ended, from the start of backward, where that was
+    recorded: what start-ups, flows and the link really do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +88,10 @@ def corrected(
 
     $\sum_i (\log(T_i(\theta) / t_i) / \sigma)^2 + \sum_j (\theta_j / \sigma_j)^2$
 
-    with $t_i$ the measured and $T_i$ the simulated step of plan $i$, $\sigma$
-    `NOISE_RATIO` and $\sigma_j$ `PRIOR_RATIO`: a ridge regression in logarithms, so a
+    and the same of backward's length and of each recorded bucket's end, with
+    `RECORDED_RATIO` and wider by the root of their number, $t_i$ the measured and $T_i$
+    the simulated step of plan $i$, $\sigma$ `NOISE_RATIO` and $\sigma_j$
+    `PRIOR_RATIO`: a ridge regression in logarithms, so a
     few observations move only what they speak about, and none moves nothing.
 
     Raises:
@@ -103,16 +112,7 @@ def corrected(
         changed, network = _scaled(workload, cluster, factors)
         rows = list(theta / priors)
         for seen in observations:
-            step = simulate_step(changed, network, seen.plan)
-            rows.append(math.log(step.iteration_s / seen.step_s) / NOISE_RATIO)
-            if seen.backward_s is not None:
-                computed_s = max(
-                    span.end_s
-                    for span in step.timeline.spans
-                    if span.track == "compute"
-                )
-                computed_s -= changed.forward_s
-                rows.append(math.log(computed_s / seen.backward_s) / NOISE_RATIO)
+            rows += _misses(changed, network, seen)
         return np.array(rows)
 
     # The simulator has kinks: differences are taken over a wide step, and where the
@@ -126,6 +126,31 @@ def corrected(
     }
     changed, network = _scaled(workload, cluster, factors)
     return Correction(workload=changed, cluster=network, factors=factors)
+
+
+def _misses(workload: Workload, cluster: Cluster, seen: Observation) -> list[float]:
+    """How far a model misses an observation, in units of the noise."""
+    step = simulate_step(workload, cluster, seen.plan)
+    rows = [math.log(step.iteration_s / seen.step_s) / NOISE_RATIO]
+    spans = step.timeline.spans
+    if seen.backward_s is not None:
+        ends_s = [span.end_s for span in spans if span.track == "compute"]
+        computed_s = max(ends_s) - workload.forward_s
+        rows.append(math.log(computed_s / seen.backward_s) / RECORDED_RATIO)
+    if seen.bucket_ends_s:
+        ends: dict[int, float] = {}
+        for span in spans:
+            if "bucket" in span.args:
+                bucket = span.args["bucket"]
+                ends[bucket] = max(ends.get(bucket, 0.0), span.end_s)
+        # Against the whole step: what lies early in it is seen least well.
+        noise_s = RECORDED_RATIO * seen.step_s * math.sqrt(len(seen.bucket_ends_s))
+        rows += [
+            (ends[bucket] - workload.forward_s - end_s) / noise_s
+            for bucket, end_s in enumerate(seen.bucket_ends_s)
+            if bucket in ends
+        ]
+    return rows
 
 
 def _least(
@@ -146,13 +171,13 @@ def _slopes(
     residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]],
     theta: NDArray[np.float64],
 ) -> NDArray[np.float64]:
+    here = residuals(theta)
     columns = []
     for i in range(len(theta)):
         step = np.zeros(len(theta))
-        step[i] = _STEP_LOG
-        columns.append(
-            (residuals(theta + step) - residuals(theta - step)) / (2 * _STEP_LOG)
-        )
+        # Towards the inside of the bounds.
+        step[i] = -_STEP_LOG if theta[i] > 0 else _STEP_LOG
+        columns.append((residuals(theta + step) - here) / step[i])
     return np.stack(columns, axis=1)
 
 

@@ -100,9 +100,11 @@ class Space:
 
     def plan(self, point: Point, cluster: Cluster, *, planner: str = "tuned") -> Plan:
         """The plan a point means, with its prediction on ``cluster``."""
-        return finish(
-            self._drafts[self.canonical(point)], planner, self._workload, cluster
-        )
+        return finish(self.draft(point), planner, self._workload, cluster)
+
+    def draft(self, point: Point) -> Draft:
+        """The plan a point means, over tensor indices."""
+        return self._drafts[self.canonical(point)]
 
     def describe(self, point: Point) -> dict[str, object]:
         """The point's values by the names of their axes."""

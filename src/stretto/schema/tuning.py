@@ -1,0 +1,64 @@
+"""What tuning did in a run: every trial, every decision and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from stretto.schema import _rules, codec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EVENTS = (
+    "started",
+    "remembered",
+    "profiled",
+    "planned",
+    "tried",
+    "corrected",
+    "settled",
+    "changed",
+    "gave up",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningEvent:
+    """One thing that happened, and why."""
+
+    step: int
+    """Training steps that had ended on this model."""
+
+    what: str
+
+    why: str
+
+    values: dict[str, Any]
+    """Figures, seconds where a name ends in ``_s``."""
+
+    def __post_init__(self) -> None:
+        _rules.at_least(".step", self.step, 0)
+        _rules.one_of(".what", self.what, EVENTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """The story of one model's tuning on one rank, in order."""
+
+    name: str
+
+    events: tuple[TuningEvent, ...]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tuning:
+        """The story in a file.
+
+        Raises:
+            SpecError: the file breaks a rule; the message names file and place.
+        """
+        return codec.load(path, cls)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the story atomically."""
+        codec.save(path, self)

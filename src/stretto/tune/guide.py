@@ -1,0 +1,149 @@
+"""The model that guides a search: predictions, floors, corrections, new plans."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, final
+
+from stretto import planners
+from stretto.errors import Infeasible, SpecError
+from stretto.planners.aiacc import MAX_LANES
+from stretto.planners.base import predicted_s
+from stretto.planners.wire import narrowed
+from stretto.sim.bounds import lower_bound
+from stretto.sim.step import StepModel, simulate_step
+from stretto.tune.correct import Observation, corrected
+from stretto.tune.space import Space
+
+if TYPE_CHECKING:
+    from stretto.schema import Cluster, Plan, Timeline, Workload
+    from stretto.tune.space import Point
+
+TRUSTED_RATIO = 0.03
+"""A prediction this near the measurement corrects nothing."""
+
+DOUBT_RATIO = 0.10
+"""Predictions are never trusted further than this when a plan is ruled out unseen."""
+
+_MOST_OBSERVATIONS = 4
+
+
+@final
+class Guide:
+    """Workload and cluster as they are believed now, and what follows from them."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        *,
+        planner: str = "joint",
+        wire_dtype: str | None = None,
+        max_lanes: int = MAX_LANES,
+    ) -> None:
+        self.workload = workload
+        self.cluster = cluster
+        self.factors: dict[str, float] = {}
+        """By figure, what corrections multiplied it by; empty before the first."""
+        self._first = (workload, cluster)
+        self._planner = planner
+        self._wire_dtype = wire_dtype
+        self._observations: list[Observation] = []
+        self._errors: list[float] = []
+        sent = workload if wire_dtype is None else narrowed(workload, wire_dtype)
+        self.space = Space(sent, max_lanes=max_lanes)
+        self._model = self._prepared()
+
+    def plan_of(self, point: Point) -> Plan:
+        """The plan a point of the space means, predicted as the model is now."""
+        plan = self.space.plan(point, self.cluster)
+        if self._wire_dtype is not None:
+            plan = replace(plan, workload_digest=self.workload.digest)
+        return plan
+
+    def point_s(self, point: Point) -> float:
+        """A point's predicted step time."""
+        draft = self.space.draft(point)
+        if draft.overlap != "backward":
+            return predicted_s(self.space.plan(point, self.cluster))
+        return self._model.iteration_s(
+            draft.ends, draft.lanes, draft.bucket_lanes, draft.slices
+        )
+
+    def plan_s(self, plan: Plan) -> float:
+        """A plan's predicted step time, as the model is now."""
+        return simulate_step(self.workload, self.cluster, plan).iteration_s
+
+    @property
+    def bound_s(self) -> float:
+        """What no plan's step can be shorter than, less what the model may be wrong."""
+        workload = self.workload
+        if self._wire_dtype is not None:
+            workload = narrowed(workload, self._wire_dtype)
+        bound = lower_bound(workload, self.cluster).value_s
+        return bound / (1 + min(DOUBT_RATIO, max(self._errors, default=0.0)))
+
+    def floor_s(self, plan: Plan) -> float:
+        """What a plan's step takes at least, given how wrong predictions have been."""
+        doubt = max(DOUBT_RATIO, max(self._errors, default=0.0))
+        return self.plan_s(plan) / (1 + doubt)
+
+    def learn(self, plan: Plan, step_s: float, timeline: Timeline | None) -> float:
+        """Corrects the model by what a plan's steps took; its error before, a ratio."""
+        error = self.plan_s(plan) / step_s - 1
+        self._errors = [*self._errors, abs(error)][-_MOST_OBSERVATIONS:]
+        seen = Observation(
+            plan=plan,
+            step_s=step_s,
+            backward_s=None if timeline is None else backward_s(timeline),
+            bucket_ends_s=() if timeline is None else bucket_ends_s(timeline),
+        )
+        self._observations = [*self._observations, seen][-_MOST_OBSERVATIONS:]
+        if abs(error) > TRUSTED_RATIO:
+            found = corrected(*self._first, self._observations)
+            self.workload, self.cluster = found.workload, found.cluster
+            self.factors = found.factors
+            self._model = self._prepared()
+            self._errors = [
+                abs(self.plan_s(o.plan) / o.step_s - 1) for o in self._observations
+            ]
+        return error
+
+    def _prepared(self) -> StepModel:
+        sent = self.workload
+        if self._wire_dtype is not None:
+            sent = narrowed(sent, self._wire_dtype)
+        return StepModel(sent, self.cluster)
+
+    def replan(self) -> Plan | None:
+        """The planner's plan under the corrected model; none where it finds none."""
+        try:
+            return planners.plan_with_wire(
+                self.workload, self.cluster, self._planner, wire_dtype=self._wire_dtype
+            )
+        except (Infeasible, SpecError):
+            return None
+
+
+def backward_s(timeline: Timeline) -> float | None:
+    """Length of backward's computation in a timeline."""
+    for span in timeline.spans:
+        if span.track == "compute" and span.name == "backward":
+            return span.end_s - span.start_s or None
+    return None
+
+
+def bucket_ends_s(timeline: Timeline) -> tuple[float, ...]:
+    """When each bucket's last slice ended, from the start of backward."""
+    start_s = math.inf
+    ends_s: dict[int, float] = {}
+    for span in timeline.spans:
+        if span.track == "compute" and span.name == "backward":
+            start_s = min(start_s, span.start_s)
+        elif span.track.startswith("lane") and "bucket" in span.args:
+            bucket = int(span.args["bucket"])
+            ends_s[bucket] = max(ends_s.get(bucket, 0.0), span.end_s)
+    if math.isinf(start_s) or sorted(ends_s) != list(range(len(ends_s))):
+        return ()
+    return tuple(ends_s[i] - start_s for i in range(len(ends_s)))
