@@ -181,6 +181,7 @@ def plan_on(
             data_parallel_s=steps[problem.widths[-1]].iteration_s,
             single_width=width,
             single_width_s=steps[width].iteration_s,
+            idle_gpu_s=sum(step.idle_s),
         ),
     ), step
 

@@ -168,7 +168,7 @@ def _row_of(plan: BurstPlan) -> dict[str, Any]:
         "single_width": prediction.single_width,
         "single_width_s": prediction.single_width_s,
         "gpu_s": prediction.gpu_s,
-        "idle_gpu_s": plan.idle_gpu_s,
+        "idle_gpu_s": prediction.idle_gpu_s,
         "amplification": prediction.amplification,
         "max_amplification": prediction.max_amplification,
         "layers": [
@@ -192,7 +192,7 @@ def _against(row: dict[str, Any]) -> str:
     faster = row["data_parallel_s"] / step_s if step_s > 0 else 1.0
     best = row["single_width_s"] / step_s if step_s > 0 else 1.0
     return (
-        f"idle GPU time {format_s(max(0.0, row['idle_gpu_s']))}; {faster:.2f} times as "
+        f"idle GPU time {format_s(row['idle_gpu_s'])}; {faster:.2f} times as "
         f"fast as data parallelism, {best:.2f} times as the best single width, "
         f"{row['single_width']} GPUs ({format_s(row['single_width_s'])})"
     )

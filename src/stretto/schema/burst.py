@@ -260,6 +260,10 @@ class BurstPrediction:
     single_width_s: float | None = field(default=None, metadata=_LATER)
     """The iteration with it."""
 
+    idle_gpu_s: float | None = field(default=None, metadata=_LATER)
+    """GPU time of an iteration in which GPUs of the plan have nothing to do: all of it
+    but layers, updates and, where that is counted after backward, synchronisation."""
+
     def __post_init__(self) -> None:
         for name in (
             "iteration_s",
@@ -271,8 +275,9 @@ class BurstPrediction:
             _rules.finite(f".{name}", getattr(self, name))
         if self.single_width is not None:
             _rules.at_least(".single_width", self.single_width, 1)
-        if self.single_width_s is not None:
-            _rules.finite(".single_width_s", self.single_width_s)
+        for name in ("single_width_s", "idle_gpu_s"):
+            if getattr(self, name) is not None:
+                _rules.finite(f".{name}", getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,13 +298,6 @@ class BurstPlan:
     layers: tuple[LayerGpus, ...]
 
     predicted: BurstPrediction | None = None
-
-    @property
-    def idle_gpu_s(self) -> float | None:
-        """GPU time of an iteration in which a GPU has nothing to do."""
-        if self.predicted is None:
-            return None
-        return self.gpus * self.predicted.iteration_s - self.predicted.gpu_s
 
     def __post_init__(self) -> None:
         _rules.at_least(".gpus", self.gpus, 1)

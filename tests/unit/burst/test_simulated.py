@@ -209,7 +209,7 @@ def test_the_chosen_plan_is_no_slower_than_any_of_one_width(seed):
         alone = burst.simulate(some, same_width(problem, width), cluster())
         assert step.iteration_s <= alone.iteration_s * (1 + 1e-12)
     assert chosen.predicted.single_width_s >= step.iteration_s
-    assert chosen.idle_gpu_s == pytest.approx(sum(step.idle_s))
+    assert chosen.predicted.idle_gpu_s == pytest.approx(sum(step.idle_s))
     chosen.check_matches(some)
 
 
@@ -306,3 +306,17 @@ def test_the_command_plans_for_a_cluster_and_tells_idle_time(tmp_path):
     assert "times as fast as data parallelism" in done.output
     widths = [int(line.split()[0]) for line in done.output.splitlines()[:2]]
     assert widths == [4, 1]  # what weighs much and computes little is on one rank
+
+
+def test_idle_time_of_the_published_model_is_what_no_layer_uses():
+    some = profile(
+        layer("a", activation=0, each_s=1e-2),
+        layer("b", "a", parameters=10**9, each_s=1e-6),
+    )
+    problem = burst.problem(some, gpus=4, batch=8)
+    chosen = burst.plan(problem)
+    assert [entry.gpus for entry in chosen.layers] == [4, 1]
+    predicted = chosen.predicted
+    busy_s = 4 * problem.node_s[0, 2] + problem.node_s[1, 0]
+    assert predicted.idle_gpu_s == pytest.approx(4 * predicted.iteration_s - busy_s)
+    assert predicted.idle_gpu_s > 0

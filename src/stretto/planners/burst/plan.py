@@ -73,6 +73,10 @@ def plan_of(problem: BurstProblem, choice: Choice) -> BurstPlan:
     alone = same_width_times(problem)
     width = min(alone, key=lambda gpus: (alone[gpus], gpus))
     single_s = sum(problem.single_s)
+    busy_s = sum(
+        float(problem.node_s[i, at]) * problem.widths[at]
+        for i, at in enumerate(choice.widths)
+    )
     first = choice.first_gpus or (0,) * len(choice.widths)
     return BurstPlan(
         profile_digest=problem.profile.digest,
@@ -93,6 +97,7 @@ def plan_of(problem: BurstProblem, choice: Choice) -> BurstPlan:
             data_parallel_s=alone[problem.widths[-1]],
             single_width=width,
             single_width_s=alone[width],
+            idle_gpu_s=max(0.0, problem.gpus * cost.iteration_s - busy_s),
         ),
     )
 

@@ -1,0 +1,149 @@
+"""The loop: profile, plan, train, measure, and the plan that follows from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from stretto._api import burst
+from stretto.burst.executor import BurstParallel
+from stretto.burst.measure import profile
+from stretto.cost.burst_times import updated
+from stretto.schema import Cluster, Link
+from stretto.testing.models import VGG
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+BATCH = 8
+SLOW = Cluster(
+    name="slow",
+    hosts=2,
+    ranks_per_host=1,
+    inter_host=Link(latency_s=1e-4, bandwidth_bytes_per_s=1e7),
+    intra_host=Link(latency_s=1e-6, bandwidth_bytes_per_s=1e10),
+)
+FAST = Cluster(
+    name="fast",
+    hosts=2,
+    ranks_per_host=1,
+    inter_host=Link(latency_s=1e-9, bandwidth_bytes_per_s=1e13),
+    intra_host=Link(latency_s=1e-9, bandwidth_bytes_per_s=1e13),
+)
+
+
+def model() -> VGG:
+    torch.manual_seed(0)
+    return VGG(11, width=4, dense=256, image=16, classes=5, dropout=0.0).double()
+
+
+def images() -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH, 3, 16, 16, generator=draw, dtype=torch.float64)
+    return x, torch.randint(0, 5, (BATCH,), generator=draw)
+
+
+def loop(rank: int, size: int) -> dict[str, Any]:
+    made, (x, y) = model(), images()
+    # Times must be the same on all ranks, or their plans were not.
+    measured = [
+        profile(
+            made,
+            (x[:2],),
+            batch=BATCH,
+            gpus=size,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
+            repetitions=2,
+            least_layer_s=2e-4,
+            max_spread_ratio=1e9,
+        )
+        if rank == 0
+        else None
+    ]
+    dist.broadcast_object_list(measured)
+    found = measured[0]
+    assert found is not None
+    problem = burst.problem(found, gpus=size, batch=BATCH, cluster=SLOW)
+    plan, step = burst.plan_on(problem, SLOW)
+    trained = BurstParallel(made, plan)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.05)
+    mine = slice(rank * BATCH // size, (rank + 1) * BATCH // size)
+
+    def train() -> float:
+        optimizer.zero_grad()
+        loss = cross_entropy(trained(x[mine]), y[mine])
+        loss.backward()
+        optimizer.step()
+        total = loss.detach() / size
+        dist.all_reduce(total)
+        return float(total)
+
+    losses = [train()]
+    trained.measure(3)
+    losses += [train() for _ in range(3)]
+    every: list[Any] = [None] * size
+    dist.all_gather_object(every, trained.measured())
+    waited = trained.waiting()
+    again = updated(found, [timing for each in every for timing in each])
+    narrow = {entry.layer: entry.gpus for entry in plan.layers}
+    problem = burst.problem(again, gpus=size, batch=BATCH, cluster=FAST)
+    wider, _ = burst.plan_on(problem, FAST)
+    trained.apply_plan(wider, optimizer)
+    losses += [train() for _ in range(2)]
+    return {
+        "losses": losses,
+        "names": [layer.name for layer in found.layers],
+        "narrow": narrow,
+        "digests": (found.digest, again.digest, wider.profile_digest),
+        "timings": every,
+        "waited": waited,
+        "idle_s": step.idle_s,
+        "again": again,
+    }
+
+
+def test_what_training_measures_makes_the_next_plan(ranks):
+    found = ranks(loop, 2, timeout_s=120)
+    one = found[0]
+    assert one["losses"] == pytest.approx(found[1]["losses"])
+
+    # One process with the whole batch.
+    alone, (x, y) = model(), images()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
+    expected = []
+    for _ in one["losses"]:
+        optimizer.zero_grad()
+        loss = cross_entropy(alone(x), y)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    assert one["losses"] == pytest.approx(expected, rel=1e-10)
+
+    assert any("+" in name for name in one["names"])  # short layers were joined
+    assert len(set(one["digests"])) == 1
+    # On a slow network what weighs most is not synchronised.
+    heavy = next(name for name in reversed(one["names"]) if "classifier.0" in name)
+    assert one["narrow"][heavy] == 1
+    assert len(one["idle_s"]) == 2
+    assert one["waited"]["total"] >= 0
+
+    # Rank 0 runs every layer, rank 1 the wide ones; their times are in the profile.
+    by_rank = one["timings"]
+    assert [t.layer for t in by_rank[0]] == one["names"]
+    assert {t.layer for t in by_rank[1]} == {
+        n for n, w in one["narrow"].items() if w > 1
+    }
+    for timing in by_rank[0]:
+        layer = next(e for e in one["again"].layers if e.name == timing.layer)
+        same = [
+            t
+            for each in by_rank
+            for t in each
+            if (t.layer, t.samples) == (timing.layer, timing.samples)
+        ]
+        low, high = min(t.forward_s for t in same), max(t.forward_s for t in same)
+        time = next(t for t in layer.times if t.samples == timing.samples)
+        assert low <= time.forward_s <= high
