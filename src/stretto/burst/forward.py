@@ -137,6 +137,7 @@ class Forward:
     def _moves(self, steps: Steps, layouts: Layouts) -> list[Any]:
         """Each move of this forward; ``None`` where the samples are there already."""
         found: dict[int, Any] = {}
+        tag = self._mover.next_tags(2 * len(steps.names))
         rows: list[tuple[Any, Any]] = [(None, steps.input_starts)]
         rows += [(step.width, step.starts) for step in steps.layers]
         for source, starts in rows:
@@ -146,7 +147,10 @@ class Forward:
                     None
                     if transfer is None
                     else Move(
-                        self._mover, transfer, edge=number, layer=steps.names[number]
+                        self._mover,
+                        transfer,
+                        tag=tag + 2 * number,
+                        layer=steps.names[number],
                     )
                 )
         return [found[number] for number in range(len(found))]

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from stretto.burst.links import Links
 
 
+_TAGS = 2**30
+"""Fewer than this; Gloo's tags have 32 bits."""
+
+
 @final
 class _Pending:
     """A move on its way on this rank."""
@@ -59,6 +63,8 @@ class Mover:
         self._links = links
         self._clock = clock
         self._in_flight: list[tuple[Any, torch.Tensor, int, str]] = []
+        self._left: list[tuple[Any, torch.Tensor, int, str]] = []
+        self._forwards = 0
 
     def begin(
         self, rows: torch.Tensor, transfer: Transfer, tag: int, layer: str
@@ -109,8 +115,20 @@ class Mover:
                 )
 
     def drop(self) -> None:
-        """Forgets what is in flight: the step was cut short."""
+        """Waits no more for what is in flight: backward was cut short.
+
+        It may still be on its way to a rank that is behind, so it is kept until it has
+        left. What nobody asks for any more is never taken for something else, because
+        each forward has tags of its own.
+        """
+        self._left = [row for row in self._left if not row[0].is_completed()]
+        self._left += self._in_flight
         self._in_flight = []
+
+    def next_tags(self, count: int) -> int:
+        """The first tag of a forward that needs ``count``."""
+        self._forwards += 1
+        return self._forwards * count % _TAGS
 
 
 @final
@@ -118,11 +136,11 @@ class Move:
     """One output's way to the ranks of a layer that reads it, in one forward."""
 
     def __init__(
-        self, mover: Mover, transfer: Transfer, *, edge: int, layer: str
+        self, mover: Mover, transfer: Transfer, *, tag: int, layer: str
     ) -> None:
         self.mover = mover
         self.transfer = transfer
-        self.edge = edge
+        self.tag = tag
         self.layer = layer
         self.pending: _Pending | None = None
         self._begun: torch.Tensor | None = None
@@ -151,14 +169,14 @@ class Move:
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
         """Begins the way of the samples."""
-        self.pending = self.mover.begin(rows, self.transfer, 2 * self.edge, self.layer)
+        self.pending = self.mover.begin(rows, self.transfer, self.tag, self.layer)
         return self.pending.after
 
     def back(self, grad: torch.Tensor) -> None:
         """Begins the way of the gradients."""
         assert self.transfer.back is not None  # noqa: S101
         self.pending = self.mover.begin(
-            grad, self.transfer.back, 2 * self.edge + 1, self.layer
+            grad, self.transfer.back, self.tag + 1, self.layer
         )
 
 
