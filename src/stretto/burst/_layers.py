@@ -379,10 +379,10 @@ def parameters_of(traced: Traced, op: fx.Node) -> Iterator[nn.Parameter]:
         work += node.all_input_nodes
 
 
-def has_batch_norm(module: nn.Module) -> bool:
-    """Whether a layer normalises over the batch."""
+def count_batch_norms(module: nn.Module) -> int:
+    """How often a layer normalises over the batch."""
     kind = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
-    return any(isinstance(part, kind) for part in module.modules())
+    return sum(isinstance(part, kind) for part in module.modules())
 
 
 def has_dropout(module: nn.Module) -> bool:

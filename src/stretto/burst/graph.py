@@ -49,9 +49,14 @@ class LayerNode:
 
     output_dtype: torch.dtype
 
-    has_batch_norm: bool
+    num_batch_norms: int
 
     has_dropout: bool
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether it normalises over the batch."""
+        return self.num_batch_norms > 0
 
     @property
     def activation_bytes(self) -> int:
@@ -207,7 +212,7 @@ def _build(
                 parameter_bytes=sum(p.nbytes for p in parameters.values()),
                 output_shape=shape,
                 output_dtype=dtype,
-                has_batch_norm=_layers.has_batch_norm(module),
+                num_batch_norms=_layers.count_batch_norms(module),
                 has_dropout=_layers.has_dropout(module),
             )
         )

@@ -296,6 +296,7 @@ def _layer_of(
         activation_bytes=node.activation_bytes,
         times=tuple(times),
         update_s=update_s,
+        norms=node.num_batch_norms,
     )
 
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 WIDTHS = ("powers", "divisors", "all")
 """Which numbers of GPUs a layer may get."""
 
+NORM_STEPS = 3
+"""Rounds over the other ranks that one batch norm takes: 1 forward and 2 back."""
+
 SYNCS = ("transfer", "ring", "hidden")
 """How gradients' synchronisation is counted, see `BurstNetwork.sync`."""
 
@@ -133,6 +136,15 @@ class BurstNetwork:
         else:
             seconds = ring_all_reduce_s(parameter_bytes, gpus, link)
         return self.exposed_ratio * seconds
+
+    def norm_s(self, norms: int, gpus: int) -> float:
+        """Time in which GPUs exchange batch norms' statistics, forward and back.
+
+        For each a gathering forward, g - 1 latencies, and a sum back, 2(g - 1); what
+        is sent weighs nothing beside them. A layer waits for it.
+        """
+        link = self.near if gpus <= self.near_gpus else self.far
+        return norms * NORM_STEPS * (gpus - 1) * link.latency_s
 
     @property
     def sync_grows(self) -> bool:

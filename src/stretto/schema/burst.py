@@ -58,9 +58,13 @@ class Layer:
     update_s: float = field(default=0.0, metadata=_LATER)
     """The optimizer's time for its parameters on one GPU, however many have them."""
 
+    norms: int = field(default=0, metadata=_LATER)
+    """Batch norms in it, whose statistics its GPUs exchange forward and back."""
+
     def __post_init__(self) -> None:
         _rules.not_empty(".name", self.name)
         _rules.finite(".update_s", self.update_s)
+        _rules.at_least(".norms", self.norms, 0)
         _rules.at_least(".parameter_bytes", self.parameter_bytes, 0)
         _rules.at_least(".activation_bytes", self.activation_bytes, 0)
         if len(set(self.inputs)) < len(self.inputs):

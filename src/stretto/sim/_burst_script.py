@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, final
 
+from stretto.cost.burst import NORM_STEPS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -190,6 +192,20 @@ class Script:
                 seconds = layer.time_of(samples)[backward]
                 kind = "backward" if backward else "forward"
                 self.ops[rank].append(Work(layer.name, kind, seconds))
+        self._exchange_norms(i, backward=backward)
+
+    def _exchange_norms(self, i: int, *, backward: bool) -> None:
+        """Batch norms' statistics, after the computation though really within it."""
+        layer, at = self._profile.layers[i], self._at[i]
+        if at is None or at[1] == 1 or not layer.norms:
+            return
+        ranks = tuple(range(at[0], at[0] + at[1]))
+        rounds = 2 if backward else NORM_STEPS - 2
+        steps = layer.norms * rounds * (len(ranks) - 1)
+        number = len(self.buckets)
+        self.buckets.append(Bucket(f"norms of {layer.name}", ranks, 0, steps))
+        for rank in ranks:
+            self.ops[rank] += [Sum(number), Await(number)]
 
     def _begin(
         self,

@@ -6,7 +6,7 @@ are used; gradients are summed over a layer's ranks under backward, in buckets; 
 end each rank waits for its buckets and updates the parameters that it has.
 
 Samples on their way and gradients share the hosts' links max-min fairly. Left out: what
-packets lose to one another, and reductions for batch norm.
+packets lose to one another, and calling and copying that no profile has.
 """
 
 from __future__ import annotations
@@ -260,7 +260,9 @@ class _Run:
         near = len(hosts) == 1
         link = self._cluster.intra_host
         count = len(made.ranks)
-        lane = (*made.ranks[:1], count, bucket % self._lanes)
+        # What has no bytes to speak of has a connection of its own.
+        number = bucket % self._lanes if made.size_bytes else -1
+        lane = (*made.ranks[:1], count, number)
         self._queue.append(
             _Flow(
                 name=made.name,

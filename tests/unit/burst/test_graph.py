@@ -90,7 +90,8 @@ def test_layers_are_those_that_multiply_and_joins():
     assert [node.has_dropout for node in vgg.nodes[-3:]] == [True, True, False]
     inception = capture(MODELS["inception"][0]().double(), (example((3, 75, 75)),))
     assert max(len(node.inputs) for node in inception.nodes) == 4
-    assert inception.by_name["stem.0.0"].has_batch_norm
+    assert inception.by_name["stem.0.0"].num_batch_norms == 1
+    assert not any(node.has_batch_norm for node in vgg.nodes)
     # attention keeps its heads together: no tensor between has a row for each sample
     transformer = capture(MODELS["transformer"][0]().double(), (example(None),))
     assert "blocks.0.qkv" in transformer.by_name

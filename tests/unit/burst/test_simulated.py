@@ -320,3 +320,20 @@ def test_idle_time_of_the_published_model_is_what_no_layer_uses():
     busy_s = 4 * problem.node_s[0, 2] + problem.node_s[1, 0]
     assert predicted.idle_gpu_s == pytest.approx(4 * predicted.iteration_s - busy_s)
     assert predicted.idle_gpu_s > 0
+
+
+def test_batch_norms_cost_their_rounds_on_several_gpus():
+    plain = profile(layer("a"))
+    some = profile(replace(plain.layers[0], norms=2))
+    assert some.digest == plain.digest
+    places = plan(plain, 4, 8, (0, 4))
+    slower_s = 2 * (1 + 2) * 3 * DELAY_S
+    one, two = (burst.simulate(each, places, cluster()) for each in (plain, some))
+    assert two.iteration_s - one.iteration_s == pytest.approx(slower_s)
+    network = BurstNetwork.of(cluster(), 4)
+    assert network.norm_s(2, 4) == pytest.approx(slower_s)
+    assert network.norm_s(2, 1) == 0.0
+    problem = burst.problem(some, gpus=4, batch=8, cluster=cluster())
+    without = burst.problem(plain, gpus=4, batch=8, cluster=cluster())
+    gap_s = problem.node_s - without.node_s
+    assert gap_s.tolist() == [pytest.approx([0.0, slower_s / 3, slower_s])]

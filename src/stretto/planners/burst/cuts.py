@@ -111,4 +111,5 @@ def _as_one(profile: LayerProfile, group: list[int], name_of: dict[str, str]) ->
             for n, times in each.items()
         ),
         update_s=sum(layer.update_s for layer in some),
+        norms=sum(layer.norms for layer in some),
     )

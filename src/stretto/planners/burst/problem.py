@@ -117,7 +117,7 @@ class BurstProblem:
 
     @cached_property
     def node_s(self) -> Floats:
-        """comp(i, g) + sync(i, g), by layer and width."""
+        """comp(i, g) + sync(i, g) and batch norms' exchange, by layer and width."""
         shares = [samples_on(self.batch, g) for g in self.widths]
         sync_s = {
             size: [self.network.sync_s(size, g) for g in self.widths]
@@ -129,8 +129,10 @@ class BurstProblem:
             comp_s = [by_share[share] for share in shares]
             rows.append(
                 [
-                    c + s
-                    for c, s in zip(comp_s, sync_s[layer.parameter_bytes], strict=True)
+                    c + s + self.network.norm_s(layer.norms, g)
+                    for c, s, g in zip(
+                        comp_s, sync_s[layer.parameter_bytes], self.widths, strict=True
+                    )
                 ]
             )
         return np.array(rows)

@@ -155,7 +155,9 @@ class _Scaling:
             return None
         network = self._network_at(gpus)
         return sum(
-            layer.compute_s(share) + network.sync_s(layer.parameter_bytes, width)
+            layer.compute_s(share)
+            + network.sync_s(layer.parameter_bytes, width)
+            + network.norm_s(layer.norms, width)
             for layer in self._profile.layers
         )
 
