@@ -17,6 +17,7 @@ from stretto.errors import StrettoError
 COMMANDS = {
     "burst": "how many GPUs each layer gets (burst parallelism)",
     "compare": "all planners on one workload and cluster, one row each",
+    "convert": "training code for one device -> distributed code",
     "demo": "the main job end to end on this machine",
     "doctor": "what this machine can do, and what is wrong with it",
     "lab": "an emulated cluster on one machine",

@@ -1,0 +1,32 @@
+"""Turns training code for one device into distributed code, by its syntax tree.
+
+    conversion = convert_source(text, name="train.py", choices=Choices())
+    print(conversion.diff(), conversion.listed())
+
+What is not understood is refused with a line and a next step, and what could not be
+decided is listed; formatting and comments stay. Nothing here imports torch.
+"""
+
+from stretto.convert._notebook import convert_notebook, script_of_notebook
+from stretto.convert._result import (
+    Choices,
+    Conversion,
+    Evaluation,
+    Kind,
+    Note,
+    Target,
+)
+from stretto.convert._script import convert_bytes, convert_source
+
+__all__ = [
+    "Choices",
+    "Conversion",
+    "Evaluation",
+    "Kind",
+    "Note",
+    "Target",
+    "convert_bytes",
+    "convert_notebook",
+    "convert_source",
+    "script_of_notebook",
+]

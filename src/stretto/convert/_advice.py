@@ -1,0 +1,64 @@
+"""What a user should know about the converted script and only a person can decide."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from stretto.convert._horovod import _conditional
+from stretto.convert._tree import found
+
+if TYPE_CHECKING:
+    from stretto.convert._edit import Work
+
+
+def give(work: Work) -> None:
+    """Adds notes on what was left alone."""
+    tree = work.tree
+    first = work.job.optimizers[0].call
+    if work.choices.per_rank_batch:
+        work.know(
+            first,
+            "the learning rate is left as it is, while each step now takes as "
+            "many times the samples as there are ranks, and an epoch has as many times "
+            "fewer steps: a rate multiplied by the number of ranks, with some warm-up, "
+            "is the usual first choice (Goyal et al., 2017, for SGD)",
+        )
+    else:
+        work.know(
+            first,
+            "the learning rate is left as it is: all ranks together take the batch "
+            "that one process took, so a step is the same step. With --per-rank it "
+            "is not",
+        )
+    norms = [
+        c
+        for c in tree.calls
+        if "BatchNorm" in tree.called(c) and "Sync" not in tree.called(c)
+    ]
+    if norms:
+        work.know(
+            norms[0],
+            "BatchNorm takes its statistics over each rank's samples, not over the "
+            "whole batch: results differ a little from one process. On GPUs "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping "
+            "takes them over all",
+        )
+    micro = _conditional(work)
+    if micro and not work.horovod:
+        work.know(
+            micro[0],
+            "gradients are accumulated: they are exchanged in every backward, which is "
+            "right but more than needed. `with model.no_sync():` around those before "
+            "the last saves it",
+        )
+    for node in found(tree.module, cst.Arg):
+        if node.keyword is not None and node.keyword.value == "ignore_index":
+            work.undecided(
+                node,
+                "a mean that leaves samples out (ignore_index): where ranks leave out "
+                "unequally many, the mean over ranks is not the mean over all samples",
+            )
+    if any(tree.called(c).startswith("torch.backends.mps") for c in tree.calls):
+        work.know(None, "MPS devices take no part in distributed training; CPU does")

@@ -1,0 +1,128 @@
+"""Each rank on its own device; loading and downloading by several ranks."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from stretto.convert._display import appended
+from stretto.convert._tree import argument, arguments_of, dotted, found
+
+if TYPE_CHECKING:
+    from stretto.convert._edit import Work
+
+_NUMBERED = re.compile(r"""^[rR]?(["'])cuda:(\d+)\1$""")
+
+
+def convert(work: Work, *, saves: bool) -> None:
+    """Maps devices, loads and downloads."""
+    _numbers(work)
+    _visible(work)
+    _loads(work, saves=saves)
+    _downloads(work)
+
+
+def _numbers(work: Work) -> None:
+    """``cuda:0`` and its like become this rank's device."""
+    tree = work.tree
+    for text in found(tree.module, cst.SimpleString):
+        if _NUMBERED.match(text.value):
+            work.replace(text, 'f"cuda:{LOCAL_RANK}"')
+            work.done(text, f"{text.value} became this rank's device")
+    for shown in found(tree.module, cst.FormattedString):
+        first = shown.parts[0] if shown.parts else None
+        if isinstance(first, cst.FormattedStringText) and first.value == "cuda:":
+            work.replace(shown, 'f"cuda:{LOCAL_RANK}"')
+            work.done(shown, f"{tree.text(shown)} became this rank's device")
+    for call in tree.calls:
+        full = tree.called(call)
+        moved = tree.method_called(call, "cuda") is not None
+        place = 0 if moved or full == "torch.cuda.set_device" else 1
+        if not (moved or full in ("torch.cuda.set_device", "torch.device")):
+            continue
+        positional, _ = arguments_of(call)
+        number = positional[place] if place < len(positional) else None
+        of_device = full == "torch.cuda.set_device" or isinstance(number, cst.Integer)
+        if number is not None and of_device:
+            work.replace(number, "LOCAL_RANK")
+            work.done(call, f"device {tree.text(number)} became this rank's")
+
+
+def _visible(work: Work) -> None:
+    """A script that shows itself one GPU would show all ranks the same."""
+    tree = work.tree
+    for line in found(tree.module, cst.Assign):
+        target = line.targets[0].target
+        if (
+            isinstance(target, cst.Subscript)
+            and tree.full(target.value) == "os.environ"
+            and "CUDA_VISIBLE_DEVICES" in tree.text(target)
+        ):
+            statement = tree.statement(line)
+            alone = len(tree.block(statement).body) == 1
+            work.remove(statement, alone=alone)
+            work.done(
+                line,
+                f"`{tree.text(line)}` taken out: it would put all ranks on one GPU. "
+                "Choose GPUs in the launching shell",
+            )
+
+
+def _loads(work: Work, *, saves: bool) -> None:
+    tree = work.tree
+    for call in tree.calls:
+        if tree.called(call) != "torch.load":
+            continue
+        if argument(call, 1, "map_location") is None:
+            scope = tree.function(call)
+            known = work.flow.assigned("device", scope)
+            where = "device" if known else '"cpu"'
+            if "self.device" in {dotted(a) for a in _attributes(work, call)}:
+                where = "self.device"
+            value = cst.Arg(
+                keyword=cst.Name("map_location"),
+                value=work.expression(where),
+                equal=cst.AssignEqual(
+                    whitespace_before=cst.SimpleWhitespace(""),
+                    whitespace_after=cst.SimpleWhitespace(""),
+                ),
+            )
+            work.change(call, partial(appended, argument=value))
+            work.done(call, f"loads to {where}, not to the device it was saved from")
+        if saves and not work.is_guarded(call):
+            statement = tree.statement(call)
+            work.before(
+                statement, "hvd.barrier()" if work.horovod else "dist.barrier()"
+            )
+            work.done(call, "every rank waits here until rank 0 has written")
+
+
+def _attributes(work: Work, call: cst.Call) -> list[cst.Attribute]:
+    owner = work.tree.owner(work.tree.function(call))
+    return [] if owner is None else list(found(owner, cst.Attribute))
+
+
+def _downloads(work: Work) -> None:
+    tree = work.tree
+    done: list[cst.CSTNode] = []
+    for call in tree.calls:
+        named = arguments_of(call)[1]
+        download = named.get("download")
+        if download is None or tree.text(download.value) == "False":
+            continue
+        statement = tree.statement(call)
+        if any(tree.within(statement, other) for other in done):
+            continue
+        if isinstance(statement, cst.SimpleStatementLine) and not isinstance(
+            statement.body[0], cst.Return
+        ):
+            done.append(statement)
+            work.under(statement, "with rank0_first()")
+            work.done(call, "the first rank of each host downloads, the others wait")
+        else:
+            work.undecided(
+                call, "every rank may download here at the same time: download before"
+            )

@@ -1,0 +1,200 @@
+"""Lets rank 0 alone print, log and write files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import libcst as cst
+
+from stretto.convert._tree import arguments_of, found
+
+if TYPE_CHECKING:
+    from stretto.convert._edit import Work
+
+_SAVES = (
+    "torch.save",
+    "numpy.save",
+    "numpy.savez",
+    "numpy.savetxt",
+    "json.dump",
+    "pickle.dump",
+    "joblib.dump",
+    "torchvision.utils.save_image",
+    "matplotlib.pyplot.savefig",
+    "matplotlib.pyplot.show",
+    "shutil.copyfile",
+    "shutil.copy",
+    "os.makedirs",
+    "os.mkdir",
+    "os.remove",
+    "os.rename",
+    "shutil.rmtree",
+)
+_SAVING_METHODS = (
+    "save_pretrained",
+    "savefig",
+    "to_csv",
+    "to_json",
+    "write_text",
+    "mkdir",
+    "write_bytes",
+)
+_WRITERS = ("SummaryWriter", "CometLogger", "Experiment")
+_BARS = (
+    "tqdm",
+    "tqdm.tqdm",
+    "tqdm.auto.tqdm",
+    "tqdm.notebook.tqdm",
+    "tqdm.trange",
+    "tqdm.auto.trange",
+)
+
+
+@final
+class Display:
+    """Printing, logging and files."""
+
+    def __init__(self, work: Work) -> None:
+        self._work, self._tree = work, work.tree
+        self.saves = False
+
+    def guard_files(self) -> None:
+        """Has rank 0 alone carry out what writes files."""
+        for node in found(self._tree.module, cst.With):
+            if any(self._writes(item.item) for item in node.items):
+                self._guard_block(node)
+        for call in self._tree.calls:
+            full = self._tree.called(call)
+            method = (
+                call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+            )
+            if full in _SAVES or method in _SAVING_METHODS:
+                self._guard(call, full or method)
+            elif self._writes(call) and not self._work.is_guarded(call):
+                self._work.undecided(
+                    call,
+                    f"`{self._tree.text(call)[:50]}` opens a file for writing on every "
+                    "rank: put it and what writes there under `if RANK == 0:`",
+                )
+
+    def _writes(self, node: cst.BaseExpression) -> bool:
+        if not isinstance(node, cst.Call):
+            return False
+        method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+        if self._tree.called(node) not in ("open", "gzip.open") and method != "open":
+            return False
+        positional, named = arguments_of(node)
+        place = 0 if method == "open" and self._tree.called(node) != "gzip.open" else 1
+        mode = named["mode"].value if "mode" in named else None
+        if mode is None and len(positional) > place:
+            mode = positional[place]
+        text = self._tree.text(mode) if mode is not None else "r"
+        return isinstance(mode, cst.SimpleString) and any(c in text for c in "wax+")
+
+    def _guard_block(self, node: cst.With) -> None:
+        if any(self._tree.within(b, node) for b in self._work.job.backwards) or any(
+            self._work.job.loop(loop) is not None for loop in found(node, cst.For)
+        ):
+            self._work.undecided(
+                node,
+                "a file is open for writing on every rank while batches are gone "
+                "through: open it under `if RANK == 0:`, or in another place",
+            )
+            return
+        self._work.on_rank_0(node)
+        self._work.done(node, "rank 0 alone writes this file")
+
+    def _guard(self, call: cst.Call, what: str) -> None:
+        self.saves = self.saves or what == "torch.save" or what == "save_pretrained"
+        if self._work.is_guarded(call):
+            return
+        statement = self._tree.statement(call)
+        alone = (
+            isinstance(statement, cst.SimpleStatementLine)
+            and isinstance(self._tree.parent(call), cst.Expr)
+            and len(statement.body) == 1
+        )
+        if not alone:
+            self._work.undecided(
+                call,
+                f"`{what}` writes on every rank here, where its value is used too: put "
+                "it under `if RANK == 0:`",
+            )
+            return
+        self._work.on_rank_0(statement)
+        self._work.done(call, f"rank 0 alone calls {what}")
+
+    def convert(self) -> None:
+        """Lets rank 0 alone show things."""
+        count = 0
+        for call in self._tree.calls:
+            full = self._tree.called(call)
+            last = full.rpartition(".")[2]
+            if full == "print":
+                # A file of rank 0's own, or a rank guarded already, stays.
+                if not self._work.is_guarded(call):
+                    self._work.replace(call.func, "print0")
+                    count += 1
+            elif full in _BARS and "disable" not in arguments_of(call)[1]:
+                self._add(call, "disable", "RANK != 0")
+                self._work.done(call, "rank 0 alone shows the progress bar")
+            elif full == "wandb.init" and "mode" not in arguments_of(call)[1]:
+                self._add(call, "mode", 'None if RANK == 0 else "disabled"')
+                self._work.done(call, "rank 0 alone logs to wandb")
+            elif last in _WRITERS:
+                self._writer(call)
+            elif full == "input":
+                self._work.undecided(call, "every rank waits for input here")
+        if count:
+            self._work.done(
+                None, f"{count} print calls became print0, which prints on rank 0"
+            )
+
+    def _add(self, call: cst.Call, name: str, value: str) -> None:
+        argument = cst.Arg(
+            keyword=cst.Name(name),
+            value=self._work.expression(value),
+            equal=cst.AssignEqual(
+                whitespace_before=cst.SimpleWhitespace(""),
+                whitespace_after=cst.SimpleWhitespace(""),
+            ),
+        )
+        self._work.change(call, lambda new: appended(new, argument))
+
+    def _writer(self, call: cst.Call) -> None:
+        here, instead = (
+            self._work.expression("RANK == 0"),
+            self._work.expression("OnRank0()"),
+        )
+        self._work.change(
+            call, lambda new: cst.IfExp(test=here, body=new, orelse=instead)
+        )
+        self._work.done(call, f"rank 0 alone has a {self._tree.called(call)}")
+
+    def logs(self) -> bool:
+        """Whether the script sets logging up."""
+        return any(
+            self._tree.called(c) == "logging.basicConfig" for c in self._tree.calls
+        )
+
+
+def appended(call: cst.Call, argument: cst.Arg) -> cst.Call:
+    """A call with one more argument, laid out as those before."""
+    if not call.args:
+        return call.with_changes(args=[argument])
+    *first, last = call.args
+    comma = last.comma
+    if isinstance(comma, cst.Comma) and isinstance(
+        comma.whitespace_after, cst.ParenthesizedWhitespace
+    ):
+        # One argument a line, a comma after the last.
+        between = first[-1].comma if first else comma
+        more = argument.with_changes(comma=comma)
+        return call.with_changes(args=[*first, last.with_changes(comma=between), more])
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    if first and isinstance(first[-1].comma, cst.Comma):
+        comma = first[-1].comma
+    none = cst.SimpleWhitespace("")
+    more = argument.with_changes(whitespace_after_arg=last.whitespace_after_arg)
+    before = last.with_changes(comma=comma, whitespace_after_arg=none)
+    return call.with_changes(args=[*first, before, more])

@@ -1,0 +1,198 @@
+"""Edits collected by node and carried out in one pass, and what they share."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, final
+
+import libcst as cst
+
+from stretto.convert import _support
+from stretto.convert._result import Choices, Kind, Note, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stretto.convert._job import Job
+
+CELL = "# %%stretto cell "
+"""Marks where a notebook's cell begins, in a comment of the joined script."""
+
+Line = cst.SimpleStatementLine | cst.BaseCompoundStatement
+
+
+@final
+class Work:
+    """One conversion on its way: what is found, what is to change, what to tell."""
+
+    def __init__(self, job: Job, choices: Choices) -> None:
+        self.job = job
+        self.tree = job.tree
+        self.flow = job.flow
+        self.choices = choices
+        self.horovod = choices.target is Target.HOROVOD
+        self.notes: list[Note] = []
+        self.used: set[str] = set()
+        self.guarded: list[cst.CSTNode] = []
+        """Statements that only rank 0 carries out: no collective may stand there."""
+        self._changes: dict[cst.CSTNode, list[Callable[[Any], Any]]] = {}
+        self._before: dict[cst.CSTNode, list[cst.CSTNode]] = {}
+        self._after: dict[cst.CSTNode, list[cst.CSTNode]] = {}
+        ours = {*_support.NAMES, *_support.order(), "dist", "hvd"}
+        # A variable of the script may have the name of one of ours.
+        self._renamed = {name: f"{name}_" for name in ours & self.tree.names}
+        if self.tree.imported.get("dist") == "torch.distributed":
+            self._renamed.pop("dist", None)
+
+    # What to tell
+
+    def done(self, node: cst.CSTNode | None, text: str) -> None:
+        """Lists something that was done."""
+        self._note(node, text, Kind.DONE)
+
+    def undecided(self, node: cst.CSTNode | None, text: str) -> None:
+        """Lists something that the user has to look at."""
+        self._note(node, text, Kind.OPEN)
+
+    def know(self, node: cst.CSTNode | None, text: str) -> None:
+        """Lists something that is good to know."""
+        self._note(node, text, Kind.KNOW)
+
+    def _note(self, node: cst.CSTNode | None, text: str, kind: Kind) -> None:
+        line = 0 if node is None else self.tree.line(node)
+        note = Note(line=line, text=text, kind=kind)
+        if note not in self.notes:
+            self.notes.append(note)
+
+    # What to change
+
+    def named(self, text: str) -> str:
+        """Text of ours with our names as they are called in this script."""
+        self.used |= set(re.findall(r"[A-Za-z_]\w*", text)) & {
+            *_support.order(),
+            *_support.NAMES,
+            "dist",
+            "hvd",
+            "DistributedDataParallel",
+            "DistributedSampler",
+            "contextlib",
+            "atexit",
+        }
+        for name, other in self._renamed.items():
+            text = re.sub(rf"(?<![\w.]){name}(?!\w)", other, text)
+        return text
+
+    def expression(self, text: str) -> cst.BaseExpression:
+        """An expression of ours."""
+        config = self.tree.module.config_for_parsing
+        return cst.parse_expression(self.named(text), config=config)
+
+    def statement(self, text: str) -> cst.CSTNode:
+        """A statement of ours."""
+        config = self.tree.module.config_for_parsing
+        return cst.parse_statement(self.named(text), config=config)
+
+    def change(self, node: cst.CSTNode, how: Callable[[Any], Any]) -> None:
+        """Has a node replaced by what ``how`` makes of it after the changes within."""
+        self._changes.setdefault(node, []).append(how)
+
+    def replace(self, node: cst.CSTNode, text: str) -> None:
+        """Puts an expression of ours in a node's place."""
+        new = self.expression(text)
+        self.change(node, lambda _: new)
+
+    def remove(self, statement: cst.CSTNode, *, alone: bool) -> None:
+        """Takes a statement out; one that is alone in its block leaves ``pass``."""
+        instead = self.statement("pass")
+        self.change(statement, lambda _: instead if alone else cst.RemoveFromParent())
+
+    def call_around(self, node: cst.BaseExpression, function: str) -> None:
+        """Puts a call of one of our functions around an expression."""
+        func = self.expression(function)
+        self.change(node, lambda new: cst.Call(func=func, args=[cst.Arg(value=new)]))
+
+    def before(self, node: cst.CSTNode, *texts: str) -> None:
+        """Puts statements before a statement."""
+        self._before.setdefault(node, []).extend(self.statement(t) for t in texts)
+
+    def nodes_before(self, node: cst.CSTNode, nodes: Sequence[cst.CSTNode]) -> None:
+        """Puts parsed statements before a statement."""
+        self._before.setdefault(node, []).extend(nodes)
+
+    def after(self, node: cst.CSTNode, *texts: str) -> None:
+        """Puts statements after a statement."""
+        self._after.setdefault(node, []).extend(self.statement(t) for t in texts)
+
+    def nodes_after(self, node: cst.CSTNode, nodes: Sequence[cst.CSTNode]) -> None:
+        """Puts parsed statements after a statement."""
+        self._after.setdefault(node, []).extend(nodes)
+
+    def under(self, statement: cst.CSTNode, header: str) -> None:
+        """Puts a statement into a block of its own, such as ``if RANK == 0``."""
+        shell: Any = self.statement(f"{header}:\n    pass")
+
+        def indented(new: Any) -> Any:
+            inner = new.with_changes(leading_lines=())
+            return shell.with_changes(
+                body=shell.body.with_changes(body=[inner]),
+                leading_lines=new.leading_lines,
+            )
+
+        self.change(statement, indented)
+
+    def on_rank_0(self, statement: cst.CSTNode) -> None:
+        """Has a statement carried out by rank 0 alone."""
+        if any(self.tree.within(statement, other) for other in self.guarded):
+            return
+        self.guarded.append(statement)
+        self.under(statement, "if RANK == 0")
+
+    def is_guarded(self, node: cst.CSTNode) -> bool:
+        """Whether only rank 0 comes to a node."""
+        return any(self.tree.within(node, other) for other in self.guarded)
+
+    def result(self) -> cst.Module:
+        """The script with all changes."""
+        out = self.tree.module.visit(_Apply(self._changes, self._before, self._after))
+        if not isinstance(out, cst.Module):
+            raise TypeError("a module became something else")
+        return out
+
+
+class _Apply(cst.CSTTransformer):
+    def __init__(
+        self,
+        changes: dict[cst.CSTNode, list[Callable[[Any], Any]]],
+        before: dict[cst.CSTNode, list[cst.CSTNode]],
+        after: dict[cst.CSTNode, list[cst.CSTNode]],
+    ) -> None:
+        super().__init__()
+        self._changes, self._before, self._after = changes, before, after
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        new = super().on_leave(original_node, updated_node)
+        for how in self._changes.get(original_node, ()):
+            new = how(new)
+        first = list(self._before.get(original_node, ()))
+        last = self._after.get(original_node, [])
+        if not first and not last:
+            return new
+        if first and isinstance(new, cst.CSTNode):
+            first[0], new = _with_cell_mark(first[0], new)
+        middle = [new] if isinstance(new, cst.CSTNode) else []
+        return cst.FlattenSentinel([*first, *middle, *last])
+
+
+def _with_cell_mark(ours: Any, theirs: Any) -> tuple[Any, Any]:
+    """Moves the mark of a notebook's cell above what is put at its beginning."""
+    lines = list(theirs.leading_lines)
+    marks = [
+        i
+        for i, line in enumerate(lines)
+        if line.comment is not None and line.comment.value.startswith(CELL)
+    ]
+    cut = marks[-1] + 1 if marks else 0
+    return (
+        ours.with_changes(leading_lines=[*lines[:cut], *ours.leading_lines]),
+        theirs.with_changes(leading_lines=lines[cut:]),
+    )

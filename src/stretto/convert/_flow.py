@@ -1,0 +1,209 @@
+"""Where a variable's value comes from, through names, attributes and parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import libcst as cst
+
+from stretto.convert._tree import Scope, Tree, argument, dotted, found
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_INIT = "__init__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """An expression that a variable's value was first made by."""
+
+    value: cst.BaseExpression
+    scope: Scope
+    statement: cst.CSTNode
+    path: str | None
+    """The variable assigned here; ``None`` where the value is passed on directly."""
+    place: int | None = None
+    """Which of several variables that a call's result is unpacked into."""
+
+    @property
+    def key(self) -> tuple[int, int | None]:
+        """What tells this value from others."""
+        return id(self.value), self.place
+
+
+@final
+class Flow:
+    """Assignments and calls of one script."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._assigned: dict[tuple[cst.CSTNode | None, str], list[Origin]] = {}
+        for line in found(tree.module, cst.Assign):
+            for target in line.targets:
+                self._note(target.target, line.value, line)
+        for annotated in found(tree.module, cst.AnnAssign):
+            if annotated.value is not None:
+                self._note(annotated.target, annotated.value, annotated)
+        for walrus in found(tree.module, cst.NamedExpr):
+            self._note(walrus.target, walrus.value, walrus)
+        for item in found(tree.module, cst.WithItem):
+            if item.asname is not None:
+                self._note(item.asname.name, item.item, item)
+
+    def _note(
+        self, target: cst.BaseExpression, value: cst.BaseExpression, at: cst.CSTNode
+    ) -> None:
+        pairs: list[tuple[cst.BaseExpression, cst.BaseExpression, int | None]]
+        pairs = [(target, value, None)]
+        if isinstance(target, cst.Tuple | cst.List):
+            parts = [e.value for e in target.elements]
+            if isinstance(value, cst.Tuple | cst.List):
+                values = [e.value for e in value.elements]
+                pairs = [(t, v, None) for t, v in zip(parts, values, strict=False)]
+            else:
+                pairs = [(t, value, place) for place, t in enumerate(parts)]
+        for part, made, place in pairs:
+            if (path := dotted(part)) is None:
+                continue
+            scope = self._tree.function(at)
+            home = self._home(path, scope)
+            origin = Origin(
+                value=made,
+                scope=scope,
+                statement=self._tree.statement(at),
+                path=path,
+                place=place,
+            )
+            self._assigned.setdefault((home, path), []).append(origin)
+
+    def _home(self, path: str, scope: Scope) -> cst.CSTNode | None:
+        """What a variable belongs to: its class for ``self.x``, else its function."""
+        if path.startswith("self."):
+            return self._tree.owner(scope)
+        return scope
+
+    def assigned(self, path: str, scope: Scope) -> list[Origin]:
+        """The assignments to a variable that code in a scope sees, in text order."""
+        if path.startswith("self."):
+            return self._assigned.get((self._tree.owner(scope), path), [])
+        here: Scope = scope
+        first = path.partition(".")[0]
+        while True:
+            found_here = self._assigned.get((here, path), [])
+            if found_here or here is None or first in parameters(here):
+                return found_here
+            here = self._tree.function(here)
+
+    def calls_of(self, function: cst.FunctionDef) -> list[cst.Call]:
+        """Where a function, a method or (of ``__init__``) its class is called."""
+        name, owner = function.name.value, self._tree.owner(function)
+        if owner is not None and name == _INIT:
+            name = owner.name.value
+            return [c for c in self._tree.calls if dotted(c.func) == name]
+        if owner is None:
+            return [c for c in self._tree.calls if dotted(c.func) == name]
+        return [
+            c
+            for c in self._tree.calls
+            if self._tree.method_called(c, name) is not None
+            and not self._tree.called(c).startswith("torch.")
+        ]
+
+    def passed(
+        self, function: cst.FunctionDef, parameter: str
+    ) -> Iterator[tuple[cst.Call, cst.BaseExpression]]:
+        """What the calls of a function pass for one of its parameters."""
+        names = parameters(function)
+        place = names.index(parameter)
+        if names and names[0] in ("self", "cls") and self._tree.owner(function):
+            place -= 1
+        for call in self.calls_of(function):
+            if (value := argument(call, place, parameter)) is not None:
+                yield call, value
+
+    def origins(self, node: cst.BaseExpression, scope: Scope) -> list[Origin]:
+        """Where the value of an expression comes from.
+
+        Plain names are followed to their assignments, parameters to every call, and
+        attributes of ``self`` to their class. What is neither is an origin itself.
+        """
+        out: dict[tuple[int, int | None], Origin] = {}
+        self._follow(node, scope, None, out, set())
+        return list(out.values())
+
+    def _follow(
+        self,
+        node: cst.BaseExpression,
+        scope: Scope,
+        via: Origin | None,
+        out: dict[tuple[int, int | None], Origin],
+        seen: set[tuple[int, str]],
+    ) -> None:
+        path = dotted(node)
+        if path is not None and (id(scope), path) in seen:
+            return
+        reached = False
+        if path is not None:
+            seen.add((id(scope), path))
+            for origin in self.assigned(path, scope):
+                reached = True
+                self._follow(origin.value, origin.scope, origin, out, seen)
+            reached = self._through_parameter(path, scope, out, seen) or reached
+            if not reached:
+                reached = self._through_object(node, scope, out, seen)
+        if not reached:
+            found_here = via or Origin(
+                value=node,
+                scope=scope,
+                statement=self._tree.statement(node),
+                path=None,
+            )
+            out.setdefault(found_here.key, found_here)
+
+    def _through_parameter(
+        self,
+        path: str,
+        scope: Scope,
+        out: dict[tuple[int, int | None], Origin],
+        seen: set[tuple[int, str]],
+    ) -> bool:
+        reached = False
+        here: Scope = scope
+        while here is not None:
+            if path in parameters(here):
+                for call, value in self.passed(here, path):
+                    reached = True
+                    self._follow(value, self._tree.function(call), None, out, seen)
+                break
+            here = self._tree.function(here)
+        return reached
+
+    def _through_object(
+        self,
+        node: cst.BaseExpression,
+        scope: Scope,
+        out: dict[tuple[int, int | None], Origin],
+        seen: set[tuple[int, str]],
+    ) -> bool:
+        """``trainer.loader`` to ``self.loader`` in the class of ``trainer``."""
+        if not isinstance(node, cst.Attribute) or dotted(node.value) == "self":
+            return False
+        reached = False
+        for base in self.origins(node.value, scope):
+            made = base.value
+            name = dotted(made.func) if isinstance(made, cst.Call) else None
+            inside = self._tree.classes.get(name or "")
+            path = f"self.{node.attr.value}"
+            for origin in self._assigned.get((inside, path), []) if inside else []:
+                reached = True
+                self._follow(origin.value, origin.scope, origin, out, seen)
+        return reached
+
+
+def parameters(function: cst.FunctionDef) -> list[str]:
+    """The names of a function's parameters in order."""
+    of = function.params
+    every = [*of.posonly_params, *of.params, *of.kwonly_params]
+    return [p.name.value for p in every]

@@ -1,0 +1,379 @@
+"""What of a training job a script holds: models, optimizers, loops, loaders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import libcst as cst
+
+from stretto.convert._flow import Flow, Origin, parameters
+from stretto.convert._tree import Scope, Tree, argument, dotted, found
+from stretto.errors import SpecError
+
+_OPTIMIZERS = frozenset(
+    [
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "ASGD",
+        "LBFGS",
+        "Lion",
+        "Muon",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+        "SparseAdam",
+        "AdaBelief",
+        "LAMB",
+        "Lamb",
+        "LARS",
+    ]
+)
+
+_COUNTERS = ("range", "trange", "tqdm.trange", "tqdm.auto.trange", "itertools.count")
+
+WRAPPERS = (
+    "enumerate",
+    "iter",
+    "reversed",
+    "itertools.islice",
+    "tqdm",
+    "tqdm.tqdm",
+    "tqdm.auto.tqdm",
+    "tqdm.notebook.tqdm",
+    "tqdm.rich.tqdm",
+    "rich.progress.track",
+    "itertools.cycle",
+    "alive_it",
+    "zip",
+    "cycle",
+)
+"""Calls that hand the batches of their arguments on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """A call that makes an optimizer, and the models whose parameters it gets."""
+
+    call: cst.Call
+    scope: Scope
+    models: tuple[Origin, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Loop:
+    """A loop over batches of a loader."""
+
+    node: cst.For | cst.While
+    scope: Scope
+    loaders: list[tuple[cst.BaseExpression, Scope]]
+    """The loaders as they are named where the loop, or its iterator, is made."""
+    origins: list[Origin] = field(default_factory=list)
+    anchor: cst.CSTNode | None = None
+    """The statement before which an epoch begins."""
+
+
+@final
+class Job:
+    """The training found in a script.
+
+    Raises:
+        SpecError: there is none, or it is not understood; line and next step said.
+    """
+
+    def __init__(self, tree: Tree, name: str) -> None:
+        self.tree = tree
+        self.flow = Flow(tree)
+        self._name = name
+        self.backwards = [
+            c
+            for c in tree.calls
+            if tree.method_called(c, "backward") is not None
+            and not self._of_autograd(c)
+        ]
+        if not self.backwards:
+            raise SpecError(
+                f"{name}: no training loop found: nothing calls backward(). Give the "
+                "file that holds the loop"
+            )
+        self.optimizers = self._optimizers()
+        if not self.optimizers:
+            raise SpecError(
+                f"{name}:{tree.line(self.backwards[0])}: backward() is called, but no "
+                "optimizer over a model's parameters() is made in this file, so the "
+                "model to be distributed is unknown. Make the optimizer in this file"
+            )
+        self.models = _distinct([m for o in self.optimizers for m in o.models])
+        for model in self.models:
+            if model.path is None:
+                raise SpecError(
+                    f"{name}:{tree.line(model.statement)}: the trained model "
+                    f"`{tree.text(model.value)[:60]}` has no name of its own, so it "
+                    "can not be wrapped. Assign it to a variable first"
+                )
+        self.training = self._training_loops()
+
+    def refuse(self, node: cst.CSTNode, text: str) -> SpecError:
+        """An error that names a node's line."""
+        return SpecError(f"{self._name}:{self.tree.line(node)}: {text}")
+
+    def _of_autograd(self, call: cst.Call) -> bool:
+        receiver = (
+            dotted(call.func.value) if isinstance(call.func, cst.Attribute) else ""
+        )
+        return receiver == "torch.autograd" or (
+            isinstance(call.func, cst.Attribute)
+            and isinstance(call.func.value, cst.Call)
+            and dotted(call.func.value.func) == "super"
+        )
+
+    # Optimizers and models
+
+    def _optimizers(self) -> list[Optimizer]:
+        out = []
+        for call in self.tree.calls:
+            full = self.tree.called(call)
+            last = full.rpartition(".")[2]
+            known = last in _OPTIMIZERS or (
+                full.startswith(("torch.optim.", "torch_optimizer."))
+                and "lr_scheduler" not in full
+                and "swa_utils" not in full
+            )
+            if not known:
+                continue
+            given = argument(call, 0, "params")
+            if given is None:
+                continue
+            scope = self.tree.function(call)
+            models = self._whose_parameters(given, scope, depth=3)
+            if models:
+                models = _distinct(models)
+                out.append(Optimizer(call=call, scope=scope, models=tuple(models)))
+        return out
+
+    def _whose_parameters(
+        self, given: cst.BaseExpression, scope: Scope, depth: int
+    ) -> list[Origin]:
+        out: list[Origin] = []
+        for call in found(given, cst.Call):
+            owner = self.tree.method_called(call, "parameters", "named_parameters")
+            if owner is not None:
+                out += self._model(owner, scope)
+        if out or depth == 0:
+            return out
+        for name in found(given, cst.Name):
+            for origin in self.flow.assigned(name.value, scope):
+                out += self._whose_parameters(origin.value, origin.scope, depth - 1)
+            for above in _scopes(self.tree, scope):
+                if name.value in parameters(above):
+                    for call, value in self.flow.passed(above, name.value):
+                        inner = self.tree.function(call)
+                        out += self._whose_parameters(value, inner, depth - 1)
+        return out
+
+    def _model(self, owner: cst.BaseExpression, scope: Scope) -> list[Origin]:
+        """Where the model was made that `owner`, or a part of it, belongs to."""
+        while isinstance(owner, cst.Subscript):  # model[1].parameters()
+            owner = owner.value
+        path = dotted(owner)
+        if path is None:
+            if isinstance(owner, cst.Call) and owner.args:  # unwrap(model).parameters()
+                return self._model(owner.args[0].value, scope)
+            return []
+        if path == "self" and scope is not None:
+            return self._receivers(scope)
+        # Of model.head.parameters() the longest part that is assigned is the model.
+        node: cst.BaseExpression = owner
+        while True:
+            origins = self.flow.origins(node, scope)
+            real = [o for o in origins if o.path is not None or not dotted(o.value)]
+            if real:
+                return real
+            if not isinstance(node, cst.Attribute):
+                return []
+            node = node.value
+            if dotted(node) == "self" and scope is not None:
+                return self._receivers(scope)
+
+    def _receivers(self, method: cst.FunctionDef) -> list[Origin]:
+        """The objects whose method is called, where that makes the optimizer."""
+        out: list[Origin] = []
+        for call in self.flow.calls_of(method):
+            on = self.tree.method_called(call, method.name.value)
+            if on is not None and dotted(on) != "self":
+                out += self.flow.origins(on, self.tree.function(call))
+        return out
+
+    # Loops and loaders
+
+    def _training_loops(self) -> list[Loop]:
+        loops: dict[int, Loop] = {}
+        for call in self.backwards:
+            around = self._batch_loops(call, set())
+            if not around:
+                raise self.refuse(
+                    call,
+                    "backward() is called, but no loop around it takes batches from a "
+                    "DataLoader, so the data can not be divided among ranks. Let the "
+                    "batches come from a torch.utils.data.DataLoader",
+                )
+            for loop in around:
+                loops.setdefault(id(loop.node), loop)
+        return list(loops.values())
+
+    def _batch_loops(self, node: cst.CSTNode, seen: set[int]) -> list[Loop]:
+        for loop in self.tree.loops(node):
+            made = self.loop(loop)
+            if made is not None:
+                return [made]
+        out: list[Loop] = []
+        for function in (
+            a for a in self.tree.ancestors(node) if isinstance(a, cst.FunctionDef)
+        ):
+            if id(function) in seen:
+                continue
+            seen.add(id(function))
+            for call in self.flow.calls_of(function):
+                out += self._batch_loops(call, seen)
+        return out
+
+    def loop(self, node: cst.For | cst.While) -> Loop | None:
+        """The loop over a loader's batches that a loop is, if it is one."""
+        scope = self.tree.function(node)
+        sources: list[tuple[cst.BaseExpression, Scope]] = []
+        anchor: cst.CSTNode = node
+        if isinstance(node, cst.For):
+            sources = list(self._sources(node.iter, scope))
+        if not sources:
+            for call in found(node.body, cst.Call):
+                nearest = self.tree.loops(call)[:1]
+                if dotted(call.func) == "next" and call.args and nearest == [node]:
+                    sources += self._sources(call.args[0].value, scope)
+        pairs = [(s, self._loaders(s, inner)) for s, inner in sources]
+        origins = [o for _, reached in pairs for o in reached]
+        if not origins:
+            return None
+        loaders = [s for s, (_, reached) in zip(sources, pairs, strict=True) if reached]
+        return Loop(
+            node=node,
+            scope=scope,
+            loaders=loaders,
+            origins=list({o.key: o for o in origins}.values()),
+            anchor=anchor,
+        )
+
+    def _sources(
+        self, node: cst.BaseExpression, scope: Scope, depth: int = 6
+    ) -> list[tuple[cst.BaseExpression, Scope]]:
+        """The loaders below enumerate(), tqdm(), zip(), iter() and names for these."""
+        if depth == 0:
+            return []
+        if isinstance(node, cst.Call):
+            full = self.tree.called(node)
+            if full in _COUNTERS:
+                return []
+            if full in WRAPPERS and node.args and self._local(node) is None:
+                several = node.args if full == "zip" else node.args[:1]
+                return [
+                    s for a in several for s in self._sources(a.value, scope, depth - 1)
+                ]
+            generator = self._local(node)
+            if generator is not None and list(found(generator.body, cst.Yield)):
+                return [
+                    s
+                    for loop in found(generator.body, cst.For)
+                    for s in self._sources(loop.iter, generator, depth - 1)
+                ]
+            return []
+        if (path := dotted(node)) is not None:
+            for origin in self.flow.assigned(path, scope):
+                made = origin.value
+                if isinstance(made, cst.Call) and (
+                    self.tree.called(made) in WRAPPERS or self._yields(made)
+                ):
+                    return self._sources(made, origin.scope, depth - 1)
+            return [(node, scope)]
+        if isinstance(node, cst.Subscript) and dotted(node.value) is not None:
+            return [(node, scope)]
+        return []
+
+    def _yields(self, call: cst.Call) -> bool:
+        local = self._local(call)
+        return local is not None and bool(list(found(local.body, cst.Yield)))
+
+    def _local(self, call: cst.Call) -> cst.FunctionDef | None:
+        name = dotted(call.func)
+        return next((f for f in self.tree.functions if f.name.value == name), None)
+
+    def _loaders(self, node: cst.BaseExpression, scope: Scope) -> list[Origin]:
+        """Where the loader was made; empty when it can be none."""
+        key: str | None = None
+        if isinstance(node, cst.Subscript):
+            index = node.slice[0].slice
+            if isinstance(index, cst.Index) and isinstance(
+                index.value, cst.SimpleString
+            ):
+                key = index.value.value.strip("\"'")
+            node = node.value
+        out: list[Origin] = []
+        for origin in self.flow.origins(node, scope):
+            made = origin.value
+            if isinstance(made, cst.Dict):
+                for element in made.elements:
+                    if isinstance(element, cst.DictElement) and (
+                        key is None or self.tree.text(element.key).strip("\"'") == key
+                    ):
+                        out += self.flow.origins(element.value, origin.scope)
+            elif isinstance(made, cst.DictComp):
+                out += self.flow.origins(made.value, origin.scope)
+            else:
+                out.append(origin)
+        return [o for o in out if self.may_be_loader(o)]
+
+    def is_loader(self, node: cst.CSTNode) -> bool:
+        """Whether an expression is a call of DataLoader."""
+        full = self.tree.called(node)
+        return full.rpartition(".")[2] == "DataLoader" and (
+            full == "DataLoader" or full.startswith("torch.")
+        )
+
+    def may_be_loader(self, origin: Origin) -> bool:
+        """Whether a value is a DataLoader, or comes from a call that may give one."""
+        made = origin.value
+        if self.is_loader(made):
+            return True
+        if not isinstance(made, cst.Call):
+            return False
+        local = self._local(made)
+        if local is not None:
+            return any(self.is_loader(c) for c in found(local.body, cst.Call))
+        full = self.tree.called(made)
+        name = (origin.path or "").lower()
+        return not full.startswith("torch.") and (
+            "loader" in full.lower() or "loader" in name
+        )
+
+
+def _scopes(tree: Tree, scope: Scope) -> list[cst.FunctionDef]:
+    out = []
+    while scope is not None:
+        out.append(scope)
+        scope = tree.function(scope)
+    return out
+
+
+def _distinct(origins: list[Origin]) -> list[Origin]:
+    seen: set[tuple[int, str | None]] = set()
+    out = []
+    for origin in origins:
+        key = (id(origin.scope), origin.path) if origin.path else (id(origin.value), "")
+        if key not in seen:
+            seen.add(key)
+            out.append(origin)
+    return out

@@ -1,0 +1,260 @@
+"""Divides the training loaders and tells their samplers the epoch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import libcst as cst
+
+from stretto.convert._display import appended
+from stretto.convert._flow import Origin, parameters
+from stretto.convert._tree import Scope, argument, arguments_of, dotted, found
+
+if TYPE_CHECKING:
+    from stretto.convert._edit import Work
+    from stretto.convert._job import Loop
+
+_PROGRESS = ("range", "trange", "tqdm.trange", "tqdm", "tqdm.tqdm", "tqdm.auto.tqdm")
+
+
+@final
+class Loaders:
+    """The loaders that training loops take their batches from."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._tree, self._flow = work.tree, work.flow
+        origins = [o for loop in work.job.training for o in loop.origins]
+        self._origins = list({o.key: o for o in origins}.values())
+        self._ids = {o.key for o in self._origins}
+        self._batch_texts: set[str] = set()
+
+    def is_divided(self, loop: Loop) -> bool:
+        """Whether a loop's batches are this rank's alone."""
+        return any(o.key in self._ids for o in loop.origins)
+
+    def convert(self) -> None:
+        """Divides the loaders and puts ``set_epoch`` before their loops."""
+        for origin in self._origins:
+            self._divide(origin)
+        for loop in self._work.job.training:
+            self._set_epoch(loop)
+        self._other_batch_sizes()
+
+    # Dividing
+
+    def _divide(self, origin: Origin) -> None:
+        call = origin.value
+        if not isinstance(call, cst.Call) or not self._work.job.is_loader(call):
+            self._divide_later(origin)
+            return
+        self._check(call)
+        starred = any(a.star for a in call.args)
+        data = argument(call, 0, "dataset")
+        plain = data is not None and (
+            dotted(data) is not None
+            or (isinstance(data, cst.Subscript) and dotted(data.value) is not None)
+        )
+        if starred or data is None or not (plain or self._can_hoist(origin)):
+            self._work.call_around(call, "divided")
+            self._work.done(
+                call,
+                "the loader is divided among ranks when it is made"
+                + ("" if self._work.choices.per_rank_batch else self._batch_note()),
+            )
+            return
+        name = self._tree.text(data) if plain else self._hoist(origin, data)
+        self._rewrite(call, name)
+
+    def _divide_later(self, origin: Origin) -> None:
+        """A loader that a function returned."""
+        text = self._tree.text(origin.value)[:50]
+        if origin.path is None:
+            self._work.call_around(origin.value, "divided")
+        else:
+            self._work.after(
+                origin.statement, f"{origin.path} = divided({origin.path})"
+            )
+        self._work.done(
+            origin.value,
+            f"the loader that `{text}` gives is divided among ranks"
+            + ("" if self._work.choices.per_rank_batch else self._batch_note()),
+        )
+
+    def _batch_note(self) -> str:
+        return "; its batch size stays that of all ranks together"
+
+    def _check(self, call: cst.Call) -> None:
+        refuse = self._work.job.refuse
+        _, named = arguments_of(call)
+        for name in ("sampler", "batch_sampler"):
+            given = named[name].value if name in named else None
+            if given is not None and self._tree.text(given) != "None":
+                raise refuse(
+                    call,
+                    f"the training loader has a {name} of its own "
+                    f"(`{self._tree.text(given)[:50]}`), which can not be divided "
+                    "among ranks without knowing what it means. Draw samples with "
+                    "shuffle=True (a subset with torch.utils.data.Subset), or divide "
+                    "this loader by hand in a distributed script",
+                )
+        data = argument(call, 0, "dataset")
+        made = self._flow.origins(data, self._tree.function(call)) if data else []
+        for origin in made:
+            made_by = origin.value.func if isinstance(origin.value, cst.Call) else None
+            name = dotted(made_by) or ""
+            kind = self._tree.classes.get(name)
+            if kind is not None and any(
+                (self._tree.full(b.value) or "").endswith("IterableDataset")
+                for b in kind.bases
+            ):
+                raise refuse(
+                    call,
+                    f"{name} is an IterableDataset, whose samples only it can divide. "
+                    "Let its __iter__ skip what other ranks take (RANK, WORLD_SIZE), "
+                    "or give it a length and __getitem__",
+                )
+
+    def _can_hoist(self, origin: Origin) -> bool:
+        """Whether a dataset made within the call can be made a line before it."""
+        return (
+            isinstance(origin.statement, cst.SimpleStatementLine)
+            and origin.path is not None
+            and origin.path.isidentifier()
+            and isinstance(self._tree.parent(origin.value), cst.Assign)
+        )
+
+    def _hoist(self, origin: Origin, data: cst.BaseExpression) -> str:
+        path = origin.path or "data"
+        name = path.replace("loader", "dataset") if "loader" in path else f"{path}_set"
+        while name in self._tree.names:
+            name += "_"
+        # A copy: the loader's own argument becomes the new name.
+        line = cst.SimpleStatementLine(
+            body=[
+                cst.Assign(
+                    targets=[cst.AssignTarget(target=cst.Name(name))],
+                    value=data.deep_clone(),
+                )
+            ]
+        )
+        self._work.change(data, lambda _: cst.Name(name))
+        self._work.nodes_before(origin.statement, [line])
+        return name
+
+    def _rewrite(self, call: cst.Call, data: str) -> None:
+        """``batch_size`` becomes this rank's, ``shuffle`` a sampler's."""
+        work = self._work
+        shuffle = argument(call, 2, "shuffle")
+        drop = argument(call, 8, "drop_last")
+        shuffled = "False" if shuffle is None else self._tree.text(shuffle)
+        ranks = ", num_replicas=WORLD_SIZE, rank=RANK" if work.horovod else ""
+        kept = "" if drop is None else f", drop_last={self._tree.text(drop)}"
+        sampler = work.expression(
+            f"DistributedSampler({data}{ranks}, shuffle={shuffled}{kept})"
+        )
+        size = argument(call, 1, "batch_size")
+        if size is None:
+            raise work.job.refuse(
+                call,
+                "the training loader has no batch_size, so each step takes one sample, "
+                "which can not be divided among ranks. Give it a batch_size",
+            )
+        self._batch_texts.add(self._tree.text(size))
+        if not work.choices.per_rank_batch:
+            work.call_around(size, "per_rank")
+        sampler_argument = cst.Arg(
+            keyword=cst.Name("sampler"),
+            value=sampler,
+            equal=cst.AssignEqual(
+                whitespace_before=cst.SimpleWhitespace(""),
+                whitespace_after=cst.SimpleWhitespace(""),
+            ),
+        )
+        if shuffle is None:
+            work.change(call, lambda new: appended(new, sampler_argument))
+        else:
+            old = next(a for a in call.args if a.value is shuffle)
+            work.change(
+                old,
+                lambda new: sampler_argument.with_changes(
+                    comma=new.comma, whitespace_after_arg=new.whitespace_after_arg
+                ),
+            )
+        work.done(
+            call,
+            f"the loader over `{data}` gives each rank its samples; "
+            + (
+                f"each rank takes batches of {self._tree.text(size)}, so all together "
+                "take more than one process did"
+                if work.choices.per_rank_batch
+                else f"{self._tree.text(size)} stays the batch of all ranks together"
+            ),
+        )
+
+    def _other_batch_sizes(self) -> None:
+        """Points out where else a step reads the batch size."""
+        if self._work.choices.per_rank_batch:
+            return
+        for loop in self._work.job.training:
+            for node in found(loop.node.body, cst.BaseExpression):
+                whole = isinstance(node, cst.Name | cst.Attribute)
+                if whole and self._tree.text(node) in self._batch_texts:
+                    self._work.undecided(
+                        node,
+                        f"a step reads `{self._tree.text(node)}`, which is the batch "
+                        "of all ranks, while the tensors here hold this rank's part",
+                    )
+
+    # Epochs
+
+    def _set_epoch(self, loop: Loop) -> None:
+        for node, scope in loop.loaders:
+            at = self._epoch_begins(loop, node, scope)
+            name = self._tree.text(node)
+            epoch = self._epoch(at, scope)
+            shown = epoch or f"{name}.sampler.epoch + 1"
+            self._work.before(at, f"{name}.sampler.set_epoch({shown})")
+            self._work.done(
+                at,
+                f"the sampler of `{name}` is told the epoch ({shown})",
+            )
+
+    def _epoch_begins(
+        self, loop: Loop, node: cst.BaseExpression, scope: Scope
+    ) -> cst.CSTNode:
+        """The statement that begins to take batches from a loader."""
+        if self._tree.within(node, loop.node):
+            if isinstance(loop.node, cst.For) and self._tree.within(
+                node, loop.node.iter
+            ):
+                return loop.node
+            return self._tree.statement(node)
+        del scope
+        statement = self._tree.statement(node)
+        if self._tree.function(loop.node) is self._tree.function(node) and isinstance(
+            loop.node, cst.For
+        ):
+            # Named before the loop, as `bar = tqdm(loader)`: made anew by each pass.
+            same = self._tree.loops(statement)[:1] == self._tree.loops(loop.node)[:1]
+            return statement if same else loop.node
+        return statement
+
+    def _epoch(self, at: cst.CSTNode, scope: Scope) -> str | None:
+        for around in self._tree.loops(at):
+            if self._tree.function(around) is not scope or not isinstance(
+                around, cst.For
+            ):
+                continue
+            target = around.target
+            call = around.iter
+            if self._tree.called(call) in _PROGRESS and isinstance(target, cst.Name):
+                inner = call.args[0].value if isinstance(call, cst.Call) else None
+                counts = self._tree.called(call).endswith("range") or (
+                    self._tree.called(inner) == "range"
+                )
+                if counts and target.value != "_":
+                    return target.value
+        if scope is not None and "epoch" in parameters(scope):
+            return "epoch"
+        return None

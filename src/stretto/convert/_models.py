@@ -1,0 +1,398 @@
+"""Wraps the trained models, and unwraps them where their own names are used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import libcst as cst
+
+from stretto.convert._tree import Scope, arguments_of, dotted, found
+
+if TYPE_CHECKING:
+    from stretto.convert._edit import Work
+    from stretto.convert._flow import Origin
+
+_OF_BOTH = frozenset(
+    ["train", "eval", "parameters", "zero_grad", "training", "module", "no_sync"]
+)
+"""What the wrapper has with the same meaning as the module inside."""
+
+_OF_MODULE = frozenset(
+    [
+        "add_module",
+        "apply",
+        "bfloat16",
+        "buffers",
+        "children",
+        "compile",
+        "cpu",
+        "cuda",
+        "double",
+        "eval",
+        "extra_repr",
+        "float",
+        "forward",
+        "get_buffer",
+        "get_parameter",
+        "get_submodule",
+        "half",
+        "load_state_dict",
+        "modules",
+        "named_buffers",
+        "named_children",
+        "named_modules",
+        "named_parameters",
+        "parameters",
+        "register_backward_hook",
+        "register_buffer",
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_module",
+        "register_parameter",
+        "requires_grad_",
+        "share_memory",
+        "state_dict",
+        "to",
+        "to_empty",
+        "train",
+        "type",
+        "zero_grad",
+        "save_pretrained",
+        "push_to_hub",
+        "num_parameters",
+        "get_num_params",
+        "gradient_checkpointing_enable",
+        "resize_token_embeddings",
+    ]
+)
+
+_SETTING_UP = frozenset(
+    [
+        "to",
+        "cuda",
+        "cpu",
+        "half",
+        "float",
+        "double",
+        "bfloat16",
+        "apply",
+        "load_state_dict",
+        "requires_grad_",
+        "compile",
+        "parameters",
+        "named_parameters",
+        "gradient_checkpointing_enable",
+    ]
+)
+
+
+@final
+class Models:
+    """The models of a job, where each is wrapped, and who uses them."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._tree, self._flow = work.tree, work.flow
+        self._made = {o.key for o in self._every_value(work.job.models)}
+        self._known: dict[tuple[int, str], bool] = {}
+        self._last_line: list[tuple[Scope, str, int]] = []
+        self.parallel_before = False
+
+    def _every_value(self, models: list[Origin]) -> list[Origin]:
+        out = list(models)
+        for model in models:
+            if model.path is not None:
+                out += self._flow.assigned(model.path, model.scope)
+        return out
+
+    def is_model(self, node: cst.BaseExpression, scope: Scope) -> bool:
+        """Whether an expression is one of the trained models."""
+        path = dotted(node)
+        if path is None:
+            return False
+        key = (id(scope), path)
+        if key not in self._known:
+            self._known[key] = any(
+                o.key in self._made for o in self._flow.origins(node, scope)
+            )
+        return self._known[key]
+
+    def convert(self) -> None:
+        """Wraps every model and adapts what is done with it."""
+        self._drop_data_parallel()
+        for model in self._work.job.models:
+            self._check_called(model)
+            self._wrap(model)
+        self._uses()
+
+    # Wrapping
+
+    def _drop_data_parallel(self) -> None:
+        for call in self._tree.calls:
+            if self._tree.called(call) not in (
+                "torch.nn.DataParallel",
+                "torch.nn.parallel.DataParallel",
+            ):
+                continue
+            self.parallel_before = True
+            inner = arguments_of(call)[0][0]
+            if not self._drop_statement(call, inner):
+                self._work.change(call, lambda new: new.args[0].value)
+            self._work.done(
+                call,
+                f"DataParallel taken off `{self._tree.text(inner)}`: every rank has "
+                "one device. The names in checkpoints keep their `module.`",
+            )
+
+    def _drop_statement(self, call: cst.Call, inner: cst.BaseExpression) -> bool:
+        """Removes ``m = DataParallel(m)``, and an ``if`` that held nothing else."""
+        line = self._tree.parent(call)
+        statement = self._tree.statement(call)
+        if not isinstance(line, cst.Assign) or not isinstance(
+            statement, cst.SimpleStatementLine
+        ):
+            return False
+        if dotted(line.targets[0].target) != dotted(inner) or len(statement.body) > 1:
+            return False
+        block = self._tree.block(statement)
+        around = self._tree.parent(block)
+        if len(block.body) > 1 or not isinstance(around, cst.If):
+            alone = len(block.body) == 1
+            self._work.change(
+                statement,
+                lambda _: (
+                    self._work.statement("pass") if alone else cst.RemoveFromParent()
+                ),
+            )
+        elif around.orelse is None and isinstance(self._tree.parent(around), cst.If):
+            return False
+        elif around.orelse is None:
+            self._work.change(around, lambda _: cst.RemoveFromParent())
+        else:
+            return False
+        return True
+
+    def _anchors(self, model: Origin) -> list[cst.CSTNode]:
+        """The statements that set a model up, up to where training begins."""
+        path = model.path or ""
+        limit = self._training_begins(model.scope)
+        marked = [o.statement for o in self._flow.assigned(path, model.scope)]
+        for call in self._tree.calls:
+            on = self._tree.method_called(call, *_SETTING_UP)
+            same = self._tree.function(call) is model.scope
+            if same and on is not None and f"{dotted(on)}.".startswith(f"{path}."):
+                marked.append(self._tree.statement(call))
+        marked += [
+            self._tree.statement(o.call)
+            for o in self._work.job.optimizers
+            if o.scope is model.scope and any(m.key == model.key for m in o.models)
+        ]
+        marked = [
+            s
+            for s in marked
+            if self._tree.function(s) is model.scope and self._tree.line(s) < limit
+        ]
+        return marked or [model.statement]
+
+    def _training_begins(self, scope: Scope) -> int:
+        """The first line of a scope at which a batch may be trained on."""
+        reaching = reaching_training(self._work)
+        names = {f.name.value for f in reaching}
+        for function in reaching:
+            owner = self._tree.owner(function)
+            if owner is not None:
+                names.add(owner.name.value)
+        lines = [
+            self._tree.line(loop.node)
+            for loop in self._work.job.training
+            if self._tree.function(loop.node) is scope
+        ]
+        lines += [
+            self._tree.line(call)
+            for call in self._tree.calls
+            if self._tree.function(call) is scope
+            and (dotted(call.func) or "").rpartition(".")[2] in names
+        ]
+        return min(lines, default=10**9)
+
+    def _wrap(self, model: Origin) -> None:
+        work, path = self._work, model.path or ""
+        anchors = self._anchors(model)
+        at = last_of_common_block(work, anchors)
+        end = max(self._tree.line(n) for n in (at, *anchors))
+        self._last_line.append((model.scope, path, end))
+        if work.horovod:
+            work.after(
+                at, f"hvd.broadcast_parameters({path}.state_dict(), root_rank=0)"
+            )
+            work.done(at, f"`{path}`: every rank begins with rank 0's parameters")
+            return
+        several = self._forwards(model) > 1
+        options = ", broadcast_buffers=False" if several else ""
+        work.after(at, f"{path} = DistributedDataParallel({path}{options})")
+        work.done(at, f"`{path}` wrapped in DistributedDataParallel")
+        if several:
+            work.know(
+                at,
+                f"`{path}` is called several times in a step, so its buffers are not "
+                "sent to the other ranks in between; rank 0's are saved",
+            )
+
+    def _forwards(self, model: Origin) -> int:
+        """From how many places in training a model is called."""
+        return sum(
+            1 for call in self._calls_of(model) if not self._tree.without_gradient(call)
+        )
+
+    def _calls_of(self, model: Origin) -> list[cst.Call]:
+        values = {model.key}
+        if model.path is not None:
+            values |= {o.key for o in self._flow.assigned(model.path, model.scope)}
+        return [
+            call
+            for call in self._tree.calls
+            if dotted(call.func) is not None
+            and self.is_model(call.func, self._tree.function(call))
+            and any(
+                o.key in values
+                for o in self._flow.origins(call.func, self._tree.function(call))
+            )
+        ]
+
+    def _check_called(self, model: Origin) -> None:
+        if not self._calls_of(model) and not self._work.horovod:
+            raise self._work.job.refuse(
+                model.statement,
+                f"the optimizer trains `{model.path}`, but nothing calls "
+                f"`{model.path}(...)`, which is where gradients are made ready to be "
+                "exchanged. Let training call the model itself, or use --to horovod",
+            )
+
+    # Uses
+
+    def _uses(self) -> None:
+        for node in found(self._tree.module, cst.Attribute):
+            scope = self._tree.function(node)
+            if node.attr.value in _OF_BOTH or not self.is_model(node.value, scope):
+                continue
+            if self._is_set_up(node, scope) or self._keeps_prefix(node):
+                continue
+            self._check_method(node)
+            if not self._work.horovod:
+                self._work.call_around(node.value, "unwrap")
+        if self._work.horovod:
+            return
+        for call in self._tree.calls:
+            scope = self._tree.function(call)
+            if self._tree.without_gradient(call) and self.is_model(call.func, scope):
+                self._work.call_around(call.func, "unwrap")
+
+    def _keeps_prefix(self, node: cst.Attribute) -> bool:
+        """Whether DataParallel's checkpoints had their `module.` at this place."""
+        names = ("state_dict", "load_state_dict", "named_parameters")
+        return self.parallel_before and node.attr.value in names
+
+    def _is_set_up(self, node: cst.Attribute, scope: Scope) -> bool:
+        """Whether the model is not wrapped yet where this is written."""
+        path = dotted(node.value)
+        line = self._tree.line(node)
+        return any(
+            scope is inside and path == known and line <= last
+            for inside, known, last in self._last_line
+        )
+
+    def _check_method(self, node: cst.Attribute) -> None:
+        """Refuses training through a method that the wrapper does not see."""
+        call = self._tree.parent(node)
+        method = node.attr.value
+        if (
+            self._work.horovod
+            or not isinstance(call, cst.Call)
+            or call.func is not node
+            or (method in _OF_MODULE and method != "forward")
+            or self._tree.without_gradient(call)
+            or isinstance(self._tree.parent(call), cst.Expr)
+            or not self._in_training(call)
+        ):
+            return
+        if method != "forward" and not self._computes(method):
+            return
+        raise self._work.job.refuse(
+            call,
+            f"training calls `{self._tree.text(node)}(...)`, which "
+            "DistributedDataParallel does not see, so its gradients would not be "
+            "exchanged. Reach it through the model's forward(), or use --to horovod",
+        )
+
+    def _in_training(self, node: cst.CSTNode) -> bool:
+        reaching = reaching_training(self._work)
+        inside = any(
+            self._tree.within(node, loop.node) for loop in self._work.job.training
+        )
+        return inside or any(
+            a in self._tree.functions and self._holds_backward(a)
+            for a in self._tree.ancestors(node)
+            if isinstance(a, cst.FunctionDef) and a in reaching
+        )
+
+    def _holds_backward(self, function: cst.FunctionDef) -> bool:
+        return any(self._tree.within(b, function) for b in self._work.job.backwards)
+
+    def _computes(self, method: str) -> bool:
+        """Whether a method may call layers; one of another file may."""
+        local = [
+            f
+            for f in self._tree.functions
+            if f.name.value == method and self._tree.owner(f) is not None
+        ]
+        if not local:
+            return True
+        return any(
+            isinstance(call.func, cst.Attribute)
+            and dotted(call.func.value) == "self"
+            and call.func.attr.value not in _OF_MODULE
+            for function in local
+            for call in found(function.body, cst.Call)
+        )
+
+
+def reaching_training(work: Work) -> list[cst.FunctionDef]:
+    """The functions in which, or below which, a batch is trained on."""
+    tree = work.tree
+    inner: list[cst.CSTNode] = [*work.job.backwards]
+    inner += [loop.node for loop in work.job.training]
+    out: dict[int, cst.FunctionDef] = {}
+    while inner:
+        node = inner.pop()
+        for function in tree.ancestors(node):
+            if isinstance(function, cst.FunctionDef) and id(function) not in out:
+                out[id(function)] = function
+                inner += work.flow.calls_of(function)
+    return list(out.values())
+
+
+def last_of_common_block(work: Work, statements: list[cst.CSTNode]) -> cst.CSTNode:
+    """The last of some statements, or what holds it in the block that holds all."""
+    tree = work.tree
+    chains = []
+    for statement in statements:
+        chain = [statement]
+        chain += [
+            a
+            for a in tree.ancestors(statement)
+            if isinstance(a, cst.SimpleStatementLine | cst.BaseCompoundStatement)
+            and not isinstance(a, cst.FunctionDef | cst.ClassDef)
+            and tree.function(a) is tree.function(statement)
+        ]
+        chains.append(
+            {
+                id(tree.parent(s)): s
+                for s in chain
+                if isinstance(tree.parent(s), cst.Module | cst.BaseSuite)
+            }
+        )
+    for block in chains[0]:
+        if all(block in chain for chain in chains):
+            return max((chain[block] for chain in chains), key=tree.line)
+    return statements[-1]

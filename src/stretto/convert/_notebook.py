@@ -1,0 +1,154 @@
+"""Jupyter notebooks: their code cells are one script with marks between.
+
+Everything else of the file stays as it is, outputs too: they are those of the run
+before the conversion.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+from stretto.convert._edit import CELL
+from stretto.convert._result import Choices, Conversion, Kind, Note
+from stretto.errors import SpecError
+
+_MAGIC = "# %%stretto magic "
+_LINE_MAGIC = re.compile(r"^(\s*)([%!].*|[\w.]+\?{1,2})$")
+_CELL_WITH_PYTHON = ("%%time", "%%timeit", "%%capture", "%%prun")
+
+
+def convert_notebook(text: str, *, name: str, choices: Choices) -> Conversion:
+    """The conversion of a notebook.
+
+    Raises:
+        SpecError: it is no notebook, or its code is not understood.
+    """
+    from stretto.convert._script import converted
+
+    notebook = _loaded(text, name)
+    script, starts = _joined(notebook)
+    try:
+        after, notes = converted(script, name, choices)
+    except SpecError as exc:
+        raise SpecError(_in_cells(str(exc), name, starts)) from exc
+    notes = [_in_cell(note, starts) for note in notes]
+    magics = script.count(_MAGIC)
+    if magics:
+        kept = f"{magics} lines of magics are kept as they are"
+        notes.append(Note(line=0, kind=Kind.KNOW, text=kept))
+    if after == script:
+        return Conversion(name=name, before=text, after=text, notes=tuple(notes))
+    if any(cell.get("outputs") for cell in _code_cells(notebook)):
+        old = "the outputs in the notebook are kept: they are of the run before"
+        notes.append(Note(line=0, kind=Kind.KNOW, text=old))
+    notes.append(
+        Note(
+            line=0,
+            kind=Kind.KNOW,
+            text="in Jupyter the notebook runs as one process; for several ranks: "
+            f"stretto run --convert {name}",
+        )
+    )
+    _put_back(notebook, after)
+    indent = _indent(text)
+    out = json.dumps(notebook, indent=indent, ensure_ascii=False)
+    if text.endswith("\n"):
+        out += "\n"
+    return Conversion(name=name, before=text, after=out, notes=tuple(notes))
+
+
+def script_of_notebook(text: str, *, name: str) -> str:
+    """A notebook's code as one script; magics are comments in it.
+
+    Raises:
+        SpecError: it is no notebook.
+    """
+    return _joined(_loaded(text, name))[0]
+
+
+def _loaded(text: str, name: str) -> dict[str, Any]:
+    try:
+        notebook = json.loads(text)
+    except json.JSONDecodeError as exc:
+        raise SpecError(f"{name}:{exc.lineno}: no notebook: {exc.msg}") from exc
+    if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
+        raise SpecError(
+            f"{name}: no notebook of format 4: it has no list of cells. Save it with a "
+            "current Jupyter"
+        )
+    return notebook
+
+
+def _code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    return [c for c in notebook["cells"] if c.get("cell_type") == "code"]
+
+
+def _source(cell: dict[str, Any]) -> str:
+    source = cell.get("source", "")
+    return source if isinstance(source, str) else "".join(source)
+
+
+def _joined(notebook: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+    """The script, and (first line, number in the notebook from 1) of each cell."""
+    lines: list[str] = []
+    starts: list[tuple[int, int]] = []
+    for number, cell in enumerate(notebook["cells"], 1):
+        if cell.get("cell_type") != "code":
+            continue
+        lines.append(f"{CELL}{number}")
+        starts.append((len(lines) + 1, number))
+        source = _source(cell).split("\n")
+        first = source[0].strip()
+        foreign = first.startswith("%%") and not first.startswith(_CELL_WITH_PYTHON)
+        for line in source:
+            match = _LINE_MAGIC.match(line)
+            if foreign:
+                lines.append(f"{_MAGIC}{line}")
+            elif match and match[1]:
+                # In a block of its own it must stay a statement.
+                lines.append(f"{match[1]}pass  {_MAGIC}{match[2]}")
+            elif match:
+                lines.append(f"{_MAGIC}{line}")
+            else:
+                lines.append(line)
+    return "\n".join(lines) + "\n", starts
+
+
+def _put_back(notebook: dict[str, Any], script: str) -> None:
+    parts = re.split(rf"^{re.escape(CELL)}(\d+)\n", script, flags=re.MULTILINE)
+    for number, part in zip(parts[1::2], parts[2::2], strict=True):
+        cell = notebook["cells"][int(number) - 1]
+        lines = [
+            re.sub(rf"^(\s*)(?:pass  )?{re.escape(_MAGIC)}(.*)$", r"\1\2", line)
+            for line in part.removesuffix("\n").split("\n")
+        ]
+        text = "\n".join(lines)
+        if text == _source(cell):
+            continue
+        as_list = isinstance(cell.get("source"), list)
+        cell["source"] = text.splitlines(keepends=True) if as_list else text
+
+
+def _in_cell(note: Note, starts: list[tuple[int, int]]) -> Note:
+    if not note.line:
+        return note
+    begun = [s for s in starts if s[0] <= note.line]
+    first, number = begun[-1] if begun else (1, 1)
+    return replace(note, line=note.line - first + 1, cell=number)
+
+
+def _in_cells(message: str, name: str, starts: list[tuple[int, int]]) -> str:
+    """An error whose line counts in the joined script, told by cell."""
+    match = re.match(rf"{re.escape(name)}:(\d+): ", message)
+    if match is None:
+        return message
+    note = _in_cell(Note(line=int(match[1]), kind=Kind.OPEN, text=""), starts)
+    return f"{name}: cell {note.cell}, line {note.line}: {message[match.end() :]}"
+
+
+def _indent(text: str) -> int:
+    match = re.match(r"\{\n( +)", text)
+    return len(match[1]) if match else 1

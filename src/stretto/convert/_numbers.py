@@ -1,0 +1,480 @@
+"""Makes numbers that are shown or decided on those of all ranks.
+
+Every rank must come to each collective. So a number is reduced where it is made, which
+also keeps decisions (a best loss, early stopping) the same on all ranks, or once after
+a loop when it is only added up there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, final
+
+import libcst as cst
+
+from stretto.convert._classify import Amount, Classifier
+from stretto.convert._result import Evaluation
+from stretto.convert._tree import Scope, dotted, found
+
+if TYPE_CHECKING:
+    from stretto.convert._edit import Work
+    from stretto.convert._job import Loop
+    from stretto.convert._loaders import Loaders
+    from stretto.convert._models import Models
+
+_SHOWN = frozenset(
+    [
+        "print",
+        "debug",
+        "info",
+        "warning",
+        "log",
+        "add_scalar",
+        "append",
+        "set_postfix",
+        "update",
+        "write",
+        "set_description",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """``name += value`` in a loop."""
+
+    name: str
+    value: cst.BaseExpression
+    statement: cst.CSTNode
+
+
+@final
+class Numbers:
+    """The numbers of training and evaluation loops."""
+
+    def __init__(self, work: Work, models: Models, loaders: Loaders) -> None:
+        self._work, self._models, self._loaders = work, models, loaders
+        self._tree = work.tree
+        self._classify = Classifier(work)
+        self._losses = self._classify.loss_names()
+        self._handled: set[int] = set()
+
+    def convert(self) -> None:
+        """Scales sum losses, reduces numbers, divides evaluations."""
+        self._scale_sums()
+        loops = [
+            made
+            for node in found(self._tree.module, cst.BaseCompoundStatement)
+            if isinstance(node, cst.For | cst.While)
+            and (made := self._work.job.loop(node)) is not None
+        ]
+        for loop in loops:
+            if self._loaders.is_divided(loop):
+                self._divided(loop)
+            elif self._tree.without_gradient(loop.node) and isinstance(
+                loop.node, cst.For
+            ):
+                self._evaluation(loop)
+        for call in self._work.job.backwards:
+            scope = self._tree.function(call)
+            if scope is not None:
+                self._at_source(scope.body, scope)
+
+    def _scale_sums(self) -> None:
+        if not self._classify.sums or self._work.choices.per_rank_batch:
+            return
+        first = self._classify.sums[0]
+        ranks = self._work.expression("WORLD_SIZE")
+        for call in self._work.job.backwards:
+            node = call.func.value if isinstance(call.func, cst.Attribute) else None
+            if node is None:
+                continue
+            self._work.change(node, partial(_times, factor=ranks))
+            self._work.done(
+                call,
+                "the loss is a sum over samples (line "
+                f"{self._tree.line(first)}), and gradients are averaged over ranks: "
+                "multiplied by WORLD_SIZE, they are those of the whole batch",
+            )
+
+    # Loops over this rank's share
+
+    def _divided(self, loop: Loop) -> None:
+        body, scope = loop.node.body, loop.scope
+        after: dict[Amount, list[str]] = {Amount.MEAN: [], Amount.SUM: []}
+        for added in self._added(body):
+            amount = self._classify.of(added.value, body)
+            if amount is Amount.SAME or self._is_handled(added.value):
+                continue
+            if amount is Amount.UNKNOWN:
+                if not self._numbers_in(added.value):
+                    continue
+                self._work.undecided(
+                    added.statement,
+                    f"whether `{added.name}` adds up means or sums of each rank's "
+                    "samples: its values are averaged over ranks",
+                )
+                amount = Amount.MEAN
+            if self._only_added(added, loop):
+                if added.name not in after[amount]:
+                    after[amount].append(added.name)
+                self._handled.add(id(added.statement))
+            else:
+                self._reduce(added.value, amount)
+        for amount, names in after.items():
+            self._reduce_after(loop, names, amount)
+        self._at_source(body, scope)
+
+    def _reduce_after(self, loop: Loop, names: list[str], amount: Amount) -> None:
+        if not names:
+            return
+        listed = ", ".join(names)
+        self._work.after(loop.node, f"{listed} = {amount.value}_over_ranks({listed})")
+        how = "averaged" if amount is Amount.MEAN else "summed"
+        self._work.done(loop.node, f"{listed}: {how} over ranks after the loop")
+
+    def _reduce(self, node: cst.BaseExpression, amount: Amount) -> None:
+        self._handled.add(id(node))
+        if self._work.is_guarded(node):
+            self._work.undecided(
+                node, f"`{self._tree.text(node)}` is rank 0's own, not all ranks'"
+            )
+            return
+        self._work.call_around(node, f"{amount.value}_over_ranks")
+        how = "averaged" if amount is Amount.MEAN else "summed"
+        self._work.done(node, f"`{self._tree.text(node)[:60]}` {how} over ranks")
+
+    def _is_handled(self, node: cst.CSTNode) -> bool:
+        """Whether a node, what is around it, or what is in it is reduced already."""
+        around = [node, *self._tree.ancestors(node)]
+        if any(id(a) in self._handled for a in around):
+            return True
+        return any(id(n) in self._handled for n in found(node, cst.BaseExpression))
+
+    def _numbers_in(self, node: cst.BaseExpression) -> bool:
+        return any(
+            self._tree.method_called(c, "item") is not None
+            or self._tree.called(c) == "float"
+            for c in found(node, cst.Call)
+        )
+
+    def _added(self, body: cst.CSTNode) -> list[Added]:
+        out = []
+        for line in found(body, cst.AugAssign):
+            name = dotted(line.target)
+            if name is not None and isinstance(line.operator, cst.AddAssign):
+                out.append(Added(name=name, value=line.value, statement=line))
+        for plain in found(body, cst.Assign):
+            value, name = plain.value, dotted(plain.targets[0].target)
+            if (
+                name is not None
+                and isinstance(value, cst.BinaryOperation)
+                and isinstance(value.operator, cst.Add)
+                and dotted(value.left) == name
+            ):
+                out.append(Added(name=name, value=value.right, statement=plain))
+        return out
+
+    def _only_added(self, added: Added, loop: Loop) -> bool:
+        """Whether a name is set before a loop, added to in it, and read only after."""
+        if not added.name.isidentifier():
+            return False
+        reads = 0
+        for name in found(loop.node, cst.Name):
+            if name.value != added.name:
+                continue
+            parent = self._tree.parent(name)
+            reads += not (isinstance(parent, cst.AugAssign) and parent.target is name)
+        plain = sum(
+            2
+            for other in self._added(loop.node.body)
+            if other.name == added.name and isinstance(other.statement, cst.Assign)
+        )
+        if reads - plain > 0:
+            return False
+        block = self._tree.block(loop.node)
+        begun = [
+            o
+            for o in self._work.flow.assigned(added.name, loop.scope)
+            if self._tree.line(o.statement) < self._tree.line(loop.node)
+        ]
+        return any(self._tree.parent(o.statement) is block for o in begun) or any(
+            self._tree.within(loop.node, self._tree.block(o.statement))
+            and self._same_pass(o.statement, loop.node)
+            for o in begun
+        )
+
+    def _same_pass(self, statement: cst.CSTNode, loop: cst.CSTNode) -> bool:
+        """Whether each pass through a loop begins with a statement anew."""
+        return self._tree.loops(statement)[:1] == self._tree.loops(loop)[:1]
+
+    def _at_source(self, body: cst.CSTNode, scope: Scope) -> None:
+        """Reduces each number taken out of a tensor of this rank's batch."""
+        for call in found(body, cst.Call):
+            on = self._tree.method_called(call, "item")
+            if on is None and self._tree.called(call) == "float" and call.args:
+                on = call.args[0].value
+            if on is None or self._is_handled(call):
+                continue
+            amount = self._classify.of(on, body)
+            whole = self._widest(call, body)
+            node: cst.BaseExpression = call
+            if whole is not call and not self._is_handled(whole):
+                node, amount = whole, self._classify.of(whole, body)
+            if amount is Amount.SAME and not self._in_body(on, body):
+                continue
+            if self._tree.without_gradient(call) and not any(
+                self._loaders.is_divided(made)
+                for around in self._tree.loops(call)
+                if (made := self._work.job.loop(around)) is not None
+            ):
+                continue
+            if amount not in (Amount.MEAN, Amount.SUM):
+                if amount is Amount.UNKNOWN:
+                    self._work.undecided(
+                        call,
+                        f"whether `{self._tree.text(call)[:60]}` is a mean or a sum "
+                        "over each rank's samples: it is averaged over ranks",
+                    )
+                amount = Amount.MEAN
+            self._reduce(node, amount)
+        self._shown(body)
+        self._decided(body)
+        del scope
+
+    def _widest(
+        self, call: cst.BaseExpression, body: cst.CSTNode
+    ) -> cst.BaseExpression:
+        """The widest calculation around a number that is still a mean or a sum.
+
+        A sum divided by this rank's count is a mean, which its parts are not.
+        """
+        out = node = call
+        while isinstance(above := self._tree.parent(node), cst.BinaryOperation):
+            node = above
+            if self._classify.of(node, body) in (Amount.MEAN, Amount.SUM):
+                out = node
+        return out
+
+    def _in_body(self, node: cst.BaseExpression, body: cst.CSTNode) -> bool:
+        first = next(iter(found(node, cst.Name)), None)
+        if first is None:
+            return False
+        return any(
+            self._tree.within(o.statement, body)
+            for o in self._work.flow.assigned(first.value, self._tree.function(node))
+        )
+
+    def _shown(self, body: cst.CSTNode) -> None:
+        """A loss that is shown as a tensor, without ``item()``."""
+        for call in found(body, cst.Call):
+            last = self._tree.called(call).rpartition(".")[2]
+            if last not in _SHOWN and not isinstance(call.func, cst.Attribute):
+                continue
+            if (
+                isinstance(call.func, cst.Attribute)
+                and call.func.attr.value not in _SHOWN
+            ):
+                continue
+            for argument in call.args:
+                self._counted(argument, body)
+                for name in found(argument.value, cst.Name):
+                    if (
+                        name.value in self._losses
+                        and not self._is_handled(name)
+                        and not isinstance(self._tree.parent(name), cst.Attribute)
+                        and isinstance(
+                            self._tree.parent(name),
+                            cst.Arg | cst.FormattedStringExpression | cst.DictElement,
+                        )
+                    ):
+                        self._reduce(name, self._classify.loss())
+
+    def _counted(self, argument: cst.Arg, body: cst.CSTNode) -> None:
+        """How many samples are through, which is shown with the progress."""
+        nodes = [argument.value]
+        nodes += [f.expression for f in found(argument, cst.FormattedStringExpression)]
+        inner = [a.value for c in found(argument.value, cst.Call) for a in c.args]
+        inner += [e.value for t in found(argument.value, cst.Tuple) for e in t.elements]
+        for node in [*nodes, *inner]:
+            if isinstance(node, cst.BinaryOperation) and not self._is_handled(node):
+                counts = any(
+                    self._in_body(a.value, body) or self._of_loop(a.value, body)
+                    for c in found(node, cst.Call)
+                    if self._tree.called(c) == "len"
+                    for a in c.args
+                ) or any(
+                    self._tree.method_called(c, "size") is not None
+                    for c in found(node, cst.Call)
+                )
+                if counts and self._classify.of(node, body) is Amount.SUM:
+                    self._reduce(node, Amount.SUM)
+
+    def _of_loop(self, node: cst.BaseExpression, body: cst.CSTNode) -> bool:
+        """Whether a name is a target of the loop that a block is the body of."""
+        loop = self._tree.parent(body)
+        return isinstance(loop, cst.For) and dotted(node) in {
+            n.value for n in found(loop.target, cst.Name)
+        }
+
+    def _decided(self, body: cst.CSTNode) -> None:
+        """Points out a decision on a tensor that differs by rank."""
+        for node in found(body, cst.If):
+            for name in found(node.test, cst.Name):
+                if name.value in self._losses and not self._is_handled(name):
+                    self._work.undecided(
+                        node,
+                        f"this decides on `{name.value}`, which differs by rank: if "
+                        "ranks go different ways here, they wait for each other",
+                    )
+
+    # Evaluation
+
+    def _evaluation(self, loop: Loop) -> None:
+        node = loop.node
+        if not isinstance(node, cst.For):
+            return
+        work = self._work
+        reason = self._not_summable(node)
+        if reason is not None:
+            work.undecided(
+                node,
+                f"how to divide this evaluation ({reason}): every rank goes through "
+                "all of it, so results are right and the same on all ranks",
+            )
+            return
+        names = list(dict.fromkeys(a.name for a in self._added(node.body)))
+        whole = work.choices.evaluation is Evaluation.RANK0
+        for source, _ in loop.loaders:
+            work.call_around(source, "whole_on_rank0" if whole else "share_of")
+        self._reduce_after(loop, names, Amount.SUM)
+        self._handled |= {id(n) for n in found(node, cst.BaseExpression)}
+        who = (
+            "rank 0 evaluates" if whole else "each rank evaluates its share of batches"
+        )
+        work.done(node, who)
+
+    def _not_summable(self, node: cst.For) -> str | None:
+        """Why a loop's results are more than numbers added up; ``None`` if not."""
+        scope = self._tree.function(node)
+        added = self._added(node.body)
+        names = {a.name for a in added}
+        if not added:
+            return "nothing is added up in it"
+        loop = self._work.job.loop(node)
+        if loop is None or not all(
+            self._tree.within(source, node.iter) for source, _ in loop.loaders
+        ):
+            return "its loader is named outside of it"
+        for a in added:
+            if not self._is_number(a.value, node):
+                return f"`{a.name}` may be a tensor or a list"
+            made = Added(name=a.name, value=a.value, statement=a.statement)
+            if not self._only_added(made, loop):
+                return f"`{a.name}` is read in it, or not set before it"
+        if self._tree.called(node.iter) == "enumerate" and isinstance(
+            node.target, cst.Tuple
+        ):
+            index = dotted(node.target.elements[0].value)
+            if any(n.value == index for n in found(node.body, cst.Name)):
+                return f"it uses the number `{index}` of each batch"
+        after = self._read_after(node, scope)
+        for line in found(node.body, cst.Assign):
+            for target in line.targets:
+                for name in found(target.target, cst.Name):
+                    if name.value in after - names:
+                        return f"`{name.value}` is read after it"
+                if not isinstance(target.target, cst.Name | cst.Tuple):
+                    return "it sets more than variables of its own"
+        for call in found(node.body, cst.Call):
+            if (why := self._hidden(call)) is not None:
+                return why
+        if any(True for _ in found(node.body, cst.Return)):
+            return "it returns from within"
+        if any(True for _ in found(node.body, cst.Break)):
+            return "it may end early"
+        return None
+
+    def _hidden(self, call: cst.Call) -> str | None:
+        """Why a call in an evaluation may do more than give a value."""
+        function = next(
+            (f for f in self._tree.functions if f.name.value == dotted(call.func)), None
+        )
+        scope = self._tree.function(call)
+        passes = any(self._models.is_model(a.value, scope) for a in call.args)
+        if function is not None and (
+            passes
+            or any(
+                self._models.is_model(c.func, function)
+                for c in found(function.body, cst.Call)
+            )
+        ):
+            return f"`{function.name.value}` calls the model"
+        if (
+            isinstance(call.func, cst.Attribute)
+            and dotted(call.func.value) == "self"
+            and not self._models.is_model(call.func, scope)
+            and not self._work.flow.assigned(f"self.{call.func.attr.value}", scope)
+        ):
+            return f"`{dotted(call.func)}` may keep something"
+        in_line = isinstance(self._tree.parent(call), cst.Expr)
+        if in_line and self._tree.called(call) != "print":
+            return f"`{self._tree.text(call)[:40]}` keeps something"
+        return None
+
+    def _is_number(self, value: cst.BaseExpression, node: cst.For) -> bool:
+        """Whether an expression surely is a plain number."""
+        if isinstance(value, cst.Integer | cst.Float):
+            return True
+        if isinstance(value, cst.BinaryOperation):
+            return self._is_number(value.left, node) and self._is_number(
+                value.right, node
+            )
+        if isinstance(value, cst.Call):
+            method = (
+                value.func.attr.value if isinstance(value.func, cst.Attribute) else ""
+            )
+            return (
+                method == "item"
+                or (method == "size" and bool(value.args))
+                or (self._tree.called(value) in ("len", "float", "int"))
+            )
+        if isinstance(value, cst.Subscript):
+            base = value.value
+            return isinstance(base, cst.Attribute) and base.attr.value == "shape"
+        if (path := dotted(value)) is not None:
+            made = [
+                o
+                for o in self._work.flow.assigned(path, self._tree.function(node))
+                if self._tree.within(o.statement, node.body) and o.place is None
+            ]
+            return len(made) == 1 and self._is_number(made[0].value, node)
+        return False
+
+    def _read_after(self, node: cst.For, scope: Scope) -> set[str]:
+        where: cst.CSTNode = self._tree.module if scope is None else scope.body
+        last = max(self._tree.line(n) for n in found(node, cst.Name))
+        inside = {id(n) for n in found(node, cst.Name)}
+        return {
+            n.value
+            for n in found(where, cst.Name)
+            if id(n) not in inside
+            and self._tree.line(n) > last
+            and not self._assigned_by(n)
+        }
+
+    def _assigned_by(self, name: cst.Name) -> bool:
+        parent = self._tree.parent(name)
+        return isinstance(parent, cst.AssignTarget)
+
+
+def _times(node: cst.BaseExpression, factor: cst.BaseExpression) -> cst.BaseExpression:
+    """The product in brackets."""
+    return cst.BinaryOperation(
+        left=node,
+        operator=cst.Multiply(),
+        right=factor,
+        lpar=[cst.LeftParen()],
+        rpar=[cst.RightParen()],
+    )

@@ -1,0 +1,127 @@
+"""From a file's bytes to a syntax tree, or one clear refusal."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+
+import libcst as cst
+
+from stretto.convert._tree import Tree
+from stretto.errors import SpecError
+
+_PYTHON_2 = re.compile(
+    r"^\s*(?:print\s+[\"'\w]|exec\s+[\"']|raise\s+\w+\s*,|except\s+[\w.]+\s*,\s*\w+:)",
+    re.MULTILINE,
+)
+
+_OTHER_FRAMEWORKS = {
+    "tensorflow": "TensorFlow",
+    "keras": "Keras",
+    "jax": "JAX",
+    "flax": "JAX",
+    "mxnet": "MXNet",
+    "paddle": "Paddle",
+}
+
+_DISTRIBUTED = {
+    "accelerate": "Accelerate",
+    "deepspeed": "DeepSpeed",
+    "pytorch_lightning": "Lightning",
+    "lightning": "Lightning",
+    "fastai": "fastai",
+    "ignite.distributed": "Ignite",
+    "ray.train": "Ray",
+    "byteps": "BytePS",
+    "fairscale": "FairScale",
+    "torch.distributed.fsdp": "FSDP",
+}
+
+_OWN_TRAINERS = ("transformers.Trainer", "transformers.Seq2SeqTrainer", "trl.")
+
+
+def decoded(data: bytes, name: str) -> str:
+    """The text of a file.
+
+    Raises:
+        SpecError: it is not UTF-8.
+    """
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as exc:
+        line = data[: exc.start].count(b"\n") + 1
+        raise SpecError(
+            f"{name}:{line}: a script must be UTF-8, got the byte "
+            f"0x{data[exc.start]:02x}: save it as UTF-8 and convert again"
+        ) from exc
+
+
+def parsed(source: str, name: str) -> Tree:
+    """The tree of a script.
+
+    Raises:
+        SpecError: it is no Python 3, or not for PyTorch on a single device.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(source)
+        tree = Tree(cst.parse_module(source))
+    except SyntaxError as exc:
+        if _PYTHON_2.search(source):
+            raise SpecError(
+                f"{name}:{exc.lineno}: this is Python 2 ({exc.msg}): bring it to "
+                "Python 3 first, for instance with 2to3"
+            ) from exc
+        raise SpecError(
+            f"{name}:{exc.lineno}: syntax error: {exc.msg}: only a script that Python "
+            "can parse is converted"
+        ) from exc
+    except (ValueError, cst.ParserSyntaxError) as exc:
+        raise SpecError(f"{name}: can not be parsed: {exc}") from exc
+    return tree
+
+
+def check_framework(tree: Tree, name: str) -> None:
+    """Refuses what is not for PyTorch, or cares for several devices by itself.
+
+    Raises:
+        SpecError: so it is.
+    """
+    imports = _import_lines(tree)
+    for module, line in imports:
+        first = module.partition(".")[0]
+        if first in _OTHER_FRAMEWORKS:
+            raise SpecError(
+                f"{name}:{line}: imports {module}, and {_OTHER_FRAMEWORKS[first]} is "
+                "not converted: only PyTorch training code is"
+            )
+        for known, title in _DISTRIBUTED.items():
+            if module == known or module.startswith(known + "."):
+                raise SpecError(
+                    f"{name}:{line}: imports {module}: {title} distributes the "
+                    "training already, so there is nothing to convert. Start it with "
+                    "`stretto run`, which puts our DDP under what uses PyTorch's"
+                )
+        if module.startswith(_OWN_TRAINERS):
+            raise SpecError(
+                f"{name}:{line}: {module} distributes the training by itself: start "
+                "the script unchanged, as `stretto run --nproc-per-node N "
+                f"{name}`"
+            )
+    if not any(module.partition(".")[0] == "torch" for module, _ in imports):
+        raise SpecError(
+            f"{name}: does not import torch, so no PyTorch training is in it: give the "
+            "file that holds the training loop"
+        )
+
+
+def _import_lines(tree: Tree) -> list[tuple[str, int]]:
+    out = []
+    for node in ast.walk(ast.parse(tree.module.code)):
+        if isinstance(node, ast.Import):
+            out += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            out += [(f"{node.module}.{a.name}", node.lineno) for a in node.names]
+    return sorted(out, key=lambda found: found[1])

@@ -1,0 +1,94 @@
+"""What a conversion was asked for, and what it did."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from dataclasses import dataclass, field
+
+
+class Target(enum.Enum):
+    """What the converted script trains with."""
+
+    DDP = "ddp"
+    STRETTO = "stretto"
+    HOROVOD = "horovod"
+
+
+class Evaluation(enum.Enum):
+    """Which ranks evaluate."""
+
+    ALL = "all"
+    RANK0 = "rank0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What the user chose."""
+
+    target: Target = Target.STRETTO
+    evaluation: Evaluation = Evaluation.ALL
+    per_rank_batch: bool = False
+    """Whether a loader's batch size is each rank's from now on, not all ranks'."""
+
+
+class Kind(enum.Enum):
+    """What a note is about."""
+
+    DONE = "done"
+    OPEN = "could not decide"
+    KNOW = "to know"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Note:
+    """One line of the list that goes with a diff."""
+
+    line: int
+    """Line of the script as it was, from 1; 0 where no line is meant."""
+    text: str
+    kind: Kind = field(compare=False)
+    cell: int | None = field(default=None, compare=False)
+    """The notebook's cell that ``line`` counts in, from 1."""
+
+    def __str__(self) -> str:
+        place = f"cell {self.cell}, " if self.cell is not None else ""
+        return f"{place}line {self.line}: {self.text}" if self.line else self.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """A script before and after, and what was done to it."""
+
+    name: str
+    before: str
+    after: str
+    notes: tuple[Note, ...]
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything differs."""
+        return self.before != self.after
+
+    def diff(self) -> str:
+        """The unified diff; empty when nothing changes."""
+        lines = difflib.unified_diff(
+            self.before.splitlines(keepends=True),
+            self.after.splitlines(keepends=True),
+            f"a/{self.name}",
+            f"b/{self.name}",
+        )
+        return "".join(
+            x if x.endswith("\n") else f"{x}\n\\ No newline at end of file\n"
+            for x in lines
+        )
+
+    def listed(self) -> str:
+        """The notes as text, by what they are about."""
+        parts = []
+        for kind in Kind:
+            of_kind = [n for n in self.notes if n.kind is kind]
+            if of_kind:
+                lines = "\n".join(f"  {note}" for note in of_kind)
+                parts.append(f"{kind.value}:\n{lines}")
+        return "\n".join(parts)

@@ -1,0 +1,56 @@
+"""One script: which kind it is, and its conversion."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+
+from stretto.convert import _moved, _reading, _single, _support
+from stretto.convert._notebook import convert_notebook
+from stretto.convert._result import Choices, Conversion, Kind, Note, Target
+from stretto.errors import SpecError
+
+_MARKED = re.compile(rf"^{re.escape(_support.MARK)} --to (\w+)$", re.MULTILINE)
+
+
+def convert_bytes(data: bytes, *, name: str, choices: Choices) -> Conversion:
+    """The conversion of a file: a notebook by its name's ending, else a script.
+
+    Raises:
+        SpecError: it is not UTF-8, no Python 3, or not understood.
+    """
+    text = _reading.decoded(data, name)
+    if PurePath(name).suffix == ".ipynb":
+        return convert_notebook(text, name=name, choices=choices)
+    return convert_source(text, name=name, choices=choices)
+
+
+def convert_source(source: str, *, name: str, choices: Choices) -> Conversion:
+    """The conversion of a script's text; what was converted before does not change.
+
+    Raises:
+        SpecError: it is no Python 3, holds no training for one device that is
+            understood, or was converted for another target.
+    """
+    after, notes = converted(source, name, choices)
+    return Conversion(name=name, before=source, after=after, notes=tuple(notes))
+
+
+def converted(source: str, name: str, choices: Choices) -> tuple[str, list[Note]]:
+    """A script's new text, and what was done."""
+    tree = _reading.parsed(source, name)
+    marked = _MARKED.search(source)
+    if marked is not None:
+        if marked[1] != choices.target.value and choices.target is not Target.STRETTO:
+            raise SpecError(
+                f"{name}: was converted with --to {marked[1]}: convert the script it "
+                f"was made from with --to {choices.target.value}"
+            )
+        note = Note(line=0, kind=Kind.KNOW, text="converted already: nothing to do")
+        return source, [note]
+    moved = _moved.moved(tree, choices.target, name)
+    if moved is not None:
+        return moved
+    _reading.check_framework(tree, name)
+    after, notes = _single.distributed(tree, choices, name)
+    return after, sorted(notes)

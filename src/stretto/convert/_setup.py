@@ -1,0 +1,281 @@
+"""Puts in the ranks, the functions that are called, and the end of the group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from stretto.convert import _support
+from stretto.convert._models import reaching_training
+from stretto.convert._result import Target
+from stretto.convert._tree import dotted, found
+
+if TYPE_CHECKING:
+    from stretto.convert._edit import Work
+
+_IMPORTS = {
+    "os": "import os",
+    "itertools": "import itertools",
+    "contextlib": "import contextlib",
+    "atexit": "import atexit",
+    "torch": "import torch",
+    "dist": "import torch.distributed as dist",
+    "hvd": "import stretto.horovod.torch as hvd",
+    "DataLoader": "from torch.utils.data import DataLoader",
+    "RandomSampler": "from torch.utils.data import RandomSampler",
+    "SequentialSampler": "from torch.utils.data import SequentialSampler",
+    "DistributedSampler": "from torch.utils.data.distributed import DistributedSampler",
+}
+
+_SEEDING = {
+    "torch": ("torch.manual_seed", "torch.random.manual_seed"),
+    "random": ("random.seed",),
+    "numpy": ("numpy.random.seed",),
+}
+
+
+def convert(work: Work, *, logs: bool, apart: cst.CSTNode) -> None:
+    """Joins the ranks at the beginning, and lets them part at the end."""
+    _seeds_apart(work, apart)
+    entry = _Entry(work)
+    beginning = ["join_ranks()"]
+    seeds = _unseeded(work)
+    if seeds:
+        beginning.append("seed_alike()")
+    leaving = "hvd.shutdown()" if work.horovod else "dist.destroy_process_group()"
+    if entry.may_exit:
+        beginning.append(f"atexit.register({leaving.removesuffix('()')})")
+    head = _last_import(work)
+    texts = [work.named(t) for t in beginning]
+    if logs:
+        work.after(_logging(work), "if RANK > 0:\n    logging.disable(logging.WARNING)")
+    if not entry.may_exit:
+        entry.at_end(leaving)
+    block = _block(work, seeds)
+    if entry.flat:
+        block += "\n\n" + "\n".join(texts) + "\n"
+    else:
+        entry.at_begin(beginning)
+    nodes = cst.parse_module(block, config=work.tree.module.config_for_parsing)
+    lines = [cst.EmptyLine(indent=False), *nodes.header]
+    first = nodes.body[0].with_changes(leading_lines=lines)
+    _insert(work, head, [first, *nodes.body[1:]])
+    work.done(
+        head,
+        "after the imports: the ranks from the launcher's environment"
+        + (", joined there" if entry.flat else ""),
+    )
+    if not entry.flat:
+        work.done(entry.begin, "the ranks are joined here")
+
+
+def _insert(work: Work, head: cst.CSTNode | None, nodes: list[cst.CSTNode]) -> None:
+    if head is None:
+        raise work.job.refuse(work.tree.module, "the script imports nothing")
+    work.nodes_after(head, nodes)
+
+
+def _logging(work: Work) -> cst.CSTNode:
+    call = next(
+        c for c in work.tree.calls if work.tree.called(c) == "logging.basicConfig"
+    )
+    return work.tree.statement(call)
+
+
+def _seeds_apart(work: Work, at: cst.CSTNode) -> None:
+    """From the first epoch on each rank draws its own dropout, noise and so on."""
+    work.before(at, "if RANK > 0:\n    torch.manual_seed(torch.initial_seed() + RANK)")
+    work.done(
+        at,
+        "from here each rank has random numbers of its own, rank 0 those of the "
+        "script; up to here all ranks have the same, so that models and splits are "
+        "the same",
+    )
+
+
+def _unseeded(work: Work) -> tuple[str, ...]:
+    """The statements that seed what the script leaves to chance."""
+    tree = work.tree
+    imported = set(tree.imported.values())
+    names = {"torch": "torch.manual_seed(int(seed))"}
+    if any(m == "random" or m.startswith("random.") for m in imported):
+        names["random"] = "random.seed(int(seed))"
+    short = next((k for k, v in tree.imported.items() if v == "numpy"), None)
+    if short is not None:
+        names["numpy"] = f"{short}.random.seed(int(seed))"
+    if "random" in names and tree.imported.get("random") != "random":
+        del names["random"]
+    for library, calls in _SEEDING.items():
+        for call in tree.calls:
+            if tree.called(call) in calls and call.args and _is_fixed(work, call):
+                names.pop(library, None)
+    return tuple(names.values())
+
+
+def _is_fixed(work: Work, call: cst.Call) -> bool:
+    """Whether a seed surely is set, and to the same value on each rank."""
+    tree = work.tree
+    if any(isinstance(a, cst.If) and not _is_main(a) for a in tree.ancestors(call)):
+        return False
+    seed = call.args[0].value
+    if isinstance(seed, cst.Integer):
+        return True
+    if isinstance(seed, cst.Attribute):
+        return True
+    made = work.flow.origins(seed, tree.function(call))
+    return bool(made) and all(
+        isinstance(o.value, cst.Integer | cst.Attribute) for o in made
+    )
+
+
+def _is_main(node: cst.If) -> bool:
+    test = node.test
+    return isinstance(test, cst.Comparison) and dotted(test.left) == "__name__"
+
+
+def _last_import(work: Work) -> cst.CSTNode | None:
+    """The last import before the script begins to define or do things."""
+    last: cst.CSTNode | None = None
+    for line in work.tree.module.body:
+        if isinstance(line, cst.SimpleStatementLine):
+            if any(isinstance(part, cst.Import | cst.ImportFrom) for part in line.body):
+                last = line
+            elif _acts(work, line):
+                break
+        elif isinstance(line, cst.Try) and any(
+            True for _ in found(line.body, (cst.Import, cst.ImportFrom))
+        ):
+            last = line
+        elif not isinstance(line, cst.If | cst.Try) or _is_main(line):  # type: ignore[arg-type]
+            break
+    return last
+
+
+def _acts(work: Work, line: cst.SimpleStatementLine) -> bool:
+    """Whether a line does more than set a constant or quiet a warning."""
+    tree = work.tree
+    return any(
+        (tree.called(call)).startswith("torch.")
+        or "DataLoader" in tree.called(call)
+        or tree.called(call).rpartition(".")[2] in tree.classes
+        for call in found(line, cst.Call)
+    )
+
+
+def _block(work: Work, seeds: tuple[str, ...]) -> str:
+    """The imports, the ranks and the functions, as text."""
+    target = work.choices.target
+    names = set(_support.order()) & work.used | {"join_ranks"}
+    if seeds:
+        names.add("seed_alike")
+    waiting, wanted = list(names), set(work.used)
+    while waiting:
+        for more in _support.NEEDS.get(waiting.pop(), ()):
+            if more in _support.order() and more not in names:
+                names.add(more)
+                waiting.append(more)
+            wanted.add(more)
+    if "divided" in names and not work.choices.per_rank_batch:
+        names.add("per_rank")
+    if work.horovod:
+        wanted |= {"hvd"}
+        wanted -= {"dist", "DistributedDataParallel"}
+    functions = [
+        _support.text_of(
+            name,
+            horovod=work.horovod,
+            per_rank_batch=work.choices.per_rank_batch,
+            seeds=seeds,
+        ).strip("\n")
+        for name in _support.order()
+        if name in names
+    ]
+    imports = _imports(work, wanted | {"os", "torch"})
+    ranks = _support.RANKS.strip("\n")
+    mark = f"{_support.MARK} --to {target.value}"
+    parts = [f"{mark}\n" + "\n".join(imports), "\n" + ranks]
+    text = "\n".join(parts) + "\n\n\n" + "\n\n\n".join(functions) + "\n"
+    return work.named(text)
+
+
+def _imports(work: Work, wanted: set[str]) -> list[str]:
+    have = work.tree.imported
+    lines = []
+    for name, line in _IMPORTS.items():
+        module, _, last = line.partition(" import ")
+        full = (
+            f"{module.removeprefix('from ')}.{last}"
+            if line.startswith("from")
+            else line.removeprefix("import ").partition(" as ")[0]
+        )
+        if name in wanted and have.get(name) != full:
+            lines.append(line)
+    if "DistributedDataParallel" in wanted:
+        if work.choices.target is Target.STRETTO:
+            lines.append("from stretto import DistributedDataParallel")
+        else:
+            lines.append("from torch.nn.parallel import DistributedDataParallel")
+    return lines
+
+
+class _Entry:
+    """Where the script begins to do things, and where it ends."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        tree = work.tree
+        body = tree.module.body
+        guard = next((n for n in body if isinstance(n, cst.If) and _is_main(n)), None)
+        at_top = [m.statement for m in work.job.models if m.scope is None]
+        at_top += [
+            o.statement
+            for loop in work.job.training
+            for o in loop.origins
+            if o.scope is None
+        ]
+        at_top += [loop.node for loop in work.job.training if loop.scope is None]
+        inside = guard is not None and all(tree.within(n, guard) for n in at_top)
+        self.flat = bool(at_top) and not inside
+        self._guard = guard if inside or (guard is not None and not at_top) else None
+        self.begin: cst.CSTNode
+        if self._guard is not None:
+            self.begin = self._guard.body.body[0]
+            self._end: cst.CSTNode = self._guard.body.body[-1]
+        elif self.flat:
+            self.begin, self._end = body[0], body[-1]
+        else:
+            self.begin = self._main_call()
+            self._end = body[-1]
+        self.may_exit = any(
+            tree.called(call) in ("sys.exit", "exit", "quit", "SystemExit")
+            for call in found(self._end, cst.Call)
+        )
+
+    def _main_call(self) -> cst.CSTNode:
+        """The top-level statement that calls what trains."""
+        tree = self._work.tree
+        names = {f.name.value for f in reaching_training(self._work)}
+        for line in tree.module.body:
+            if isinstance(line, cst.FunctionDef | cst.ClassDef):
+                continue
+            for call in found(line, cst.Call):
+                if (dotted(call.func) or "").rpartition(".")[2] in names or any(
+                    dotted(a.value) in names for a in call.args
+                ):
+                    return line
+        first = self._work.job.training[0].node
+        raise self._work.job.refuse(
+            first,
+            "nothing in this file starts the training that happens here. Give the file "
+            "that is run, with the training loop in it, or call it at its end",
+        )
+
+    def at_begin(self, texts: list[str]) -> None:
+        """Puts statements before the first."""
+        self._work.before(self.begin, *texts)
+
+    def at_end(self, text: str) -> None:
+        """Puts a statement after the last."""
+        self._work.after(self._end, text)
+        self._work.done(self._end, "the ranks part after this")

@@ -1,0 +1,69 @@
+"""From a script for one device to one for many: the order of the steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stretto.convert import _advice, _device, _setup
+from stretto.convert._display import Display
+from stretto.convert._edit import Work
+from stretto.convert._horovod import distribute_optimizers
+from stretto.convert._job import Job
+from stretto.convert._loaders import Loaders
+from stretto.convert._models import Models, reaching_training
+from stretto.convert._numbers import Numbers
+
+if TYPE_CHECKING:
+    import libcst as cst
+
+    from stretto.convert._result import Choices, Note
+    from stretto.convert._tree import Tree
+
+
+def distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Note]]:
+    """A script's distributed form, and what was done to it.
+
+    Raises:
+        SpecError: the script is not understood; line and next step said.
+    """
+    work = Work(Job(tree, name), choices)
+    display = Display(work)
+    display.guard_files()
+    models = Models(work)
+    models.convert()
+    if work.horovod:
+        distribute_optimizers(work, models)
+    loaders = Loaders(work)
+    loaders.convert()
+    Numbers(work, models, loaders).convert()
+    display.convert()
+    _device.convert(work, saves=display.saves)
+    _setup.convert(work, logs=display.logs(), apart=_first_epoch(work))
+    _advice.give(work)
+    return work.result().code, work.notes
+
+
+def _first_epoch(work: Work) -> cst.CSTNode:
+    """The outermost loop in which training happens, the first of them in the text."""
+    tree = work.tree
+    inner: list[cst.CSTNode] = [loop.node for loop in work.job.training]
+    outermost: list[cst.CSTNode] = []
+    for node in inner:
+        around = tree.loops(node)
+        outermost.append(around[-1] if around else node)
+    for function in reaching_training(work):
+        for call in work.flow.calls_of(function):
+            around = tree.loops(call)
+            if around:
+                outermost.append(around[-1])
+    callers = [n for n in outermost if _is_first_level(work, n, outermost)]
+    return min(callers or outermost, key=tree.line)
+
+
+def _is_first_level(work: Work, node: cst.CSTNode, others: list[cst.CSTNode]) -> bool:
+    """Whether a loop does not run within another of them through a call."""
+    scope = work.tree.function(node)
+    if scope is None:
+        return True
+    calls = work.flow.calls_of(scope)
+    return not any(work.tree.within(call, other) for call in calls for other in others)

@@ -1,0 +1,224 @@
+"""The functions that a converted script is given, as text.
+
+They stand in the script, not in a library, so that it can be read, changed and run
+without this package. Only those that are called are put in. Values travel in double
+precision on the CPU, so that a displayed loss costs no synchronisation of a device.
+"""
+
+from __future__ import annotations
+
+import re
+
+MARK = "# Distributed by stretto convert"
+
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+RANKS = """
+RANK = int(os.environ.get("RANK", "0"))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+"""
+
+_JOIN = '''
+def join_ranks():
+    """Joins the other ranks; a process that nothing launched is the only rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(LOCAL_RANK)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        backend = "gloo"
+    if WORLD_SIZE > 1:
+        dist.init_process_group(backend)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+'''
+
+_JOIN_HOROVOD = '''
+def join_ranks():
+    """Joins the other ranks; a process that nothing launched is the only rank."""
+    hvd.init()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(LOCAL_RANK)
+'''
+
+_COMMON = {
+    "unwrap": '''
+def unwrap(model):
+    """The module inside, with its own attributes and the names of its parameters."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+''',
+    "per_rank": '''
+def per_rank(batch_size):
+    """This rank's part of a batch: all ranks together take the whole of it."""
+    if batch_size % WORLD_SIZE:
+        raise ValueError(
+            f"a batch of {batch_size} does not divide by {WORLD_SIZE} ranks: "
+            "choose a multiple"
+        )
+    return batch_size // WORLD_SIZE
+''',
+    "divided": '''
+def divided(loader):
+    """The same loader for this rank's samples."""
+    shuffle = isinstance(getattr(loader, "sampler", None), RandomSampler)
+    if not shuffle and not isinstance(
+        getattr(loader, "sampler", None), SequentialSampler
+    ):
+        raise TypeError(
+            f"can not divide {type(loader).__name__} among ranks: it is no DataLoader "
+            "with shuffle=True or False"
+        )
+    sampler = DistributedSampler(
+        loader.dataset,
+        num_replicas=WORLD_SIZE,
+        rank=RANK,
+        shuffle=shuffle,
+        drop_last=loader.drop_last,
+    )
+    return DataLoader(
+        loader.dataset,
+        batch_size=BATCH_OF_LOADER,
+        sampler=sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        worker_init_fn=loader.worker_init_fn,
+        persistent_workers=loader.persistent_workers,
+        prefetch_factor=loader.prefetch_factor,
+    )
+''',
+    "print0": '''
+def print0(*values, **options):
+    """Prints on rank 0; every rank has worked the values out."""
+    if RANK == 0:
+        print(*values, **options)
+''',
+    "OnRank0": '''
+class OnRank0:
+    """Stands for a writer on the other ranks: takes every call, does nothing."""
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *values, **options):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+''',
+    "_reduced": """
+def _reduced(values, divisor):
+    numbers = [float(value) for value in values]
+    total = torch.tensor(numbers, dtype=torch.float64)
+    ALL_REDUCE
+    out = []
+    for value, number in zip(values, (total / divisor).tolist()):
+        if isinstance(value, torch.Tensor):
+            out.append(value.detach().new_tensor(number))
+        else:
+            whole = isinstance(value, int) and divisor == 1
+            out.append(int(number) if whole else number)
+    return out[0] if len(out) == 1 else out
+""",
+    "mean_over_ranks": '''
+def mean_over_ranks(*values):
+    """The mean over ranks; every rank must call it."""
+    return _reduced(values, WORLD_SIZE)
+''',
+    "sum_over_ranks": '''
+def sum_over_ranks(*values):
+    """The sum over ranks; every rank must call it."""
+    return _reduced(values, 1)
+''',
+    "share_of": '''
+def share_of(loader):
+    """This rank's batches of a loader whose results are summed over ranks."""
+    if isinstance(getattr(loader, "sampler", None), SequentialSampler):
+        return itertools.islice(loader, RANK, None, WORLD_SIZE)
+    # Ranks may see it in different orders, so one rank takes it whole.
+    return loader if RANK == 0 else ()
+''',
+    "whole_on_rank0": '''
+def whole_on_rank0(loader):
+    """The whole loader on rank 0; its results are summed over ranks."""
+    return loader if RANK == 0 else ()
+''',
+    "rank0_first": '''
+@contextlib.contextmanager
+def rank0_first():
+    """Lets the first rank of each host, which downloads, go before the others."""
+    if LOCAL_RANK != 0:
+        BARRIER
+    yield
+    if LOCAL_RANK == 0:
+        BARRIER
+''',
+    "seed_alike": '''
+def seed_alike():
+    """One seed for all ranks, so that what is split at random is split alike."""
+    seed = torch.tensor(torch.initial_seed() % 2**31)
+    BROADCAST
+    SEEDS
+''',
+}
+
+NEEDS = {
+    "join_ranks": {"torch", "dist"},
+    "unwrap": {"DistributedDataParallel"},
+    "divided": {
+        "DataLoader",
+        "DistributedSampler",
+        "RandomSampler",
+        "SequentialSampler",
+    },
+    "_reduced": {"torch", "dist"},
+    "mean_over_ranks": {"_reduced"},
+    "sum_over_ranks": {"_reduced"},
+    "share_of": {"SequentialSampler", "itertools"},
+    "rank0_first": {"contextlib", "dist"},
+    "seed_alike": {"torch", "dist"},
+}
+"""What a function calls of the others, and what it wants imported."""
+
+
+def order() -> list[str]:
+    """The functions in the order in which they are put into a script."""
+    return ["join_ranks", *_COMMON]
+
+
+def text_of(
+    name: str, *, horovod: bool, per_rank_batch: bool, seeds: tuple[str, ...]
+) -> str:
+    """The source of one function.
+
+    Args:
+        name: One of `order`.
+        horovod: Whether ranks speak through Horovod's interface.
+        per_rank_batch: Whether a batch size is each rank's already.
+        seeds: Statements of ``seed_alike`` after the seed was agreed on.
+    """
+    if name == "join_ranks":
+        return _JOIN_HOROVOD if horovod else _JOIN
+    text = _COMMON[name]
+    if horovod:
+        words = {
+            "ALL_REDUCE": "total = hvd.allreduce(total, op=hvd.Sum)",
+            "BROADCAST": "seed = hvd.broadcast(seed, root_rank=0)",
+            "BARRIER": "hvd.barrier()",
+        }
+    else:
+        words = {
+            "ALL_REDUCE": "dist.all_reduce(total)",
+            "BROADCAST": "dist.broadcast(seed, 0)",
+            "BARRIER": "dist.barrier()",
+        }
+    words["BATCH_OF_LOADER"] = (
+        "loader.batch_size" if per_rank_batch else "per_rank(loader.batch_size)"
+    )
+    words["SEEDS"] = "\n    ".join(seeds)
+    return re.sub("|".join(words), lambda match: words[match.group()], text)

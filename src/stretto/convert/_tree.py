@@ -1,0 +1,182 @@
+"""A script's syntax tree with what every question about it needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar, final
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Node = TypeVar("Node", bound=cst.CSTNode)
+
+Kinds = type[Node] | tuple[type[Node], ...]
+
+Scope = cst.FunctionDef | None
+"""The function that code stands in; ``None`` is the module."""
+
+_NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad")
+
+
+def dotted(node: cst.CSTNode | None) -> str | None:
+    """``a.b.c`` of a name with attributes, or ``None`` for any other expression."""
+    if isinstance(node, cst.Name):
+        return node.value
+    if isinstance(node, cst.Attribute):
+        base = dotted(node.value)
+        return None if base is None else f"{base}.{node.attr.value}"
+    return None
+
+
+def arguments_of(call: cst.Call) -> tuple[list[cst.BaseExpression], dict[str, cst.Arg]]:
+    """Positional values and keyword arguments, without starred ones."""
+    positional = [a.value for a in call.args if a.keyword is None and a.star == ""]
+    named = {a.keyword.value: a for a in call.args if a.keyword is not None}
+    return positional, named
+
+
+def argument(call: cst.Call, place: int, name: str) -> cst.BaseExpression | None:
+    """The value of one argument, given by place or by name."""
+    positional, named = arguments_of(call)
+    if name in named:
+        return named[name].value
+    return positional[place] if 0 <= place < len(positional) else None
+
+
+def found(node: cst.CSTNode, kind: Kinds[Node]) -> Iterator[Node]:
+    """Every node of a kind at or below a node, in the order of the text."""
+    if isinstance(node, kind):
+        yield node
+    for child in node.children:
+        yield from found(child, kind)
+
+
+@final
+class Tree:
+    """One parsed script: parents, lines, imported names."""
+
+    def __init__(self, module: cst.Module) -> None:
+        wrapper = MetadataWrapper(module)
+        self.module = wrapper.module
+        self._parents = wrapper.resolve(ParentNodeProvider)
+        self._positions = wrapper.resolve(PositionProvider)
+        self.imported = _imported(self.module)
+        self.calls = list(found(self.module, cst.Call))
+        self.functions = list(found(self.module, cst.FunctionDef))
+        self.classes = {c.name.value: c for c in found(self.module, cst.ClassDef)}
+        self.names = {n.value for n in found(self.module, cst.Name)}
+
+    def line(self, node: cst.CSTNode) -> int:
+        """The first line of a node, from 1."""
+        return int(self._positions[node].start.line)
+
+    def text(self, node: cst.CSTNode) -> str:
+        """The source text of a node."""
+        return self.module.code_for_node(node).strip()
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        """The node around a node."""
+        return self._parents.get(node)
+
+    def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """The nodes around a node, innermost first."""
+        above = self._parents.get(node)
+        while above is not None:
+            yield above
+            above = self._parents.get(above)
+
+    def within(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
+        """Whether a node is an outer node or stands in it."""
+        return node is outer or any(a is outer for a in self.ancestors(node))
+
+    def full(self, node: cst.CSTNode | None) -> str | None:
+        """A dotted name with its first part replaced by what was imported as it."""
+        name = dotted(node)
+        if name is None:
+            return None
+        first, dot, rest = name.partition(".")
+        return self.imported.get(first, first) + dot + rest
+
+    def called(self, call: cst.CSTNode | None) -> str:
+        """The full name that a call calls, or an empty text."""
+        return (self.full(call.func) or "") if isinstance(call, cst.Call) else ""
+
+    def function(self, node: cst.CSTNode) -> Scope:
+        """The function that a node stands in; of a function, the one around it."""
+        below = node
+        for above in self.ancestors(node):
+            # A default or a decorator belongs to the scope outside.
+            if isinstance(above, cst.FunctionDef) and below is above.body:
+                return above
+            below = above
+        return None
+
+    def owner(self, scope: Scope) -> cst.ClassDef | None:
+        """The class whose method a function is, or stands in."""
+        if scope is None:
+            return None
+        return next(
+            (a for a in self.ancestors(scope) if isinstance(a, cst.ClassDef)), None
+        )
+
+    def statement(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The smallest whole statement around a node: a line or a block."""
+        kinds = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
+        if isinstance(node, kinds):
+            return node
+        return next(a for a in self.ancestors(node) if isinstance(a, kinds))
+
+    def block(self, statement: cst.CSTNode) -> cst.Module | cst.BaseSuite:
+        """The block that a statement is a line of."""
+        above = self._parents[statement]
+        if not isinstance(above, cst.Module | cst.BaseSuite):
+            raise TypeError(f"{type(statement).__name__} is no line of a block")
+        return above
+
+    def loops(self, node: cst.CSTNode) -> list[cst.For | cst.While]:
+        """The loops around a node, innermost first, also outside of a closure."""
+        return [a for a in self.ancestors(node) if isinstance(a, cst.For | cst.While)]
+
+    def without_gradient(self, node: cst.CSTNode) -> bool:
+        """Whether a node stands under ``torch.no_grad`` or its like."""
+        for above in self.ancestors(node):
+            if isinstance(above, cst.With) and any(
+                self.called(item.item) in _NO_GRAD for item in above.items
+            ):
+                return True
+            if isinstance(above, cst.FunctionDef) and any(
+                (self.called(d.decorator) or self.full(d.decorator)) in _NO_GRAD
+                for d in above.decorators
+            ):
+                return True
+        return False
+
+    def method_called(self, call: cst.Call, *names: str) -> cst.BaseExpression | None:
+        """What a method of one of these names is called on."""
+        func = call.func
+        if isinstance(func, cst.Attribute) and func.attr.value in names:
+            return func.value
+        return None
+
+
+def _imported(module: cst.Module) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for node in found(module, cst.Import):
+        for alias in node.names:
+            full = dotted(alias.name) or ""
+            if alias.asname is not None:
+                names[dotted(alias.asname.name) or ""] = full
+            else:
+                first = full.partition(".")[0]
+                names[first] = first
+    for line in found(module, cst.ImportFrom):
+        base = "." * len(line.relative) + (dotted(line.module) or "")
+        if isinstance(line.names, cst.ImportStar):
+            continue
+        for alias in line.names:
+            name = dotted(alias.name) or ""
+            kept = dotted(alias.asname.name) if alias.asname is not None else name
+            names[kept or name] = f"{base}.{name}"
+    return names
