@@ -6,18 +6,18 @@ import os
 import platform
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from stretto._version import __version__
+from stretto.cli._machine import NOTE, OK, WRONG, Check, machine_checks
 from stretto.errors import LabError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-OK, NOTE, WRONG = "ok", "note", "wrong"
 TORCH_VERSIONS = ((2, 11), (2, 15))
 """First and last minor version that stretto was written for."""
 
@@ -45,21 +45,7 @@ OVERRIDES = {
 """Variables that change what a plan does, and how."""
 
 _OVERLAP = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One thing looked at."""
-
-    name: str
-
-    status: str
-    """``ok``, ``note`` (works, with a limit) or ``wrong``."""
-
-    found: str
-
-    remedy: str = ""
-    """The line that mends it."""
+_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 @click.command(name="doctor")
@@ -153,6 +139,7 @@ def _backend_checks() -> Iterator[Check]:
     )
     if not torch.cuda.is_available():
         yield Check(name="cuda", status=OK, found="no device: training runs on CPU")
+        yield from machine_checks(os.environ)
         return
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
@@ -161,16 +148,7 @@ def _backend_checks() -> Iterator[Check]:
             f"{properties.multi_processor_count} SMs"
         )
         yield Check(name=f"cuda:{i}", status=OK, found=found)
-    if distributed.is_nccl_available():
-        runtime = ".".join(map(str, torch.cuda.nccl.version()))
-        yield Check(name="nccl", status=OK, found=f"{runtime}, as loaded")
-    else:
-        yield Check(
-            name="nccl",
-            status=NOTE,
-            found="not in this build of torch, though there are devices",
-            remedy="pip install torch (a build for CUDA)",
-        )
+    yield from machine_checks(os.environ)
 
 
 def environment_checks(environment: Mapping[str, str]) -> Iterator[Check]:
@@ -192,6 +170,15 @@ def environment_checks(environment: Mapping[str, str]) -> Iterator[Check]:
             status=NOTE,
             found=f"{_OVERLAP}=1: communication can't overlap computation on CUDA",
             remedy=f"unset {_OVERLAP}",
+        )
+    if environment.get(_ORDER) == "0":
+        nothing = False
+        yield Check(
+            name="environment",
+            status=NOTE,
+            found=f"{_ORDER}=0: NCCL lanes may start in different orders and deadlock, "
+            "so plans with several are refused",
+            remedy=f"export {_ORDER}=1",
         )
     if nothing:
         yield Check(

@@ -44,6 +44,13 @@ def test_one_cuda_connection_is_told_because_it_ends_overlap(value, status):
     assert ("overlap" in check.found) == (status == "note")
 
 
+@pytest.mark.parametrize(("value", "status"), [("0", "note"), ("1", "ok")])
+def test_a_launch_order_that_is_switched_off_is_told(value, status):
+    (check,) = doctor.environment_checks({"NCCL_LAUNCH_ORDER_IMPLICIT": value})
+    assert check.status == status
+    assert ("deadlock" in check.found) == (status == "note")
+
+
 def test_a_clean_environment_is_said_to_be_clean():
     (check,) = doctor.environment_checks({"PATH": "/bin"})
     assert check.status == "ok"
@@ -68,6 +75,8 @@ def test_the_json_is_one_object_with_every_check(monkeypatch):
     assert sorted(report) == ["checks", "stretto"]
     names = [check["name"] for check in report["checks"]]
     assert {"python", "torch", "gloo", "environment", "lab"} <= set(names)
+    assert {"interfaces", "gloo transport", "descriptors", "threads"} <= set(names)
+    assert "nccl" in names
     for check in report["checks"]:
         assert sorted(check) == ["found", "name", "remedy", "status"]
         assert check["status"] in ("ok", "note", "wrong")
