@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from stretto.tune import OnSettled, Settled
+    from stretto.tune import OnSettled, Settled, TuneOptions
 
 AUTO = "auto"
 DDP_RULE = "ddp"
@@ -48,6 +48,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         on_settled: Called with the `Settled` measurement and decision of ``"auto"``.
         wire_dtype: With ``"auto"``, the type in which gradients may travel, narrower
             than their own: ``"float16"`` or ``"bfloat16"``. A plan says it itself.
+        tune: With ``"auto"``, how the search within the run goes; see `TuneOptions`.
         **kwargs: Passed on to PyTorch's class, and ``record``, ``timeout_s``,
             ``error_feedback``, ``nan``, ``nan_patience``, ``order``, ``lanes`` and
             ``unit_bytes`` to `stretto.runtime.DistributedDataParallel`.
@@ -66,6 +67,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         plan: Plan | str | Path | None = AUTO,
         on_settled: OnSettled | None = None,
         wire_dtype: str | None = None,
+        tune: TuneOptions | None = None,
         **kwargs: Any,
     ) -> None:
         self._auto: AutoPlan | None = None
@@ -92,7 +94,11 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         if automatic and self._can_plan():
             name = type(module).__name__.lower()
             self._auto = AutoPlan(
-                self, name=name, wire_dtype=wire_dtype, on_settled=self._settled
+                self,
+                name=name,
+                wire_dtype=wire_dtype,
+                on_settled=self._settled,
+                options=tune,
             )
         if self._auto is not None or self._keeper is not None:
             self._between = self._before_forward
@@ -114,23 +120,27 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output, as DDP gives it."""
-        if self._between is not None and torch.is_grad_enabled():
-            self._between()
+        if self._between is not None:
+            if torch.is_grad_enabled():
+                self._between()
+            elif self._auto is not None:
+                self._auto.evaluated()
         return super().forward(*inputs, **kwargs)
 
     def _before_forward(self) -> None:
         """Measures, plans, applies and records, while there is something to do."""
         if self._auto is not None:
             self._auto.before_forward(reduces=self.require_backward_grad_sync)
-            if not self._auto.settled:
+            if self._auto.done:
+                self._auto = None
+            elif not self._auto.settled:
                 return
-            self._auto = None
         if self._keeper is not None:
             self._keeper.before_forward(self)
-            if not self._keeper.done:
-                return
-            self._keeper = None
-        self._between = None
+            if self._keeper.done:
+                self._keeper = None
+        if self._auto is None and self._keeper is None:
+            self._between = None
 
     def _settled(self, settled: Settled) -> None:
         if self._keeper is not None:

@@ -293,6 +293,16 @@ class DistributedDataParallel(TorchDDP):
 
     # Observation.
 
+    @property
+    def backend(self) -> str:
+        """What carries the gradients: ``gloo`` or ``nccl``."""
+        return self._backend
+
+    @property
+    def observed(self) -> bool:
+        """Whether somebody is told of every step."""
+        return self._observer is not None
+
     def observe(self, observer: AbstractStepObserver | None) -> None:
         """Reports every step to ``observer`` from now on; ``None`` ends it.
 

@@ -1,100 +1,78 @@
-"""``plan="auto"``: measure in the first steps, plan, apply, and say so in one line."""
+"""``plan="auto"``: measure in the first steps, plan, try, settle, and keep watching.
+
+Every step trains. What a run goes through:
+
+1. An equal job's plan from an earlier run is carried out at once; if its steps take
+   what they took then, that is all.
+2. Otherwise the first steps are profiled, the network is probed, and the planner's plan
+   is carried out (`stretto.tune.look`).
+3. Plans are tried while the training goes on (`stretto.tune.trials`), within limits on
+   steps and on lost time.
+4. The best stays. Step times are watched, and a lasting change begins again at 2
+   (`stretto.tune.drift`).
+
+Where anything of this fails, training goes on as DDP does it and one line says why.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
-import torch.distributed as dist
+import torch
 
 from stretto import planners
-from stretto.cost.fit import fit_cluster
+from stretto._version import __version__
 from stretto.errors import Infeasible, NoisyProfile, PlanMismatch, SpecError
-from stretto.measure import count_hosts, probe_network
-from stretto.schema import Cluster, Plan, Workload, codec
-from stretto.tune.profiling import DeferredProfile
+from stretto.measure import count_hosts
+from stretto.planners.base import predicted_s
+from stretto.schema import Cluster, Plan, Workload, codec, tensors_digest
+from stretto.schema.tuning import Tuning, TuningEvent
+from stretto.tune.board import Board, StepClock
+from stretto.tune.drift import Watch
+from stretto.tune.guide import Guide
+from stretto.tune.look import Look
+from stretto.tune.memory import (
+    Job,
+    PlanMemory,
+    Remembered,
+    default_path,
+    topology_of,
+)
+from stretto.tune.options import TuneOptions
+from stretto.tune.settled import OnSettled, Settled, summary
+from stretto.tune.trials import Trials
 from stretto.units import format_s
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stretto.runtime import DistributedDataParallel
+    from stretto.tune.look import Seen
 
 _log = logging.getLogger(__name__)
 
-WARMUP_STEPS = 2
-PROFILE_STEPS = 6
-MAX_SPREAD_RATIO = 0.35
-"""A backward whose quartiles lie further apart, as a share of its median, is profiled
-again over twice as many steps."""
+CHECK_WARMUP_STEPS = 2
+CHECK_STEPS = 5
+"""A remembered plan is carried out for so many steps before it is believed."""
 
-PROBE_STEPS = 20
-"""The network is probed for at most the time of so many steps."""
+AGREES_RATIO = 0.10
+"""A remembered plan whose step is slower than it was by more than this is not."""
 
-MOST_PROBE_S = 30.0
+ALIKE_DISTANCE = 0.25
+"""Jobs further apart share no experience."""
 
-CONTENTION_FROM_S = 3.0
-"""From this budget on, computation beside communication is measured as well."""
-
-LEAST_GAIN_RATIO = 0.02
-"""A plan predicted to save less than this leaves DDP as it is."""
-
-PROBE_SIZES_BYTES = (2**14, 2**17, 2**20, 2**22)
-PROBE_LANES = (1, 2, 4, 8)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
-    """What was measured and decided; equal on all ranks."""
-
-    workload: Workload
-
-    cluster: Cluster
-
-    plan: Plan
-    """The best plan found, carried out where ``applied``."""
-
-    ddp: Plan
-    """DDP's rule with its default buckets, predicted under the same model."""
-
-    @property
-    def applied(self) -> bool:
-        """Whether the plan saves enough to be carried out instead of DDP's rule."""
-        return self.saved_ratio >= LEAST_GAIN_RATIO
-
-    @property
-    def carried_out(self) -> Plan:
-        """What the steps that follow do: the plan, or DDP's buckets on one lane.
-
-        These go through the runtime too, so that a rank that is lost is named.
-        """
-        return self.plan if self.applied else self.ddp
-
-    @property
-    def saved_ratio(self) -> float:
-        """Share of DDP's predicted step that the plan saves."""
-        ours, theirs = self.plan.predicted, self.ddp.predicted
-        if ours is None or theirs is None or theirs.iteration_s == 0:
-            return 0.0
-        return 1 - ours.iteration_s / theirs.iteration_s
-
-
-OnSettled = Callable[[Settled], None]
+DDP_WITHIN_RATIO = 1.3
+"""DDP's rule is tried too where it is predicted within this of the plan."""
 
 
 @final
 class AutoPlan:
-    """Drives one model from its first step to a plan.
-
-    Steps 1 and 2 warm up, 3 to 8 are profiled with communication put off until
-    backward has ended; then the network is probed, for at most the time of 20 steps,
-    and the plan is applied. Where these steps were unsteady, 16 more are profiled
-    first. Every step trains. Where measuring fails, training goes on as DDP does it
-    and one warning says why.
-    """
+    """Drives one model from its first step to a plan, and on."""
 
     def __init__(
         self,
@@ -104,159 +82,433 @@ class AutoPlan:
         planner: str = "joint",
         wire_dtype: str | None = None,
         on_settled: OnSettled | None = None,
+        options: TuneOptions | None = None,
     ) -> None:
+        """Prepares; the first `before_forward` begins."""
         self._model = model
-        self._wire_dtype = wire_dtype
         self._name = name
         self._planner = planner
+        self._wire_dtype = wire_dtype
         self._on_settled = on_settled
-        self._profile: DeferredProfile | None = None
-        self._began_s: list[float] = []
-        self._wanted = WARMUP_STEPS + PROFILE_STEPS
-        self._unsteady = False
+        self._options = options or TuneOptions()
+        self._board = Board(model.process_group)
+        self._memory = PlanMemory(
+            default_path()
+            if self._options.memory and self._options.model and self._board.rank == 0
+            else None
+        )
+        self._clock = StepClock()
+        self._steps = 0
+        self._reduces = True
+        self._events: list[TuningEvent] = []
+        self._job: Job | None = None
+        self._look: Look | None = None
+        self._trials: Trials | None = None
+        self._seen: Seen | None = None
+        self._checked: Remembered | None = None
+        self._check_s: list[float] = []
+        self._watch: Watch | None = None
+        self._settled: Settled | None = None
+        self._do: Callable[[float], None] | None = None
         self.settled = False
-        """Whether there is nothing left to do."""
+        """Whether a plan stands; a lasting change may re-open the search."""
+        self.done = False
+        """Whether there is nothing left to do, now or later."""
 
     def before_forward(self, *, reduces: bool) -> None:
         """To be called before every forward of the training, on every rank alike.
 
         ``reduces`` is whether the backward that follows communicates.
         """
-        profile = self._profile or self._start()
-        if profile is None:
+        if self.done or self._joining():
             return
-        profile.before_forward(reduces=reduces)
-        if profile.steps < self._wanted:
-            self._began_s.append(perf_counter())
-            return
-        self._settle(profile)
+        if self._trials is not None and self._model.device_type == "cuda":
+            # Trials compare lengths of steps, which the host sees only when it waits.
+            # Not yet run on a GPU.
+            torch.cuda.synchronize()
+        step_s = self._clock.ended_s(perf_counter())
+        self._reduces = reduces
+        first = self._job is None
+        if first:
+            self._start()
+        elif step_s is not None:
+            self._steps += 1
+            if self._do is not None:
+                self._do(step_s)
+        if self._look is not None:
+            self._look_on()
+        self._clock.begin(
+            perf_counter(), reduces=reduces, new_step=first or step_s is not None
+        )
 
-    def _start(self) -> DeferredProfile | None:
-        profile = DeferredProfile(self._model)
-        try:
-            profile.start()
-        except (PlanMismatch, SpecError) as exc:
-            self._give_up(exc)
-            return None
-        self._profile = profile
-        return profile
+    def evaluated(self) -> None:
+        """To be called where the model is used without training: the step is longer."""
+        self._clock.disturb()
 
-    def _settle(self, profile: DeferredProfile) -> None:
-        profile.stop()
-        try:
-            settled = self._decide(profile)
-        except NoisyProfile as exc:
-            if not self._unsteady:
-                # Another, longer look. If it is no steadier it is planned with all the
-                # same: the prediction is rough then, the plan's shape rarely wrong.
-                self._unsteady = True
-                self._wanted *= 2
-                self._profile = None
-                self.before_forward(reduces=True)
+    def _joining(self) -> bool:
+        """Whether ranks may have different numbers of steps (``join``)."""
+        config = getattr(self._model, "_join_config", None)
+        return bool(config is not None and config.enable)
+
+    # 1. What an earlier run settled.
+
+    def _start(self) -> None:
+        hosts = count_hosts(self._model.process_group)
+        rows = sorted(self._model.tensor_table())
+        self._job = Job(
+            name=self._name,
+            model=tensors_digest(rows),
+            hosts=hosts,
+            ranks_per_host=self._board.size // hosts,
+            surroundings=(
+                f"stretto {__version__}, torch {torch.__version__}, "
+                f"{self._model.device_type}, {self._model.backend}, "
+                f"wire {self._wire_dtype}"
+            ),
+        )
+        self._tell("started", "first step", ranks=self._board.size, hosts=hosts)
+        found = self._memory.exact(self._job)
+        offer = self._board.shared(None if found is None else _packed(found))
+        if offer is not None:
+            plan, step_s, ddp_step_s = offer
+            if self._try_remembered(codec.decode(plan, Plan)):
+                self._tell(
+                    "remembered",
+                    f"an equal job settled it: {format_s(step_s)} a step then",
+                    step_s=step_s,
+                    ddp_step_s=ddp_step_s,
+                )
+                self._checked = found
+                self._check_s = [step_s]
+                self._do = self._check
                 return
+        self._profile()
+
+    def _try_remembered(self, plan: Plan) -> bool:
+        try:
+            self._model.apply_plan(plan)
+        except (PlanMismatch, SpecError):
+            return False
+        return True
+
+    def _check(self, step_s: float) -> None:
+        self._check_s.append(step_s)
+        then_s, *steps_s = self._check_s
+        if len(steps_s) < CHECK_WARMUP_STEPS + CHECK_STEPS:
+            return
+        counted = [s for s in steps_s[CHECK_WARMUP_STEPS:] if math.isfinite(s)]
+        median_s = statistics.median(counted) if counted else math.inf
+        (now_s,) = self._board.most(median_s)
+        if now_s > (1 + AGREES_RATIO) * then_s:
+            self._tell(
+                "changed",
+                f"its step now takes {format_s(now_s)}: measuring anew"
+                if math.isfinite(now_s)
+                else "no step of it could be counted: measuring anew",
+            )
+            self._profile()
+            return
+        settled = self._board.shared(
+            None if self._checked is None else _settled_of(self._checked, now_s)
+        )
+        self._settle(_unpacked(settled))
+
+    # 2. A look.
+
+    def _profile(self) -> None:
+        self._do = None
+        self._look = Look(
+            self._model,
+            self._board,
+            name=self._name,
+            planner=self._planner,
+            wire_dtype=self._wire_dtype,
+        )
+        try:
+            self._look.start()
+        except (PlanMismatch, SpecError) as exc:
+            self._look = None
             self._give_up(exc)
-        except (Infeasible, SpecError) as exc:
+
+    def _look_on(self) -> None:
+        assert self._look is not None  # noqa: S101 - the caller has seen it
+        try:
+            seen = self._look.before_forward(reduces=self._reduces)
+        except (Infeasible, NoisyProfile, SpecError) as exc:
+            self._look = None
             self._give_up(exc)
+            return
+        if seen is None:
+            return
+        self._look = None
+        self._seen = seen
+        self._tell(
+            "profiled",
+            "steps with their communication put off, then the network",
+            forward_s=seen.workload.forward_s,
+            backward_s=seen.workload.backward_s,
+            probe_s=seen.probe_s,
+            flow_bytes_per_s=seen.cluster.bottleneck.flow_bytes_per_s,
+            link_bytes_per_s=seen.cluster.bottleneck.bandwidth_bytes_per_s,
+        )
+        self._tell(
+            "planned",
+            f"{self._planner} under the fitted model",
+            plan=seen.plan.digest,
+            predicted_s=predicted_s(seen.plan),
+            ddp_predicted_s=predicted_s(seen.ddp),
+        )
+        self._search(seen)
+
+    # 3. Trials.
+
+    def _search(self, seen: Seen) -> None:
+        settled = Settled(
+            workload=seen.workload,
+            cluster=seen.cluster,
+            plan=seen.plan,
+            ddp=seen.ddp,
+        )
+        if self._options.steps == 0:
+            self._settle(settled)
+            return
+        guide = None
+        starts: list[tuple[str, Plan]] = []
+        if self._board.rank == 0:
+            guide = Guide(
+                seen.workload,
+                seen.cluster,
+                planner=self._planner,
+                wire_dtype=self._wire_dtype,
+            )
+            starts = self._starts(settled, guide)
+        self._trials = Trials(
+            self._model,
+            self._board,
+            guide=guide,
+            starts=starts,
+            options=self._options,
+            tell=self._tell,
+        )
+        self._do = self._try_on
+        if not self._trials.begin():
+            self._end_trials()
+
+    def _starts(self, settled: Settled, guide: Guide) -> list[tuple[str, Plan]]:
+        if not self._options.model:
+            return [("ddp", settled.ddp)]
+        starts = [
+            ("planner" if settled.applied else "ddp", settled.carried_out),
+        ]
+        ours, theirs = predicted_s(settled.plan), predicted_s(settled.ddp)
+        if settled.applied and theirs < DDP_WITHIN_RATIO * ours:
+            starts.append(("ddp", settled.ddp))
+        near = self._from_the_nearest(settled, guide)
+        if near is not None:
+            starts.append(("nearest", near))
+        return starts
+
+    def _from_the_nearest(self, settled: Settled, guide: Guide) -> Plan | None:
+        """What the most similar earlier job chose, cut to this one's tensors."""
+        assert self._job is not None  # noqa: S101 - set where tuning starts
+        found = self._memory.nearest(
+            settled.workload, topology_of(settled.cluster), self._job.surroundings
+        )
+        if found is None or found[1] > ALIKE_DISTANCE:
+            return None
+        earlier, distance = found
+        point = nearest_point(earlier.plan, earlier, guide)
+        plan = guide.plan_of(point)
+        self._tell(
+            "remembered",
+            f"job {earlier.job.name!r} is alike: distance {distance:.2f}",
+            distance=distance,
+            plan=plan.digest,
+        )
+        return plan
+
+    def _try_on(self, step_s: float) -> None:
+        assert self._trials is not None  # noqa: S101 - set where trials begin
+        if not self._trials.step(step_s):
+            self._end_trials()
+
+    def _end_trials(self) -> None:
+        trials, self._trials = self._trials, None
+        assert trials is not None  # noqa: S101 - the caller ran it
+        trials.end()
+        seen = self._seen
+        assert seen is not None  # noqa: S101 - trials follow a look
+        outcome: Any = None
+        if trials.search is not None:
+            search = trials.search
+            best = search.incumbent
+            if best is not None and math.isfinite(best.step_s):
+                ddp_s = [
+                    t.step_s
+                    for t in search.trials
+                    if t.plan.digest == seen.ddp.digest and math.isfinite(t.step_s)
+                ]
+                outcome = (
+                    codec.encode(best.plan),
+                    best.step_s,
+                    min(ddp_s) if ddp_s else None,
+                    search.bound_s or None,
+                    search.ended,
+                    {"lost_s": search.lost_s, "trials": len(search.trials)},
+                )
+        outcome = self._board.shared(outcome)
+        settled = Settled(
+            workload=seen.workload, cluster=seen.cluster, plan=seen.plan, ddp=seen.ddp
+        )
+        why = "no plan could be run"
+        spent: dict[str, Any] = {}
+        if outcome is not None:
+            plan, step_s, ddp_step_s, bound_s, why, spent = outcome
+            settled = replace(
+                settled,
+                plan=codec.decode(plan, Plan),
+                step_s=step_s,
+                ddp_step_s=ddp_step_s,
+                bound_s=bound_s,
+            )
+        self._settle(settled, why=why, **spent)
+
+    # 4. Settled.
+
+    def _settle(
+        self, settled: Settled, *, why: str = "as measured", **spent: Any
+    ) -> None:
+        chosen = settled.carried_out
+        now = self._model.plan
+        if now is None or now.digest != chosen.digest:
+            self._model.apply_plan(chosen)
+        self._tell(
+            "settled",
+            why,
+            plan=chosen.digest,
+            step_s=settled.step_s,
+            ddp_step_s=settled.ddp_step_s,
+            bound_s=settled.bound_s,
+            saved_ratio=settled.saved_ratio,
+            **spent,
+        )
+        settled = replace(settled, story=self.story)
+        self._do = None
+        self.settled = True
+        before = self._settled
+        self._settled = settled
+        if self._watch is not None:
+            better = before is None or before.carried_out.digest != chosen.digest
+            self._watch.settled_again(settled.step_s, better=better)
+        if self._options.watch:
+            self._watch = self._watch or Watch(settled.step_s)
+            self._do = self._look_out
         else:
-            self._apply(settled)
-
-    def _give_up(self, reason: Exception) -> None:
-        self.settled = True
-        self._model.apply_plan(None)
-        if self._rank == 0:
-            _log.warning("no plan could be made, DDP's own rule stays: %s", reason)
-
-    def _apply(self, settled: Settled) -> None:
-        self.settled = True
-        self._model.apply_plan(settled.carried_out)
-        if self._rank == 0:
+            self.done = True
+        if self._board.rank == 0:
             _log.info("%s", summary(settled))
+            self._keep(settled)
         if self._on_settled is not None:
             self._on_settled(settled)
 
+    def _keep(self, settled: Settled) -> None:
+        if settled.step_s is None or self._job is None or settled.remembered:
+            return
+        self._memory.remember(
+            Remembered(
+                job=self._job,
+                plan=settled.carried_out,
+                workload=settled.workload,
+                cluster=settled.cluster,
+                step_s=settled.step_s,
+                ddp_step_s=settled.ddp_step_s,
+            )
+        )
+
+    def _look_out(self, step_s: float) -> None:
+        watch = self._watch
+        assert watch is not None  # noqa: S101 - set where a plan settled
+        median_s = watch.add(step_s)
+        if median_s is None:
+            return
+        # Infinite on any rank is infinite on all: then nobody judges.
+        (median_s,) = self._board.most(median_s)
+        change = watch.judge(median_s)
+        if change is None:
+            return
+        why = (
+            f"steps took {format_s(change.before_s)} when it settled and take "
+            f"{format_s(change.now_s)} now: searching again"
+        )
+        self._tell("changed", why, before_s=change.before_s, now_s=change.now_s)
+        if self._board.rank == 0:
+            _log.info("%s", why)
+        self._profile()
+
+    def _give_up(self, reason: Exception) -> None:
+        self.settled = self.done = True
+        self._do = None
+        self._model.apply_plan(None)
+        self._tell("gave up", str(reason))
+        if self._board.rank == 0:
+            _log.warning("no plan could be made, DDP's own rule stays: %s", reason)
+
+    # The story.
+
     @property
-    def _rank(self) -> int:
-        return dist.get_rank(self._model.process_group)
+    def story(self) -> Tuning:
+        """All that happened so far, and why."""
+        return Tuning(name=self._name, events=tuple(self._events))
 
-    def _decide(self, profile: DeferredProfile) -> Settled:
-        workload = profile.workload(
-            name=self._name,
-            warmup=WARMUP_STEPS,
-            max_spread_ratio=math.inf if self._unsteady else MAX_SPREAD_RATIO,
-        )
-        group = self._model.process_group
-        gaps_s = [b - a for a, b in zip(self._began_s, self._began_s[1:], strict=False)]
-        budget_s = min(PROBE_STEPS * statistics.median(gaps_s), MOST_PROBE_S)
-        # Rank 0's budget decides the shape of the probe, so all ranks must have it.
-        shared: list[Any] = [budget_s]
-        dist.broadcast_object_list(shared, group=group, group_src=0)
-        budget_s = shared[0]
-        hosts = count_hosts(group)
-        samples = probe_network(
-            group=group,
-            lane_group=self._model.lane,
-            sizes_bytes=PROBE_SIZES_BYTES,
-            lanes=PROBE_LANES,
-            budget_s=budget_s,
-            contention=budget_s >= CONTENTION_FROM_S,
-        )
-        decided: list[Any] = [None]
-        if self._rank == 0:
-            decided = [self._plan_on_rank_0(workload, samples, hosts)]
-        dist.broadcast_object_list(decided, group=group, group_src=0)
-        if isinstance(decided[0], Exception):
-            raise decided[0]
-        cluster, plan, ddp = decided[0]
-        return Settled(
-            workload=workload,
-            cluster=codec.decode(cluster, Cluster),
-            plan=codec.decode(plan, Plan),
-            ddp=codec.decode(ddp, Plan),
+    def _tell(self, what: str, why: str, **values: Any) -> None:
+        self._events.append(
+            TuningEvent(step=self._steps, what=what, why=why, values=values)
         )
 
-    def _plan_on_rank_0(self, workload: Workload, samples: Any, hosts: int) -> Any:
-        """What is broadcast: encoded cluster and plans, or the error for all ranks."""
-        ranks = dist.get_world_size(self._model.process_group)
-        try:
-            cluster = fit_cluster(
-                samples.collectives,
-                name=self._name,
-                hosts=hosts,
-                ranks_per_host=ranks // hosts,
-                contention_samples=samples.contention,
-                provenance=samples.provenance,
-            )
-            plan = planners.plan_with_wire(
-                workload, cluster, self._planner, wire_dtype=self._wire_dtype
-            )
-            ddp = planners.get("ddp").plan(workload, cluster)
-        except (Infeasible, NoisyProfile, SpecError) as exc:
-            return exc
-        return codec.encode(cluster), codec.encode(plan), codec.encode(ddp)
 
-
-def summary(settled: Settled) -> str:
-    """One line: what was chosen and what it is predicted to save."""
-    ours, theirs = settled.plan.predicted, settled.ddp.predicted
-    if ours is None or theirs is None:
-        return "planned without a prediction"
-    against = (
-        f"predicted step {format_s(ours.iteration_s)} against "
-        f"{format_s(theirs.iteration_s)} with DDP's buckets "
-        f"({100 * settled.saved_ratio:.0f} % saved), no plan can be faster than "
-        f"{format_s(ours.lower_bound_s)}"
+def nearest_point(plan: Plan, earlier: Remembered, guide: Guide) -> tuple[int, ...]:
+    """The point of the guide's space that is most like another job's plan."""
+    sizes = {tensor.name: tensor.bytes for tensor in earlier.workload.tensors}
+    largest = max(
+        sum(sizes.get(name, 0) for name in bucket.tensors) for bucket in plan.buckets
     )
-    if not settled.applied:
-        return f"left as DDP does it: {against}"
-    plan = settled.plan
-    slices = sorted({bucket.slices for bucket in plan.buckets})
-    parts = "-".join(str(s) for s in (slices[0], slices[-1])[: len(slices)])
-    return (
-        f"planned: {_count(len(plan.buckets), 'bucket')} in {parts} "
-        f"slice{'s' if slices[-1] > 1 else ''} on {_count(plan.lanes, 'lane')}; "
-        f"{against}"
+    slices = statistics.median(bucket.slices for bucket in plan.buckets)
+
+    def miss(point: tuple[int, ...]) -> tuple[float, ...]:
+        at: dict[str, Any] = guide.space.describe(point)
+        return (
+            float(at["family"] != "slices"),
+            abs(math.log2(at["lanes"] / plan.lanes)),
+            abs(math.log2(max(1, at["slices"]) / max(1, slices))),
+            abs(math.log2(at["unit_bytes"] / max(1, largest))),
+        )
+
+    return min(guide.space.points, key=miss)
+
+
+def _packed(found: Remembered) -> tuple[bytes, float, float | None]:
+    return codec.encode(found.plan), found.step_s, found.ddp_step_s
+
+
+def _settled_of(found: Remembered, now_s: float) -> dict[str, Any]:
+    ddp = planners.get("ddp").plan(found.workload, found.cluster)
+    return {
+        "workload": codec.encode(found.workload),
+        "cluster": codec.encode(found.cluster),
+        "plan": codec.encode(found.plan),
+        "ddp": codec.encode(ddp),
+        "step_s": now_s,
+        "ddp_step_s": found.ddp_step_s,
+    }
+
+
+def _unpacked(packed: dict[str, Any]) -> Settled:
+    return Settled(
+        workload=codec.decode(packed["workload"], Workload),
+        cluster=codec.decode(packed["cluster"], Cluster),
+        plan=codec.decode(packed["plan"], Plan),
+        ddp=codec.decode(packed["ddp"], Plan),
+        step_s=packed["step_s"],
+        ddp_step_s=packed["ddp_step_s"],
+        remembered=True,
     )
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' if number != 1 else ''}"

@@ -142,7 +142,8 @@ class Search:
         self._bandit = bandit or (Bandit(tuple(self._arms)) if self._arms else None)
         self._plan_of = plan_of
         self._floor_s = floor_s
-        self._bound_s = bound_s
+        self.bound_s = bound_s
+        """What no plan's step can be shorter than, as it is believed now."""
         self._limits = limits
         self._proposal: Proposal | None = None
         self._by_key: dict[Point | str, Trial] = {}
@@ -170,7 +171,7 @@ class Search:
             return math.inf
         step_s = self.incumbent.step_s
         # Never more than could be won in as many steps again.
-        could_win_s = max(0.0, step_s - self._bound_s) * self._limits.steps
+        could_win_s = max(0.0, step_s - self.bound_s) * self._limits.steps
         return min(self._limits.lost_ratio * self._limits.steps * step_s, could_win_s)
 
     @property
@@ -180,15 +181,31 @@ class Search:
             return 0.0
         return _noise_s(self.incumbent)
 
+    @property
+    def credits(self) -> dict[str, float]:
+        """What the bandit credits each technique with, 0 to 1."""
+        if self._bandit is None:
+            return {}
+        return {name: self._bandit.credit(name) for name in self._arms}
+
+    def offer(self, name: str, plan: Plan) -> bool:
+        """Puts a plan from elsewhere next in line; whether it was new."""
+        waiting = [waits.digest for _, waits in self._starts]
+        if plan.digest in self._digests or plan.digest in waiting:
+            return False
+        self._starts.append((f"{name} {len(self.trials)}", plan))
+        return True
+
     def next_trial(self) -> Trial | None:
         """What to try next; ``None``: the search is over and `ended` says why."""
         if self.ended is not None:
             return None
+        if self.trials:
+            self.ended = self._why_end()
+            if self.ended is not None:
+                return None
         if self._starts:
             return self._open(START, *self._starts.pop(0), LEAST_STEPS)
-        self.ended = self._why_end()
-        if self.ended is not None:
-            return None
         trial = self._propose()
         if trial is None:
             self.ended = "every technique is out of proposals"
@@ -232,7 +249,7 @@ class Search:
             return "no plan could be run"
         if self.steps_used >= self._limits.steps:
             return f"{self.steps_used} steps were used"
-        if best.step_s - self._bound_s <= _noise_s(best):
+        if best.step_s - self.bound_s <= _noise_s(best):
             return "the incumbent is as fast as the bound, within the noise"
         if self.lost_s >= self.most_lost_s:
             return "trials have lost as much time as they may"

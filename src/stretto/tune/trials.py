@@ -1,0 +1,235 @@
+"""A search carried out in a training run: plans tried on its real steps."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from stretto.errors import PlanMismatch, RankDisagreement
+from stretto.planners.base import predicted_s
+from stretto.runtime import Recorder
+from stretto.schema import Plan, codec
+from stretto.tune.bandit import Bandit
+from stretto.tune.search import Search, Trial
+from stretto.tune.techniques import (
+    AbstractTechnique,
+    BayesTechnique,
+    CoordinateTechnique,
+    GridTechnique,
+    HyperbandTechnique,
+    PopulationTechnique,
+    PredictedTechnique,
+)
+from stretto.units import format_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stretto.runtime import DistributedDataParallel
+    from stretto.tune.board import Board
+    from stretto.tune.guide import Guide
+    from stretto.tune.options import TuneOptions
+
+_GAIN_RATIO = 0.01
+"""A plan made after a correction is tried where this much faster is predicted."""
+
+_MOST_UNCOUNTED = 6
+"""Steps in a row that do not count (evaluations between them) before a trial ends."""
+
+
+def techniques(guide: Guide, options: TuneOptions) -> dict[str, AbstractTechnique]:
+    """The techniques that the options name, over the guide's space."""
+    space, rng = guide.space, random.Random(options.seed)
+    made: dict[str, Callable[[], AbstractTechnique]] = {
+        "predicted": lambda: PredictedTechnique(space, guide.point_s),
+        "coordinate": lambda: CoordinateTechnique(space),
+        "grid": lambda: GridTechnique(space),
+        "population": lambda: PopulationTechnique(space, rng),
+        "bayes": lambda: BayesTechnique(space, seed=options.seed),
+        "hyperband": lambda: HyperbandTechnique(space, rng),
+    }
+    return {name: made[name]() for name in options.techniques}
+
+
+@final
+class Trials:
+    """Tries plans on training steps until the search is over.
+
+    Rank 0 decides; all ranks agree on each step's time (the slowest rank's) and change
+    plans before the same step.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        board: Board,
+        *,
+        guide: Guide | None,
+        starts: Sequence[tuple[str, Plan]],
+        options: TuneOptions,
+        tell: Callable[..., None],
+    ) -> None:
+        """Trials of ``starts``, then of what the options' techniques propose.
+
+        ``guide`` is rank 0's alone; ``tell(what, why, **values)`` keeps the story.
+        """
+        self._model = model
+        self._board = board
+        self._guide = guide
+        self._options = options
+        self._tell = tell
+        self._fresh = True
+        self._uncounted = 0
+        self._recorder: Recorder | None = None
+        self.search: Search | None = None
+        if board.rank == 0 and guide is not None:
+            arms = techniques(guide, options)
+            bandit = None
+            if arms:
+                bandit = Bandit(
+                    tuple(arms), window=options.window, exploration=options.exploration
+                )
+            self.search = Search(
+                starts=starts,
+                arms=arms,
+                plan_of=guide.plan_of,
+                floor_s=guide.floor_s if options.model else _no_floor,
+                bound_s=guide.bound_s if options.model else 0.0,
+                limits=options.limits,
+                bandit=bandit,
+            )
+
+    def begin(self) -> bool:
+        """Applies the first plan; whether there is one. Collective."""
+        return self._next()
+
+    def step(self, step_s: float) -> bool:
+        """Takes the step that ended; whether trials go on. Collective.
+
+        ``step_s`` is infinite where the step does not count.
+        """
+        self._unwatch()
+        (most_s,) = self._board.most(step_s)
+        over = False
+        if self.search is not None:
+            counts = not self._fresh and math.isfinite(most_s)
+            self._uncounted = 0 if counts or self._fresh else self._uncounted + 1
+            over = self.search.step(most_s, counts=counts)
+            if self._uncounted >= _MOST_UNCOUNTED:
+                self.search.fail("no step of it could be counted")
+                over = True
+        self._fresh = False
+        if not self._board.decision(int(over)):
+            return True
+        if self.search is not None:
+            self._learn(self.search.trials[-1])
+        return self._next()
+
+    def end(self) -> None:
+        """Takes off what watches the trials."""
+        self._unwatch()
+
+    # One trial after another.
+
+    def _next(self) -> bool:
+        while True:
+            offer: Any = None
+            if self.search is not None:
+                trial = self.search.next_trial()
+                offer = None if trial is None else codec.encode(trial.plan)
+            offer = self._board.shared(offer)
+            if offer is None:
+                return False
+            trouble = self._apply(codec.decode(offer, Plan))
+            if trouble is None:
+                self._fresh = True
+                self._uncounted = 0
+                self._watch()
+                return True
+            if self.search is not None:
+                self.search.fail(trouble)
+                self._learn(self.search.trials[-1])
+
+    def _apply(self, plan: Plan) -> str | None:
+        """Carries a plan out on all ranks or on none; why not."""
+        if self._model.plan is not None and self._model.plan.digest == plan.digest:
+            return None
+        trouble = None
+        try:
+            self._model.apply_plan(plan)
+        except (PlanMismatch, RankDisagreement) as exc:
+            trouble = str(exc)
+        except (torch.OutOfMemoryError, MemoryError) as exc:
+            trouble = f"out of memory: {exc}"
+        return trouble
+
+    def _watch(self) -> None:
+        # The step of the change does not count, so it may be recorded: what watching
+        # costs never enters a score.
+        if self._model.observed:
+            return
+        self._recorder = Recorder(keep=1)
+        self._model.observe(self._recorder)
+
+    def _unwatch(self) -> None:
+        if self._recorder is not None and self._fresh:
+            self._model.observe(None)
+
+    def _learn(self, trial: Trial) -> None:
+        """What a trial says of the model, and whether the planner now knows better."""
+        search, guide = self.search, self._guide
+        if search is None or guide is None:
+            return
+        best = search.incumbent
+        told: dict[str, Any] = {
+            "technique": trial.technique,
+            "key": str(trial.key),
+            "plan": trial.plan.digest,
+            "step_s": None if math.isinf(trial.step_s) else trial.step_s,
+            "steps": len(trial.steps_s),
+            "won": trial.won,
+            "incumbent_s": None if best is None else best.step_s,
+            "lost_s": search.lost_s,
+            "credits": search.credits,
+        }
+        timeline = None if self._recorder is None else self._recorder.timeline
+        self._recorder = None
+        if trial.failed is not None or not trial.steps_s:
+            self._tell("tried", f"can't be run: {trial.failed}", **told)
+            return
+        predicted = guide.plan_s(trial.plan)
+        won = "is the best so far" if trial.won else "is no better"
+        why = f"{format_s(trial.step_s)} against {format_s(predicted)} predicted: {won}"
+        self._tell("tried", why, predicted_s=predicted, **told)
+        if not self._options.model or trial.ended_early:
+            return
+        before = dict(guide.factors)
+        error = guide.learn(trial.plan, trial.step_s, timeline)
+        if guide.factors == before:
+            return
+        search.bound_s = guide.bound_s
+        self._tell(
+            "corrected",
+            f"the prediction was {100 * error:+.1f} % off",
+            error_ratio=error,
+            **guide.factors,
+        )
+        plan = guide.replan()
+        if plan is None or best is None:
+            return
+        if predicted_s(plan) < (1 - _GAIN_RATIO) * best.step_s and search.offer(
+            "replanned", plan
+        ):
+            self._tell(
+                "planned",
+                "the corrected model has a faster plan",
+                plan=plan.digest,
+                predicted_s=predicted_s(plan),
+            )
+
+
+def _no_floor(_plan: Plan) -> float:
+    return 0.0
