@@ -1,1 +1,29 @@
 """Burst parallelism for real models: their layers, measured times, and training."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["BurstParallel", "LayerGraph", "LayerNode", "capture", "profile"]
+
+_HOMES = {
+    "BurstParallel": "executor",
+    "LayerGraph": "graph",
+    "LayerNode": "graph",
+    "capture": "graph",
+    "profile": "measure",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name's module when it is asked for: planning starts without torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stretto.burst' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"stretto.burst.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -83,6 +83,8 @@ class Move:
 
 @dataclass(slots=True)
 class Bucket:
+    """A collective of some ranks."""
+
     name: str
     ranks: tuple[int, ...]
     size_bytes: int
