@@ -55,6 +55,10 @@ class Control:
             for i in range(self._size)
         ]
 
+    def close(self) -> None:
+        """Lets go of the group."""
+        self._lane = None
+
     def _finish(self, work: Any) -> None:
         while True:
             try:

@@ -293,6 +293,7 @@ class Core:
         for tensor_set in tuple(self.sets.values()):
             tensor_set.release()
         self.sets.clear()
+        self.control.close()
         if self._pool is not None:
             self._pool.close()
         self._closed.set()
