@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from stretto._api.ddp import DistributedDataParallel as DDP  # noqa: N817
     from stretto._api.measuring import probe
     from stretto._api.planning import compare, plan, simulate
+    from stretto.burst.executor import BurstParallel
     from stretto.measure import profile_model as profile
     from stretto.schema import Cluster, Plan, Timeline, Workload
 
 __all__ = [
     "DDP",
+    "BurstParallel",
     "Cluster",
     "DistributedDataParallel",
     "Plan",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BurstParallel": ("stretto.burst.executor", "BurstParallel"),
     "DDP": ("stretto._api.ddp", "DistributedDataParallel"),
     "DistributedDataParallel": ("stretto._api.ddp", "DistributedDataParallel"),
     "probe": ("stretto._api.measuring", "probe"),

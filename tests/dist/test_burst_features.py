@@ -1,0 +1,395 @@
+"""What users do with a model beside plain steps: each against one process."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from stretto.burst.executor import BurstParallel
+from stretto.errors import StrettoError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from burst_ranks import (
+    global_loss,
+    make_data,
+    make_model,
+    part,
+    plan_of,
+    random_plan,
+    shares_of,
+    worst,
+    worst_grad,
+)
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+Facts = dict[str, Any]
+
+
+class Odd(nn.Module):
+    """Detaches, freezes, drops, normalises: what may break a chain of gradients.
+
+    A bias before a batch norm would have no gradient but rounding errors.
+    """
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.left = nn.Linear(8, 8, bias=False)
+        self.right = nn.Linear(8, 8, bias=False)
+        self.norm = nn.BatchNorm1d(8, momentum=0.3)
+        self.plain = nn.BatchNorm1d(8, affine=False, track_running_stats=False)
+        self.drop = nn.Dropout(dropout)
+        self.alpha = nn.AlphaDropout(dropout)
+        self.last = nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.frozen(self.first(x)))
+        left = self.drop(self.norm(self.left(x.detach()))) * self.scale
+        right = self.alpha(self.plain(torch.sigmoid(self.right(x))))
+        return self.last(nn.functional.dropout(left + right, 0.0, self.training))
+
+
+def odd(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(2)
+    return Odd(dropout)
+
+
+def numbers(batch: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, 6, generator=draw)
+    return x, torch.randint(0, 4, (batch,), generator=draw)
+
+
+def backward(model: Any, shares: list[int], rank: int, seed: int = 0) -> torch.Tensor:
+    x, y = numbers(sum(shares), seed)
+    loss = cross_entropy(model(part(x, shares, rank)), part(y, shares, rank))
+    loss.backward()
+    return loss
+
+
+def whole(model: nn.Module, batch: int, seed: int = 0) -> torch.Tensor:
+    x, y = numbers(batch, seed)
+    loss = cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def rank_of_features(rank: int, size: int) -> Facts:
+    torch.set_default_dtype(torch.float64)
+    shares = shares_of(7, size, "uneven")
+    example = numbers(2, 0)[0]
+    found: Facts = {}
+
+    def pair(**options: Any) -> tuple[BurstParallel, nn.Module]:
+        model = odd()
+        reference = copy.deepcopy(model)
+        plan = random_plan(model, example, size, 11)
+        return BurstParallel(model, plan, example_inputs=(example,), **options), (
+            reference
+        )
+
+    # Chains broken by detach, a frozen layer, a batch norm without parameters.
+    burst, reference = pair(bucket_bytes=64)
+    backward(burst, shares, rank)
+    whole(reference, 7)
+    found["odd"] = worst_grad(burst.module, reference)
+    # More backwards than steps: gradients add up; then some of them without sending.
+    backward(burst, shares, rank, seed=1)
+    whole(reference, 7, seed=1)
+    found["accumulated"] = worst_grad(burst.module, reference)
+    with burst.no_sync():
+        backward(burst, shares, rank, seed=2)
+        backward(burst, shares, rank, seed=3)
+    backward(burst, shares, rank, seed=4)
+    for seed in (2, 3, 4):
+        whole(reference, 7, seed=seed)
+    found["without sync"] = worst_grad(burst.module, reference)
+    # Clipping sees all gradients.
+    norms = (
+        burst.clip_grad_norm_(0.05),
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.05),
+    )
+    found["norm"] = worst(norms[0], norms[1])
+    found["clipped"] = worst_grad(burst.module, reference)
+    largest = max(
+        float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None
+    )
+    found["largest"] = abs(float(burst.clip_grad_norm_(1e9, float("inf"))) - largest)
+    # Gradients zeroed rather than dropped, several forwards of one backward, twice
+    # through one graph.
+    burst.zero_grad(set_to_none=False)
+    reference.zero_grad(set_to_none=False)
+    losses = []
+    for seed in (5, 6):
+        x, y = numbers(7, seed)
+        out = burst(part(x, shares, rank))
+        losses.append(cross_entropy(out, part(y, shares, rank)))
+    total = losses[0] + losses[1]
+    total.backward(retain_graph=True)
+    total.backward()
+    x, y = zip(*(numbers(7, seed) for seed in (5, 6)), strict=True)
+    wanted = sum(cross_entropy(reference(a), b) for a, b in zip(x, y, strict=True))
+    wanted.backward(retain_graph=True)
+    wanted.backward()
+    found["two forwards"] = worst_grad(burst.module, reference)
+    # Evaluation: nothing of a batch is in it, and gradients stay what they were.
+    state = burst.full_state_dict()
+    found["running"] = max(
+        worst(state[name].double(), value.double())
+        for name, value in reference.state_dict().items()
+    )
+    burst.eval()
+    reference.eval()
+    with torch.no_grad():
+        x, _ = numbers(5, 9)
+        counts = shares_of(5, size, "even")
+        out = burst(part(x, counts, rank))
+        found["evaluated"] = (
+            worst(out, part(reference(x), counts, rank)) if counts[rank] else 0.0
+        )
+        found["needs no gradient"] = not out.requires_grad
+    burst.train()
+    reference.train()
+    # The input's gradient comes back to the rank that passed it.
+    x, y = numbers(7, 10)
+    mine = part(x, shares, rank).clone().requires_grad_()
+    x.requires_grad_()
+    cross_entropy(burst(mine), part(y, shares, rank)).backward()
+    cross_entropy(reference(x), y).backward()
+    found["input"] = worst(mine.grad, part(x.grad, shares, rank)) if len(mine) else 0.0
+    # A backward that an exception ended on all ranks leaves nothing behind.
+    out = burst(part(x.detach(), shares, rank))
+    out.register_hook(_fails)
+    try:
+        out.sum().backward()
+    except ZeroDivisionError:
+        found["raised"] = True
+    burst.zero_grad()
+    reference.zero_grad()
+    backward(burst, shares, rank, seed=12)
+    whole(reference, 7, seed=12)
+    found["after an exception"] = worst_grad(burst.module, reference)
+    return found
+
+
+def _fails(_grad: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_are_one_processes_whatever_is_done(ranks: Any, size: int) -> None:
+    for found in ranks(rank_of_features, size, timeout_s=120, group_s=60):
+        assert found.pop("needs no gradient")
+        assert found.pop("raised")
+        for what, value in found.items():
+            assert value < 1e-10, (what, value)
+
+
+def rank_that_drops(rank: int, size: int) -> Facts:
+    torch.set_default_dtype(torch.float64)
+    own = [dist.new_group([r]) for r in range(size)][rank]
+    found: Facts = {}
+    for kind in ("odd", "transformer", "vgg11", "attention"):
+        if kind == "odd":
+            model, data = odd(0.4), numbers
+        elif kind == "attention":
+            torch.manual_seed(3)
+            model = nn.Sequential(
+                nn.Linear(6, 8), nn.Unflatten(1, (2, 4)), Attention(), nn.Flatten()
+            )
+            data = numbers
+        else:
+            model = make_model(kind, 0.4)
+
+            def data(batch: int, seed: int, kind: str = kind) -> Any:
+                return make_data(kind, batch, seed)
+
+        example = data(2, 0)[0]
+        reference = copy.deepcopy(model)
+        alone = plan_of(model, example, lambda _i: (0, 1), 1)
+        plan = random_plan(model, example, size, 3)
+        burst = BurstParallel(model, plan, example_inputs=(example,), seed=8)
+        one = BurstParallel(
+            reference, alone, example_inputs=(example,), seed=8, process_group=own
+        )
+        shares = shares_of(7, size, "uneven")
+        outs = []
+        for step in range(3):
+            x, y = data(7, step)
+            out, wanted = burst(part(x, shares, rank)), one(x)
+            outs.append(wanted)
+            burst.zero_grad()
+            one.zero_grad()
+            cross_entropy(out, part(y, shares, rank)).backward()
+            cross_entropy(wanted, y).backward()
+            off = worst_grad(burst.module, one.module)
+            found[kind] = max(found.get(kind, 0.0), off)
+        again = one(data(7, 0)[0])
+        found[f"{kind} draws anew"] = worst(again, outs[0]) > 1e-3
+        one.eval()
+        found[f"{kind} drops when it trains"] = (
+            worst(one(data(7, 0)[0]), outs[0]) > 1e-3
+        )
+    return found
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.MultiheadAttention(4, 2, dropout=0.4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x, x, x, need_weights=False)[0]
+
+
+def test_a_sample_is_dropped_alike_whatever_the_plan(ranks: Any) -> None:
+    for found in ranks(rank_that_drops, 3, timeout_s=120, group_s=60):
+        for kind, value in found.items():
+            if isinstance(value, bool):
+                assert value, kind
+            else:
+                assert value < 1e-10, (kind, value)
+
+
+def rank_with_new_plans(rank: int, size: int) -> Facts:
+    torch.set_default_dtype(torch.float64)
+    example = numbers(2, 0)[0]
+    shares = shares_of(7, size, "even")
+    model = odd()
+    reference = copy.deepcopy(model)
+    # The ranks' models differ at first: the first rank's counts.
+    if rank:
+        for parameter in model.parameters():
+            parameter.data.add_(1.0)
+    burst = BurstParallel(
+        model, random_plan(model, example, size, 0), example_inputs=(example,)
+    )
+    made = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (burst, reference)]
+    found: Facts = {"losses": 0.0, "refused": 0, "told": ""}
+
+    def step(seed: int) -> None:
+        for optimizer in made:
+            optimizer.zero_grad()
+        loss = backward(burst, shares, rank, seed=seed)
+        truth = float(whole(reference, 7, seed=seed).detach())
+        found["losses"] = max(
+            found["losses"], abs(global_loss(loss, shares, rank) - truth) / truth
+        )
+        for optimizer in made:
+            optimizer.step()
+
+    for seed in range(6):
+        step(2 * seed)
+        step(2 * seed + 1)
+        try:
+            burst.module.state_dict()
+        except StrettoError as exc:
+            found["refused"] += 1
+            found["told"] = str(exc)
+        plan = random_plan(model, example, size, seed + 1)
+        burst.apply_plan(plan, made[0])
+        assert burst.plan is plan
+    burst.refresh(made[0])
+    state = burst.state_dict()
+    found["state"] = max(
+        worst(state[f"module.{name}"].double(), value.double())
+        for name, value in reference.state_dict().items()
+    )
+    rows = [optimizer.state_dict()["state"] for optimizer in made]
+    found["same optimizer state"] = rows[0].keys() == rows[1].keys()
+    found["optimizer"] = max(
+        worst(rows[0][i][name], value)
+        for i, row in rows[1].items()
+        for name, value in row.items()
+    )
+    step(99)
+    found["stale after a step"] = not burst._foreign
+    try:
+        burst.state_dict()
+    except StrettoError:
+        found["stale after a step"] = True
+    burst.refresh()
+    burst.load_state_dict(state)
+    found["copies"] = isinstance(copy.deepcopy(burst.module).state_dict(), dict)
+    return found
+
+
+def test_new_plans_bring_parameters_and_the_optimizers_state(ranks: Any) -> None:
+    everyone = ranks(rank_with_new_plans, 3, timeout_s=120, group_s=60)
+    for found in everyone:
+        assert found["losses"] < 1e-10
+        assert found["state"] < 1e-10
+        assert found["same optimizer state"]
+        assert found["optimizer"] < 1e-10
+        assert found["stale after a step"]
+        assert found["copies"]
+    assert sum(found["refused"] for found in everyone) > 3
+    assert any("full_state_dict" in found["told"] for found in everyone)
+
+
+def rank_with_less(rank: int, size: int) -> Facts:
+    """Fewer samples than ranks, autocast, local batch norm, measured times."""
+    example = numbers(2, 0)[0]
+    found: Facts = {}
+    model = odd()
+    reference = copy.deepcopy(model)
+    everywhere = plan_of(model, example, lambda _i: (0, size), size)
+    burst = BurstParallel(model, everywhere, batch_norm="local")
+    shares = shares_of(4 * size, size, "even")
+    backward(burst, shares, rank)
+    # As one rank alone would: another mean and variance on each.
+    x, _ = numbers(4 * size, 0)
+    reference(part(x, shares, 0))
+    state = burst.full_state_dict()
+    found["local"] = worst(state["norm.running_var"], reference.norm.running_var)
+    found["kept by rank 0"] = burst.widths["first"] == (0, size)
+
+    model = odd()
+    reference, truth = copy.deepcopy(model), copy.deepcopy(model)
+    plan = random_plan(model, example, size, 4)
+    burst = BurstParallel(model, plan, example_inputs=(example,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = backward(burst, shares, rank)
+        wanted = whole(reference, 4 * size)
+    whole(truth, 4 * size)
+    found["autocast"] = worst_grad(burst.module, truth)
+    found["one process's autocast"] = worst_grad(reference, truth)
+    found["loss"] = abs(global_loss(loss, shares, rank) - float(wanted.detach()))
+    burst.measure(3)
+    for step in range(4):
+        backward(burst, shares, rank, seed=step)
+    found["measured"] = burst.measured()
+    found["waiting"] = burst.waiting()
+    found["runs"] = [
+        name
+        for name, (first, width) in burst.widths.items()
+        if first <= rank < first + width
+    ]
+    return found
+
+
+def test_autocast_local_norms_and_measured_times(ranks: Any) -> None:
+    for found in ranks(rank_with_less, 2, timeout_s=120, group_s=60):
+        assert found["local"] < 1e-6
+        assert found["kept by rank 0"]
+        # As far from single precision as one process is, and not in it.
+        assert 1e-4 < found["autocast"] < 2 * found["one process's autocast"]
+        assert found["loss"] < 0.05
+        assert [timing.layer for timing in found["measured"]] == found["runs"]
+        assert all(t.forward_s > 0 and t.samples > 0 for t in found["measured"])
+        assert sum(t.backward_s for t in found["measured"]) > 0
+        waits = found["waiting"]
+        assert waits["total"] > 0
+        assert {"redistribution", "counts"} <= waits.keys()
