@@ -18,7 +18,12 @@ from stretto.planners.burst import crossing
 from stretto.planners.burst.choice import Choice
 from stretto.planners.burst.cuts import collapsed, expanded, joined
 from stretto.planners.burst.evaluate import evaluate, in_turns
-from stretto.planners.burst.plan import plan, plans_of_front
+from stretto.planners.burst.plan import (
+    plan,
+    plans_of_front,
+    same_width,
+    same_width_times,
+)
 from stretto.planners.burst.problem import BurstProblem
 from stretto.schema.burst import Layer, LayerProfile
 
@@ -122,6 +127,19 @@ def test_the_sum_in_turns_is_the_walks_where_no_branch_has_gpus_of_its_own(seed)
     assert one.iteration_s == pytest.approx(two.iteration_s, rel=1e-12)
     assert one.gpu_s == pytest.approx(two.gpu_s, rel=1e-12)
     assert one.max_amplification == pytest.approx(two.max_amplification, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_with_one_width_for_all_nothing_moves(seed):
+    rng = random.Random(seed)
+    profile = random_profile(rng, random_shape(rng, 2, nested=True), 8)
+    problem = problem_of(rng, profile, gpus=8, batch=8)
+    for gpus, time_s in same_width_times(problem).items():
+        cost = evaluate(
+            problem, Choice(widths=(problem.widths.index(gpus),) * len(profile.layers))
+        )
+        assert time_s == pytest.approx(cost.iteration_s, rel=1e-12)
+        assert same_width(problem, gpus).predicted.iteration_s == cost.iteration_s
 
 
 def test_what_does_not_cross_stays_apart():
