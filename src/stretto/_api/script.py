@@ -17,10 +17,14 @@ import torch.nn.parallel.distributed
 
 from stretto._api.ddp import DistributedDataParallel
 from stretto._api.environment import check_interfaces
+from stretto.convert import Choices, run_converted
 from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+CONVERT_VARIABLE = "STRETTO_CONVERT"
+"""What `stretto run --convert` sets: scripts for one device are converted first."""
 
 
 def replace_ddp() -> None:
@@ -46,7 +50,10 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     _show_log()
     sys.argv = [str(script), *arguments]
     sys.path[0:1] = [str(script.resolve().parent)]
-    runpy.run_path(str(script), run_name="__main__")
+    if os.environ.get(CONVERT_VARIABLE):
+        run_converted(script, Choices())
+    else:
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def _show_log() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -36,8 +37,13 @@ SETTINGS = {
 @click.option("--cluster", metavar="FILE", help="Keep the measured cluster here.")
 @click.option("--trace", metavar="FILE", help="Keep a measured step's timeline here.")
 @click.option("--report", metavar="FILE", help="Keep an HTML report here.")
+@click.option(
+    "--convert",
+    is_flag=True,
+    help="Convert SCRIPT, or a notebook, from one device to all while it is loaded.",
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, required=True)
-def command(arguments: tuple[str, ...], **settings: str | None) -> None:
+def command(arguments: tuple[str, ...], convert: bool, **settings: str | None) -> None:
     """Launch SCRIPT as torchrun does, with every DistributedDataParallel ours.
 
     stretto run [OPTIONS] [TORCHRUN OPTIONS] SCRIPT [SCRIPT ARGUMENTS]
@@ -46,15 +52,21 @@ def command(arguments: tuple[str, ...], **settings: str | None) -> None:
     WORLD_SIZE (torchrun, `stretto lab run`, a scheduler), the script runs as that
     rank in this process; otherwise torchrun starts it with its own options, for
     instance `stretto run --nproc-per-node 4 train.py`.
+
+    With --convert the script may be one written for a single device: it is turned into
+    a distributed one in memory, as `stretto convert` does, and runs on every GPU of
+    this machine, or on 2 ranks where there is none, unless --nproc-per-node is given.
     """
     _check_files(settings)
     for option, variable in SETTINGS.items():
         if (value := settings[option]) is not None:
             os.environ[variable] = value
+    if convert:
+        os.environ["STRETTO_CONVERT"] = "1"
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         _run_here(arguments)
     else:
-        _launch(arguments)
+        _launch(arguments, convert=convert)
 
 
 def _run_here(arguments: tuple[str, ...]) -> None:
@@ -70,7 +82,7 @@ def _run_here(arguments: tuple[str, ...]) -> None:
     run_script(Path(script), rest)
 
 
-def _launch(arguments: tuple[str, ...]) -> None:
+def _launch(arguments: tuple[str, ...], *, convert: bool) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
@@ -79,6 +91,9 @@ def _launch(arguments: tuple[str, ...]) -> None:
     script = Path(parsed.training_script)
     if not script.is_file():
         raise SpecError(f"{script}: no such script")
+    if convert:
+        _check_conversion(script)
+        _all_local_ranks(parsed, arguments)
     parsed.module = True
     parsed.training_script = "stretto._api.script"
     parsed.training_script_args = [str(script), *parsed.training_script_args]
@@ -93,6 +108,28 @@ def _launch(arguments: tuple[str, ...]) -> None:
             err=True,
         )
         sys.exit(code if code > 0 else 128 - code)
+
+
+def _check_conversion(script: Path) -> None:
+    """Refuses once, instead of on each rank, and says what is left to a person."""
+    from stretto.convert import Choices, conversion_to_run, open_questions
+
+    conversion = conversion_to_run(script, Choices())
+    for question in open_questions(conversion):
+        click.echo(f"stretto run --convert: {script.name}: {question}", err=True)
+
+
+def _all_local_ranks(parsed: Any, arguments: tuple[str, ...]) -> None:
+    """One rank per GPU where the number was not given, 2 where there is none."""
+    import torch
+
+    before = arguments[: arguments.index(parsed.training_script)]
+    names = {option.partition("=")[0].replace("_", "-") for option in before}
+    if "--nproc-per-node" not in names and "PET_NPROC_PER_NODE" not in os.environ:
+        parsed.nproc_per_node = str(torch.cuda.device_count() or 2)
+    if not names & {"--nnodes", "--master-addr", "--master-port", "--rdzv-endpoint"}:
+        # A port of its own, so that several such runs do not meet.
+        parsed.standalone = True
 
 
 def _check_files(settings: dict[str, str | None]) -> None:

@@ -7,6 +7,11 @@ What is not understood is refused with a line and a next step, and what could no
 decided is listed; formatting and comments stay. Nothing here imports torch.
 """
 
+from stretto.convert._memory import (
+    conversion_to_run,
+    open_questions,
+    run_converted,
+)
 from stretto.convert._notebook import convert_notebook, script_of_notebook
 from stretto.convert._result import (
     Choices,
@@ -25,8 +30,11 @@ __all__ = [
     "Kind",
     "Note",
     "Target",
+    "conversion_to_run",
     "convert_bytes",
     "convert_notebook",
     "convert_source",
+    "open_questions",
+    "run_converted",
     "script_of_notebook",
 ]

@@ -15,10 +15,19 @@ if TYPE_CHECKING:
 
     from stretto.convert._job import Job
 
-CELL = "# %%stretto cell "
+_MARK = "# %%stretto "
+
+CELL = f"{_MARK}cell "
 """Marks where a notebook's cell begins, in a comment of the joined script."""
 
 Line = cst.SimpleStatementLine | cst.BaseCompoundStatement
+
+_THEIRS = "\x00"
+
+
+def theirs(text: str) -> str:
+    """The script's own text within one of ours: its names are not ours."""
+    return f"{_THEIRS}{text}{_THEIRS}"
 
 
 @final
@@ -68,6 +77,11 @@ class Work:
 
     def named(self, text: str) -> str:
         """Text of ours with our names as they are called in this script."""
+        parts = text.split(_THEIRS)
+        parts[::2] = [self._named(part) for part in parts[::2]]
+        return "".join(parts)
+
+    def _named(self, text: str) -> str:
         self.used |= set(re.findall(r"[A-Za-z_]\w*", text)) & {
             *_support.order(),
             *_support.NAMES,
@@ -184,14 +198,16 @@ class _Apply(cst.CSTTransformer):
 
 
 def _with_cell_mark(ours: Any, theirs: Any) -> tuple[Any, Any]:
-    """Moves the mark of a notebook's cell above what is put at its beginning."""
+    """Moves marks of a notebook's cell above what is put at its beginning."""
     lines = list(theirs.leading_lines)
     marks = [
         i
         for i, line in enumerate(lines)
-        if line.comment is not None and line.comment.value.startswith(CELL)
+        if line.comment is not None and line.comment.value.startswith(_MARK)
     ]
     cut = marks[-1] + 1 if marks else 0
+    while cut < len(lines) and lines[cut].comment is None:
+        cut += 1  # blank lines stay above both
     return (
         ours.with_changes(leading_lines=[*lines[:cut], *ours.leading_lines]),
         theirs.with_changes(leading_lines=lines[cut:]),

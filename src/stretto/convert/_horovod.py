@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from stretto.convert._edit import theirs
 from stretto.convert._tree import dotted, found
 
 if TYPE_CHECKING:
@@ -52,14 +53,14 @@ def distribute_optimizers(work: Work, models: Models) -> None:
                 "Use --to stretto",
             )
         model = optimizer.models[0]
-        after = tree.statement(optimizer.call)
+        after, own = tree.statement(optimizer.call), theirs(path)
         named = (
-            f", named_parameters={names[0]}.named_parameters()"
+            f", named_parameters={theirs(names[0] or '')}.named_parameters()"
             if model.scope is optimizer.scope
             else ""
         )
-        work.after(after, f"{path} = hvd.DistributedOptimizer({path}{named})")
-        work.after(after, f"hvd.broadcast_optimizer_state({path}, root_rank=0)")
+        work.after(after, f"{own} = hvd.DistributedOptimizer({own}{named})")
+        work.after(after, f"hvd.broadcast_optimizer_state({own}, root_rank=0)")
         work.done(optimizer.call, f"`{path}` wrapped in DistributedOptimizer")
     del models
 

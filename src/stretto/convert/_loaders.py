@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, final
 import libcst as cst
 
 from stretto.convert._display import appended
+from stretto.convert._edit import theirs
 from stretto.convert._flow import Origin, parameters
 from stretto.convert._tree import Scope, argument, arguments_of, dotted, found
 
@@ -73,7 +74,8 @@ class Loaders:
             self._work.call_around(origin.value, "divided")
         else:
             self._work.after(
-                origin.statement, f"{origin.path} = divided({origin.path})"
+                origin.statement,
+                f"{theirs(origin.path)} = divided({theirs(origin.path)})",
             )
         self._work.done(
             origin.value,
@@ -149,10 +151,9 @@ class Loaders:
         drop = argument(call, 8, "drop_last")
         shuffled = "False" if shuffle is None else self._tree.text(shuffle)
         ranks = ", num_replicas=WORLD_SIZE, rank=RANK" if work.horovod else ""
-        kept = "" if drop is None else f", drop_last={self._tree.text(drop)}"
-        sampler = work.expression(
-            f"DistributedSampler({data}{ranks}, shuffle={shuffled}{kept})"
-        )
+        kept = "" if drop is None else f", drop_last={theirs(self._tree.text(drop))}"
+        shown = f"{ranks}, shuffle={theirs(shuffled)}{kept}"
+        sampler = work.expression(f"DistributedSampler({theirs(data)}{shown})")
         size = argument(call, 1, "batch_size")
         if size is None:
             raise work.job.refuse(
@@ -214,7 +215,7 @@ class Loaders:
             name = self._tree.text(node)
             epoch = self._epoch(at, scope)
             shown = epoch or f"{name}.sampler.epoch + 1"
-            self._work.before(at, f"{name}.sampler.set_epoch({shown})")
+            self._work.before(at, theirs(f"{name}.sampler.set_epoch({shown})"))
             self._work.done(
                 at,
                 f"the sampler of `{name}` is told the epoch ({shown})",

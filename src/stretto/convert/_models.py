@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
+from stretto.convert._edit import theirs
 from stretto.convert._tree import Scope, arguments_of, dotted, found
 
 if TYPE_CHECKING:
@@ -223,14 +224,14 @@ class Models:
         end = max(self._tree.line(n) for n in (at, *anchors))
         self._last_line.append((model.scope, path, end))
         if work.horovod:
-            work.after(
-                at, f"hvd.broadcast_parameters({path}.state_dict(), root_rank=0)"
-            )
+            own = theirs(path)
+            work.after(at, f"hvd.broadcast_parameters({own}.state_dict(), root_rank=0)")
             work.done(at, f"`{path}`: every rank begins with rank 0's parameters")
             return
         several = self._forwards(model) > 1
         options = ", broadcast_buffers=False" if several else ""
-        work.after(at, f"{path} = DistributedDataParallel({path}{options})")
+        own = theirs(path)
+        work.after(at, f"{own} = DistributedDataParallel({own}{options})")
         work.done(at, f"`{path}` wrapped in DistributedDataParallel")
         if several:
             work.know(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, final
 import libcst as cst
 
 from stretto.convert._classify import Amount, Classifier
+from stretto.convert._edit import theirs
 from stretto.convert._result import Evaluation
 from stretto.convert._tree import Scope, dotted, found
 
@@ -125,12 +126,14 @@ class Numbers:
         for amount, names in after.items():
             self._reduce_after(loop, names, amount)
         self._at_source(body, scope)
+        self._at_source(body, scope, after=loop.node)
 
     def _reduce_after(self, loop: Loop, names: list[str], amount: Amount) -> None:
         if not names:
             return
         listed = ", ".join(names)
-        self._work.after(loop.node, f"{listed} = {amount.value}_over_ranks({listed})")
+        own = theirs(listed)
+        self._work.after(loop.node, f"{own} = {amount.value}_over_ranks({own})")
         how = "averaged" if amount is Amount.MEAN else "summed"
         self._work.done(loop.node, f"{listed}: {how} over ranks after the loop")
 
@@ -209,13 +212,28 @@ class Numbers:
         """Whether each pass through a loop begins with a statement anew."""
         return self._tree.loops(statement)[:1] == self._tree.loops(loop)[:1]
 
-    def _at_source(self, body: cst.CSTNode, scope: Scope) -> None:
-        """Reduces each number taken out of a tensor of this rank's batch."""
-        for call in found(body, cst.Call):
+    def _at_source(
+        self, body: cst.CSTNode, scope: Scope, *, after: cst.CSTNode | None = None
+    ) -> None:
+        """Reduces each number taken out of a tensor of this rank's batch.
+
+        With ``after`` not those in a block, but those of its variables after it.
+        """
+        where: cst.CSTNode = body
+        if after is not None:
+            where = self._tree.module if scope is None else scope.body
+        for call in found(where, cst.Call):
             on = self._tree.method_called(call, "item")
             if on is None and self._tree.called(call) == "float" and call.args:
                 on = call.args[0].value
             if on is None or self._is_handled(call):
+                continue
+            if after is not None and (
+                self._tree.function(call) is not scope
+                or self._tree.within(call, after)
+                or self._tree.line(call) < self._tree.line(after)
+                or not self._in_body(on, body)
+            ):
                 continue
             amount = self._classify.of(on, body)
             whole = self._widest(call, body)
@@ -239,9 +257,9 @@ class Numbers:
                     )
                 amount = Amount.MEAN
             self._reduce(node, amount)
-        self._shown(body)
-        self._decided(body)
-        del scope
+        if after is None:
+            self._shown(body)
+            self._decided(body)
 
     def _widest(
         self, call: cst.BaseExpression, body: cst.CSTNode

@@ -1,0 +1,458 @@
+"""What is converted how, what is refused, and that twice is once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from stretto.cli._main import group
+from stretto.convert import (
+    Choices,
+    Evaluation,
+    Kind,
+    Target,
+    convert_bytes,
+    convert_source,
+)
+from stretto.errors import SpecError
+
+SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.[pi]*"))
+
+TRAINING = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4, shuffle=True)
+for epoch in range(2):
+    for (x,) in loader:
+        loss = model(x).mean()  # a comment
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    print(loss.item())
+"""
+
+
+def convert(source, **choices):
+    return convert_source(source, name="train.py", choices=Choices(**choices))
+
+
+def refused(source, **choices):
+    with pytest.raises(SpecError) as raised:
+        convert(source, **choices)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def added(conversion):
+    return [x[1:] for x in conversion.diff().splitlines() if x.startswith("+")]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("target", [Target.STRETTO, Target.DDP])
+def test_converting_twice_changes_nothing_more(path, target):
+    choices = Choices(target=target)
+    once = convert_bytes(path.read_bytes(), name=path.name, choices=choices)
+    assert once.changes
+    again = convert_bytes(once.after.encode(), name=path.name, choices=choices)
+    assert not again.changes
+    assert again.diff() == ""
+    assert "converted already" in again.listed()
+
+
+def test_lines_that_need_no_change_keep_comments_and_form():
+    after = convert(TRAINING).after
+    for line in TRAINING.splitlines():
+        if "loader" not in line and "print" not in line:
+            assert line in after.splitlines()
+    removed = [x for x in convert(TRAINING).diff().splitlines() if x.startswith("-")]
+    assert len(removed) == 3  # the header, the loader, the print
+
+
+def test_each_part_of_the_conversion_is_there_once():
+    after = convert(TRAINING).after
+    for text in (
+        "from stretto import DistributedDataParallel\n",
+        "model = DistributedDataParallel(model)\n",
+        "batch_size=per_rank(4), sampler=DistributedSampler(",
+        "    loader.sampler.set_epoch(epoch)\n    for (x,) in loader:",
+        "print0(mean_over_ranks(loss.item()))\n",
+        "\njoin_ranks()\nseed_alike()\n",
+        "\ndist.destroy_process_group()\n",
+        "torch.manual_seed(torch.initial_seed() + RANK)\nfor epoch in range(2):",
+    ):
+        assert after.count(text) == 1, text
+
+
+def test_ddp_target_needs_nothing_of_this_package():
+    after = convert(TRAINING, target=Target.DDP).after
+    assert "from torch.nn.parallel import DistributedDataParallel\n" in after
+    assert "stretto" not in after.replace("# Distributed by stretto convert", "")
+
+
+def test_horovod_target_wraps_the_optimizer():
+    after = convert(TRAINING, target=Target.HOROVOD).after
+    assert "import stretto.horovod.torch as hvd\n" in after
+    assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n" in after
+    assert (
+        "opt = hvd.DistributedOptimizer(opt, "
+        "named_parameters=model.named_parameters())\n"
+    ) in after
+    assert "DistributedDataParallel" not in after
+    assert "torch.distributed as" not in after
+    compile(after, "train.py", "exec")
+
+
+def test_horovod_refuses_what_its_optimizer_can_not_do():
+    gan = (Path(__file__).parent / "scripts/gan.py").read_text()
+    assert "--to stretto" in refused(gan, target=Target.HOROVOD)
+    amp = (Path(__file__).parent / "scripts/amp.py").read_text()
+    assert "--to stretto" in refused(amp, target=Target.HOROVOD)
+
+
+def test_per_rank_keeps_the_batch_size_and_explains_the_rate():
+    conversion = convert(TRAINING, per_rank_batch=True)
+    assert "batch_size=4, sampler=" in conversion.after
+    assert "per_rank" not in conversion.after
+    assert "learning rate is left as it is, while each step" in conversion.listed()
+
+
+def test_rank0_evaluates_when_so_chosen():
+    plain = (Path(__file__).parent / "scripts/plain.py").read_text()
+    after = convert(plain, evaluation=Evaluation.RANK0).after
+    assert "for data in whole_on_rank0(testloader):" in after
+
+
+def test_an_evaluation_that_keeps_more_than_sums_is_left_whole_and_said():
+    source = TRAINING + (
+        "every = []\n"
+        "with torch.no_grad():\n"
+        "    for (x,) in DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4):\n"
+        "        every.append(model(x))\n"
+    )
+    source = source.replace(
+        "    for (x,) in DataLoader(", "    for (x,) in val_loader:  # DataLoader("
+    ).replace("every = []", "val_loader = DataLoader(torch.ones(8, 2))\nevery = []")
+    conversion = convert(source)
+    assert "share_of" not in conversion.after
+    asked = [n for n in conversion.notes if n.kind is Kind.OPEN]
+    assert [n.line for n in asked] == [17]
+
+
+def test_a_name_of_ours_in_the_script_is_left_to_it():
+    source = TRAINING.replace("model", "dist").replace("epoch", "RANK")
+    after = convert(source).after
+    assert "import torch.distributed as dist_\n" in after
+    assert "dist = DistributedDataParallel(dist)\n" in after
+    assert "if RANK_ > 0:\n" in after
+    assert "loader.sampler.set_epoch(RANK)\n" in after
+    compile(after, "train.py", "exec")
+
+
+def test_devices_with_numbers_become_this_ranks():
+    source = TRAINING.replace(
+        "torch.nn.Linear(2, 1)\n",
+        "torch.nn.Linear(2, 1)\nmodel.to('cuda:0')\nmodel.cuda(0)\n"
+        "d = torch.device('cuda', 0)\n",
+    )
+    after = convert(source).after
+    assert 'model.to(f"cuda:{LOCAL_RANK}")\nmodel.cuda(LOCAL_RANK)\n' in after
+    assert "torch.device('cuda', LOCAL_RANK)" in after
+    # Wrapped only when it is where it trains.
+    assert after.index("model.cuda(") < after.index("DistributedDataParallel(model)")
+
+
+def test_logging_to_services_and_bars_is_rank_0s():
+    source = (
+        "import wandb\nfrom tqdm import tqdm\n"
+        "from torch.utils.tensorboard import SummaryWriter\n"
+    ) + TRAINING.replace("in loader:", "in tqdm(loader):").replace(
+        "for epoch", "wandb.init(project='x')\nwriter = SummaryWriter()\nfor epoch"
+    )
+    after = convert(source).after
+    assert "tqdm(loader, disable=RANK != 0)" in after
+    assert """mode=None if RANK == 0 else "disabled")""" in after
+    assert "writer = SummaryWriter() if RANK == 0 else OnRank0()\n" in after
+    assert "loader.sampler.set_epoch(epoch)\n" in after
+
+
+def test_downloads_and_files_are_one_ranks():
+    source = TRAINING.replace(
+        "model =", "data = Digits('.', download=True)\nmodel ="
+    ) + ("with open('log.txt', 'w') as f:\n    f.write('done')\n")
+    after = convert(source).after
+    assert "with rank0_first():\n    data = Digits('.', download=True)\n" in after
+    assert "if RANK == 0:\n    with open('log.txt', 'w') as f:\n" in after
+
+
+# Refusals: one line that names a line and a next step
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def f(:\n", ["train.py:1:", "syntax error"]),
+        ("import torch\nprint 'loss'\n", ["train.py:2:", "Python 2"]),
+        ("import torch\nimport tensorflow as tf\n", [":2:", "TensorFlow"]),
+        ("import torch\nx = torch.ones(2)\n", ["no training loop", "Give the file"]),
+        ("x = 1\n", ["does not import torch"]),
+        ("import torch\nimport accelerate\n", [":2:", "Accelerate"]),
+        ("import torch\nfrom transformers import Trainer\n", [":2:", "stretto run"]),
+        (
+            "import torch\ntorch.distributed.init_process_group('gloo')\n",
+            [":2:", "distributed already"],
+        ),
+        (
+            TRAINING.replace("shuffle=True", "sampler=mine"),
+            [":6:", "sampler of its own", "Subset"],
+        ),
+        (TRAINING.replace(", batch_size=4", ""), [":6:", "batch_size"]),
+        (
+            TRAINING.replace("model(x).mean()", "model.cost(x)"),
+            ["nothing calls `model(...)`", "--to horovod"],
+        ),
+        (
+            TRAINING.replace("model(x).mean()", "model(x).mean() + model.cost(x)"),
+            [":9:", "model.cost", "forward()"],
+        ),
+        (
+            TRAINING.replace("in loader:", "in torch.ones(8, 1, 2):"),
+            [":11:", "DataLoader"],
+        ),
+        (TRAINING.replace("torch.optim.SGD(", "Mine("), [":11:", "no optimizer"]),
+        ("import horovod.tensorflow as hvd\n", [":1:", "horovod.tensorflow"]),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_one_line(source, words):
+    message = refused(source)
+    for word in words:
+        assert word in message
+
+
+def test_an_iterable_dataset_is_refused():
+    source = TRAINING.replace(
+        "model =",
+        "class Stream(torch.utils.data.IterableDataset):\n    pass\n\n\n"
+        "stream = Stream()\nmodel =",
+    ).replace("TensorDataset(torch.ones(8, 2))", "stream")
+    assert "IterableDataset" in refused(source)
+
+
+def test_a_training_function_that_nothing_starts_is_refused():
+    body = "".join(f"    {line}\n" for line in TRAINING.splitlines()[3:])
+    source = "\n".join(TRAINING.splitlines()[:2]) + f"\n\n\ndef main():\n{body}"
+    assert "nothing in this file starts" in refused(source)
+    after = convert(source + "\nmain()\n").after
+    assert "\njoin_ranks()\nseed_alike()\nmain()\ndist.destroy" in after
+
+
+def test_another_target_than_the_scripts_own_is_refused():
+    once = convert(TRAINING, target=Target.DDP).after
+    assert "was converted with --to ddp" in refused(once, target=Target.HOROVOD)
+
+
+# Scripts that are distributed already
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import horovod.torch as hvd\n", "import stretto.horovod.torch as hvd\n"),
+        (
+            "from horovod.torch import rank\n",
+            "from stretto.horovod.torch import rank\n",
+        ),
+        (
+            "from horovod import torch as h\n",
+            "from stretto.horovod import torch as h\n",
+        ),
+        (
+            "import horovod.torch\nx = horovod.torch.rank()\n",
+            "import stretto.horovod.torch\nx = stretto.horovod.torch.rank()\n",
+        ),
+        (
+            "import horovod.torch as hvd\nf(horovod=1)\nx.horovod = 2\n",
+            "import stretto.horovod.torch as hvd\nf(horovod=1)\nx.horovod = 2\n",
+        ),
+    ],
+)
+def test_horovod_imports_move(before, after):
+    conversion = convert(before)
+    assert conversion.after == after
+    assert not convert(after).changes
+    assert "line 1: " in conversion.listed()
+
+
+def test_horovod_scripts_do_not_become_ddp():
+    message = refused("import horovod.torch as hvd\n", target=Target.DDP)
+    assert "--to horovod" in message
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            (
+                "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+                "model = DDP(model)  # wrapped\n"
+            ),
+            (
+                "from stretto import DistributedDataParallel as DDP\n"
+                "model = DDP(model)  # wrapped\n"
+            ),
+        ),
+        (
+            "import torch\nm = torch.nn.parallel.DistributedDataParallel(m)\n",
+            "import torch\nimport stretto\nm = stretto.DistributedDataParallel(m)\n",
+        ),
+        (
+            "from torch import nn\nm = nn.parallel.DistributedDataParallel(m)\n",
+            (
+                "from torch import nn\nimport stretto\n"
+                "m = stretto.DistributedDataParallel(m)\n"
+            ),
+        ),
+    ],
+)
+def test_ddp_scripts_move_to_ours(before, after):
+    assert convert(before).after == after
+    assert not convert(after).changes
+    assert not convert(before, target=Target.DDP).changes
+    assert "--to stretto" in refused(before, target=Target.HOROVOD)
+
+
+# Notebooks
+
+
+def notebook():
+    path = Path(__file__).parent / "scripts/notebook.ipynb"
+    return path.read_text()
+
+
+def test_a_notebook_keeps_all_but_the_changed_cells():
+    before = json.loads(notebook())
+    conversion = convert_bytes(
+        notebook().encode(), name="notebook.ipynb", choices=Choices()
+    )
+    after = json.loads(conversion.after)
+    assert {k: v for k, v in before.items() if k != "cells"} == {
+        k: v for k, v in after.items() if k != "cells"
+    }
+    changed = [
+        number
+        for number, (old, new) in enumerate(
+            zip(before["cells"], after["cells"], strict=True)
+        )
+        if old != new
+    ]
+    assert changed == [1, 3, 4, 6, 7]
+    for old, new in zip(before["cells"], after["cells"], strict=True):
+        assert {k: v for k, v in old.items() if k != "source"} == {
+            k: v for k, v in new.items() if k != "source"
+        }
+    sources = ["".join(c["source"]) for c in after["cells"]]
+    assert sources[1].startswith("%matplotlib inline\nimport torch\n")
+    assert sources[2] == "!echo nothing to install"
+    assert sources[6].startswith("%%time\n")
+    assert "3 lines of magics are kept" in conversion.listed()
+    assert "cell 5, line 2: `model` wrapped" in conversion.listed()
+    assert conversion.after.endswith("}\n")
+
+
+def test_an_error_in_a_notebook_names_its_cell():
+    broken = json.loads(notebook())
+    broken["cells"][4]["source"] = ["x = 1\n", "y = (\n"]
+    with pytest.raises(SpecError, match=r"n.ipynb: cell 5, line 2: syntax error"):
+        convert_bytes(json.dumps(broken).encode(), name="n.ipynb", choices=Choices())
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"worksheets": []}'])
+def test_what_is_no_notebook_is_refused(text):
+    with pytest.raises(SpecError, match="no notebook"):
+        convert_bytes(text.encode(), name="n.ipynb", choices=Choices())
+
+
+# The command
+
+
+def run(*arguments):
+    """Runs the command in this process; its errors as they reach `main`."""
+    return CliRunner().invoke(group, ["convert", *map(str, arguments)])
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TRAINING)
+    return path
+
+
+def test_check_says_by_its_exit_code_whether_something_would_change(script):
+    result = run(script, "--check")
+    assert result.exit_code == 3
+    assert "+model = DistributedDataParallel(model)" in result.output
+    assert "line 5: `model` wrapped" in result.output
+    script.write_text(convert(TRAINING).after)
+    assert run(script, "--check").exit_code == 0
+
+
+def test_without_an_output_nothing_is_written(script):
+    result = run(script)
+    assert result.exit_code == 0
+    assert "nothing written: name a file with -o" in result.output
+    assert list(script.parent.iterdir()) == [script]
+
+
+def test_an_output_that_exists_is_kept_unless_forced(script, tmp_path):
+    out = tmp_path / "out.py"
+    assert run(script, "-o", out).exit_code == 0
+    assert out.read_text() == convert(TRAINING).after
+    out.write_text("mine")
+    error = run(script, "-o", out).exception
+    assert isinstance(error, SpecError)
+    assert "--force" in str(error)
+    assert out.read_text() == "mine"
+    assert run(script, "-o", out, "--force").exit_code == 0
+    assert out.read_text() == convert(TRAINING).after
+
+
+def test_folders_missing_files_and_other_encodings_are_refused(tmp_path):
+    assert "is a folder" in str(run(tmp_path).exception)
+    assert "can not be read" in str(run(tmp_path / "none.py").exception)
+    (tmp_path / "l.py").write_bytes("x = 1\ny = 'é'\n".encode("latin-1"))
+    assert "l.py:2: a script must be UTF-8" in str(run(tmp_path / "l.py").exception)
+
+
+def test_ends_of_lines_stay(tmp_path):
+    path, out = tmp_path / "w.py", tmp_path / "o.py"
+    path.write_bytes(TRAINING.replace("\n", "\r\n").encode())
+    assert run(path, "-o", out).exit_code == 0
+    data = out.read_bytes()
+    assert data.count(b"\n") == data.count(b"\r\n")
+
+
+def test_the_command_ends_with_2_and_one_line_for_what_it_refuses(tmp_path):
+    path = tmp_path / "t.py"
+    path.write_text("import tensorflow\n")
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "stretto", "convert", path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    lines = done.stderr.splitlines()
+    told = [x for x in lines if not x.startswith("import time:")]
+    assert done.returncode == 2
+    assert len(told) == 1
+    assert told[0].startswith("stretto: error: t.py:1: imports tensorflow")
+    imported = {x.rpartition("|")[2].strip() for x in lines}
+    assert "libcst" in imported
+    assert "torch" not in imported

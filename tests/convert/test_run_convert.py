@@ -1,0 +1,106 @@
+"""``stretto run --convert`` trains a script for one device on several ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.convert import Choices, convert_source
+from stretto.convert._memory import compiled
+
+pytestmark = pytest.mark.dist
+
+TRAINING = """\
+import os
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.arange(16.0).view(8, 2))
+loader = DataLoader(data, batch_size=4)
+for epoch in range(2):
+    seen = 0
+    for (x,) in loader:
+        loss = model(x / 16).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        seen += len(x)
+    print("seen", seen, "loss", loss.item())
+"""
+
+
+def stretto_run(*arguments, folder):
+    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {k: v for k, v in os.environ.items() if k not in left_out}
+    return subprocess.run(
+        [sys.executable, "-m", "stretto", "run", *map(str, arguments)],
+        env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_plain_script_trains_on_two_ranks_and_errors_name_its_lines(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING + 'raise KeyError(os.environ["WORLD_SIZE"])\n')
+    alone = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    done = stretto_run("--convert", script, folder=tmp_path)
+    pattern = re.compile(r"^seen (\d+) loss (\S+)$", re.MULTILINE)
+    found, expected = pattern.findall(done.stdout), pattern.findall(alone.stdout)
+    assert len(found) == len(expected) == 2, done.stderr
+    for (seen, loss), (all_seen, all_loss) in zip(found, expected, strict=True):
+        assert seen == all_seen == "8"
+        assert float(loss) == pytest.approx(float(all_loss), rel=1e-5, abs=1e-6)
+    assert done.returncode == 1
+    assert "KeyError: '2'" in done.stderr
+    last = len(TRAINING.splitlines()) + 1
+    assert f'File "{script}", line {last}, in <module>' in done.stderr
+    assert 'raise KeyError(os.environ["WORLD_SIZE"])' in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_a_notebook_trains_on_two_ranks(tmp_path):
+    notebook = Path(__file__).parent / "scripts/notebook.ipynb"
+    options = ("--convert", "--plan", "ddp", "--nproc-per-node", "2")
+    done = stretto_run(*options, notebook, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^(\d) \d\.\d{6}$", done.stdout, re.MULTILINE) == ["0", "1", "2"]
+
+
+def test_what_is_not_understood_is_refused_once_before_ranks_start(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import tensorflow\n")
+    done = stretto_run("--convert", script, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("imports tensorflow") == 1
+
+
+def test_code_of_the_script_keeps_its_lines_and_ours_has_another_file():
+    conversion = convert_source(TRAINING, name="train.py", choices=Choices())
+    parts = compiled(conversion, "train.py")
+    names = {part.co_filename for part in parts}
+    assert names == {"train.py", "<put in by stretto convert: train.py>"}
+    lines = TRAINING.splitlines()
+    loop = next(
+        p for p in parts if "epoch" in p.co_names and p.co_filename == "train.py"
+    )
+    spoken = {line for _, _, line in loop.co_lines() if line}
+    assert spoken <= set(range(1, len(lines) + 1))
+    assert {n + 1 for n, line in enumerate(lines) if "backward" in line} <= spoken
