@@ -25,7 +25,6 @@ from stretto.runtime.negotiated.front import (
     refused,
 )
 from stretto.runtime.numerics import NumericsWatch, check_words
-from stretto.runtime.recorder import BucketRow
 from stretto.runtime.reducer import build_reducer
 from stretto.runtime.routes import parameter_rows, routes_of
 from stretto.runtime.surroundings import (
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from stretto.runtime.recorder import AbstractStepObserver
+    from stretto.runtime.recorder import AbstractStepObserver, BucketRow
     from stretto.runtime.routes import Route, TensorRow
     from stretto.schema import Plan
 
@@ -212,13 +211,17 @@ class DistributedDataParallel(TorchDDP):
         """Carries ``plan`` out on every rank, or leaves every rank as it was."""
         before = (self._planned, self._plan, self._watched, self.reducer, self.logger)
         trouble: Exception | None = None
+        planned = None
         try:
-            planned = None
             if plan is not None:
                 planned = self._build_group(self.module, self.process_group, plan)
             self._rebuild_reducer(planned, plan)
-        except (StrettoError, RuntimeError) as exc:
-            trouble = self._named("the opening of a plan's lanes", exc)
+        except StrettoError as exc:
+            trouble = exc
+        except RuntimeError as exc:
+            trouble = exc
+            if planned is None and plan is not None:  # a peer did not come
+                trouble = self._desk.report("the opening of a plan's lanes", exc)
         try:
             all_took(self._agreement, self._ranks, plan, trouble)
         except BaseException:
@@ -333,21 +336,8 @@ class DistributedDataParallel(TorchDDP):
     def _bucket_rows(self) -> list[BucketRow]:
         if self._planned is None:
             return []
-        by_name = {row.name: p for row, p in self._table(self.module)}
-        return [
-            BucketRow(
-                tensors=route.tensors,
-                slices=tuple(
-                    (
-                        part.lane,
-                        (part.end - part.start)
-                        * by_name[route.tensors[0]].element_size(),
-                    )
-                    for part in route.parts
-                ),
-            )
-            for route in self._planned.routes
-        ]
+        dtypes = {row.name: row.dtype for row in self.tensor_table()}
+        return [route.row(dtypes[route.tensors[0]]) for route in self._planned.routes]
 
     # What of DDP is extended.
 
@@ -384,6 +374,8 @@ class DistributedDataParallel(TorchDDP):
             or self._use_python_reducer
             or self._device_used.type != "cpu"
         ):
+            if self._numerics is not None:
+                self._numerics.blind(f"without a plan, on {self._device_used.type}")
             return None
         return WatchedGroup(
             base=self.process_group,
@@ -396,10 +388,10 @@ class DistributedDataParallel(TorchDDP):
         """The module's output, as DDP gives it."""
         if self._alone:
             return self._forward_alone(inputs, kwargs)
-        if self._negotiated is not None:
-            return self._negotiated.forward(inputs, kwargs)
         parent: Any = super()
         try:
+            if self._negotiated is not None:
+                return self._negotiated.forward(inputs, kwargs)
             return parent.forward(*inputs, **kwargs)
         except RuntimeError as exc:
             raise self._named("a collective of forward", exc) from exc
@@ -483,6 +475,8 @@ class DistributedDataParallel(TorchDDP):
         self._hand_over(str(comm_hook_type))
 
     def _hand_over(self, name: str) -> None:
+        if self._numerics is not None:
+            self._numerics.blind("a communication hook has taken over")
         if self._planned is None:
             return
         self._planned.hand_over()

@@ -22,7 +22,12 @@ _ROLL_CALL_S = 5.0
 _POLL_S = 0.05
 
 _TIMED_OUT = ("timed out", "timeout", "took too long")
-_TRANSPORT = ("gloo/transport", "gloo/rendezvous", "gloo/common/store")
+_TRANSPORT = (
+    "gloo/transport",
+    "gloo/rendezvous",
+    "gloo/common/store",
+    "wait timeout after",  # the store's, for a peer that never came
+)
 
 
 def is_communication_error(exc: BaseException) -> bool:
@@ -55,6 +60,15 @@ class FailureDesk:
                 self.error = self._diagnose(place, cause)
                 self.error.__cause__ = cause
             return self.error
+
+    def others_failed(self) -> bool:
+        """Whether another rank has signed that its communication failed."""
+        store = PrefixStore("failed", self._ranks.store)
+        others = (r for r in range(self._ranks.size) if r != self._ranks.rank)
+        try:
+            return any(store.check([str(rank)]) for rank in others)
+        except RuntimeError:
+            return True  # the store went with the process that held it
 
     def _diagnose(self, place: str, cause: BaseException) -> CommTimeout:
         silent, store_error = self._call_the_roll(place)
