@@ -103,6 +103,7 @@ class NumericsWatch:
         self._views = False
         self._on_device = any(p.device.type != "cpu" for _, p in parameters)
         self._fresh = True
+        self._blind = False
         self._step = 0
         self._streak = 0
         self._buffers: list[torch.Tensor] = []
@@ -166,6 +167,16 @@ class NumericsWatch:
         self._fresh = True
         self._buffers.clear()
         self._sums.clear()
+
+    def blind(self, why: str) -> None:
+        """Tells once that nothing is looked at."""
+        if self._ranks.rank == 0 and not self._blind:
+            _log.warning(
+                "%s: NaN and infinity are not looked for: %s",
+                self._ranks.name(0),
+                why,
+            )
+        self._blind = True
 
     # On the CPU.
 
@@ -260,17 +271,28 @@ class NumericsWatch:
     ) -> list[dict[str, Any] | None]:
         """What each rank found in its own gradients; ``None``: it did not say."""
         mine = {"own": was_own, "names": own[:3], "more": max(0, len(own) - 3)}
-        keys = [f"{step}/{rank}" for rank in range(self._ranks.size)]
-        self._store.set(keys[self._ranks.rank], json.dumps(mine))
-        found: list[dict[str, Any] | None] = [None] * len(keys)
+        size, rank = self._ranks.size, self._ranks.rank
+        found: list[dict[str, Any] | None] = [None] * size
+        found[rank] = mine
         deadline = time.perf_counter() + min(_MEET_S, self._ranks.timeout_s)
-        while True:
-            for rank, key in enumerate(keys):
-                if found[rank] is None and self._store.check([key]):
-                    found[rank] = json.loads(self._store.get(key))
-            if None not in found or time.perf_counter() > deadline:
-                return found
-            time.sleep(_POLL_S)
+        read = 0
+        try:
+            self._store.set(f"{step}/{rank}", json.dumps(mine))
+            while None in found and time.perf_counter() < deadline:
+                for other in (r for r in range(size) if found[r] is None):
+                    if self._store.check([f"{step}/{other}"]):
+                        found[other] = json.loads(self._store.get(f"{step}/{other}"))
+                time.sleep(_POLL_S)
+            # The first rank may hold the store, and end with what is raised here: it
+            # stays until the others have read.
+            while self._store.add(f"{step}/read", 1 - read) < size:
+                read = 1
+                if rank or time.perf_counter() > deadline:
+                    break
+                time.sleep(_POLL_S)
+        except RuntimeError as exc:
+            _log.debug("the store does not answer: %s", exc)
+        return found
 
 
 def _sum(buffer: torch.Tensor) -> torch.Tensor:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import nn
 
 from stretto.errors import PlanMismatch
 from stretto.runtime.lanes import check_lanes
+from stretto.runtime.recorder import BucketRow
 from stretto.schema import NARROWER, slice_bounds, tensors_digest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-
-    import torch
 
     from stretto.schema import Bucket, Plan
 
@@ -59,6 +59,17 @@ class Route:
 
     wire: str | None = None
     """Type on the wire where it is not the gradients' own."""
+
+    def row(self, dtype: str) -> BucketRow:
+        """What an observer is told, where gradients are of type ``dtype``."""
+        width_bytes: int = getattr(torch, self.wire or dtype).itemsize
+        return BucketRow(
+            tensors=self.tensors,
+            slices=tuple(
+                (part.lane, (part.end - part.start) * width_bytes)
+                for part in self.parts
+            ),
+        )
 
     @property
     def place(self) -> str:
