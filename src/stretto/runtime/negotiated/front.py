@@ -118,6 +118,8 @@ class NegotiatedFront:
             )
             for i, parameter in enumerate(self._parameters)
         ]
+        # A module outlives its wrapper; hooks that would go on reducing must not.
+        self._end = weakref.finalize(model, _end, self._hooks, self._engine)
 
     @property
     def order_kept(self) -> bool:
@@ -125,10 +127,8 @@ class NegotiatedFront:
         return self._set.order_kept
 
     def close(self) -> None:
-        """Ends the engine and takes the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
-        self._engine.close()
+        """Ends the engine and takes the hooks off; also when the model goes."""
+        self._end()
 
     # Forward.
 
@@ -225,3 +225,9 @@ class NegotiatedFront:
             self._queued = False
             self._touched = [False] * len(self._touched)
             self._set.abandon()
+
+
+def _end(hooks: Sequence[Any], engine: Engine) -> None:
+    for hook in hooks:
+        hook.remove()
+    engine.close()
