@@ -70,6 +70,9 @@ class LanePool:
         kind = NcclLanes if backend == "nccl" else GlooLanes
         self._lanes: Any = kind(ranks=ranks, store_for=store_for, device=device)
         self._close = weakref.finalize(self, self._lanes.close)
+        # A process that ends must end NCCL's communicators while the driver is there.
+        # Gloo's would wait for what is under way, which may be for a peer that failed.
+        self._close.atexit = backend == "nccl"
 
     def open(self, needs: Iterable[Need]) -> dict[Need, Any]:
         """The backends that carry what one plan asks of its lanes."""
