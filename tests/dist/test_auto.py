@@ -14,7 +14,7 @@ from torch import nn
 import stretto
 from stretto.errors import SpecError
 from stretto.schema import Bucket
-from stretto.tune import auto
+from stretto.tune import look
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -95,7 +95,8 @@ def test_all_steps_of_an_automatic_run_are_ddp_s(ranks, micro_steps):
         assert one["carried out"]
     assert found[0]["plan"] == found[1]["plan"]
     (line,) = found[0]["lines"]
-    assert "predicted step" in line
+    assert "measured step" in line
+    assert "with DDP's buckets" in line
     assert found[1]["lines"] == []
 
 
@@ -106,7 +107,7 @@ def falls_back(rank: int, size: int) -> dict[str, Any]:
     def refuse(**_options: Any) -> Any:
         raise SpecError("no probe today")
 
-    auto.probe_network = refuse
+    look.probe_network = refuse
     theirs = train(TorchDDP(net()), rank)
     model = stretto.DistributedDataParallel(net())
     ours = train(model, rank)

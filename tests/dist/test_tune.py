@@ -1,0 +1,305 @@
+"""Tuning inside a run: every step trains, ranks agree, and nothing can end the job."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stretto
+from stretto.tune import TuneOptions
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
+
+MOST_STEPS = 250
+"""By then every tuning here has settled, also on a busy machine."""
+
+TorchDDP = nn.parallel.DistributedDataParallel
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(64, 400), nn.SiLU(), nn.Linear(400, 400), nn.SiLU(), nn.Linear(400, 4)
+    )
+
+
+class Training:
+    """A training whose inputs depend on rank and step alone."""
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        self.model = model
+        self.rank = rank
+        self.number = 0
+        self.losses: list[float] = []
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def steps(self, number: int, pause_s: float = 0.02) -> None:
+        for _ in range(number):
+            generator = torch.Generator().manual_seed(self.number * 10 + self.rank)
+            self.optimizer.zero_grad()
+            loss = self.model(torch.randn(16, 64, generator=generator)).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.number += 1
+            self.losses.append(float(loss.detach()))
+            time.sleep(pause_s)
+
+
+    def until(self, settled: list[Any], number: int = 1) -> None:
+        """Steps until tuning has settled so often; the number of steps may vary."""
+        while len(settled) < number and self.number < MOST_STEPS:
+            self.steps(1)
+        self.steps(3)
+
+
+def events(settled: Any) -> list[str]:
+    return [event.what for event in settled.story.events]
+
+
+def tuned(
+    rank: int, options: TuneOptions, **more: Any
+) -> tuple[Training, list[Any], Any]:
+    settled: list[Any] = []
+    model = stretto.DistributedDataParallel(
+        net(), on_settled=settled.append, tune=options, **more
+    )
+    return Training(model, rank), settled, model
+
+
+def searches(rank: int, size: int, techniques: tuple[str, ...]) -> dict[str, Any]:
+    options = TuneOptions(
+        steps=30, lost_ratio=5.0, techniques=techniques, watch=False, memory=False
+    )
+    ours, settled, model = tuned(rank, options)
+    ours.until(settled)
+    theirs = Training(TorchDDP(net()), rank)
+    theirs.steps(ours.number)
+    return {
+        "same": ours.losses == theirs.losses,
+        "settled": len(settled),
+        "digest": settled[0].carried_out.digest,
+        "carried out": model.plan.digest == settled[0].carried_out.digest,
+        "events": events(settled[0]),
+        "tried": {
+            e.values["technique"] for e in settled[0].story.events if e.what == "tried"
+        },
+        "done": model._auto is None,
+    }
+
+
+@pytest.mark.parametrize(
+    "techniques",
+    [("predicted", "coordinate"), ("grid", "population", "hyperband", "bayes")],
+    ids=["guided", "ensemble"],
+)
+def test_all_steps_of_a_search_are_ddp_s_and_ranks_settle_on_one_plan(
+    ranks, techniques
+):
+    first, second = ranks(searches, 2, techniques, timeout_s=120.0)
+    assert first["same"]
+    assert second["same"]
+    assert first["digest"] == second["digest"]
+    assert first["carried out"]
+    assert second["carried out"]
+    assert first["settled"] == 1
+    assert first["done"]
+    assert first["events"][:3] == ["started", "profiled", "planned"]
+    assert first["events"][-1] == "settled"
+    assert "start" in first["tried"]
+
+
+def blind(rank: int, size: int) -> Any:
+    options = TuneOptions(
+        steps=30,
+        lost_ratio=5.0,
+        model=False,
+        techniques=("grid", "hyperband"),
+        watch=False,
+        memory=False,
+    )
+    ours, settled, _model = tuned(rank, options)
+    ours.until(settled)
+    tried = [e.values for e in settled[0].story.events if e.what == "tried"]
+    return tried[0]["key"], len(tried), {t["technique"] for t in tried}
+
+
+def test_a_blind_search_starts_from_ddp_and_its_techniques_propose_the_rest(ranks):
+    key, number, techniques = ranks(blind, 2, timeout_s=90.0)[0]
+    assert key == "ddp"
+    assert number >= 4
+    assert techniques == {"start", "grid", "hyperband"}
+
+
+def remembers(rank: int, size: int, path: str) -> dict[str, Any]:
+    os.environ["STRETTO_MEMORY"] = path
+    options = TuneOptions(steps=12, watch=False)
+    first, settled, _model = tuned(rank, options)
+    first.until(settled)
+    again, settled_again, copy = tuned(rank, options)
+    plans = []
+    for _ in range(12):
+        again.steps(1)
+        plans.append(None if copy.plan is None else copy.plan.digest)
+    changed = stretto.DistributedDataParallel(
+        nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 4)), tune=options
+    )
+    Training(changed, rank).steps(1)
+    profiling = changed.plan.planner
+    return {
+        "first": events(settled[0]),
+        "again": events(settled_again[0]) if settled_again else [],
+        "plans": plans,
+        "settled": settled[0].carried_out.digest,
+        "same": again.losses == first.losses[:12],
+        "changed": profiling,
+    }
+
+
+def test_a_second_run_starts_with_the_settled_plan(ranks, tmp_path):
+    path = tmp_path / "plans.sqlite"
+    for one in ranks(remembers, 2, str(path), timeout_s=90.0):
+        assert one["first"][:3] == ["started", "profiled", "planned"]
+        assert one["same"]
+        # Whatever the noise said of it later, from its first step on it is that plan.
+        assert one["plans"][0] == one["settled"]
+        if "changed" not in one["again"]:
+            assert one["again"] == ["started", "remembered", "settled"]
+            assert set(one["plans"]) == {one["settled"]}
+        assert one["changed"] == "profile"
+    assert path.exists()
+
+
+def breaks(rank: int, size: int, path: str) -> Any:
+    os.environ["STRETTO_MEMORY"] = path
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                lines.append(record.getMessage())
+
+    logging.getLogger("stretto").addHandler(Lines())
+    ours, settled, _model = tuned(rank, TuneOptions(steps=8, watch=False))
+    ours.until(settled)
+    return len(settled), lines
+
+
+def test_a_broken_memory_costs_one_warning_on_one_rank(ranks, tmp_path):
+    path = tmp_path / "plans.sqlite"
+    path.write_bytes(b"broken" * 500)
+    (first, lines), (second, none) = ranks(breaks, 2, str(path), timeout_s=60.0)
+    assert first == second == 1
+    assert len(lines) == 1
+    assert str(path) in lines[0]
+    assert none == []
+
+
+def refuses(rank: int, size: int) -> dict[str, Any]:
+    """Plans with several lanes do not fit into this rank's memory."""
+    options = TuneOptions(
+        steps=24, lost_ratio=5.0, techniques=("grid",), watch=False, memory=False
+    )
+    ours, settled, model = tuned(rank, options)
+    build = model._build_group
+
+    def build_or_fail(module: Any, group: Any, plan: Any) -> Any:
+        if rank == 1 and plan.lanes > 1 and plan.planner == "tuned":
+            raise torch.OutOfMemoryError("no room for this plan")
+        return build(module, group, plan)
+
+    model._build_group = build_or_fail
+    ours.until(settled)
+    theirs = Training(TorchDDP(net()), rank)
+    theirs.steps(ours.number)
+    failed = [
+        event.why
+        for event in settled[0].story.events
+        if event.what == "tried" and event.values["step_s"] is None
+    ]
+    return {"same": ours.losses == theirs.losses, "failed": failed}
+
+
+def test_a_trial_that_runs_out_of_memory_falls_back_on_every_rank(ranks):
+    first, second = ranks(refuses, 2, timeout_s=90.0)
+    assert first["same"]
+    assert second["same"]
+    assert first["failed"]
+    assert all("no room for this plan" in why for why in first["failed"])
+
+
+def drifts(rank: int, size: int) -> dict[str, Any]:
+    options = TuneOptions(steps=8, memory=False)
+    ours, settled, model = tuned(rank, options)
+    ours.until(settled)
+    while len(settled) < 2 and ours.number < MOST_STEPS:
+        ours.steps(1, pause_s=0.3)
+    theirs = Training(TorchDDP(net()), rank)
+    theirs.steps(ours.number, pause_s=0.0)
+    return {
+        "same": ours.losses == theirs.losses,
+        "settled": len(settled),
+        "events": events(settled[-1]),
+        "watched": model._auto is not None,
+    }
+
+
+def test_a_lasting_change_re_opens_the_search_and_it_settles_again(ranks):
+    for one in ranks(drifts, 2, timeout_s=120.0):
+        assert one["same"]
+        assert one["settled"] >= 2
+        assert "changed" in one["events"]
+        assert one["events"].count("profiled") >= 2
+        assert one["watched"]
+
+
+def evaluates(rank: int, size: int) -> dict[str, Any]:
+    """Rank 0 evaluates after every third step; one run is shorter than the budget."""
+    options = TuneOptions(steps=30, lost_ratio=5.0, watch=False, memory=False)
+    ours, settled, _model = tuned(rank, options)
+    while not settled and ours.number < MOST_STEPS:
+        ours.steps(3)
+        if rank == 0:
+            with torch.no_grad():
+                ours.model(torch.ones(4, 64))
+            time.sleep(0.05)
+    theirs = Training(TorchDDP(net()), rank)
+    theirs.steps(ours.number, pause_s=0.0)
+    short, never, _ = tuned(rank, options)
+    short.steps(3)
+    tried = [e.values for e in settled[0].story.events if e.what == "tried"]
+    return {
+        "same": ours.losses == theirs.losses,
+        "steps": [t["step_s"] for t in tried if t["step_s"]],
+        "never": never,
+    }
+
+
+def test_evaluations_in_between_do_not_count_and_a_short_run_just_ends(ranks):
+    found = ranks(evaluates, 2, timeout_s=90.0)
+    for one in found:
+        assert one["same"]
+        assert one["never"] == []
+    assert found[0]["steps"]
+
+
+def joins(rank: int, size: int) -> dict[str, Any]:
+    options = TuneOptions(steps=10, memory=False)
+    ours, settled, model = tuned(rank, options)
+    before = model.plan
+    with model.join():
+        ours.steps(4 + 2 * rank)
+    during = model.plan is before
+    ours.number = 6  # alike on both ranks again
+    ours.until(settled)
+    return {"during": during, "settled": len(settled) >= 1}
+
+
+def test_uneven_inputs_put_tuning_off_until_they_end(ranks):
+    for one in ranks(joins, 2, timeout_s=60.0):
+        assert one == {"during": True, "settled": True}
