@@ -6,6 +6,7 @@ import logging
 import os
 import statistics
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Self, final
 
 import torch
@@ -15,13 +16,19 @@ from stretto._version import __version__
 from stretto.errors import SpecError
 from stretto.report import DemoReport, MethodResult, save, save_trace
 from stretto.runtime import Recorder
+from stretto.runtime.agreement import ranks_of
+from stretto.runtime.gather import GATHER_S, RecordGathering
+from stretto.runtime.merge import merged_timeline
+from stretto.schema import Plan
 from stretto.sim.step import simulate_step
+from stretto.tune import Settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from stretto.runtime import DistributedDataParallel
-    from stretto.tune import Settled
+    from stretto.runtime.merge import RankRecord
+    from stretto.runtime.steps import StepMarks
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +46,11 @@ class Files:
     trace: str | None = None
     report: str | None = None
 
+    @property
+    def of_steps(self) -> bool:
+        """Whether a file shows steps, for which every rank records."""
+        return self.trace is not None or self.report is not None
+
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self:
         """What the variables of `stretto run` say."""
@@ -53,26 +65,33 @@ class Files:
 
 @final
 class Keeper:
-    """Writes the files of one run; rank 0's business alone."""
+    """Records some steps on every rank; rank 0 writes the files of the run."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, rank: int) -> None:
         self._files = files
+        self._rank = rank
         self._settled: Settled | None = None
         self._recorder: Recorder | None = None
+        self._gathering: RecordGathering | None = None
         self._seen = 0
         self.done = False
-        """Whether all is written."""
+        """Whether nothing is left to do in the training's thread."""
 
     @classmethod
     def of_environment(cls, rank: int) -> Keeper | None:
-        """The keeper that the environment asks for, if any."""
+        """The keeper that the environment asks for, if any.
+
+        What rank 0 alone knows it keeps alone; timelines are of all ranks.
+        """
         files = Files.of(os.environ)
-        if rank != 0 or files == Files():
+        if files == Files() or (rank != 0 and not files.of_steps):
             return None
-        return cls(files)
+        return cls(files, rank)
 
     def settled(self, settled: Settled) -> None:
         """Keeps what was measured and decided."""
+        if self._rank != 0:
+            return
         self._settled = settled
         for path, value in (
             (self._files.profile, settled.workload),
@@ -82,12 +101,20 @@ class Keeper:
             _write(path, value.save)
 
     def before_forward(self, model: DistributedDataParallel) -> None:
-        """Records the steps after settling and writes them once there are enough."""
-        if self._files.trace is None and self._files.report is None:
+        """Records the steps after settling and writes them once there are enough.
+
+        To be called by every rank before the same forwards. Gathering and writing go
+        on in a thread; the process may end its training meanwhile.
+        """
+        if not self._files.of_steps:
             self.done = True
             return
-        if self._recorder is None:
-            self._recorder = Recorder(keep=RECORDED_STEPS)
+        if self._recorder is None or self._gathering is None:
+            device = next((p.device for p in model.parameters()), None)
+            self._recorder = Recorder(keep=RECORDED_STEPS, device=device)
+            ranks = ranks_of(model.process_group, timeout_s=None)
+            self._gathering = RecordGathering(ranks)
+            self._gathering.begin()
             model.observe(self._recorder)
             return
         self._seen += 1
@@ -95,56 +122,112 @@ class Keeper:
             return
         model.observe(None)
         self.done = True
-        report = self._report(model, self._recorder)
-        _write(self._files.trace, lambda path: save_trace(path, report))
-        _write(self._files.report, lambda path: save(path, report))
+        subject = _Subject.of(model, self._settled)
+        gathered = partial(_keep, self._files, subject, self._recorder)
+        self._gathering.finish(partial(_marks, self._recorder), gathered)
 
-    def _report(self, model: DistributedDataParallel, recorder: Recorder) -> DemoReport:
-        timelines = recorder.timelines
-        ends_s = [timeline.end_s for timeline in timelines]
-        middle = sorted(range(len(ends_s)), key=ends_s.__getitem__)[len(ends_s) // 2]
-        method = MethodResult(
-            name="stretto",
-            predicted_step_s=None,
-            measured_step_s=statistics.median(ends_s),
-            spread_s=(max(ends_s) - min(ends_s)) / 2,
-            speedup_over_ddp=None,
-            bound_share=None,
-            final_loss=None,
-            steps=tuple(ends_s),
-            measured=timelines[middle],
-            plan=model.plan,
-        )
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until the files are written; whether they are, as far as can be."""
+        return self._gathering is None or self._gathering.wait(timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subject:
+    """What a report says of the model; taken while the training stands still."""
+
+    title: str
+    plan: Plan | None
+    settled: Settled | None
+
+    @classmethod
+    def of(cls, model: DistributedDataParallel, settled: Settled | None) -> Self:
         ranks = dist.get_world_size(model.process_group)
-        report = DemoReport(
+        return cls(
             title=f"{type(model.module).__name__} on {ranks} ranks",
-            methods=(method,),
-            environment={"stretto": __version__, "torch": str(torch.__version__)},
-            notes=(
-                (
-                    f"Times are of {len(ends_s)} steps on rank 0, from the start of "
-                    "forward to the end of communication: the optimizer and the input "
-                    "pipeline are not in them."
-                ),
-            ),
+            plan=model.plan,
+            settled=settled,
         )
-        if self._settled is None:
-            return report
-        found = self._settled
-        step = simulate_step(found.workload, found.cluster, found.carried_out)
-        outside_s = float(found.workload.provenance.get("outside_s", 0.0))
-        return replace(
-            report,
-            workload=found.workload,
-            cluster=found.cluster,
-            methods=(
-                replace(
-                    method,
-                    predicted_step_s=max(0.0, step.iteration_s - outside_s),
-                    predicted=step.timeline,
-                ),
-            ),
+
+
+def _marks(recorder: Recorder) -> tuple[StepMarks, ...]:
+    return tuple(step for step, _ in recorder.steps)
+
+
+def _keep(
+    files: Files,
+    subject: _Subject,
+    recorder: Recorder,
+    records: dict[int, RankRecord],
+    missing: list[int],
+) -> None:
+    """Writes trace and report; in the gathering's thread."""
+    if recorder.timeline is None:
+        _log.warning("no trace and no report are written: no backward was recorded")
+        return
+    report = _report(subject, recorder, records, missing)
+    _write(files.trace, lambda path: save_trace(path, report))
+    _write(files.report, lambda path: save(path, report))
+
+
+def _report(
+    subject: _Subject,
+    recorder: Recorder,
+    records: dict[int, RankRecord],
+    missing: list[int],
+) -> DemoReport:
+    timelines = recorder.timelines
+    ends_s = [timeline.end_s for timeline in timelines]
+    middle = sorted(range(len(ends_s)), key=ends_s.__getitem__)[len(ends_s) // 2]
+    buckets = {step.number: rows for step, rows in recorder.steps}
+    method = MethodResult(
+        name="stretto",
+        predicted_step_s=None,
+        measured_step_s=statistics.median(ends_s),
+        spread_s=(max(ends_s) - min(ends_s)) / 2,
+        speedup_over_ddp=None,
+        bound_share=None,
+        final_loss=None,
+        steps=tuple(ends_s),
+        measured=timelines[middle],
+        ranks=merged_timeline("stretto", records, buckets),
+        plan=subject.plan,
+    )
+    notes = [
+        (
+            f"Times are of {len(ends_s)} steps on rank 0, from the start of "
+            "forward to the end of communication: the optimizer and the input "
+            "pipeline are not in them."
         )
+    ]
+    if missing:
+        left = ", ".join(map(str, missing))
+        notes.append(
+            f"No record came from rank{'s' if len(missing) > 1 else ''} {left} within "
+            f"{GATHER_S:g} s: the drawing of all ranks is without."
+        )
+    report = DemoReport(
+        title=subject.title,
+        methods=(method,),
+        environment={"stretto": __version__, "torch": str(torch.__version__)},
+        notes=tuple(notes),
+    )
+    if subject.settled is None:
+        return report
+    found = subject.settled
+    step = simulate_step(found.workload, found.cluster, found.carried_out)
+    outside_s = float(found.workload.provenance.get("outside_s", 0.0))
+    return replace(
+        report,
+        workload=found.workload,
+        cluster=found.cluster,
+        methods=(
+            replace(
+                method,
+                predicted_step_s=max(0.0, step.iteration_s - outside_s),
+                predicted=step.timeline,
+            ),
+        ),
+    )
 
 
 def _write(path: str | None, write: Callable[[str], None]) -> None:

@@ -14,7 +14,7 @@ from stretto.report.results import (
     report_of,
     with_method,
 )
-from stretto.report.trace import MEASURED, PREDICTED, split_label
+from stretto.report.trace import MEASURED, PREDICTED, RANKS, split_label
 from stretto.schema import Cluster, Plan, Timeline, Workload, codec
 
 if TYPE_CHECKING:
@@ -62,13 +62,13 @@ def gather(paths: Iterable[str | Path], *, title: str | None = None) -> DemoRepo
         report = _with_plan(report, path, Plan.load(path))
     for path in by_kind["trace"]:
         for label, timeline in codec.load_timelines(path).items():
-            name, measured = split_label(label)
-            report = _with_timeline(report, name, timeline, measured=measured)
+            report = _with_timeline(report, *split_label(label), timeline)
     for path in by_kind["timeline"]:
         timeline = Timeline.load(path)
         name, word = _name_and_word(path)
         predicted = word == PREDICTED or timeline.name.endswith(PREDICTED)
-        report = _with_timeline(report, name, timeline, measured=not predicted)
+        word = PREDICTED if predicted else MEASURED
+        report = _with_timeline(report, name, word, timeline)
     return report
 
 
@@ -89,17 +89,19 @@ def _with_plan(report: DemoReport, path: Path, plan: Plan) -> DemoReport:
 
 
 def _with_timeline(
-    report: DemoReport, name: str, timeline: Timeline, *, measured: bool
+    report: DemoReport, name: str, word: str, timeline: Timeline
 ) -> DemoReport:
     named = [m for m in report.methods if _plain(m.name) == _plain(name)]
     method = named[0] if named else _unmeasured(name)
-    drawn: dict[str, Any] = {MEASURED if measured else PREDICTED: timeline}
+    if timeline.ranks:
+        return with_method(report, replace(method, ranks=timeline))
+    drawn: dict[str, Any] = {word: timeline}
     return with_method(report, replace(method, **drawn))
 
 
 def _name_and_word(path: Path) -> tuple[str, str]:
-    """Method and ``predicted``, ``measured`` or nothing, as a file's name has them."""
-    for word in (PREDICTED, MEASURED):
+    """Method and what a timeline is, or nothing, as a file's name has them."""
+    for word in (PREDICTED, MEASURED, RANKS):
         for sign in " -_.":
             if path.stem.endswith(sign + word):
                 return path.stem.removesuffix(sign + word), word

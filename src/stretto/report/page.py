@@ -7,8 +7,9 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from stretto.report import bars, svg
+from stretto.report import bars, ranks_page, svg
 from stretto.report.curves import Chart, charts_svg
+from stretto.report.ranks import find_late
 from stretto.report.results import BASELINE
 from stretto.schema import codec
 from stretto.units import format_bytes, format_rate, format_s
@@ -44,6 +45,7 @@ def render(report: DemoReport) -> str:
         _gaps(report),
         _contributions(report),
         _timelines(report),
+        *_all_ranks(report),
         _losses(report),
         _plans(report),
         _subject(report),
@@ -121,6 +123,9 @@ _KINDS = {
     "backward": "backward",
     "send": "a bucket or slice on the wire",
     "wait": "a bucket that waits for its lane",
+    "peer": "waits for another rank",
+    "exposed": "waits for communication",
+    "outside": "between steps",
     "other": "other",
 }
 
@@ -413,6 +418,56 @@ def _timelines(report: DemoReport) -> str:
         id_="timelines",
         class_="long",
     )
+
+
+def _all_ranks(report: DemoReport) -> list[str]:
+    """Each method's steps on all ranks: who was late, by how much, and where."""
+    sections = []
+    for method in report.methods:
+        found = find_late(method.ranks) if method.ranks is not None else None
+        if method.ranks is None or found is None:
+            continue
+        present = {svg.span_kind(span) for span in method.ranks.spans}
+        key = "".join(
+            f'<span><i class="{kind}"></i>{words}</span>'
+            for kind, words in _KINDS.items()
+            if kind in present
+        )
+        drawing = ranks_page.ranks_svg(method.name, method.ranks, found)
+        tables = "".join(
+            '<figure class="scroll">'
+            + _table(
+                heads, [(row, "late" if late else "", False) for row, late in rows]
+            )
+            + "</figure>"
+            for heads, rows in (
+                ranks_page.rank_rows(found),
+                ranks_page.lane_rows(found),
+            )
+            if rows
+        )
+        meanings = _facts(ranks_page.MEANINGS)
+        name = f": {method.name}" if len(report.methods) > 1 else ""
+        counted = len(found.steps)
+        shown = ranks_page.drawn_ranks(found)
+        left_out = ""
+        if len(shown) < len(found.ranks):
+            left_out = (
+                f" {len(shown)} of {len(found.ranks)} ranks are drawn: the latest and "
+                "the earliest."
+            )
+        sections.append(
+            _section(
+                f"All ranks on one clock{name}",
+                f"{found.words()} The drawing is one of {counted} steps recorded, the "
+                f"tables are medians over them.{left_out}",
+                f'<div class="key">{key}</div>'
+                f'<figure class="scroll">{drawing}</figure>{tables}'
+                f"<h3>What the spans mean</h3>{meanings}",
+                class_="long",
+            )
+        )
+    return sections
 
 
 def _described(method: MethodResult) -> str:

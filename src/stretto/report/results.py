@@ -50,6 +50,9 @@ class MethodResult:
 
     measured: Timeline | None = None
 
+    ranks: Timeline | None = None
+    """The measured steps of all ranks on one clock."""
+
     description: str = ""
     """What the method does, in a few words."""
 

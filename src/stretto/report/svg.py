@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from stretto.schema import Timeline
 from stretto.units import format_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stretto.report.results import DemoReport, MethodResult
-    from stretto.schema import Span, Timeline
+    from stretto.schema import Span
 
 LIGHT = {
     "paper": "#ffffff",
@@ -33,11 +35,17 @@ LIGHT = {
     "backward": "#0072b2",
     "send": "#e69f00",
     "wait": "#b6bcc6",
+    "peer": "#d55e00",
+    "exposed": "#f0dcb0",
+    "outside": "#d3d9e2",
     "other": "#99568c",
     "on-forward": "#06223a",
     "on-backward": "#ffffff",
     "on-send": "#2e2000",
     "on-wait": "#2a2f38",
+    "on-peer": "#ffffff",
+    "on-exposed": "#3d3000",
+    "on-outside": "#2a2f38",
     "on-other": "#ffffff",
 }
 DARK = {
@@ -53,11 +61,17 @@ DARK = {
     "backward": "#2577b3",
     "send": "#e9ad2b",
     "wait": "#5f6876",
+    "peer": "#ff7d33",
+    "exposed": "#66562f",
+    "outside": "#3b4552",
     "other": "#c98cbd",
     "on-forward": "#06223a",
     "on-backward": "#ffffff",
     "on-send": "#2e2000",
     "on-wait": "#f0f2f6",
+    "on-peer": "#2b0f00",
+    "on-exposed": "#fdf3dc",
+    "on-outside": "#e8ecf2",
     "on-other": "#20101c",
 }
 
@@ -72,6 +86,9 @@ SERIES = (
 """Colour on light and on dark ground and dashes of each curve of a chart."""
 
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
+
+KINDS = ("forward", "backward", "send", "wait", "peer", "exposed", "outside")
+"""Kinds of spans with a colour of their own."""
 
 _WIDTH = 880
 _CHAR = 0.56
@@ -312,6 +329,20 @@ def _step_legend(methods: Sequence[MethodResult], x: float, y: float) -> str:
     return "".join(out)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnLine:
+    """One timeline of a drawing, with what stands left of it."""
+
+    name: str
+
+    note: str
+
+    line: Timeline
+
+    marked: bool = False
+    """Whether name and note are set off."""
+
+
 def timeline_svg(
     name: str,
     predicted: Timeline | None,
@@ -325,9 +356,17 @@ def timeline_svg(
     percent of an inner drawing whose width a script may set to ``data-fit`` so that
     the step fills it; what is only legible then has the class ``fit-only``.
     """
-    own_end_s = max(
-        (line.end_s for line in (predicted, measured) if line is not None), default=0.0
-    )
+    lines = [
+        DrawnLine(name=label, note=format_s(line.end_s), line=line)
+        for label, line in (("predicted", predicted), ("measured", measured))
+        if line is not None
+    ]
+    return lines_svg(name, lines, shared_end_s=shared_end_s)
+
+
+def lines_svg(name: str, lines: Sequence[DrawnLine], *, shared_end_s: float) -> str:
+    """Several timelines above each other on one time axis, as `timeline_svg` does."""
+    own_end_s = max((drawn.line.end_s for drawn in lines), default=0.0)
     scale_s = 1.01 * max(shared_end_s, own_end_s) or 1.0
     zoom = scale_s / (1.01 * own_end_s) if own_end_s else 1.0
     left = 160
@@ -336,12 +375,11 @@ def timeline_svg(
     ground: list[str] = []
     inside: list[str] = []
     y = 4.0
-    for label, line in (("predicted", predicted), ("measured", measured)):
-        if line is None:
-            continue
-        outside.append(_text(0, y + 13, label, class_="name"))
-        outside.append(_text(0, y + 30, format_s(line.end_s), class_="small"))
-        for track in line.tracks:
+    for drawn in lines:
+        set_off = " late-text" if drawn.marked else ""
+        outside.append(_text(0, y + 13, drawn.name, class_="name" + set_off))
+        outside.append(_text(0, y + 30, drawn.note, class_="small" + set_off))
+        for track in drawn.line.tracks:
             outside.append(
                 _text(left - 8, y + 13, track, class_="small", text_anchor="end")
             )
@@ -350,11 +388,11 @@ def timeline_svg(
             )
             inside += [
                 _span(span, y, scale_s, inner, zoom)
-                for span in sorted(line.spans, key=_waits_first)
+                for span in sorted(drawn.line.spans, key=_waits_first)
                 if span.track == track
             ]
             y += _TRACK + 3
-        y += max(0.0, 2 - len(line.tracks)) * (_TRACK + 3) + 9
+        y += max(0.0, 2 - len(drawn.line.tracks)) * (_TRACK + 3) + 9
     height = y + 20
     grid = [
         *_time_axis(scale_s, scale_s, "shared-only" if zoom > 1.05 else "", y),
@@ -363,14 +401,14 @@ def timeline_svg(
     ends = [
         _tag(
             "line",
-            x1=_share(line.end_s, scale_s),
-            x2=_share(line.end_s, scale_s),
+            x1=_share(drawn.line.end_s, scale_s),
+            x2=_share(drawn.line.end_s, scale_s),
             y1=0,
             y2=y,
-            class_=f"end {label}",
+            class_=f"end {drawn.name}",
         )
-        for label, line in (("predicted", predicted), ("measured", measured))
-        if line is not None
+        for drawn in lines
+        if drawn.name in ("predicted", "measured")
     ]
     plot = _tag(
         "svg",
@@ -419,9 +457,9 @@ def _text_at(x: str, y: float, body: str, *, class_: str, anchor: str) -> str:
 
 
 def span_kind(span: Span) -> str:
-    """``forward``, ``backward``, ``send``, ``wait`` or ``other``: what colours it."""
+    """One of `KINDS`, or ``other``: what colours it."""
     kind = span.args.get("kind")
-    if kind in ("forward", "backward", "send", "wait"):
+    if kind in KINDS:
         return str(kind)
     if span.track.startswith("lane") and kind is None:
         return "send"
@@ -583,5 +621,6 @@ SVG_STYLE = (
     ".drawing .mark{fill:var(--mark);stroke:var(--paper);stroke-width:1.5}"
     ".drawing .bound{stroke:var(--bound);stroke-width:1.8;stroke-dasharray:5 3}"
     ".drawing .bound-text{font-size:12.5px;font-weight:600;fill:var(--bound)}"
+    ".drawing .late-text{fill:var(--mark)}"
     ".drawing .ground{fill:var(--paper)}"
 )

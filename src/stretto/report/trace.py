@@ -14,15 +14,20 @@ if TYPE_CHECKING:
 
 PREDICTED = "predicted"
 MEASURED = "measured"
+RANKS = "all ranks"
 
 
 def labelled_timelines(report: DemoReport) -> dict[str, Timeline]:
-    """Every timeline of a report under ``METHOD predicted`` or ``METHOD measured``."""
+    """Every timeline of a report under its method's name and what it is.
+
+    That is ``predicted``, ``measured`` or ``all ranks``.
+    """
     found = {}
     for method in report.methods:
         for label, timeline in (
             (PREDICTED, method.predicted),
             (MEASURED, method.measured),
+            (RANKS, method.ranks),
         ):
             if timeline is not None:
                 found[f"{method.name} {label}"] = timeline
@@ -32,7 +37,7 @@ def labelled_timelines(report: DemoReport) -> dict[str, Timeline]:
 def save_trace(path: str | Path, report: DemoReport) -> None:
     """Writes the timelines of a report as one trace that Perfetto opens.
 
-    Each is a process; computation and lanes are its threads.
+    Each is a process, of all ranks one each; computation and lanes are its threads.
 
     Raises:
         SpecError: the file can't be written.
@@ -40,12 +45,13 @@ def save_trace(path: str | Path, report: DemoReport) -> None:
     codec.save_timelines(path, labelled_timelines(report))
 
 
-def split_label(label: str) -> tuple[str, bool]:
-    """The method of a label in a trace, and whether its timeline was measured.
+def split_label(label: str) -> tuple[str, str]:
+    """The method of a label in a trace, and what its timeline is.
 
-    What carries neither word is taken as measured under its whole label.
+    What carries none of our words is taken as measured under its whole label.
     """
-    name, _, word = label.rpartition(" ")
-    if name and word in (PREDICTED, MEASURED):
-        return name, word == MEASURED
-    return label, True
+    for word in (PREDICTED, MEASURED, RANKS):
+        name = label.removesuffix(f" {word}")
+        if name and name != label:
+            return name, word
+    return label, MEASURED

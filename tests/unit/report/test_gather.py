@@ -80,10 +80,10 @@ def test_a_timeline_that_calls_itself_predicted_is(folder, report):
 def test_labels_of_a_trace_name_method_and_side(report):
     labels = list(labelled_timelines(report))
     assert labels[:2] == ["single predicted", "single measured"]
-    assert split_label("mg-wfbp predicted") == ("mg-wfbp", False)
-    assert split_label("ddp best measured") == ("ddp best", True)
-    assert split_label("measured") == ("measured", True)
-    assert split_label("rank 3") == ("rank 3", True)
+    assert split_label("mg-wfbp predicted") == ("mg-wfbp", "predicted")
+    assert split_label("ddp best measured") == ("ddp best", "measured")
+    assert split_label("measured") == ("measured", "measured")
+    assert split_label("rank 3") == ("rank 3", "measured")
 
 
 def test_the_trace_is_one_that_viewers_open(folder):
