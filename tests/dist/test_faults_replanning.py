@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from stretto.errors import PlanMismatch, StrettoError
@@ -192,6 +193,7 @@ def rank_of_another_version(rank: int, size: int) -> list[tuple[str, str]]:
                 torch.__version__ = "1.0"
         found.append(ending(lambda: DistributedDataParallel(net()))[:2])
         meeting.__version__, torch.__version__ = own
+    dist.barrier()  # rank 0 holds the store that the other still asks
     return found
 
 

@@ -312,6 +312,7 @@ def rank_changes_the_plan_between_micro_steps(rank: int, size: int) -> list[str]
         for total, p in zip(sums, model.parameters(), strict=True)
     )
     model.apply_plan(plan)
+    dist.barrier()  # rank 0 holds the store that the other still asks
     return [refused, "equal" if equal else "differ"]
 
 
