@@ -16,7 +16,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 import stretto
 from stretto.errors import SpecError
 from stretto.runtime import DistributedDataParallel
-from stretto.schema import Bucket, Plan
+from stretto.schema import (
+    Bucket,
+    Cluster,
+    Link,
+    Plan,
+    TensorSpec,
+    Workload,
+)
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -274,20 +281,36 @@ def rank_that_trains(rank: int, size: int) -> dict[str, Any]:
         scaler.update()
         scales.append(scaler.get_scale())
     found["scales"] = scales
-    # Planned in the run, with a narrower type allowed.
-    settled = []
-    auto = stretto.DistributedDataParallel(
-        net(), wire_dtype="bfloat16", on_settled=settled.append
-    )
-    for _ in range(60):  # more where the machine is unsteady
-        losses(auto, rank, 2)
-        if settled:
-            break
-    plan = settled[0].plan
-    found["auto"] = sorted({bucket.wire_dtype for bucket in plan.buckets})
-    auto.apply_plan(plan)
-    losses(auto, rank, 2)
     found["weight"] = float(next(model.parameters())[0].detach())
+    # A plan made for a narrower type is carried out.
+    model = DistributedDataParallel(net())
+    table = model.tensor_table()[::-1]
+    workload = Workload(
+        name="net",
+        framework="pytorch",
+        device="cpu",
+        batch_per_rank=16,
+        forward_s=1e-3,
+        backward_s=2e-3,
+        tensors=tuple(
+            TensorSpec(
+                name=row.name,
+                bytes=row.bytes,
+                dtype=row.dtype,
+                ready_s=2e-3 * (i + 1) / len(table),
+                needed_s=1e-3 * (1 - (i + 1) / len(table)),
+            )
+            for i, row in enumerate(table)
+        ),
+    )
+    link = Link(latency_s=1e-5, bandwidth_bytes_per_s=1e8)
+    cluster = Cluster(
+        name="c", hosts=size, ranks_per_host=1, inter_host=link, intra_host=link
+    )
+    plan = stretto.plan(workload, cluster, wire_dtype="bfloat16")
+    found["planned"] = sorted({bucket.wire_dtype for bucket in plan.buckets})
+    model.apply_plan(plan)
+    losses(model, rank, 2)
     return found
 
 
@@ -300,7 +323,7 @@ def test_training_with_narrow_buckets_follows_float32(ranks: Any) -> None:
         # 2**17 and 2**16 overflow float16; then the three bits left train.
         assert found["scales"] == [2.0**16, 2.0**15, 2.0**15, 2.0**15]
         assert found["weight"] == -2.0
-        assert found["auto"] == ["bfloat16"]
+        assert found["planned"] == ["bfloat16"]
 
 
 def test_a_wire_of_its_own_is_for_automatic_plans() -> None:
