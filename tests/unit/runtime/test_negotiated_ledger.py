@@ -240,7 +240,7 @@ def test_a_group_is_launched_whole_or_fails_whole() -> None:
 
 def test_first_dimensions_may_differ_and_are_remembered() -> None:
     ranks = Simulated(2)
-    for rows in ((2, 3), (2, 3), (4, 3)):
+    for rows in ((2, 3), (2, 3), (4, 3), (2, 3), (4, 1)):
         for ledger, mine in zip(ranks.ledgers, rows, strict=True):
             ledger.submit(Request(name="x", kind=Kind.ALLGATHER, shape=(4,), rows=mine))
         (launch,) = ranks.settle()
@@ -331,3 +331,18 @@ def test_different_sets_name_the_tensor() -> None:
         ledger.submit(Request(name="set", kind=Kind.REGISTER, members=members))
     (refused,) = ranks.settle()
     assert "'p3' is there on rank 0, not on rank 1" in refused.reason
+
+
+def test_a_name_forgotten_while_it_is_submitted_is_described_again() -> None:
+    ranks = Simulated(2, known_requests=1)
+    first, second = ranks.ledgers
+    for ledger in (first, second):
+        ledger.submit(allreduce("a"))
+    assert [d.name for d in ranks.settle()] == ["a"]
+    for ledger in (first, second):
+        ledger.submit(allreduce("b"))
+    assert ranks.enter(0) is None
+    first.submit(allreduce("a"))  # known still, but not when this round ends
+    assert [d.name for d in ranks.enter(1) or []] == ["b"]
+    second.submit(allreduce("a"))
+    assert [d.name for d in ranks.settle()] == ["a"]
