@@ -456,3 +456,22 @@ def test_the_command_ends_with_2_and_one_line_for_what_it_refuses(tmp_path):
     imported = {x.rpartition("|")[2].strip() for x in lines}
     assert "libcst" in imported
     assert "torch" not in imported
+
+
+def test_a_model_saved_whole_is_the_module_inside():
+    after = convert(TRAINING + "torch.save(model, 'all.pt')\n").after
+    assert "if RANK == 0:\n    torch.save(unwrap(model), 'all.pt')\n" in after
+
+
+def test_shown_numbers_are_all_ranks_or_said_not_to_be():
+    shown = (
+        "        part = x.mean()\n        other = score(x)\n"
+        '        print(f"{part:.3f} {other} {loss}")\n'
+    )
+    conversion = convert(TRAINING.replace("        opt.step()\n", shown))
+    assert "{mean_over_ranks(part):.3f} {other} {mean_over_ranks(loss)}" in (
+        conversion.after
+    )
+    asked = [n for n in conversion.notes if n.kind is Kind.OPEN]
+    assert [n.line for n in asked] == [14]
+    assert "`other`" in asked[0].text

@@ -25,7 +25,7 @@ from stretto.convert import (
     script_of_notebook,
 )
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 HERE = Path(__file__).parent
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
@@ -112,7 +112,7 @@ def run(jobs, folder, name, size):
         )
         log.close()
     try:
-        end = time.perf_counter() + 200
+        end = time.perf_counter() + 300
         while time.perf_counter() < end:
             codes = [process.poll() for process in processes]
             if None not in codes or any(codes):

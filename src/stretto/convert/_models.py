@@ -284,10 +284,21 @@ class Models:
                 self._work.call_around(node.value, "unwrap")
         if self._work.horovod:
             return
+        self._saved_whole()
         for call in self._tree.calls:
             scope = self._tree.function(call)
             if self._tree.without_gradient(call) and self.is_model(call.func, scope):
                 self._work.call_around(call.func, "unwrap")
+
+    def _saved_whole(self) -> None:
+        """``torch.save(model)`` saves the module, not what is around it."""
+        for call in self._tree.calls:
+            if self._tree.called(call) != "torch.save" or self.parallel_before:
+                continue
+            for name in found(call, cst.Name):
+                alone = isinstance(self._tree.parent(name), cst.Arg | cst.DictElement)
+                if alone and self.is_model(name, self._tree.function(call)):
+                    self._work.call_around(name, "unwrap")
 
     def _keeps_prefix(self, node: cst.Attribute) -> bool:
         """Whether DataParallel's checkpoints had their `module.` at this place."""

@@ -297,6 +297,9 @@ class Numbers:
                 continue
             for argument in call.args:
                 self._counted(argument, body)
+                in_loop = isinstance(self._tree.parent(body), cst.For | cst.While)
+                if last == "print" and in_loop:
+                    self._named_numbers(argument, body)
                 for name in found(argument.value, cst.Name):
                     if (
                         name.value in self._losses
@@ -308,6 +311,27 @@ class Numbers:
                         )
                     ):
                         self._reduce(name, self._classify.loss())
+
+    def _named_numbers(self, argument: cst.Arg, body: cst.CSTNode) -> None:
+        """A tensor's number that is shown under a name of the step."""
+        shown = [f.expression for f in found(argument, cst.FormattedStringExpression)]
+        for name in (argument.value, *shown):
+            if not isinstance(name, cst.Name) or self._is_handled(name):
+                continue
+            made = [
+                o
+                for o in self._work.flow.assigned(name.value, self._tree.function(name))
+                if self._tree.within(o.statement, body)
+            ]
+            if not made or any(self._is_handled(o.value) for o in made):
+                continue
+            amount = self._classify.of(name, body)
+            if amount is Amount.MEAN:
+                self._reduce(name, amount)
+            elif amount is Amount.UNKNOWN:
+                self._work.undecided(
+                    name, f"whether `{name.value}` differs by rank: rank 0's is shown"
+                )
 
     def _counted(self, argument: cst.Arg, body: cst.CSTNode) -> None:
         """How many samples are through, which is shown with the progress."""
