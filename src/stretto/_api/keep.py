@@ -45,6 +45,7 @@ class Files:
     cluster: str | None = None
     trace: str | None = None
     report: str | None = None
+    tuning: str | None = None
 
     @property
     def of_steps(self) -> bool:
@@ -60,6 +61,7 @@ class Files:
             cluster=environment.get("STRETTO_CLUSTER"),
             trace=environment.get("STRETTO_TRACE"),
             report=environment.get("STRETTO_REPORT"),
+            tuning=environment.get("STRETTO_TUNING"),
         )
 
 
@@ -99,6 +101,8 @@ class Keeper:
             (self._files.plan, settled.plan),
         ):
             _write(path, value.save)
+        if settled.story is not None:
+            _write(self._files.tuning, settled.story.save)
 
     def before_forward(self, model: DistributedDataParallel) -> None:
         """Records the steps after settling and writes them once there are enough.
@@ -220,6 +224,8 @@ def _report(
         report,
         workload=found.workload,
         cluster=found.cluster,
+        bound_s=found.bound_s,
+        tuning=found.story,
         methods=(
             replace(
                 method,

@@ -28,6 +28,7 @@ COMMANDS = {
     "reproduce": "the papers' tables that can be recomputed, with the errors",
     "run": "launches a script as torchrun does, with our DDP in it",
     "simulate": "what a plan will do",
+    "tune": "plans that earlier runs settled on",
     "zoo": "the papers' models and testbeds as files",
 }
 """Names and one-line helps; module ``stretto.cli.NAME`` holds ``command``."""

@@ -18,6 +18,8 @@ SETTINGS = {
     "cluster": "STRETTO_CLUSTER",
     "trace": "STRETTO_TRACE",
     "report": "STRETTO_REPORT",
+    "tuning": "STRETTO_TUNING",
+    "memory": "STRETTO_MEMORY",
 }
 """Options and the environment variables by which ranks learn of them."""
 
@@ -37,6 +39,13 @@ SETTINGS = {
 @click.option("--cluster", metavar="FILE", help="Keep the measured cluster here.")
 @click.option("--trace", metavar="FILE", help="Keep a measured step's timeline here.")
 @click.option("--report", metavar="FILE", help="Keep an HTML report here.")
+@click.option("--tuning", metavar="FILE", help="Keep what tuning tried and why here.")
+@click.option(
+    "--memory",
+    metavar="FILE|off",
+    help="Where settled plans are kept for the next run; a file of the user's cache "
+    "where this is not said.",
+)
 @click.option(
     "--convert",
     is_flag=True,
@@ -138,7 +147,7 @@ def _check_files(settings: dict[str, str | None]) -> None:
         raise click.BadParameter(
             f"{plan!r} is neither auto, ddp nor a file", param_hint="--plan"
         )
-    for option in ("save_plan", "profile", "cluster", "trace", "report"):
+    for option in ("save_plan", "profile", "cluster", "trace", "report", "tuning"):
         value = settings[option]
         if value is not None and not Path(value).absolute().parent.is_dir():
             raise click.BadParameter(

@@ -16,11 +16,12 @@ from stretto.report.results import (
 )
 from stretto.report.trace import MEASURED, PREDICTED, RANKS, split_label
 from stretto.schema import Cluster, Plan, Timeline, Workload, codec
+from stretto.schema.tuning import Tuning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-KINDS = ("results", "workload", "cluster", "plan", "timeline", "trace")
+KINDS = ("results", "workload", "cluster", "plan", "timeline", "trace", "tuning")
 """Kinds of files that a page can show."""
 
 
@@ -44,7 +45,7 @@ def gather(paths: Iterable[str | Path], *, title: str | None = None) -> DemoRepo
                 place="$.kind",
             )
         by_kind[kind].append(path)
-    for kind in ("results", "workload", "cluster"):
+    for kind in ("results", "workload", "cluster", "tuning"):
         if len(by_kind[kind]) > 1:
             raise SpecError(
                 f"{by_kind[kind][1]}: a page shows one {kind} file, and "
@@ -58,6 +59,8 @@ def gather(paths: Iterable[str | Path], *, title: str | None = None) -> DemoRepo
         report = replace(report, workload=Workload.load(path))
     for path in by_kind["cluster"]:
         report = replace(report, cluster=Cluster.load(path))
+    for path in by_kind["tuning"]:
+        report = replace(report, tuning=Tuning.load(path))
     for path in by_kind["plan"]:
         report = _with_plan(report, path, Plan.load(path))
     for path in by_kind["trace"]:

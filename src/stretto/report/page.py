@@ -44,6 +44,7 @@ def render(report: DemoReport) -> str:
         _scaling(report),
         _gaps(report),
         _contributions(report),
+        _tuned(report),
         _timelines(report),
         *_all_ranks(report),
         _losses(report),
@@ -53,6 +54,20 @@ def render(report: DemoReport) -> str:
         _provenance(report),
     )
     return framed(report.title, "\n".join(text for text in sections if text))
+
+
+def _tuned(report: DemoReport) -> str:
+    if report.tuning is None:
+        return ""
+    rows = [(list(row), "", False) for row in decisions(report.tuning)]
+    return _section(
+        "Tuning",
+        "Plans tried while the training ran: each dot a trial's median step where it "
+        "ended, large where it became the best so far; the line is the best so far.",
+        trials_svg(report.tuning)
+        + f'<div class="scroll">{_table(["step", "what", "why", "figures"], rows)}</div>',
+        id_="tuning",
+    )
 
 
 def framed(title: str, body: str) -> str:

@@ -10,6 +10,7 @@ import msgspec
 
 from stretto.errors import SpecError
 from stretto.schema import Cluster, Plan, Timeline, Workload, codec
+from stretto.schema.tuning import Tuning
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,6 +123,9 @@ class DemoReport:
 
     contributions: tuple[tuple[str, float], ...] = ()
     """The step in s with one dimension of a plan open after another."""
+
+    tuning: Tuning | None = None
+    """How the plan was found inside the run."""
 
     environment: dict[str, Any] = field(default_factory=dict)
     """Machine, versions, options: shown as it is."""

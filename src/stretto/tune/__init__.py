@@ -1,10 +1,16 @@
 """The loops that measure, plan and apply inside a run."""
 
-from stretto.tune.auto import AutoPlan
-from stretto.tune.memory import PlanMemory
-from stretto.tune.options import ENSEMBLE, GUIDED, TuneOptions
-from stretto.tune.profiling import DeferredProfile, deferred_plan
-from stretto.tune.settled import OnSettled, Settled, summary
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stretto.tune.auto import AutoPlan
+    from stretto.tune.memory import PlanMemory
+    from stretto.tune.options import ENSEMBLE, GUIDED, TuneOptions
+    from stretto.tune.profiling import DeferredProfile, deferred_plan
+    from stretto.tune.settled import OnSettled, Settled, summary
 
 __all__ = [
     "ENSEMBLE",
@@ -18,3 +24,29 @@ __all__ = [
     "deferred_plan",
     "summary",
 ]
+
+_HOMES = {
+    "AutoPlan": "auto",
+    "DeferredProfile": "profiling",
+    "ENSEMBLE": "options",
+    "GUIDED": "options",
+    "OnSettled": "settled",
+    "PlanMemory": "memory",
+    "Settled": "settled",
+    "TuneOptions": "options",
+    "deferred_plan": "profiling",
+    "summary": "settled",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name's module when it is asked for: lists of plans need no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stretto.tune' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"stretto.tune.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
