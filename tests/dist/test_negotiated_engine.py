@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -21,6 +22,8 @@ from stretto.runtime.negotiated import (
     Kind,
     Op,
     Request,
+    members_of,
+    request_of,
 )
 
 if TYPE_CHECKING:
@@ -90,9 +93,7 @@ def values(size: int, function: Callable[..., Any], **more: Any) -> list[Any]:
 
 
 def request(name: str, tensor: torch.Tensor, kind=Kind.ALLREDUCE, **more) -> Request:
-    shape = more.pop("shape", tuple(tensor.shape))
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Request(name=name, kind=kind, dtype=dtype, shape=shape, **more)
+    return request_of(name, kind, tensor, **more)
 
 
 def numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -144,13 +145,13 @@ def mixed_program(size: int, seed: int) -> list[dict[str, Any]]:
 
 
 def submitted(engine: Engine, rank: int, step: dict[str, Any], seed: int) -> Any:
-    kind, size = step["kind"], engine.size
+    kind = step["kind"]
     if kind is Kind.BARRIER:
         return engine.barrier(step["name"])
     rows = step["rows"][0]
     more: dict[str, Any] = {}
     if kind is Kind.ALLGATHER:
-        rows = more["rows"] = step["rows"][rank]
+        rows = step["rows"][rank]
     elif kind is Kind.ALLTOALL:
         more["splits"] = tuple(step["splits"][rank])
         rows = sum(more["splits"])
@@ -159,11 +160,8 @@ def submitted(engine: Engine, rank: int, step: dict[str, Any], seed: int) -> Any
     else:
         more["op"] = step["op"]
     tensor = numbers(seed + rank, (rows, *step["rest"]), step["dtype"])
-    if kind in (Kind.ALLGATHER, Kind.ALLTOALL):
-        more["shape"] = step["rest"]
     asked = request(step["name"], tensor, kind, **more)
     in_place = step["in_place"] and kind in (Kind.ALLREDUCE, Kind.BROADCAST)
-    del size
     return engine.submit(asked, tensor, tensor if in_place else None)
 
 
@@ -247,7 +245,7 @@ def test_scales_averages_and_gaps() -> None:
             engine.submit(request("y", mine), mine, torch.zeros(3))
         with pytest.raises(SpecError, match="root must be a rank from 0 to 1, got 2"):
             engine.submit(request("y", mine, Kind.BROADCAST, root=2), mine)
-        asked = request("y", mine, Kind.ALLTOALL, shape=(20,), splits=(5,))
+        asked = request("y", mine, Kind.ALLTOALL, splits=(5,))
         with pytest.raises(SpecError, match="splits must be 2 numbers"):
             engine.submit(asked, mine)
         return found
@@ -523,3 +521,35 @@ def test_different_options_are_told_before_anything_else() -> None:
     assert found[0] == found[1]
     assert "lanes=1" in found[0]
     assert "lanes=2" in found[0]
+
+
+def test_some_ranks_may_have_an_engine_of_their_own() -> None:
+    found: list[Any] = [None] * 3
+
+    def go(ranks: Ranks) -> None:
+        x = torch.full((4,), float(ranks.rank))
+        with opened(ranks) as everyone:
+            if ranks.rank == 1:
+                with pytest.raises(SpecError, match="rank 1 must be one of"):
+                    members_of(ranks, [2, 0], "pair")
+            else:
+                with opened(members_of(ranks, [2, 0], "pair")) as pair:
+                    total = pair.submit(request("x", x), x).wait(30)
+                    root = request("b", x, Kind.BROADCAST, root=0)
+                    sent = pair.submit(root, x).wait(30)
+                    y = torch.zeros(3 + pair.rank)
+                    with pytest.raises(RankDisagreement, match=r"rank 2: .3.; rank 0:"):
+                        pair.submit(request("y", y), y).wait(30)
+                    found[ranks.rank] = (pair.rank, total[0].item(), sent[0].item())
+            assert everyone.submit(request("x", x), x).wait(30)[0].item() == 3
+
+    threads = [threading.Thread(target=go, args=(r,)) for r in places(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [(1, 2.0, 2.0), None, (0, 2.0, 2.0)]
+
+
+def opened(ranks: Ranks) -> Any:
+    return contextlib.closing(Engine(ranks))

@@ -1,7 +1,8 @@
 """Collectives in an order that ranks agree on while they run."""
 
-from stretto.runtime.negotiated.engine import Engine
+from stretto.runtime.negotiated.engine import Engine, members_of
 from stretto.runtime.negotiated.handles import Handle
+from stretto.runtime.negotiated.jobs import request_of
 from stretto.runtime.negotiated.options import EngineOptions
 from stretto.runtime.negotiated.requests import Kind, Op, Request
 from stretto.runtime.negotiated.spans import AbstractEngineObserver
@@ -17,4 +18,6 @@ __all__ = [
     "Request",
     "StepEnd",
     "TensorSet",
+    "members_of",
+    "request_of",
 ]

@@ -89,7 +89,6 @@ class Core:
         self._last_joined = -1
         self._news = False
         self._closing = False
-        self._closed = threading.Event()
         self._pace = Pace(options.cycle_s)
         self._stalls = StallDesk(self.ranks)
         self._notes = Notes(self.ranks)
@@ -170,14 +169,12 @@ class Core:
     def register(self, name: str, requests: Sequence[Request]) -> SetSteps:
         """Declares a tensor set on all ranks."""
         names = [request.name for request in requests]
-        wrong = [r.place for r in requests if r.kind is not Kind.ALLREDUCE]
-        twice = [n for n in names if names.count(n) > 1] if names else ["nothing"]
-        if len(set(names)) == len(names) and names:
-            twice = []
-        if wrong or twice:
+        others = [r.place for r in requests if r.kind is not Kind.ALLREDUCE]
+        if others or not names or len(set(names)) < len(names):
+            found = others[0] if others else f"{len(names)} requests, {names[:8]}"
             raise SpecError(
-                f"tensor set {name!r} must hold all-reduces, each name once, got "
-                f"{(wrong or twice)[0]}"
+                f"tensor set {name!r} must hold all-reduces, at least one and each "
+                f"name once, got {found}"
             )
         members = tuple(sorted(requests, key=lambda request: request.name))
         request = Request(
@@ -296,7 +293,6 @@ class Core:
         self.control.close()
         if self._pool is not None:
             self._pool.close()
-        self._closed.set()
 
     def _abort(self) -> None:
         if self._pool is not None:

@@ -20,6 +20,9 @@ import weakref
 import zlib
 from typing import TYPE_CHECKING, final
 
+from torch.distributed.distributed_c10d import PrefixStore
+
+from stretto.errors import SpecError
 from stretto.runtime.agreement import ranks_of
 from stretto.runtime.negotiated.core import Core
 from stretto.runtime.negotiated.options import EngineOptions
@@ -35,6 +38,29 @@ if TYPE_CHECKING:
     from stretto.runtime.agreement import Ranks
     from stretto.runtime.negotiated.handles import Handle
     from stretto.runtime.negotiated.spans import AbstractEngineObserver
+
+
+def members_of(ranks: Ranks, members: Sequence[int], name: str) -> Ranks:
+    """Some of the ranks as ranks of their own, for an engine that only they open.
+
+    ``members`` are ranks among ``ranks``, in the order of their new ranks; ``name`` is
+    equal on all of them and differs from that of other such sets.
+
+    Raises:
+        SpecError: this process is not a member, or a member is no rank.
+    """
+    if ranks.rank not in members or not set(members) <= set(range(ranks.size)):
+        raise SpecError(
+            f"{ranks.name(ranks.rank)} must be one of the members, which must be ranks "
+            f"from 0 to {ranks.size - 1}, got {list(members)}"
+        )
+    return dataclasses.replace(
+        ranks,
+        rank=list(members).index(ranks.rank),
+        size=len(members),
+        names=tuple(ranks.names[member] for member in members),
+        store=PrefixStore(f"members/{name}", ranks.store),
+    )
 
 
 @final

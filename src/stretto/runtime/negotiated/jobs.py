@@ -85,6 +85,32 @@ class Part:
         self.ended(error, self.events)
 
 
+def request_of(name: str, kind: Kind, tensor: torch.Tensor, **more: Any) -> Request:
+    """The request for a tensor: its type, shape, device and first dimension.
+
+    ``more`` are further fields of `Request`; an all-to-all without ``splits`` is left
+    to the caller.
+    """
+    shape = tuple(tensor.shape)
+    if kind in (Kind.ALLGATHER, Kind.ALLTOALL):
+        if not shape:
+            raise SpecError(
+                f"{kind} {name!r}: a scalar has no first dimension. Give it one with "
+                "reshape(1)."
+            )
+        if kind is Kind.ALLGATHER:
+            more["rows"] = shape[0]
+        shape = shape[1:]
+    return Request(
+        name=name,
+        kind=kind,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=shape,
+        device=tensor.device.type,
+        **more,
+    )
+
+
 def check_tensors(
     request: Request,
     tensor: torch.Tensor | None,
