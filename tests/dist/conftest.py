@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _RANK = """
-import importlib.util, os, pickle, sys, traceback
+import importlib.util, os, pickle, sys, time, traceback
 path, name, out, arguments, group_s = sys.argv[1:6]
 import torch
 import torch.distributed as dist
@@ -43,6 +43,12 @@ except Exception as exc:
 with open(out + ".part", "wb") as file:
     pickle.dump(found, file)
 os.rename(out + ".part", out)
+# Rank 0 holds the store: others may still read in it.
+if rank == 0:
+    others = [out[: -len("0")] + str(r) for r in range(1, size)]
+    deadline = time.perf_counter() + 2.0
+    while not all(map(os.path.exists, others)) and time.perf_counter() < deadline:
+        time.sleep(0.005)
 sys.stdout.flush(); sys.stderr.flush()
 # Not by the interpreter's own end: a peer may have died on purpose.
 os._exit(0)

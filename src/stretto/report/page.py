@@ -11,6 +11,7 @@ from stretto.report import bars, ranks_page, svg
 from stretto.report.curves import Chart, charts_svg
 from stretto.report.ranks import find_late
 from stretto.report.results import BASELINE
+from stretto.report.tuning import decisions, trials_svg
 from stretto.schema import codec
 from stretto.units import format_bytes, format_rate, format_s
 
@@ -60,12 +61,12 @@ def _tuned(report: DemoReport) -> str:
     if report.tuning is None:
         return ""
     rows = [(list(row), "", False) for row in decisions(report.tuning)]
+    table = _table(["step", "what", "why", "figures"], rows)
     return _section(
         "Tuning",
         "Plans tried while the training ran: each dot a trial's median step where it "
         "ended, large where it became the best so far; the line is the best so far.",
-        trials_svg(report.tuning)
-        + f'<div class="scroll">{_table(["step", "what", "why", "figures"], rows)}</div>',
+        trials_svg(report.tuning) + f'<div class="scroll">{table}</div>',
         id_="tuning",
     )
 
