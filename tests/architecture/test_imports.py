@@ -19,9 +19,20 @@ PLANNING_HALF = [
     "stretto.sim",
     "stretto.planners",
     "stretto.report",
+    "stretto.convert",
+    "stretto.tune",
     "stretto.cli",
 ]
-WITHOUT_TORCH = ["compare", "lab", "plan", "report", "reproduce", "simulate", "zoo"]
+WITHOUT_TORCH = [
+    "compare",
+    "convert",
+    "lab",
+    "plan",
+    "report",
+    "reproduce",
+    "simulate",
+    "zoo",
+]
 """Commands that people start on machines without torch."""
 
 
