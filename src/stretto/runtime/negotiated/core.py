@@ -244,8 +244,9 @@ class Core:
         if self._closing:
             error = StrettoError(f"{place} was not finished: the engine was closed")
         elif isinstance(cause, StrettoError):
-            error = cause
-            self._notes.leave(str(cause))
+            # The first rank to give up says why, in the same words on all.
+            first = self._notes.leave(str(cause))
+            error = cause if first == str(cause) else CommTimeout(first)
             self._abort()
         else:
             told = self._notes.found()

@@ -56,7 +56,7 @@ class Part:
         return self.tensor.reshape(-1)[start:end]
 
     def target(self) -> torch.Tensor | None:
-        """The output as one row."""
+        """The output as one row; asked for by one thread before others use it."""
         if self.flat is None and self.output is not None:
             out = self.output
             self.flat = (

@@ -133,6 +133,8 @@ class Sender:
         for unit in units:
             for piece in unit.pieces:
                 parts[piece.position].left += 1
+                # Here, for the lanes' threads may come to one part at the same time.
+                parts[piece.position].target()
         for unit in units:
             self._send_unit(unit, parts, device)
 
@@ -239,5 +241,8 @@ def _unpack(unit: Unit, parts: Sequence[Part], buffer: torch.Tensor) -> None:
         if target is None:
             continue
         target = target[piece.start : piece.end]
+        if target.is_cuda:
+            # Not yet run on a GPU. A row of our own must live until it is copied.
+            target.record_stream(torch.cuda.current_stream())
         if target.data_ptr() != segment.data_ptr():
             target.copy_(segment)

@@ -69,30 +69,32 @@ class Notes:
         self._alone = ranks.size == 1
         self._store = PrefixStore("why", ranks.store)
 
-    def leave(self, text: str) -> None:
-        """Leaves a note, unless there is one."""
-        if not self._alone and self.found() is None:
-            _in_time(lambda: self._store.set("note", text))
+    def leave(self, text: str) -> str:
+        """Leaves a note and gives it back; gives the first one where there is one."""
+        return self._ask(lambda: self._first(text)) or text
 
     def found(self) -> str | None:
-        """The note a rank left."""
+        """The note that a rank left."""
+        return self._ask(self._read)
+
+    def _first(self, text: str) -> str:
+        return bytes(self._store.compare_set("note", "", text)).decode()
+
+    def _read(self) -> str | None:
+        if not self._store.check(["note"]):
+            return None
+        return bytes(self._store.get("note")).decode()
+
+    def _ask(self, ask: Callable[[], str | None]) -> str | None:
         if self._alone:
             return None
-        texts: list[str] = []
+        texts: list[str | None] = []
 
-        def ask() -> None:
-            if self._store.check(["note"]):
-                texts.append(self._store.get("note").decode())
+        def run() -> None:
+            with contextlib.suppress(RuntimeError):
+                texts.append(ask())
 
-        _in_time(ask)
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(_STORE_S)
         return texts[0] if texts else None
-
-
-def _in_time(ask: Callable[[], None]) -> None:
-    def run() -> None:
-        with contextlib.suppress(RuntimeError):
-            ask()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(_STORE_S)
