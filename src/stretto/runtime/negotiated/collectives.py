@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stretto.runtime.negotiated.requests import Request
 
 Finished = tuple[torch.Tensor, tuple[int, ...]]
-"""The result, and for all-to-all the rows received from each rank."""
+"""The result, and for all-gather and all-to-all the rows received from each rank."""
 
 Prepared = tuple[Callable[[Any], Any] | None, Callable[[], Finished]]
 
@@ -98,7 +98,7 @@ def _allgather(job: Job, by_rank: Sequence[Request], _rank: int) -> Any:
             for theirs, count in zip(found, rows, strict=True):
                 flat[at : at + count * row_bytes] = theirs[: count * row_bytes]
                 at += count * row_bytes
-        return result, ()
+        return result, tuple(rows)
 
     if size == 1:
         result.copy_(mine)

@@ -68,7 +68,7 @@ class Handle:
 
     @property
     def received_splits(self) -> tuple[int, ...]:
-        """All-to-all: rows received from each rank."""
+        """All-gather and all-to-all: rows received from each rank."""
         return self._splits
 
     # For the engine.

@@ -1,0 +1,212 @@
+"""What the environment says: a rank's place in the job, and settings.
+
+Launchers describe a rank's place with torchrun's names or with Horovod's. Settings have
+Horovod's names.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_log = logging.getLogger(__name__)
+
+_LEAST_UNIT_BYTES = 64 * 2**10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A rank's place, as far as its launcher tells; ``None``: it does not."""
+
+    rank: int
+
+    size: int
+
+    local_rank: int | None = None
+
+    local_size: int | None = None
+
+    host: int | None = None
+    """Number of the host."""
+
+    address: str = "127.0.0.1"
+    """Where rank 0 has its store."""
+
+    port: int = 29500
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise SpecError(
+                f"rank must be from 0 to size - 1, got rank {self.rank} of "
+                f"{self.size}: see RANK and WORLD_SIZE, or HOROVOD_RANK and "
+                "HOROVOD_SIZE"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings with Horovod's names; ``None``: the library's own default."""
+
+    unit_bytes: int | None = None
+    """HOROVOD_FUSION_THRESHOLD."""
+
+    cycle_s: float | None = None
+    """HOROVOD_CYCLE_TIME, which is in milliseconds."""
+
+    lanes: int | None = None
+    """HOROVOD_NUM_NCCL_STREAMS, on any device."""
+
+    known_requests: int | None = None
+    """HOROVOD_CACHE_CAPACITY."""
+
+    stall_s: float | None = None
+    """HOROVOD_STALL_CHECK_TIME_SECONDS; infinite with HOROVOD_STALL_CHECK_DISABLE."""
+
+    timeout_s: float | None = None
+    """HOROVOD_STALL_SHUTDOWN_TIME_SECONDS; 0 there is none."""
+
+    dynamic_process_sets: bool = False
+    """HOROVOD_DYNAMIC_PROCESS_SETS."""
+
+    timeline: str | None = None
+    """HOROVOD_TIMELINE: the file."""
+
+    mark_cycles: bool = False
+    """HOROVOD_TIMELINE_MARK_CYCLES."""
+
+
+_PLACE_NAMES = (
+    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"),
+    *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+)
+
+_SETTING_NAMES = (
+    *("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_NUM_NCCL_STREAMS"),
+    *("HOROVOD_CACHE_CAPACITY", "HOROVOD_STALL_CHECK_TIME_SECONDS"),
+    *("HOROVOD_STALL_CHECK_DISABLE", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"),
+    *("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_TIMELINE"),
+    "HOROVOD_TIMELINE_MARK_CYCLES",
+)
+
+_SILENT_NAMES = (
+    # What launchers set, and what says how to build Horovod: nothing is lost.
+    *("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_HOSTNAME"),
+    *("HOROVOD_GPU_OPERATIONS", "HOROVOD_GPU_ALLREDUCE", "HOROVOD_GPU_BROADCAST"),
+    *("HOROVOD_GPU_ALLGATHER", "HOROVOD_WITH_PYTORCH", "HOROVOD_WITH_GLOO"),
+    *("HOROVOD_WITHOUT_GLOO", "HOROVOD_WITH_MPI", "HOROVOD_WITHOUT_MPI"),
+    *("HOROVOD_WITHOUT_TENSORFLOW", "HOROVOD_WITHOUT_MXNET", "HOROVOD_LOG_LEVEL"),
+    *("HOROVOD_LOG_HIDE_TIME", "HOROVOD_ELASTIC", "HOROVOD_GLOO_TIMEOUT_SECONDS"),
+    *("HOROVOD_GLOO_IFACE", "HOROVOD_MIXED_INSTALL"),
+)
+
+_OWN_PREFIX = "HOROVOD_STRETTO_"
+"""Names that only this library has."""
+
+
+def place(environment: Mapping[str, str]) -> Place | None:
+    """A rank's place; ``None`` where no launcher has told.
+
+    torchrun's names go before Horovod's.
+
+    Raises:
+        SpecError: a value is no number, or a rank lies outside its size.
+    """
+    prefix, size_name = ("", "WORLD_SIZE")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    if "RANK" not in environment or size_name not in environment:
+        prefix = "HOROVOD_"
+        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK")
+    numbers = [_number(environment, prefix + name) for name in names]
+    rank, size, local_rank, local_size, host = numbers
+    if rank is None or size is None:
+        return None
+    found = Place(
+        rank=rank, size=size, local_rank=local_rank, local_size=local_size, host=host
+    )
+    for address, port in (
+        ("MASTER_ADDR", "MASTER_PORT"),
+        ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+    ):
+        if address in environment:
+            number = _number(environment, port)
+            return replace(
+                found,
+                address=environment[address],
+                port=found.port if number is None else number,
+            )
+    return found
+
+
+def settings(environment: Mapping[str, str]) -> Settings:
+    """Settings.
+
+    Raises:
+        SpecError: a value is no number, or breaks its rule.
+    """
+    unit_bytes = _number(environment, "HOROVOD_FUSION_THRESHOLD")
+    if unit_bytes is not None and unit_bytes < _LEAST_UNIT_BYTES:
+        _log.warning(
+            "HOROVOD_FUSION_THRESHOLD=%d is raised to %d: tensors are also cut into "
+            "parts of that size",
+            unit_bytes,
+            _LEAST_UNIT_BYTES,
+        )
+        unit_bytes = _LEAST_UNIT_BYTES
+    cycle_ms = _decimal(environment, "HOROVOD_CYCLE_TIME")
+    stall_s = _decimal(environment, "HOROVOD_STALL_CHECK_TIME_SECONDS") or None
+    if _flag(environment, "HOROVOD_STALL_CHECK_DISABLE"):
+        stall_s = float("inf")
+    return Settings(
+        unit_bytes=unit_bytes,
+        cycle_s=None if cycle_ms is None else cycle_ms / 1000,
+        lanes=_number(environment, "HOROVOD_NUM_NCCL_STREAMS"),
+        known_requests=_number(environment, "HOROVOD_CACHE_CAPACITY") or None,
+        stall_s=stall_s,
+        timeout_s=_decimal(environment, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or None,
+        dynamic_process_sets=_flag(environment, "HOROVOD_DYNAMIC_PROCESS_SETS"),
+        timeline=environment.get("HOROVOD_TIMELINE") or None,
+        mark_cycles=_flag(environment, "HOROVOD_TIMELINE_MARK_CYCLES"),
+    )
+
+
+def unknown(environment: Mapping[str, str]) -> list[str]:
+    """HOROVOD_ names that have no effect here, in order of the alphabet."""
+    known = {*_PLACE_NAMES, *_SETTING_NAMES, *_SILENT_NAMES}
+    return sorted(
+        name
+        for name in environment
+        if name.startswith("HOROVOD_")
+        and name not in known
+        and not name.startswith(_OWN_PREFIX)
+    )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError as exc:
+        raise SpecError(f"{name} must be a whole number, got {text!r}") from exc
+
+
+def _decimal(environment: Mapping[str, str], name: str) -> float | None:
+    text = environment.get(name)
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError as exc:
+        raise SpecError(f"{name} must be a number, got {text!r}") from exc
+
+
+def _flag(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "").strip().lower() not in ("", "0", "false")

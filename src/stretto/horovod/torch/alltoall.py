@@ -1,0 +1,146 @@
+"""All-to-all: each rank sends a part of its tensor to every rank."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from stretto.horovod.torch import world
+from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
+from stretto.horovod.torch.submission import (
+    Operation,
+    Row,
+    submit,
+    synchronize,
+    through,
+)
+from stretto.runtime.negotiated import Kind
+
+_KIND = Kind.ALLTOALL
+
+Splits = torch.Tensor | Sequence[int] | None
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Operation:
+    """Starts to exchange parts of tensors; `synchronize` gives a pair.
+
+    The pair is the rows received, in the order of ranks, and an integer tensor of how
+    many came from each.
+
+    Args:
+        tensor: At least one dimension. The first may differ between ranks, the others
+            must not.
+        splits: Rows to send to each rank, in the order of ranks; ``None``: equally
+            many. If they are fewer than the tensor has, the last ones stay here.
+        name: Unique among operations of this kind that are under way.
+        process_set: The ranks that take part; all of them must call this.
+
+    Raises:
+        ValueError: the tensor is a scalar, ``splits`` are not one whole number >= 0 for
+            each rank or add up to more rows than there are, equal parts are asked for
+            and the rows can't be parted so, an operation of that name is under way,
+            the type is none that is sent, or this rank is not in the set.
+        HorovodInternalError: communication failed before.
+    """
+    if tensor.dim() == 0:
+        raise ValueError(
+            "alltoall needs a first dimension to part a tensor along, got a scalar. "
+            "Give it one with reshape(1)."
+        )
+    size = len(world.current().member(process_set).ranks)
+    parts = _parts(splits, tensor.shape[0], size)
+    row = Row(
+        tensor=tensor[: sum(parts)],
+        shape=tuple(tensor.shape[1:]),
+        fields={"splits": parts},
+    )
+    like = splits if isinstance(splits, torch.Tensor) else torch.empty(0).int()
+    return submit(_KIND, [row], name, process_set, grouped=False, splits_like=like)
+
+
+def _parts(splits: Splits, rows: int, size: int) -> tuple[int, ...]:
+    if splits is None or len(splits) == 0:
+        if rows % size:
+            raise ValueError(
+                f"alltoall: the first dimension, {rows}, can't be parted equally among "
+                f"{size} ranks. Pass splits=."
+            )
+        return (rows // size,) * size
+    if isinstance(splits, torch.Tensor):
+        if splits.is_floating_point() or splits.is_complex() or splits.dim() != 1:
+            raise ValueError(
+                "alltoall: splits must be a row of whole numbers, got "
+                f"{splits.dtype} of shape {list(splits.shape)}"
+            )
+        splits = splits.tolist()
+    try:
+        parts = tuple(operator.index(part) for part in splits)
+    except TypeError as exc:
+        raise ValueError(f"alltoall: splits must be whole numbers: {exc}") from exc
+    if len(parts) != size or min(parts) < 0 or sum(parts) > rows:
+        raise ValueError(
+            f"alltoall: splits must be {size} numbers >= 0, one for each rank, that "
+            f"add up to at most the first dimension, {rows}; got {list(parts)}"
+        )
+    return parts
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Rows received from all ranks; gradients flow through.
+
+    Returns:
+        The rows, in the order of ranks. Where ``splits`` is given, a pair: the rows,
+        and how many came from each rank, of the type and on the device of ``splits``.
+
+    Raises:
+        HorovodInternalError: ranks came with different types or other dimensions, or a
+            rank is gone.
+        ValueError: as `alltoall_async`.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        received, counts = through(_Alltoall, tensor, splits, name, process_set)
+    else:
+        received, counts = synchronize(
+            alltoall_async(tensor, splits, name, process_set)
+        )
+    return received if splits is None else (received, counts)
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        splits: Splits,
+        name: str | None,
+        process_set: ProcessSet,
+    ) -> Any:
+        received, counts = synchronize(
+            alltoall_async(tensor, splits, name, process_set)
+        )
+        ctx.counts = counts.tolist()
+        ctx.rows = tensor.shape[0]
+        ctx.process_set = process_set
+        ctx.mark_non_differentiable(counts)
+        return received, counts
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        back, _ = alltoall(gradients[0], splits=ctx.counts, process_set=ctx.process_set)
+        kept = ctx.rows - back.shape[0]
+        if kept:  # rows that were sent to nobody
+            back = torch.cat([back, back.new_zeros(kept, *back.shape[1:])])
+        return back, None, None, None

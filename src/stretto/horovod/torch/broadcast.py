@@ -1,0 +1,138 @@
+"""Broadcast: one rank's tensor on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stretto.horovod.torch import world
+from stretto.horovod.torch.allreduce import allreduce
+from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
+from stretto.horovod.torch.reduce_ops import Average
+from stretto.horovod.torch.submission import (
+    Operation,
+    Row,
+    submit,
+    synchronize,
+    through,
+)
+from stretto.runtime.negotiated import Kind
+
+_KIND = Kind.BROADCAST
+
+
+def _start(
+    tensor: torch.Tensor,
+    output: torch.Tensor | None,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+) -> Operation:
+    member = world.current().member(process_set)
+    if root_rank not in member.ranks:
+        raise ValueError(
+            f"broadcast: root_rank must be a global rank of the process set, one of "
+            f"{list(member.ranks)}, got {root_rank}"
+        )
+    row = Row(
+        tensor=tensor,
+        output=output,
+        shape=tuple(tensor.shape),
+        fields={"root": member.ranks.index(root_rank)},
+    )
+    return submit(_KIND, [row], name, process_set, grouped=False)
+
+
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Operation:
+    """Starts to send a tensor from one rank; `synchronize` gives the result.
+
+    Args:
+        tensor: Any shape and type, the same on every rank.
+        root_rank: The global rank whose values are sent.
+        name: Unique among operations of this kind that are under way.
+        process_set: The ranks that take part; all of them must call this.
+
+    Raises:
+        ValueError: ``root_rank`` or this rank is not in the set, an operation of that
+            name is under way, or the type is none that is sent.
+        HorovodInternalError: communication failed before.
+    """
+    return _start(tensor, None, root_rank, name, process_set)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """The root's tensor; gradients flow through.
+
+    The root's gradient is the mean of all ranks' gradients, the others' is zero: what
+    it is in Horovod since 0.20.
+
+    Raises:
+        HorovodInternalError: ranks came with different tensors or roots, or a rank is
+            gone.
+        ValueError: as `broadcast_async`.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        sent: torch.Tensor = through(_Broadcast, tensor, root_rank, name, process_set)
+        return sent
+    waited: torch.Tensor = synchronize(
+        broadcast_async(tensor, root_rank, name, process_set)
+    )
+    return waited
+
+
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Operation:
+    """`broadcast_async` whose result takes the tensor's place."""
+    return _start(tensor, tensor, root_rank, name, process_set)
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """`broadcast` in place; no gradients."""
+    sent: torch.Tensor = synchronize(
+        broadcast_async_(tensor, root_rank, name, process_set)
+    )
+    return sent
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        root_rank: int,
+        name: str | None,
+        process_set: ProcessSet,
+    ) -> torch.Tensor:
+        ctx.root_rank = root_rank
+        ctx.process_set = process_set
+        sent: torch.Tensor = synchronize(
+            broadcast_async(tensor, root_rank, name, process_set)
+        )
+        return sent
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        mean = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
+        if world.rank() != ctx.root_rank:
+            mean = mean * 0
+        return mean, None, None, None

@@ -1,0 +1,287 @@
+"""Gradients on their way: hooks on parameters, and what waits for the results."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import defaultdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from stretto.errors import CommTimeout, RankDisagreement, StrettoError
+from stretto.horovod.exceptions import HorovodInternalError
+from stretto.horovod.torch.compression import FP16Compressor, NoneCompressor
+from stretto.horovod.torch.reduce_ops import ENGINE_OPS, Average, ReduceOp
+from stretto.runtime.negotiated import Kind, request_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from stretto.horovod.torch.process_sets import ProcessSet
+    from stretto.runtime.negotiated import Engine, Request, TensorSet
+
+_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+"""By process set: how many optimizers it has had. Ranks make them in one order."""
+
+
+@final
+class GradientReducer:
+    """Sends each gradient when it is there; `synchronize` puts results in place.
+
+    The first step's gradients are requests of their own, for only then is it known
+    which are sparse. The dense ones are a tensor set after that, unless a compressor
+    that is not ours may give other shapes in every step.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[tuple[str, torch.Tensor]],
+        *,
+        compression: Any,
+        passes: int,
+        op: ReduceOp,
+        predivide: float,
+        groups: Sequence[Sequence[int]],
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self.passes = passes
+        self._process_set = process_set
+        self._active = process_set.included() and process_set.size() > 1
+        self._number = next(_numbers[process_set.process_set_id or 0])
+        self._names = [name for name, _ in names]
+        self._parameters = [parameter for _, parameter in names]
+        self._compression = compression
+        self._op = op
+        self._scales = {}
+        if op is Average and predivide != 1.0:
+            self._scales = {"prescale": 1.0 / predivide, "postscale": predivide}
+        self._sparse_as_dense = sparse_as_dense
+        self._group_of = {i: tuple(group) for group in groups for i in group}
+        self._keeps_shape = compression in (NoneCompressor, FP16Compressor)
+        self._engine: Engine | None = None
+        self._sets: list[TensorSet] = []
+        self._member_of: dict[int, tuple[TensorSet, int]] = {}
+        self._requests: dict[int, Request] = {}
+        self._hooked: set[int] = set()
+        self._hooks: list[Any] = []
+        self._begin()
+        weakref.finalize(self, _remove, self._hooks)
+        if self._active:
+            self._hook()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether gradients came since the last step."""
+        return self._came
+
+    def set_passes(self, passes: int) -> None:
+        """Lets a step have ``passes`` backward passes."""
+        self.passes = passes
+        self._left = [passes] * len(self._parameters)
+
+    def _begin(self) -> None:
+        self._came = False
+        self._left = [self.passes] * len(self._parameters)
+        self._sent: dict[int, Callable[[], torch.Tensor]] = {}
+        self._contexts: dict[int, Any] = {}
+
+    def _hook(self) -> None:
+        """Hooks all parameters that need a gradient and have no hook."""
+        for i, parameter in enumerate(self._parameters):
+            if i not in self._hooked and parameter.requires_grad:
+                self._hooked.add(i)
+                # Weak: a parameter outlives its optimizer.
+                hook = partial(_on_gradient, weakref.ref(self), i)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    # Within backward.
+
+    def on_gradient(self, i: int) -> None:
+        """Parameter ``i`` has a gradient."""
+        if self._left[i] <= 0:
+            raise AssertionError(
+                f"the gradient of {self._names[i]} was computed more often than "
+                f"backward_passes_per_step = {self.passes} times before step(). Call "
+                "step() or synchronize() after that many backward passes, or raise it."
+            )
+        gradient = self._parameters[i].grad
+        if gradient is not None and gradient.requires_grad:
+            raise AssertionError(
+                f"the gradient of {self._names[i]} needs a gradient itself "
+                "(create_graph=True), which can't be reduced in place. Use "
+                "torch.autograd.grad for it."
+            )
+        self._came = True
+        self._left[i] -= 1
+        if self._left[i]:
+            return
+        group = self._group_of.get(i)
+        if group is None:
+            self._send(i)
+        elif not any(self._left[j] for j in group):
+            for j in group:
+                self._send(j)
+
+    def _send(self, i: int) -> None:
+        parameter = self._parameters[i]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        gradient = parameter.grad
+        if gradient.is_sparse:
+            if self._sparse_as_dense or i in self._member_of:
+                gradient = parameter.grad = gradient.to_dense()
+            else:
+                self._send_sparse(i, gradient)
+                return
+        tensor, self._contexts[i] = self._compression.compress(gradient.detach())
+        member = self._member_of.get(i)
+        try:
+            if member is not None:
+                member[0].submit(member[1], tensor)
+                self._sent[i] = partial(_itself, tensor)
+                return
+            request = self._request(i, tensor)
+            engine = self._require_engine()
+            handle = engine.submit(request, tensor, tensor)
+        except (CommTimeout, RankDisagreement) as exc:
+            raise HorovodInternalError(str(exc)) from exc
+        self._requests[i] = request
+        self._sent[i] = partial(_waited, handle)
+
+    def _request(self, i: int, tensor: torch.Tensor) -> Request:
+        more = f".{self._number}" if self._number else ""
+        return request_of(
+            f"allreduce.{self._names[i]}{more}",
+            Kind.ALLREDUCE,
+            tensor,
+            op=ENGINE_OPS[self._op],
+            **self._scales,
+        )
+
+    def _send_sparse(self, i: int, gradient: torch.Tensor) -> None:
+        from stretto.horovod.torch.mpi_ops import sparse_allreduce_async
+
+        name = f"sparse.{self._number}.{self._names[i]}"
+        self._sent[i] = sparse_allreduce_async(
+            gradient, name=name, op=self._op, process_set=self._process_set
+        )
+
+    def _require_engine(self) -> Engine:
+        """The process set's engine now: after shutdown() and init() it is another."""
+        engine = self._process_set.engine
+        if engine is not self._engine:
+            self._engine = engine
+            self._sets, self._member_of = [], {}
+        return engine
+
+    # After backward.
+
+    def synchronize(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Sends what is missing, waits, and puts results in place.
+
+        ``groups`` are the optimizer's, to which parameters may have been added.
+        """
+        if not self._active:
+            return
+        self._find_added(groups)
+        self._hook()
+        self._require_engine()
+        error: StrettoError | None = None
+        try:
+            for i in sorted(self._hooked - self._sent.keys()):
+                self._send(i)
+        except StrettoError as exc:
+            error = exc
+        if error is None:
+            error = self._finish()
+        self._begin()
+        if isinstance(error, CommTimeout | RankDisagreement):
+            raise HorovodInternalError(str(error)) from error
+        if error is not None:
+            raise error
+        self._register()
+
+    def _finish(self) -> StrettoError | None:
+        """Waits for all, also after one has failed; the first error."""
+        error: StrettoError | None = None
+        for tensor_set in self._sets:
+            try:
+                tensor_set.wait()
+            except StrettoError as exc:
+                error = error or exc
+        with torch.no_grad():
+            for i, result_of in self._sent.items():
+                try:
+                    result = result_of()
+                except StrettoError as exc:
+                    error = error or exc
+                    continue
+                self._put(i, result)
+        return error
+
+    def _put(self, i: int, result: torch.Tensor) -> None:
+        parameter = self._parameters[i]
+        if i in self._contexts:
+            result = self._compression.decompress(result, self._contexts[i])
+        gradient = parameter.grad
+        if gradient is not None and result.data_ptr() == gradient.data_ptr():
+            return
+        if gradient is None or gradient.is_sparse or result.shape != gradient.shape:
+            parameter.grad = result
+        else:
+            gradient.copy_(result)
+
+    def _find_added(self, groups: Iterable[dict[str, Any]]) -> None:
+        known = {id(parameter) for parameter in self._parameters}
+        for number, group in enumerate(groups):
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    self._names.append(f"added.{number}.{place}")
+                    self._parameters.append(parameter)
+                    self._left.append(self.passes)
+
+    def _register(self) -> None:
+        """Makes a tensor set of the dense gradients that are in none."""
+        new = [i for i in sorted(self._requests) if i not in self._member_of]
+        if not new or not self._keeps_shape:
+            return
+        engine = self._require_engine()
+        name = f"gradients.{self._number}.{len(self._sets)}"
+        try:
+            tensor_set = engine.register(name, [self._requests[i] for i in new])
+        except RankDisagreement as exc:
+            # Where a rank has joined already, it can't take part in a registration:
+            # the next step tries again. The engine has no other word for it than this.
+            if "ranks have joined" in str(exc):
+                return
+            raise HorovodInternalError(str(exc)) from exc
+        except CommTimeout as exc:
+            raise HorovodInternalError(str(exc)) from exc
+        self._sets.append(tensor_set)
+        for place, i in enumerate(new):
+            self._member_of[i] = (tensor_set, place)
+
+
+def _on_gradient(
+    reducer: weakref.ref[GradientReducer], i: int, _parameter: torch.Tensor
+) -> None:
+    found = reducer()
+    if found is not None:
+        found.on_gradient(i)
+
+
+def _remove(hooks: Iterable[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _waited(handle: Any) -> torch.Tensor:
+    result: torch.Tensor = handle.wait()
+    return result

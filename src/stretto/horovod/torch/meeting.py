@@ -1,0 +1,117 @@
+"""How the ranks of a job find each other.
+
+# Note [A store that outlives shutdown]
+A process group that `init` makes ends with `shutdown`, its store does not: a new store
+at the same address would have to wait until the old one is gone on every rank, and the
+agent's store under torchrun keeps what was written. So there is one store in a process,
+and each `init` has keys of its own in it, numbered by a counter in the store.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    Store,
+    default_pg_timeout,
+)
+from torch.distributed.rendezvous import rendezvous
+
+from stretto.runtime.agreement import Ranks, ranks_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.horovod.environment import Place
+
+_HashStore: Any = dist.HashStore  # type: ignore[attr-defined]
+
+_stores: dict[tuple[str, int, int, int], Store] = {}
+
+
+def meet(
+    place: Place | None, *, members: Sequence[int] | None, timeout_s: float | None
+) -> tuple[Ranks, Any]:
+    """The ranks, and the process group that was made for them, if any.
+
+    A process group that there is already is used; else one is made over the store that
+    the launcher's address names; a process without a launcher is alone. ``members``
+    are those of the job's ranks that take part; the others must not come here.
+
+    Raises:
+        ValueError: this rank is not one of ``members``.
+        RuntimeError: rank 0 was not found at its address.
+    """
+    made = None
+    if dist.is_initialized():
+        group = dist.distributed_c10d._get_default_group()  # noqa: SLF001
+        ranks = ranks_of(group, timeout_s=timeout_s)
+    elif place is None or place.size == 1:
+        ranks = Ranks(
+            rank=0,
+            size=1,
+            names=(0,),
+            store=_HashStore(),
+            timeout_s=timeout_s or default_pg_timeout.total_seconds(),
+        )
+    else:
+        made, ranks = _make_group(place, timeout_s)
+    store = PrefixStore("horovod", ranks.store)
+    serial = store.add(f"serial/{ranks.rank}", 1)
+    store = PrefixStore(f"{serial}", store)
+    ranks = dataclasses.replace(ranks, store=store)
+    return (ranks if members is None else _part(ranks, members)), made
+
+
+def _part(ranks: Ranks, members: Sequence[int]) -> Ranks:
+    if ranks.rank not in members:
+        raise ValueError(
+            f"init(comm={list(members)}) was called on {ranks.name(ranks.rank)}, which "
+            "is not one of these: only they may call it"
+        )
+    return dataclasses.replace(
+        ranks,
+        rank=list(members).index(ranks.rank),
+        size=len(members),
+        names=tuple(ranks.names[r] for r in members),
+        store=PrefixStore(",".join(map(str, members)), ranks.store),
+    )
+
+
+def _make_group(place: Place, timeout_s: float | None) -> tuple[Any, Ranks]:
+    key = (place.address, place.port, place.rank, place.size)
+    if key not in _stores:
+        found = rendezvous(
+            f"tcp://{place.address}:{place.port}", place.rank, place.size
+        )
+        _stores[key] = next(iter(found))[0]
+    outer = _stores[key]
+    serial = outer.add(f"horovod/groups/{place.rank}", 1)
+    both = torch.cuda.is_available() and dist.is_nccl_available()
+    dist.init_process_group(
+        # Not yet run on a GPU: with both, tensors choose by their device.
+        "cpu:gloo,cuda:nccl" if both else "gloo",
+        store=PrefixStore(f"horovod/{serial}", outer),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=default_pg_timeout
+        if timeout_s is None
+        else timedelta(seconds=timeout_s),
+    )
+    group = dist.distributed_c10d._get_default_group()  # noqa: SLF001
+    return group, ranks_of(group, timeout_s=timeout_s)
+
+
+def part(group: Any) -> None:
+    """Ends a process group that `meet` made, unless somebody else ended it."""
+    if (
+        group is not None
+        and dist.is_initialized()
+        and dist.distributed_c10d._get_default_group() is group  # noqa: SLF001
+    ):
+        dist.destroy_process_group()

@@ -1,0 +1,72 @@
+"""How values of ranks are combined."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+
+from stretto.runtime.negotiated import Op
+
+
+class ReduceOp(enum.IntEnum):
+    """Horovod's reductions, with its numbers."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+ENGINE_OPS = {
+    Average: Op.AVERAGE,
+    Sum: Op.SUM,
+    Min: Op.MIN,
+    Max: Op.MAX,
+    Product: Op.PRODUCT,
+}
+
+
+def reduction_of(op: ReduceOp | None, average: bool | None) -> ReduceOp:  # noqa: FBT001
+    """The reduction that ``op`` and the older ``average`` ask for.
+
+    Raises:
+        ValueError: both are given, or ``op`` is no reduction.
+    """
+    if op is not None:
+        if average is not None:
+            raise ValueError(
+                f"op takes the place of average: give only one of them, got op={op!r} "
+                f"and average={average!r}"
+            )
+        return ReduceOp(op)
+    if average is None:
+        return Average
+    warnings.warn(
+        "average= is replaced by op=: use op=hvd.Average or op=hvd.Sum",
+        DeprecationWarning,
+        stacklevel=4,
+    )
+    return Average if average else Sum
+
+
+def require_no_adasum(op: ReduceOp, what: str) -> None:
+    """Refuses Adasum.
+
+    Raises:
+        NotImplementedError: ``op`` is Adasum; with what to use instead.
+    """
+    if op is Adasum:
+        raise NotImplementedError(
+            f"{what} with op=Adasum is not provided. Use op=hvd.Average and scale the "
+            "learning rate with the number of ranks, warming it up over the first "
+            "epochs."
+        )

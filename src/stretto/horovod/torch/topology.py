@@ -1,0 +1,80 @@
+"""Which ranks share a host."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.horovod.environment import Place
+    from stretto.runtime.agreement import Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """A rank's place among the ranks of its host, and among hosts."""
+
+    local_rank: int
+
+    local_size: int
+
+    cross_rank: int
+    """Among ranks of this local rank on all hosts."""
+
+    cross_size: int
+    """Hosts that have a rank of this local rank."""
+
+    is_homogeneous: bool
+    """All hosts have equally many ranks."""
+
+
+def arrange(hosts: Sequence[str], local_ranks: Sequence[int], rank: int) -> Topology:
+    """The topology, from each rank's host and its place there."""
+    sizes = {host: hosts.count(host) for host in hosts}
+    mine = hosts[rank]
+    local_rank = local_ranks[rank]
+    order = list(dict.fromkeys(hosts))
+    peers = sorted(
+        order.index(host)
+        for host, local in zip(hosts, local_ranks, strict=True)
+        if local == local_rank
+    )
+    return Topology(
+        local_rank=local_rank,
+        local_size=sizes[mine],
+        cross_rank=peers.index(order.index(mine)),
+        cross_size=len(peers),
+        is_homogeneous=len(set(sizes.values())) == 1,
+    )
+
+
+def exchange(ranks: Ranks, place: Place | None) -> Topology:
+    """The topology, from what every rank says of itself.
+
+    A launcher's numbers go before names of hosts, which several hosts may share.
+    """
+    host, local_rank = socket.gethostname(), None
+    if place is not None and place.local_rank is not None:
+        local_rank = place.local_rank
+        if place.host is not None:
+            host = f"number {place.host}"
+    if ranks.size == 1:
+        return arrange([host], [local_rank or 0], 0)
+    store = PrefixStore("hosts", ranks.store)
+    store.set(str(ranks.rank), json.dumps([host, local_rank]))
+    keys = [str(rank) for rank in range(ranks.size)]
+    store.wait(keys, timedelta(seconds=ranks.timeout_s))
+    table = [json.loads(store.get(key)) for key in keys]
+    hosts = [row[0] for row in table]
+    local_ranks = [
+        hosts[:rank].count(host) if told is None else told
+        for rank, (host, told) in enumerate(table)
+    ]
+    return arrange(hosts, local_ranks, ranks.rank)
