@@ -190,6 +190,8 @@ class Recorder(AbstractStepObserver):
         self._step.computed = self._mark(now_s)
 
     def backward_ended(self, now_s: float) -> None:  # noqa: D102
+        if self._step.forward is None:
+            return  # observed from within the step: its beginning was not seen
         self._step.ended = self._mark(now_s)
         self._step.number = self._count
         self._count += 1

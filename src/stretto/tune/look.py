@@ -30,6 +30,9 @@ PROBE_STEPS = 10
 
 MOST_PROBE_S = 20.0
 
+LEAST_PROBE_S = 0.6
+"""Less says nothing; a training of such short steps is over soon or has many."""
+
 CONTENTION_FROM_S = 3.0
 """From this budget on, computation beside communication is measured as well."""
 
@@ -130,7 +133,8 @@ class Look:
     def _plan(self, workload: Workload) -> Seen:
         group = self._model.process_group
         gaps_s = [b - a for a, b in zip(self._began_s, self._began_s[1:], strict=False)]
-        budget_s = min(PROBE_STEPS * statistics.median(gaps_s), MOST_PROBE_S)
+        budget_s = PROBE_STEPS * statistics.median(gaps_s)
+        budget_s = min(max(budget_s, LEAST_PROBE_S), MOST_PROBE_S)
         # Rank 0's budget decides the shape of the probe, so all ranks must have it.
         budget_s = self._board.shared(budget_s)
         hosts = count_hosts(group)

@@ -13,7 +13,7 @@ from stretto.planners.base import predicted_s
 from stretto.runtime import Recorder
 from stretto.schema import Plan, codec
 from stretto.tune.bandit import Bandit
-from stretto.tune.search import Search, Trial
+from stretto.tune.search import START, Search, Trial
 from stretto.tune.techniques import (
     AbstractTechnique,
     BayesTechnique,
@@ -81,9 +81,10 @@ class Trials:
         self._guide = guide
         self._options = options
         self._tell = tell
-        self._fresh = True
+        self._skip = 1
         self._uncounted = 0
         self._recorder: Recorder | None = None
+        self._watching = False
         self.search: Search | None = None
         if board.rank == 0 and guide is not None:
             arms = techniques(guide, options)
@@ -111,17 +112,19 @@ class Trials:
 
         ``step_s`` is infinite where the step does not count.
         """
-        self._unwatch()
         (most_s,) = self._board.most(step_s)
         over = False
+        skipped = self._skip > 0
+        self._skip -= skipped
+        if not self._skip:
+            self._unwatch()
         if self.search is not None:
-            counts = not self._fresh and math.isfinite(most_s)
-            self._uncounted = 0 if counts or self._fresh else self._uncounted + 1
+            counts = not skipped and math.isfinite(most_s)
+            self._uncounted = 0 if counts or skipped else self._uncounted + 1
             over = self.search.step(most_s, counts=counts)
             if self._uncounted >= _MOST_UNCOUNTED:
                 self.search.fail("no step of it could be counted")
                 over = True
-        self._fresh = False
         if not self._board.decision(int(over)):
             return True
         if self.search is not None:
@@ -139,15 +142,20 @@ class Trials:
             offer: Any = None
             if self.search is not None:
                 trial = self.search.next_trial()
-                offer = None if trial is None else codec.encode(trial.plan)
+                if trial is not None:
+                    offer = codec.encode(trial.plan), trial.technique == START
             offer = self._board.shared(offer)
             if offer is None:
                 return False
-            trouble = self._apply(codec.decode(offer, Plan))
+            plan, recorded = offer
+            trouble = self._apply(codec.decode(plan, Plan))
             if trouble is None:
-                self._fresh = True
+                # The step of the change does not count, nor a recorded one: what
+                # watching costs never enters a score.
+                self._skip = 1 + recorded
                 self._uncounted = 0
-                self._watch()
+                if recorded:
+                    self._watch()
                 return True
             if self.search is not None:
                 self.search.fail(trouble)
@@ -167,15 +175,16 @@ class Trials:
         return trouble
 
     def _watch(self) -> None:
-        # The step of the change does not count, so it may be recorded: what watching
-        # costs never enters a score.
         if self._model.observed:
             return
-        self._recorder = Recorder(keep=1)
+        device = next((p.device for p in self._model.parameters()), None)
+        self._recorder = Recorder(keep=1, device=device)
+        self._watching = True
         self._model.observe(self._recorder)
 
     def _unwatch(self) -> None:
-        if self._recorder is not None and self._fresh:
+        if self._watching:
+            self._watching = False
             self._model.observe(None)
 
     def _learn(self, trial: Trial) -> None:

@@ -1,0 +1,341 @@
+"""One rank of benchmarks/tune_network.py, inside the emulated cluster.
+
+Measures the offline grid, tuned runs of several kinds, and at the end all settled plans
+interleaved, so that a noisy moment touches all alike. Rank 0 writes what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import stretto
+from stretto.demo.settings import DemoSettings
+from stretto.demo.worker import ALIKE, Task, Trainee
+from stretto.tune import ENSEMBLE, TuneOptions
+from stretto.tune.guide import Guide
+
+TorchDDP = nn.parallel.DistributedDataParallel
+BLIND = TuneOptions(
+    model=False, techniques=ENSEMBLE, lost_ratio=1e6, watch=False, memory=False
+)
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        sys.stderr.write(f"{perf_counter() - BEGAN_S:5.0f} s  {text}\n")
+        sys.stderr.flush()
+
+
+BEGAN_S = perf_counter()
+
+
+def slowest(values: list[float]) -> list[float]:
+    table = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return table.tolist()
+
+
+def timed(trainee: Trainee, steps: int) -> list[float]:
+    """The slowest rank's time of each step, ranks not held together in between."""
+    found = []
+    for _ in range(steps):
+        begin_s = perf_counter()
+        trainee.run()
+        found.append(perf_counter() - begin_s)
+    return slowest(found)
+
+
+class Job:
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def tuned(self, options: TuneOptions) -> tuple[Trainee, list[Any]]:
+        settled: list[Any] = []
+        model = stretto.DistributedDataParallel(
+            self.task.model(), on_settled=settled.append, tune=options, **ALIKE
+        )
+        return Trainee(self.task, model), settled
+
+    def planned(self, plan: Any) -> Trainee:
+        model = stretto.DistributedDataParallel(self.task.model(), plan=plan, **ALIKE)
+        return Trainee(self.task, model)
+
+    def stock(self) -> Trainee:
+        return Trainee(self.task, TorchDDP(self.task.model(), **ALIKE))
+
+    def look(self) -> Any:
+        options = TuneOptions(steps=0, watch=False, memory=False)
+        trainee, settled = self.tuned(options)
+        while not settled:
+            trainee.run()
+        return settled[0]
+
+
+def grid(job: Job, guide: Guide, seed: int) -> tuple[list[dict], Any, float]:
+    """All points once, the best few and the planner's plan again; the best of all."""
+    trainee = job.planned(guide.plan_of(guide.space.points[0]))
+    points = list(guide.space.points)
+    random.Random(seed).shuffle(points)
+    rows = []
+    for point in points:
+        plan = guide.plan_of(point)
+        trainee.model.apply_plan(plan)
+        step_s = statistics.median(timed(trainee, 4)[1:])
+        rows.append(
+            {
+                "point": guide.space.describe(point),
+                "step_s": step_s,
+                "predicted_s": guide.plan_s(plan),
+            }
+        )
+        rows[-1]["key"] = list(point)
+    rows.sort(key=lambda row: row["step_s"])
+    finalists = [guide.plan_of(tuple(row["key"])) for row in rows[:5]]
+    times: list[list[float]] = [[] for _ in finalists]
+    for _ in range(2):
+        for i, plan in enumerate(finalists):
+            trainee.model.apply_plan(plan)
+            times[i] += timed(trainee, 4)[1:]
+    medians = [statistics.median(t) for t in times]
+    best = min(range(len(medians)), key=medians.__getitem__)
+    return rows, finalists[best], medians[best]
+
+
+def tuned_run(job: Job, options: TuneOptions, steps: int) -> dict:
+    trainee, settled = job.tuned(options)
+    dist.barrier()
+    begin_s = perf_counter()
+    own = []
+    for _ in range(steps):
+        at_s = perf_counter()
+        trainee.run()
+        own.append(perf_counter() - at_s)
+    whole_s = slowest([perf_counter() - begin_s])[0]
+    more = 0
+    while not settled and more < 100:  # an unsteady profile takes longer
+        trainee.run()
+        more += 1
+    if not settled:
+        raise SystemExit("it never settled")
+    return {
+        "whole_s": whole_s,
+        "steps_s": slowest(own),
+        "late_steps": more,
+        "settled": settled[-1],
+        "events": [
+            {"step": e.step, "what": e.what, "why": e.why, "values": e.values}
+            for e in settled[-1].story.events
+        ],
+        "trainee": trainee,
+    }
+
+
+def final(plans: dict[str, Trainee], rounds: int) -> dict[str, dict]:
+    """Step times of all, taken in turns."""
+    times: dict[str, list[float]] = {name: [] for name in plans}
+    names = list(plans)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            times[name] += timed(plans[name], 4)[1:]
+    return {
+        name: {
+            "median_s": statistics.median(values),
+            "q1_s": statistics.quantiles(values, n=4)[0],
+            "q3_s": statistics.quantiles(values, n=4)[2],
+            "n": len(values),
+        }
+        for name, values in times.items()
+    }
+
+
+def within(run: dict, best_s: float, ratio: float = 1.05) -> int | None:
+    """The step after which the incumbent was within ``ratio`` of the best."""
+    for event in run["events"]:
+        if event["what"] == "tried":
+            incumbent_s = event["values"].get("incumbent_s")
+            if incumbent_s and incumbent_s <= ratio * best_s:
+                # The plan was carried out since the trial's own first step.
+                return event["step"] - event["values"]["steps"]
+    return None
+
+
+def halve_link(interface: str, mbit: int) -> None:
+    subprocess.run(
+        [
+            *("tc", "class", "change", "dev", interface, "parent", "1:"),
+            *("classid", "1:1", "htb", "rate", f"{mbit}mbit", "ceil", f"{mbit}mbit"),
+        ],
+        check=True,
+    )
+
+
+def story(trainee: Trainee) -> tuple[Any, ...]:
+    """What the run's tuning has told so far."""
+    return trainee.model._auto.story.events  # noqa: SLF001 - no step has to end for it
+
+
+def drift(job: Job, interface: str, mbit: int) -> dict:
+    """The link halved under a settled run; then what is possible there, by grid."""
+    options = TuneOptions(memory=False)
+    trainee, settled = job.tuned(options)
+    while not settled:
+        trainee.run()
+    timed(trainee, 20)
+    first = settled[-1]
+    halve_link(interface, mbit)
+    dist.barrier()
+    steps_s: list[float] = []
+    while len(settled) < 2 and len(steps_s) < 150:
+        steps_s += timed(trainee, 1)
+    planned = [e.step for e in story(trainee) if e.what in ("planned", "changed")]
+    changed_at = [e.step for e in story(trainee) if e.what == "changed"]
+    say(f"halved: {len(settled)} settled, planned at {planned}")
+    look = job.look()
+    guide = Guide(look.workload, look.cluster)
+    _rows, best_plan, _ = grid(job, guide, 1)
+    after = {
+        "settled again": job.planned(settled[-1].carried_out),
+        "best of the grid": job.planned(best_plan),
+        "plan from before": job.planned(first.carried_out),
+        "ddp": job.stock(),
+    }
+    times = final(after, 6)
+    settled_steps = [e.step for e in settled[0].story.events][-1]
+    replanned = [p for p in planned if changed_at and p > changed_at[0]]
+    return {
+        "settled": len(settled),
+        "noticed_after": changed_at[0] - settled_steps - 20 if changed_at else None,
+        "planned_after": replanned[0] - settled_steps - 20 if replanned else None,
+        "times": times,
+        "of_possible": times["best of the grid"]["median_s"]
+        / times["settled again"]["median_s"],
+        "events": [
+            {"step": e.step, "what": e.what, "why": e.why}
+            for e in settled[-1].story.events
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--model", default="convnet")
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--ablations", action="store_true")
+    parser.add_argument("--halve-to", type=int)
+    parser.add_argument("--interface", default="eth0")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    settings = DemoSettings(
+        out="",
+        model=arguments.model,
+        width=arguments.width,
+        batch_per_rank=arguments.batch,
+    )
+    job = Job(Task.of(settings))
+    memory = Path(arguments.out).with_suffix(".sqlite")
+    os.environ["STRETTO_MEMORY"] = str(memory)
+    if arguments.halve_to:
+        result = drift(job, arguments.interface, arguments.halve_to)
+        if dist.get_rank() == 0:
+            Path(arguments.out).write_text(json.dumps(result))
+        dist.barrier()
+        return
+
+    say("looking")
+    look = job.look()
+    guide = Guide(look.workload, look.cluster)
+    say(f"grid of {len(guide.space.points)} plans")
+    rows, best_plan, grid_s = grid(job, guide, 0)
+    say(f"best of the grid {grid_s * 1e3:.0f} ms; guided run")
+    guided = tuned_run(job, TuneOptions(watch=False), arguments.steps)
+    say("second run")
+    second = tuned_run(job, TuneOptions(watch=False), 15)
+    say("blind run")
+    blind = tuned_run(job, BLIND, arguments.steps + 12)
+    runs = {"guided": guided, "blind": blind}
+    if arguments.ablations:
+        alone = {
+            f"{name} alone": TuneOptions(
+                model=False,
+                techniques=(name,),
+                lost_ratio=1e6,
+                watch=False,
+                memory=False,
+            )
+            for name in (*ENSEMBLE, "coordinate")
+        }
+        alone["planner alone"] = TuneOptions(
+            techniques=(), lost_ratio=1e6, watch=False, memory=False
+        )
+        alone["first plan, no trials"] = TuneOptions(steps=0, watch=False, memory=False)
+        alone["all together"] = TuneOptions(
+            techniques=("predicted", "coordinate", *ENSEMBLE), watch=False, memory=False
+        )
+        for name, options in alone.items():
+            say(name)
+            runs[name] = tuned_run(job, options, arguments.steps + 12)
+    say("all in turns")
+    trainees = {
+        "ddp": job.stock(),
+        "grid": job.planned(best_plan),
+        **{name: job.planned(run["settled"].carried_out) for name, run in runs.items()},
+    }
+    times = final(trainees, 8)
+    best_s = min(times["grid"]["median_s"], times["guided"]["median_s"])
+    first_s = second["steps_s"]
+    found = {
+        "grid_points": len(rows),
+        "grid": rows[:5] + rows[-1:],
+        "times": times,
+        "remembered": second["settled"].remembered,
+        "second_first_step_over_settled": statistics.median(first_s[1:7])
+        / times["guided"]["median_s"],
+        "runs": {},
+    }
+    for name, run in runs.items():
+        settled = run["settled"]
+        tried = [e for e in run["events"] if e["what"] == "tried"]
+        spent = [e["values"] for e in run["events"] if e["what"] == "settled"][-1]
+        steps = len(run["steps_s"])
+        found["runs"][name] = {
+            "over_grid": times[name]["median_s"] / times["grid"]["median_s"],
+            "over_ddp": times["ddp"]["median_s"] / times[name]["median_s"],
+            "steps_within_5_percent": within(run, best_s),
+            "trials": len(tried),
+            "trials_lost_share": spent.get("lost_s", 0.0) / (100 * best_s),
+            "whole_over_known": run["whole_s"] / (steps * best_s) - 1,
+            "bound_share": None
+            if not settled.bound_s
+            else settled.bound_s / times[name]["median_s"],
+            "ended": [e["why"] for e in run["events"] if e["what"] == "settled"][-1],
+            "events": run["events"],
+        }
+    if dist.get_rank() == 0:
+        Path(arguments.out).write_text(json.dumps(found, default=_plain))
+    dist.barrier()
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and math.isnan(value) else str(value)
+
+
+if __name__ == "__main__":
+    main()
