@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+import sys
 import warnings
 
 from stretto.runtime.negotiated import Op
+
+_PACKAGE = "stretto.horovod."
 
 
 class ReduceOp(enum.IntEnum):
@@ -53,9 +56,17 @@ def reduction_of(op: ReduceOp | None, average: bool | None) -> ReduceOp:  # noqa
     warnings.warn(
         "average= is replaced by op=: use op=hvd.Average or op=hvd.Sum",
         DeprecationWarning,
-        stacklevel=4,
+        stacklevel=_caller_level(),
     )
     return Average if average else Sum
+
+
+def _caller_level() -> int:
+    """Frames from `reduction_of` to the first that is not of this package."""
+    level, frame = 1, sys._getframe(1)  # noqa: SLF001
+    while frame.f_back and frame.f_globals["__name__"].startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def require_no_adasum(op: ReduceOp, what: str) -> None:

@@ -120,7 +120,7 @@ class World:
         if self.ranks.size == 1:
             return
         try:
-            self._agreement.require_same(purpose, {"process set": what})
+            self._agreement.require_same(purpose, {"settings": what})
         except StrettoError as exc:
             raise HorovodInternalError(str(exc)) from exc
 
