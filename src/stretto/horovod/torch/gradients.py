@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from stretto.errors import CommTimeout, RankDisagreement, StrettoError
+from stretto.errors import RankDisagreement, SpecError, StrettoError
 from stretto.horovod.exceptions import HorovodInternalError
+from stretto.horovod.torch import world
 from stretto.horovod.torch.compression import FP16Compressor, NoneCompressor
 from stretto.horovod.torch.reduce_ops import ENGINE_OPS, Average, ReduceOp
+from stretto.horovod.torch.sparse import sparse_allreduce_async
 from stretto.runtime.negotiated import Kind, request_of
 
 if TYPE_CHECKING:
@@ -49,7 +51,8 @@ class GradientReducer:
     ) -> None:
         self.passes = passes
         self._process_set = process_set
-        self._active = process_set.included() and process_set.size() > 1
+        world.current()  # says so where init() is missing
+        self._active = bool(process_set.included()) and (process_set.size() or 0) > 1
         self._number = next(_numbers[process_set.process_set_id or 0])
         self._names = [name for name, _ in names]
         self._parameters = [parameter for _, parameter in names]
@@ -146,8 +149,8 @@ class GradientReducer:
             request = self._request(i, tensor)
             engine = self._require_engine()
             handle = engine.submit(request, tensor, tensor)
-        except (CommTimeout, RankDisagreement) as exc:
-            raise HorovodInternalError(str(exc)) from exc
+        except StrettoError as exc:
+            raise _as_horovod(exc) from exc
         self._requests[i] = request
         self._sent[i] = partial(_waited, handle)
 
@@ -162,8 +165,6 @@ class GradientReducer:
         )
 
     def _send_sparse(self, i: int, gradient: torch.Tensor) -> None:
-        from stretto.horovod.torch.mpi_ops import sparse_allreduce_async
-
         name = f"sparse.{self._number}.{self._names[i]}"
         self._sent[i] = sparse_allreduce_async(
             gradient, name=name, op=self._op, process_set=self._process_set
@@ -171,7 +172,7 @@ class GradientReducer:
 
     def _require_engine(self) -> Engine:
         """The process set's engine now: after shutdown() and init() it is another."""
-        engine = self._process_set.engine
+        engine = world.current().member(self._process_set).engine
         if engine is not self._engine:
             self._engine = engine
             self._sets, self._member_of = [], {}
@@ -198,10 +199,8 @@ class GradientReducer:
         if error is None:
             error = self._finish()
         self._begin()
-        if isinstance(error, CommTimeout | RankDisagreement):
-            raise HorovodInternalError(str(error)) from error
         if error is not None:
-            raise error
+            raise _as_horovod(error) from error
         self._register()
 
     def _finish(self) -> StrettoError | None:
@@ -227,11 +226,9 @@ class GradientReducer:
         if i in self._contexts:
             result = self._compression.decompress(result, self._contexts[i])
         gradient = parameter.grad
-        if gradient is not None and result.data_ptr() == gradient.data_ptr():
-            return
         if gradient is None or gradient.is_sparse or result.shape != gradient.shape:
             parameter.grad = result
-        else:
+        elif result.data_ptr() != gradient.data_ptr():
             gradient.copy_(result)
 
     def _find_added(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -257,9 +254,9 @@ class GradientReducer:
             # the next step tries again. The engine has no other word for it than this.
             if "ranks have joined" in str(exc):
                 return
-            raise HorovodInternalError(str(exc)) from exc
-        except CommTimeout as exc:
-            raise HorovodInternalError(str(exc)) from exc
+            raise _as_horovod(exc) from exc
+        except StrettoError as exc:
+            raise _as_horovod(exc) from exc
         self._sets.append(tensor_set)
         for place, i in enumerate(new):
             self._member_of[i] = (tensor_set, place)
@@ -276,6 +273,12 @@ def _on_gradient(
 def _remove(hooks: Iterable[Any]) -> None:
     for hook in hooks:
         hook.remove()
+
+
+def _as_horovod(error: StrettoError) -> StrettoError:
+    if isinstance(error, SpecError | HorovodInternalError):
+        return error
+    return HorovodInternalError(str(error))
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from stretto.errors import StrettoError
 from stretto.horovod.torch.compression import Compression
@@ -16,6 +15,8 @@ from stretto.horovod.torch.reduce_ops import Average, ReduceOp, require_no_adasu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    import torch
 
 
 class _Distributed:
@@ -215,7 +216,7 @@ def _names(
     else:
         found = list(named_parameters)
     for pair in found:
-        if not isinstance(pair, tuple) or len(pair) != 2:  # noqa: PLR2004
+        if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
                 "named_parameters must hold pairs of name and parameter, as "
                 f"model.named_parameters() gives them, got a {type(pair).__name__}"
@@ -257,7 +258,7 @@ def _groups(
         count = len(names)
         share, more = divmod(count, min(wanted, count) or 1)
         bounds = [i * share + min(i, more) for i in range(min(wanted, count) + 1)]
-        return [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
     if not isinstance(wanted, list) or not all(
         isinstance(group, list | tuple) for group in wanted
     ):
