@@ -61,10 +61,14 @@ def test_no_line_changes_and_steps_are_shorter(run, tmp_path):
     assert cluster.hosts == 4
     assert plan.lanes > 1
     timelines = codec.load_timelines(kept["trace"])
-    assert len(timelines) == 2
+    assert list(timelines) == [
+        f"stretto {what}" for what in ("predicted", "measured", "all ranks")
+    ]
     for timeline in timelines.values():
         assert {"compute", "lane0", "lane1"} <= set(timeline.tracks)
+    assert timelines["stretto all ranks"].ranks == (0, 1, 2, 3)
     page = kept["report"].read_text()
+    assert "All ranks on one clock" in page
     assert page.startswith("<!DOCTYPE html>")
     assert "<svg" in page
 
