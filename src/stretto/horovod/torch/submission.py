@@ -110,14 +110,21 @@ def submit(
         HorovodInternalError: communication failed before.
     """
     member = world.current().member(process_set)
-    if name is None:
-        number = member.numbered[kind] = member.numbered.get(kind, 0) + 1
-        label = f"{kind}.noname.{number}"
-    else:
-        label = f"{kind}.{name}"
+    with member.lock:  # one number for each, whatever thread asks
+        handles = _submit(member, kind, rows, name, grouped=grouped)
+    outputs = [row.output for row in rows]
+    return Operation(handles, outputs, grouped=grouped, splits_like=splits_like)
+
+
+def _submit(
+    member: Member, kind: Kind, rows: Sequence[Row], name: str | None, *, grouped: bool
+) -> list[Handle]:
+    number = member.numbered.get(kind, 0) + 1
+    label = f"{kind}.noname.{number}" if name is None else f"{kind}.{name}"
     labels = [label]
     if grouped:
-        labels = [f"{label}_{i + 1}of{len(rows)}" for i in range(len(rows))]
+        # Without their number, so that groups of different sizes meet and fail.
+        labels = [f"{label}.{i}" for i in range(len(rows))]
     if name is not None:
         _require_free(member, labels)
     requests = [
@@ -132,7 +139,7 @@ def submit(
         for each, row in zip(labels, rows, strict=True)
     ]
     try:
-        if grouped and len(rows) > 1:
+        if grouped:
             triples = [
                 (request, row.tensor, row.output)
                 for request, row in zip(requests, rows, strict=True)
@@ -147,11 +154,13 @@ def submit(
         raise
     except StrettoError as exc:
         raise HorovodInternalError(str(exc)) from exc
-    if name is not None:
+    if name is None:
+        # Not before: one that failed here takes no number, as on ranks without it.
+        member.numbered[kind] = number
+    else:
         for each, handle in zip(labels, handles, strict=True):
             _under_way[id(member), each] = handle
-    outputs = [row.output for row in rows]
-    return Operation(handles, outputs, grouped=grouped, splits_like=splits_like)
+    return handles
 
 
 def _require_free(member: Member, labels: Sequence[str]) -> None:
@@ -222,9 +231,12 @@ def join(device: int = -1) -> int:
     del device
     member = world.current().member(global_process_set)
     try:
-        return member.engine.join()
+        last = member.engine.join()
     except StrettoError as exc:
         raise HorovodInternalError(str(exc)) from exc
+    # Ranks that joined early came to fewer operations; nothing is under way now.
+    member.numbered.clear()
+    return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -235,7 +247,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         HorovodInternalError: a rank is gone, or has joined.
     """
     member = world.current().member(process_set)
-    number = member.numbered["barrier"] = member.numbered.get("barrier", 0) + 1
+    with member.lock:
+        number = member.numbered["barrier"] = member.numbered.get("barrier", 0) + 1
     try:
         member.engine.barrier(f"barrier.{number}").wait()
     except StrettoError as exc:

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from torch.distributed.distributed_c10d import PrefixStore
@@ -43,8 +43,9 @@ class Member:
     ranks: tuple[int, ...]
     """Global ranks."""
     engine: Engine
-    numbered: dict[str, int]
+    numbered: dict[str, int] = field(default_factory=dict)
     """Unnamed operations so far, by kind."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @final
@@ -161,7 +162,7 @@ class World:
         engine = Engine(
             place, options=options, observer=timeline.engine_observer(number)
         )
-        return Member(number, ranks, engine, {})
+        return Member(number, ranks, engine)
 
     # The end.
 
