@@ -1,24 +1,124 @@
-"""Training that goes on when ranks come and go."""
+"""Training that goes on when ranks come and go.
+
+torchrun's elastic agent is beneath: it notices processes that end and hosts that come,
+and starts all processes anew with the ranks that are there,
+
+```bash
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+torchrun --nnodes=1:4 --nproc-per-node=8 --max-restarts=100 --rdzv-backend=c10d
+    --rdzv-endpoint=HOST:PORT train.py
+```
+
+(without the variable, PyTorch 2.13's agents that stay do not tell those that come where
+to meet), and `run` lets the training function go on from what was committed last. Restarted
+processes do not call what comes before `run` any differently: models and optimizers are
+made, then take the committed values.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
+import logging
+import os
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import Sampler
+import torch
+
+from stretto.errors import RankDisagreement
+from stretto.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from stretto.horovod.torch import world
+from stretto.horovod.torch.allreduce import allreduce
+from stretto.horovod.torch.commits import Commits, folder_of
+from stretto.horovod.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from stretto.horovod.torch.reduce_ops import Max
+from stretto.horovod.torch.sampler import ElasticSampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    import torch
+__all__ = ["ElasticSampler", "TorchState", "run"]
+
+_log = logging.getLogger(__name__)
+
+_TRIES = 3
+"""Calls of a training function that may fail one after another without a commit."""
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A training function that is called again after ranks came or went."""
-    raise NotImplementedError
+    """A training function that is called again after ranks came or went.
+
+    ``func(state, ...)`` gets the state as it was committed last, the same on all ranks:
+
+    - A rank is lost: the error ends this process, the agent starts all anew, and the
+      function is called with the newest commit that a host has. Without an agent the
+      error ends the job.
+    - `HorovodInternalError` with all ranks alive (they asked for different things): the
+      state is restored and the function called again, in the same processes; after
+      three times without a commit the error is raised.
+    - `HostsUpdatedInterrupt`: the function is called again with the state as it is.
+
+    After a restart, and before each further call, reset callbacks are called.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: TorchState, *args: Any, **kwargs: Any) -> Any:
+        world.init()
+        again = state.recover()
+        skip_sync, failures, commits = False, 0, state.num_commits
+        while True:
+            if again:
+                state.on_reset()
+            again = True
+            try:
+                if not skip_sync:
+                    state.sync()
+                result = func(state, *args, **kwargs)
+                state.end()
+            except HorovodInternalError as exc:
+                failures = 0 if state.num_commits > commits else failures + 1
+                commits = state.num_commits
+                if not _all_alive(exc) or failures >= _TRIES:
+                    raise
+                _log.warning("back to the last commit after: %s", exc)
+                _join_anew()
+                state.restore()
+                skip_sync = False
+            except HostsUpdatedInterrupt as exc:
+                skip_sync = exc.skip_sync
+                _join_anew()
+            else:
+                return result
+
+    return wrapper
+
+
+def _all_alive(error: HorovodInternalError) -> bool:
+    return error.__cause__ is None or isinstance(error.__cause__, RankDisagreement)
+
+
+def _join_anew() -> None:
+    world.shutdown()
+    world.init()
 
 
 class TorchState:
-    """State that survives the loss of a rank."""
+    """State that survives the loss of a rank.
+
+    Models, optimizers, schedulers, samplers and whatever else has ``state_dict`` and
+    ``load_state_dict`` are kept by these; other values are copied and, on their way to
+    other ranks and to disk, pickled.
+
+    Args:
+        model: A model.
+        optimizer: An optimizer.
+        kwargs: More of the same, and values; each becomes an attribute.
+    """
 
     def __init__(
         self,
@@ -26,11 +126,135 @@ class TorchState:
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        raise NotImplementedError
+        kwargs.update(model=model, optimizer=optimizer)
+        self._names = sorted(kwargs)
+        self._callbacks: list[Callable[[], None]] = []
+        self._updates = 0
+        self._saved: dict[str, Any] = {}
+        self._root = 0
+        self._serial = -1
+        self.num_commits = 0
+        folder = folder_of(os.environ)
+        self._commits = None if folder is None else Commits(folder)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self.save()
+
+    def save(self) -> None:
+        """Remembers the state in this process."""
+        self._saved = {
+            name: copy.deepcopy(value.state_dict() if _has_state(value) else value)
+            for name, value in self._values()
+        }
+
+    def restore(self) -> None:
+        """Goes back to what was saved last."""
+        for name, value in self._values():
+            saved = copy.deepcopy(self._saved[name])
+            if _has_state(value):
+                value.load_state_dict(saved)
+            else:
+                setattr(self, name, saved)
+
+    def commit(self) -> None:
+        """Saves, for the processes of a restart too, and looks for new hosts.
+
+        Every rank must call it, at the same place. The first process of each host
+        writes the state to a folder of that host when an agent started it; the folder
+        is removed when training ends.
+
+        Raises:
+            HostsUpdatedInterrupt: hosts came or went.
+        """
+        self.save()
+        self._serial += 1
+        self.num_commits += 1
+        if self._commits is not None and world.local_rank() == 0:
+            self._commits.write(self._serial, self._saved)
+        self.check_host_updates()
+
+    def sync(self) -> None:
+        """Makes the state that of one rank on all of them, and saves it.
+
+        It is that of the rank with the newest commit after a restart, else rank 0's.
+        """
+        root = self._root
+        for name, value in self._values():
+            if isinstance(value, torch.nn.Module):
+                tensors = value.state_dict()
+                broadcast_parameters(
+                    {k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)},
+                    root,
+                )
+            elif isinstance(value, torch.optim.Optimizer):
+                broadcast_optimizer_state(value, root)
+            elif _has_state(value):
+                label = f"state.{name}"
+                value.load_state_dict(broadcast_object(value.state_dict(), root, label))
+            else:
+                setattr(self, name, broadcast_object(value, root, f"state.{name}"))
+        self._root = 0
+        self.save()
+
+    def recover(self) -> bool:
+        """Takes the newest commit that a host has; whether there is one.
+
+        Every rank must call it. `sync` then sends it to all.
+        """
+        mine = -1 if self._commits is None else self._commits.newest()
+        serials = allgather_object(mine, name="state.newest")
+        newest = max(serials)
+        if newest < 0:
+            return False
+        self._root = serials.index(newest)
+        self._serial = newest
+        if world.rank() == self._root and self._commits is not None:
+            self._saved.update(self._commits.read(newest))
+            self.restore()
+            _log.info("goes on from commit %d", newest)
+        return True
+
+    def end(self) -> None:
+        """Removes commits when all ranks have come here; training has ended."""
+        if self._commits is None:
+            return
+        allgather_object(world.rank(), name="state.end")
+        if world.local_rank() == 0:
+            self._commits.clear()
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Adds functions to be called after ranks came or went, before `sync`."""
+        self._callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Calls the reset callbacks."""
+        self._updates = 0
+        self.reset()
+        for callback in self._callbacks:
+            callback()
+
+    def reset(self) -> None:
+        """For subclasses: is called before the reset callbacks."""
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Takes a launcher's word that hosts went (1), came (2) or both (3)."""
+        del timestamp
+        self._updates |= update_res
+
+    def check_host_updates(self) -> None:
+        """Asks all ranks whether one of them was told of hosts that came or went.
+
+        Raises:
+            HostsUpdatedInterrupt: one was; on every rank.
+        """
+        bits = torch.tensor([self._updates & 1, self._updates >> 1 & 1])
+        removed, added = allreduce(bits, op=Max, name="state.updates").tolist()
+        if removed or added:
+            raise HostsUpdatedInterrupt(skip_sync=bool(removed and not added))
+
+    def _values(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in self._names]
 
 
-class ElasticSampler(Sampler[int]):
-    """Divides what of an epoch is not yet seen among the ranks that are there."""
-
-    def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:  # noqa: FBT001, FBT002
-        raise NotImplementedError
+def _has_state(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")

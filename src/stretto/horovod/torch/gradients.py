@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections import defaultdict
@@ -117,7 +118,9 @@ class GradientReducer:
                 "(create_graph=True), which can't be reduced in place. Use "
                 "torch.autograd.grad for it."
             )
-        self._came = True
+        if not self._came:
+            self._require_engine()
+            self._came = True
         self._left[i] -= 1
         if self._left[i]:
             return
@@ -172,7 +175,7 @@ class GradientReducer:
 
     def _require_engine(self) -> Engine:
         """The process set's engine now: after shutdown() and init() it is another."""
-        engine = world.current().member(self._process_set).engine
+        engine = _engine(self._process_set)
         if engine is not self._engine:
             self._engine = engine
             self._sets, self._member_of = [], {}
@@ -202,6 +205,14 @@ class GradientReducer:
         if error is not None:
             raise _as_horovod(error) from error
         self._register()
+
+    def abandon(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Ends a step that is half done, on all ranks; forgets it after `shutdown`."""
+        if not world.is_initialized() or self._engine is not _engine(self._process_set):
+            self._begin()
+            return
+        with contextlib.suppress(StrettoError):
+            self.synchronize(groups)
 
     def _finish(self) -> StrettoError | None:
         """Waits for all, also after one has failed; the first error."""
@@ -268,6 +279,10 @@ def _on_gradient(
     found = reducer()
     if found is not None:
         found.on_gradient(i)
+
+
+def _engine(process_set: ProcessSet) -> Engine:
+    return world.current().member(process_set).engine
 
 
 def _remove(hooks: Iterable[Any]) -> None:

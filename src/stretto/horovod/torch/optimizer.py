@@ -7,7 +7,6 @@ import itertools
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from stretto.errors import StrettoError
 from stretto.horovod.torch.compression import Compression
 from stretto.horovod.torch.gradients import GradientReducer
 from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
@@ -116,8 +115,7 @@ class _Distributed:
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As the optimizer's own; ends a step that is half done on all ranks."""
         if self._reducer.under_way:
-            with contextlib.suppress(StrettoError):
-                self._reducer.synchronize(self.param_groups)
+            self._reducer.abandon(self.param_groups)
         self._synchronized = False
         self._should_synchronize = True
         base: Any = super()

@@ -1,0 +1,115 @@
+"""Committed state on disk, where the processes of a restarted job find it.
+
+# Note [Where commits survive]
+When a rank is lost, torchrun's agents end all their processes and start new ones, so
+what a process holds in memory is gone on every rank. An agent lives on through
+restarts. So the first process of each host writes every commit into a folder of that
+host, named after the run and the agent; new processes of the same agent find it, those
+of another job do not. It is written beside the old one and then renamed: a commit is
+whole or not there. The newest one that any host has is what all continue from.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FOLDER = "STRETTO_ELASTIC_DIR"
+_RUN = "TORCHELASTIC_RUN_ID"
+_KEEP = 2
+
+
+def folder_of(environment: Mapping[str, str]) -> Path | None:
+    """The folder of this job's commits on this host; ``None`` without an agent.
+
+    STRETTO_ELASTIC_DIR names another one, which also outlives the agent.
+    """
+    given = environment.get(FOLDER)
+    if given:
+        return Path(given)
+    run = environment.get(_RUN)
+    if run is None:
+        return None
+    agent = os.getppid()
+    name = f"{run}-{agent}-{_started(agent)}".replace(os.sep, "_")
+    return Path(tempfile.gettempdir()) / f"stretto-elastic-{os.getuid()}" / name
+
+
+def _started(process: int) -> str:
+    """When a process started, in the kernel's ticks: its number may come again."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
+    except OSError:  # no Linux
+        return "0"
+    return text.rpartition(")")[2].split()[19]
+
+
+@final
+class Commits:
+    """The commits in a folder.
+
+    They are pickled, so the folder must belong to this user alone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def newest(self) -> int:
+        """Number of the newest commit, -1 where there is none."""
+        return max(self._serials(), default=-1)
+
+    def _serials(self) -> list[int]:
+        try:
+            names = [path.name for path in self._folder.iterdir()]
+        except FileNotFoundError:
+            return []
+        stems = [name.removesuffix(".commit") for name in names]
+        return sorted(int(stem) for stem in stems if stem.isdecimal())
+
+    def read(self, serial: int) -> dict[str, Any]:
+        """A commit's state.
+
+        Raises:
+            StrettoError: the folder belongs to somebody else.
+        """
+        self._require_mine()
+        found: dict[str, Any] = torch.load(
+            self._path(serial), map_location="cpu", weights_only=False
+        )
+        return found
+
+    def write(self, serial: int, state: dict[str, Any]) -> None:
+        """Adds a commit and lets go of old ones."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._require_mine()
+        part = self._folder / f"{serial}.part-{os.getpid()}"
+        torch.save(state, part)
+        part.replace(self._path(serial))
+        for old in self._serials()[:-_KEEP]:
+            self._path(old).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Removes all commits."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _path(self, serial: int) -> Path:
+        return self._folder / f"{serial}.commit"
+
+    def _require_mine(self) -> None:
+        found = self._folder.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise StrettoError(
+                f"commits are read only from a folder that nobody else can write: "
+                f"{self._folder} has mode {found.st_mode & 0o777:o} and owner "
+                f"{found.st_uid}. Remove it, or name another one in {FOLDER}."
+            )
