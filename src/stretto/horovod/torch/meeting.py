@@ -10,6 +10,7 @@ and each `init` has keys of its own in it, numbered by a counter in the store.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _HashStore: Any = dist.HashStore  # type: ignore[attr-defined]
 
+_hooks: dict[Any, tuple[Any, Any]] = {}
 _stores: dict[tuple[str, int, int, int], Store] = {}
 
 
@@ -92,6 +94,7 @@ def _make_group(place: Place, timeout_s: float | None) -> tuple[Any, Ranks]:
         _stores[key] = next(iter(found))[0]
     outer = _stores[key]
     serial = outer.add(f"horovod/groups/{place.rank}", 1)
+    hook = sys.excepthook
     both = torch.cuda.is_available() and dist.is_nccl_available()
     dist.init_process_group(
         # Not yet run on a GPU: with both, tensors choose by their device.
@@ -104,6 +107,7 @@ def _make_group(place: Place, timeout_s: float | None) -> tuple[Any, Ranks]:
         else timedelta(seconds=timeout_s),
     )
     group = dist.distributed_c10d._get_default_group()  # noqa: SLF001
+    _hooks[group] = (hook, sys.excepthook)
     return group, ranks_of(group, timeout_s=timeout_s)
 
 
@@ -115,3 +119,7 @@ def part(group: Any) -> None:
         and dist.distributed_c10d._get_default_group() is group  # noqa: SLF001
     ):
         dist.destroy_process_group()
+        # Each group's hook calls the one before: they would pile up.
+        before, now = _hooks.pop(group)
+        if sys.excepthook is now:
+            sys.excepthook = before

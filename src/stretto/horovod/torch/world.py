@@ -112,6 +112,15 @@ class World:
             self._members[number] = self._open(number, ranks)
         process_set.added(number, ranks, self.ranks.rank)
 
+    def alias(self, process_set: ProcessSet) -> bool:
+        """Whether there is a set of these ranks: then this is another name for it."""
+        for number, ranks in self._ranks_of.items():
+            if ranks == tuple(process_set.ranks or ()):
+                self._sets[number].append(process_set)
+                process_set.added(number, ranks, self.ranks.rank)
+                return True
+        return False
+
     def agree(self, purpose: str, what: str) -> None:
         """Requires that all ranks do the same now.
 
@@ -215,8 +224,9 @@ def init(
     Args:
         comm: The ranks that take part, of the job's; none or empty: all. Only these may
             call it.
-        process_sets: Sets to add, in the same order on every rank; or ``"dynamic"``:
-            they may be added later, as with HOROVOD_DYNAMIC_PROCESS_SETS=1.
+        process_sets: Sets to add, in the same order on every rank; two of the same
+            ranks are one. Or ``"dynamic"``: they may be added later, as with
+            HOROVOD_DYNAMIC_PROCESS_SETS=1.
 
     Raises:
         ValueError: an argument or a variable breaks its rule.
@@ -272,7 +282,8 @@ def _add_sets(world: World, process_sets: list[ProcessSet]) -> None:
     world.agree("call init()", "; ".join(str(s.ranks) for s in process_sets))
     world.add(global_process_set)
     for process_set in process_sets:
-        world.add(process_set)
+        if not world.alias(process_set):
+            world.add(process_set)
 
 
 def _tell_unknown() -> None:
