@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import statistics
 import sys
@@ -87,13 +86,13 @@ def test_missing_tools_are_announced_with_their_packages(
 def test_two_at_once_meet_at_different_ports(lab):
     # The first holds its port while the second looks for one.
     code = (
-        "import os, socket, sys\n"
+        "import os, socket, sys, time\n"
         "s = socket.create_server(('127.0.0.1', int(os.environ['MASTER_PORT'])))\n"
         "print('up', flush=True)\n"
-        "open(sys.argv[1]).read()"
+        "while not os.path.exists(sys.argv[1]):\n"
+        "    time.sleep(0.01)"
     )
     gate = lab.temporary.parent / "gate"
-    os.mkfifo(gate)
     command = ["--mode", "paced", "--hosts", 1, "--", "python", "-c", code, gate]
     with lab.start(*command) as first, lab.start(*command) as second:
         assert first.stdout.readline() == "up\n"
