@@ -7,11 +7,13 @@ import itertools
 import weakref
 from collections import defaultdict
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from stretto.errors import RankDisagreement, SpecError, StrettoError
+from stretto.horovod import timeline
 from stretto.horovod.exceptions import HorovodInternalError
 from stretto.horovod.torch import world
 from stretto.horovod.torch.compression import FP16Compressor, NoneCompressor
@@ -91,6 +93,7 @@ class GradientReducer:
         self._left = [self.passes] * len(self._parameters)
         self._sent: dict[int, Callable[[], torch.Tensor]] = {}
         self._contexts: dict[int, Any] = {}
+        self._since_s: dict[int, float] = {}
 
     def _hook(self) -> None:
         """Hooks all parameters that need a gradient and have no hook."""
@@ -148,6 +151,8 @@ class GradientReducer:
             if member is not None:
                 member[0].submit(member[1], tensor)
                 self._sent[i] = partial(_itself, tensor)
+                if timeline.recording() and member[0].order_kept:
+                    self._since_s[i] = perf_counter()
                 return
             request = self._request(i, tensor)
             engine = self._require_engine()
@@ -222,6 +227,10 @@ class GradientReducer:
                 tensor_set.wait()
             except StrettoError as exc:
                 error = error or exc
+        # In a kept order nothing is negotiated, and the engine tells of no spans.
+        for i, since_s in self._since_s.items():
+            name = self._requests[i].name
+            timeline.tell(name, Kind.ALLREDUCE.value, since_s, perf_counter())
         with torch.no_grad():
             for i, result_of in self._sent.items():
                 try:
