@@ -122,7 +122,5 @@ def test_a_killed_process_leaves_valid_json_and_run_returns_by_rank(
     ):
         with pytest.raises(ValueError, match=text):
             stretto.horovod.run(print, **wrong)
-    with pytest.raises(TypeError, match="num_procs"):
-        stretto.horovod.run(print, num_procs=3)
     with pytest.raises(ValueError, match="picklable"):
         stretto.horovod.run(lambda: None)

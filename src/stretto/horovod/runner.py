@@ -12,21 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _HERE = frozenset({"localhost", "127.0.0.1"})
-_WITHOUT_EFFECT = frozenset(
-    {
-        *("start_timeout", "ssh_port", "ssh_identity_file", "disable_cache"),
-        *("output_filename", "verbose", "use_gloo", "use_mpi", "mpi_args"),
-        *("network_interfaces", "executable", "prefix_output_with_timestamp"),
-        *("np", "min_np", "max_np"),
-    }
-)
 
 
 def run(
     func: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    num_proc: int | None = None,
+    num_proc: int = 1,
     min_num_proc: int | None = None,
     max_num_proc: int | None = None,
     slots: int | None = None,
@@ -34,7 +26,20 @@ def run(
     cooldown_range: Any = None,
     hosts: str | None = None,
     hostfile: str | None = None,
-    **others: Any,
+    start_timeout: int | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,  # noqa: FBT001
+    output_filename: str | None = None,
+    verbose: int | None = None,
+    use_gloo: bool | None = None,  # noqa: FBT001
+    use_mpi: bool | None = None,  # noqa: FBT001
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
 ) -> list[Any]:
     """What every rank returned, by rank.
 
@@ -47,31 +52,39 @@ def run(
         args: Its arguments.
         kwargs: Its keyword arguments.
         num_proc: Number of ranks.
-        min_num_proc: As ``num_proc``, if that is not given.
-        max_num_proc: As ``num_proc``, if neither is given.
-        slots: As ``num_proc``, if none is given; else the most it may be.
+        min_num_proc: Has no effect: this host's ranks are all there or none.
+        max_num_proc: Has no effect.
+        slots: The most that ``num_proc`` may be.
         reset_limit: How often ranks are all started again after one has failed.
         cooldown_range: Has no effect: nothing but this host is waited for.
         hosts: ``localhost:N``, with N the most that ``num_proc`` may be.
         hostfile: Refused.
-        others: Horovod's further options, which choose between launchers and libraries
-            that are not here and have no effect; ``np`` is ``num_proc``.
+        start_timeout: Has no effect; nor have the following where nothing is said.
+        ssh_port: Nothing is started by ssh.
+        ssh_identity_file: The same.
+        disable_cache: Nothing is checked beforehand.
+        output_filename: Ranks write to this process's output.
+        verbose: Use logging.
+        use_gloo: Gloo is used on CPUs.
+        use_mpi: Refused if true.
+        mpi_args: There is no MPI.
+        network_interface: Set GLOO_SOCKET_IFNAME.
+        executable: This interpreter is used.
+        np: Older name of ``num_proc``.
+        min_np: Has no effect.
+        max_np: Has no effect.
 
     Raises:
-        TypeError: an option is none of Horovod's.
         ValueError: a number is less than 1 or more than the slots, another host is
             named, MPI is asked for, or the function or an argument can't be pickled.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
             failed; with its traceback.
     """
-    del cooldown_range
-    unknown = sorted(others.keys() - _WITHOUT_EFFECT)
-    if unknown:
-        raise TypeError(f"run() got unexpected arguments: {', '.join(unknown)}")
-    if others.get("use_mpi"):
+    del cooldown_range, min_num_proc, max_num_proc, min_np, max_np, start_timeout
+    del ssh_port, ssh_identity_file, disable_cache, output_filename, verbose, use_gloo
+    del mpi_args, network_interface, executable
+    if use_mpi:
         raise SpecError("run: there is no MPI here. Leave use_mpi out: Gloo is used.")
-    # The older names.
-    num_proc = num_proc or others.get("np")
     if hostfile is not None:
         raise _elsewhere(f"hostfile={hostfile!r}")
     if hosts is not None:
@@ -79,7 +92,7 @@ def run(
         if host not in _HERE:
             raise _elsewhere(f"hosts={hosts!r}")
         slots = int(most) if most else slots
-    ranks = num_proc or min_num_proc or max_num_proc or slots or 1
+    ranks = num_proc if np is None else np
     if ranks < 1 or (slots is not None and ranks > slots):
         raise SpecError(
             f"num_proc must be from 1 to the number of slots ({slots}), got {ranks}"
