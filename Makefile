@@ -22,3 +22,7 @@ bench: setup  ## the figures of benchmarks/README.md, into benchmarks/results/
 
 conformance: setup  ## PyTorch's own tests of DDP with our class; ARGS="test_ddp_device" for some
 	@scripts/conformance $(ARGS)
+
+bench-tune: setup  ## tuning inside the run on emulated networks, into benchmarks/results/tune_*.json
+	@scripts/packages
+	@OMP_NUM_THREADS=1 .venv/bin/python benchmarks/tune_network.py $(ARGS)
