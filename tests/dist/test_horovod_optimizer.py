@@ -318,6 +318,16 @@ def _protests(rank: int, size: int) -> None:
             assert net.weight.grad.item() == pytest.approx(active / size)
     assert hvd.join() == size - 1
 
+    # So does one that has none at all, with which nothing can be registered.
+    net = nn.Linear(1, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+    for _ in range(3 * rank):
+        optimizer.zero_grad()
+        net(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        assert net.weight.grad.item() == pytest.approx(rank / size)
+    assert hvd.join() == size - 1
+
     # Different models fail on every rank.
     other = nn.Linear(2, 2 + rank)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1))
