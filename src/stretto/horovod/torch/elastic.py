@@ -9,10 +9,10 @@ torchrun --nnodes=1:4 --nproc-per-node=8 --max-restarts=100 --rdzv-backend=c10d
     --rdzv-endpoint=HOST:PORT train.py
 ```
 
-(without the variable, PyTorch 2.13's agents that stay do not tell those that come where
-to meet), and `run` lets the training function go on from what was committed last. Restarted
+and `run` lets the training function go on from what was committed last. Restarted
 processes do not call what comes before `run` any differently: models and optimizers are
-made, then take the committed values.
+made, then take the committed values. Without the variable, PyTorch 2.13's agents that
+stay do not tell those that come where to meet.
 """
 
 from __future__ import annotations
