@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,30 @@ def asynchronous(rank: int, size: int) -> None:
     }
     for name, handle in named.items():
         same(hvd.synchronize(handle), torch.full((3,), float(size * int(name[1]))))
+
+
+def threads(rank: int, size: int) -> None:
+    """Operations from several threads; each thread's come in its own order."""
+    found: dict[tuple[int, int], float] = {}
+
+    def go(thread: int) -> None:
+        turns = range(20) if (rank + thread) % 2 else reversed(range(20))
+        for turn in turns:
+            x = torch.full((2,), float(turn + 100 * thread))
+            handle = hvd.allreduce_async(x, op=hvd.Sum, name=f"{thread}.{turn}")
+            handles[thread, turn] = handle
+
+    handles: dict[tuple[int, int], Any] = {}
+    running = [threading.Thread(target=go, args=(n,)) for n in range(3)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    for key, handle in handles.items():
+        found[key] = hvd.synchronize(handle)[0].item()
+    assert found == {
+        (n, t): size * (t + 100.0 * n) for n in range(3) for t in range(20)
+    }
 
 
 def grouped(rank: int, size: int) -> None:
@@ -314,7 +339,7 @@ def everything(rank: int, size: int) -> tuple[int, ...]:
     assert hvd.is_initialized()
     for check in (allreduce, shapes, asynchronous, grouped, moving, compressed):
         check(rank, size)
-    for check in (sparse, gradients, barriers):
+    for check in (sparse, gradients, barriers, threads):
         check(rank, size)
     place = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
     place += (hvd.cross_rank(), hvd.cross_size(), int(hvd.is_homogeneous()))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +190,52 @@ def test_a_rank_that_leaves_fails_what_others_wait_for(ranks: Ranks) -> None:
     found = ranks(leaves, 2, timeout_s=60)
     assert "rank 1 closed" in found[0][0]
     assert found[0][0] == found[0][1]
+
+
+def waits(rank: int, size: int) -> Any:
+    """A rank that does not come: told, then an error, in the times that are set."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("stretto").addHandler(handler)
+    os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "0.5"
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "2"
+    hvd.init()
+    goes_on(size)
+    begin_s = time.perf_counter()
+    text = ""
+    if rank == 0:
+        text = raised(
+            hvd.HorovodInternalError, lambda: hvd.allreduce(torch.ones(3), name="late")
+        )
+    else:
+        time.sleep(6)
+    took_s = time.perf_counter() - begin_s
+    hvd.shutdown()
+    return text, told, took_s
+
+
+def test_a_rank_that_never_comes_is_told_then_fails(ranks: Ranks) -> None:
+    text, told, took_s = ranks(waits, 2, timeout_s=60)[0]
+    assert "'allreduce.late'" in text
+    assert "rank 1" in text
+    assert any("'allreduce.late'" in line and "rank 1" in line for line in told)
+    assert took_s < 25
+
+
+def dies(rank: int, size: int) -> str:
+    hvd.init()
+    goes_on(size)
+    if rank == 1:
+        os._exit(3)
+    return raised(hvd.HorovodInternalError, lambda: hvd.allgather(torch.ones(3)))
+
+
+def test_a_rank_that_dies_fails_all_others(ranks: Ranks) -> None:
+    found = ranks(dies, 3, timeout_s=60, errors=True)
+    assert found[1] is None
+    assert "rank 1" in found[0]
+    assert "rank 1" in found[2]
 
 
 def joins(rank: int, size: int) -> list[int]:

@@ -105,8 +105,7 @@ def static(rank: int, size: int) -> None:
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
         hvd.shutdown()
         assert even.process_set_id is None
-        even = hvd.ProcessSet(range(0, size, 2))
-        odd = hvd.ProcessSet(range(1, size, 2))
+        assert odd.included() is None
 
 
 def dynamic(rank: int, size: int) -> Any:
@@ -148,6 +147,10 @@ def dynamic(rank: int, size: int) -> Any:
 def both(rank: int, size: int) -> Any:
     static(rank, size)
     return dynamic(rank, size)
+
+
+def test_sets_of_one_rank_each(ranks: Ranks) -> None:
+    ranks(static, 2)
 
 
 def test_operations_among_the_ranks_of_a_set(ranks: Ranks) -> None:

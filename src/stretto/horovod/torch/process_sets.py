@@ -68,11 +68,15 @@ class ProcessSet:
         self.ranks = list(ranks)
         self._rank = self.ranks.index(own) if own in self.ranks else None
 
-    def invalidate(self) -> None:
-        """Makes it a set that was removed."""
+    def left(self) -> None:
+        """Makes it a set that is not added: it may be given to `init` again."""
         self.process_set_id = None
-        self.ranks = None
         self._rank = None
+
+    def invalidate(self) -> None:
+        """Makes it a set that was removed: it has no ranks any more."""
+        self.left()
+        self.ranks = None
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"

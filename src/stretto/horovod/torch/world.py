@@ -182,7 +182,7 @@ class World:
         for sets in self._sets.values():
             for process_set in sets:
                 if process_set is not global_process_set:
-                    process_set.invalidate()
+                    process_set.left()
         self._members.clear()
         meeting.part(self._group)
 
