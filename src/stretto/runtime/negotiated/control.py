@@ -47,17 +47,21 @@ class Control:
         self._and = options
         self._all: Any = dist.AllToAllOptions()
 
-    def agree(self, vector: bytes) -> bytes:
-        """The bitwise and of all ranks' vectors."""
+    def agree(self, vector: bytes, riding: bytes = b"") -> tuple[bytes, Any]:
+        """The bitwise and of all ranks' vectors, and each rank's ``riding`` as a row.
+
+        ``riding`` is equally long on all ranks; nothing rides where there is no room.
+        """
         if self._size == 1:
-            return vector
-        if is_direct(len(vector), self._size):
-            rows = self._gather(vector).numpy().view(numpy.int64)
-            agreed = numpy.bitwise_and.reduce(rows.reshape(self._size, -1), axis=0)
-            return bytes(agreed.tobytes())
+            return vector, None
+        if is_direct(len(vector) + len(riding), self._size):
+            rows = self._gather(vector + riding).numpy().reshape(self._size, -1)
+            vectors = rows[:, : len(vector)].copy().view(numpy.int64)
+            agreed = numpy.bitwise_and.reduce(vectors, axis=0)
+            return bytes(agreed.tobytes()), rows[:, len(vector) :]
         words = torch.frombuffer(bytearray(vector), dtype=torch.int64)
         self._finish(self._lane.allreduce([words], self._and))
-        return bytes(words.numpy().tobytes())
+        return bytes(words.numpy().tobytes()), None
 
     def exchange(self, mine: bytes, room_bytes: int) -> list[bytes]:
         """What every rank brought, by rank; none more than ``room_bytes``."""

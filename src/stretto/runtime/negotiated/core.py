@@ -35,6 +35,7 @@ from stretto.runtime.negotiated.ledger import (
 )
 from stretto.runtime.negotiated.pace import Pace
 from stretto.runtime.negotiated.requests import Kind, Request
+from stretto.runtime.negotiated.riding import Riding
 from stretto.runtime.negotiated.sending import Sender
 from stretto.runtime.negotiated.stalls import Notes, StallDesk
 from stretto.runtime.negotiated.tensor_set import SetSteps
@@ -52,6 +53,8 @@ _log = logging.getLogger(__name__)
 _TICK_S = 1.0
 _CLOSE_S = 10.0
 _PRUNE_AT = 1000
+_RIDERS = 4
+"""Of so many requests that are ready the first that has room rides along."""
 
 
 @final
@@ -89,6 +92,7 @@ class Core:
         self._last_joined = -1
         self._news = False
         self._closing = False
+        self._riding = Riding()
         self._pace = Pace(options.cycle_s)
         self._stalls = StallDesk(self.ranks)
         self._notes = Notes(self.ranks)
@@ -320,7 +324,10 @@ class Core:
             self._pace.begin(began_s)
             self._news = False
             vector = self._ledger.begin()
-        agreed = self.control.agree(vector)
+            added = self._riding.load(self._ledger.first_ready(_RIDERS), self._jobs)
+        agreed, rode = self.control.agree(vector, added)
+        if rode is not None:
+            self._riding.unload(rode)
         room = self._ledger.announces(agreed)
         told = None
         if room:
@@ -333,7 +340,12 @@ class Core:
             self._pace.end(perf_counter(), launched=bool(decisions))
         if self.observer is not None:
             self.observer.span("rounds", "negotiate", began_s, perf_counter())
-        self._carry_out(decisions, jobs)
+        rest, rode_along = self._riding.carry_out(decisions, jobs, self.ranks.size)
+        if rode_along is not None and self.observer is not None:
+            self._note_queued(rode_along)
+            name, kind = rode_along.request.name, rode_along.request.kind
+            self.observer.span(name, kind, began_s, perf_counter())
+        self._carry_out(rest, jobs)
         if self._stalls.published:
             with self._lock:
                 waiting = self._waiting()

@@ -20,6 +20,7 @@ other at once; they are paced, see `stretto.runtime.negotiated.pace`.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
@@ -34,7 +35,7 @@ from stretto.runtime.negotiated.requests import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 _CLASSES = 32
 _SILENT = 1 << _CLASSES
@@ -214,6 +215,11 @@ class Ledger:
             or self.joined
             or any(s.vote or s.submitted & ~s.launched for s in self._sets.values())
         )
+
+    def first_ready(self, most: int) -> list[tuple[int, str]]:
+        """Slots and names of known requests that are submitted here, in index order."""
+        slots = itertools.islice(_set_bits(self._bits), most)
+        return [(slot, self._entry(slot).name) for slot in slots]
 
     # A round.
 
@@ -490,6 +496,13 @@ class Ledger:
         if entry is None:
             raise AssertionError(f"slot {slot} is empty")
         return entry
+
+
+def _set_bits(bits: int) -> Iterator[int]:
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low
 
 
 def _bits_of(bits: int) -> list[int]:
