@@ -65,7 +65,10 @@ def test_no_line_changes_and_steps_are_shorter(run, tmp_path):
         f"stretto {what}" for what in ("predicted", "measured", "all ranks")
     ]
     for timeline in timelines.values():
-        assert {"compute", "lane0", "lane1"} <= set(timeline.tracks)
+        tracks = set(timeline.tracks)
+        assert "compute" in tracks
+        # Which of the plan's lanes carry something is the plan's business.
+        assert len({track for track in tracks if track.startswith("lane")}) > 1
     assert timelines["stretto all ranks"].ranks == (0, 1, 2, 3)
     page = kept["report"].read_text()
     assert "All ranks on one clock" in page

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
@@ -102,9 +103,17 @@ def profile(
             for count in counts:
                 rounds.run(count, rows[count], keep=n >= warmup)
         update_s = _update_times(graph, optimizer, example.device, repetitions)
-    return _profile_of(
+        outside_s = 0.0
+        if optimizer is not None:
+            steps_s = _whole_steps(
+                rounds, optimizer, rows[batch], rounds=repetitions, warmup=warmup
+            )
+            known_s = sum(rounds.whole_s(batch)) + sum(update_s.values())
+            outside_s = max(0.0, median(steps_s) - known_s)
+    found = _profile_of(
         graph, rounds, counts, update_s, name or graph.name, example, max_spread_ratio
     )
+    return replace(found, outside_s=outside_s)
 
 
 def _all_of(inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
@@ -223,6 +232,32 @@ def _update_times(
         for parameter in parameters:
             parameter.grad = None
     return found
+
+
+def _whole_steps(
+    timed: Rounds, optimizer: MakeOptimizer, inputs: Tensor, *, rounds: int, warmup: int
+) -> list[float]:
+    """Whole training steps, as a script takes them: gradients freed to updates made."""
+    assert timed.whole is not None  # noqa: S101 - only trial rounds lack it
+    parameters = [
+        p
+        for node in timed.graph.nodes
+        for p in node.module.parameters()
+        if p.requires_grad
+    ]
+    if not parameters:
+        return [0.0]
+    made = optimizer(parameters)
+    clock = clock_for(inputs.device)
+    marks = []
+    for _ in range(warmup + rounds):
+        start = clock.mark()
+        made.zero_grad()
+        timed.loss(timed.whole(inputs)).backward()
+        made.step()
+        marks.append((start, clock.mark()))
+    made.zero_grad()
+    return [clock.seconds(*pair) for pair in marks[warmup:]]
 
 
 def _profile_of(

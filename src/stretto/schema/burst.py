@@ -163,8 +163,13 @@ class LayerProfile:
     whole: tuple[BatchTime, ...] = field(default=(), metadata=_LATER)
     """Times of the whole model, measured undivided; empty where it was not."""
 
+    outside_s: float = field(default=0.0, metadata=_LATER)
+    """What a training step on one GPU takes beyond layers and updates: freeing
+    gradients, the optimizer's own calls. Every rank pays it."""
+
     def __post_init__(self) -> None:
         _rules.at_least(".input_bytes", self.input_bytes, 0)
+        _rules.finite(".outside_s", self.outside_s)
         if not self.layers:
             raise SpecError("a profile needs at least one layer", place=".layers")
         seen: dict[str, int] = {}

@@ -126,6 +126,8 @@ class Script:
             )
             if update_s:
                 ops.append(Work("update", "update", update_s))
+            if profile.outside_s:
+                ops.append(Work("outside", "outside", profile.outside_s))
 
     def _forward(self) -> None:
         layers = self._profile.layers

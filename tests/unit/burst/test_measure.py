@@ -59,6 +59,7 @@ def test_a_profile_has_the_samples_of_every_width_and_leaves_the_model_alone():
         assert [time.samples for time in layer.times] == [3, 5, 10]
         assert all(t.forward_s > 0 and t.backward_s > 0 for t in layer.times)
         assert layer.update_s > 0
+    assert 0 <= found.outside_s < 1.0
     # The layers' sum is the whole step's, by measurement or by scaling that is said.
     for at, whole in enumerate(found.whole):
         times = [layer.times[at] for layer in found.layers]

@@ -91,6 +91,17 @@ def test_on_one_rank_a_step_is_the_sum_of_all_times():
     assert step.idle_s == (pytest.approx(0.0, abs=1e-12),)
 
 
+def test_what_lies_outside_layers_is_paid_by_every_rank_once():
+    bare = profile(layer("a"), layer("b", "a"))
+    some = replace(bare, outside_s=7e-3)
+    places = ((0, 2), (0, 2))
+    without = burst.simulate(bare, plan(bare, 2, 8, *places), cluster())
+    step = burst.simulate(some, plan(some, 2, 8, *places), cluster())
+    assert step.iteration_s == pytest.approx(without.iteration_s + 7e-3)
+    for ours, theirs in zip(step.computing_s, without.computing_s, strict=True):
+        assert ours == pytest.approx(theirs + 7e-3)
+
+
 @pytest.mark.parametrize("size", [10**5, 10**8])
 def test_one_layers_data_parallel_step_ends_with_its_all_reduce(size):
     some = profile(layer("a", parameters=size))
