@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from _plans import equal_buckets
 from _record import spread, store
 from stretto.lab import LabSpec, run_lab
 from stretto.units import parse_rate_bytes_per_s
@@ -40,32 +41,6 @@ SETTINGS: dict[str, dict[str, str]] = {
         "HOROVOD_CYCLE_TIME": "1",
     },
 }
-
-
-def equal_buckets(model: Any, unit_bytes: int, ranks: int, lanes: int) -> Any:
-    """Buckets of about ``unit_bytes``, last layers first, lanes in turn."""
-    from stretto.schema import Bucket, Plan
-
-    buckets: list[list[str]] = []
-    size_bytes = unit_bytes
-    for name, parameter in reversed(list(model.named_parameters())):
-        more_bytes = parameter.numel() * parameter.element_size()
-        if size_bytes + more_bytes > unit_bytes:
-            buckets.append([])
-            size_bytes = 0
-        buckets[-1].append(name)
-        size_bytes += more_bytes
-    return Plan(
-        planner="benchmark",
-        workload_digest="",
-        ranks=ranks,
-        overlap="backward",
-        lanes=lanes,
-        buckets=tuple(
-            Bucket(tensors=tuple(names), lane=i % lanes)
-            for i, names in enumerate(buckets)
-        ),
-    )
 
 
 def bench(options: argparse.Namespace) -> None:

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from _plans import equal_buckets
 from _ranks import run
 from _record import spread, store
 from stretto.runtime import DistributedDataParallel
 from stretto.runtime.negotiated import Engine, EngineOptions, Kind, Request
-from stretto.schema import Bucket, Plan
 
 TorchDDP = nn.parallel.DistributedDataParallel
 WARMUP = 6
@@ -42,30 +42,6 @@ class Tower(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x
-
-
-def equal_buckets(model: nn.Module, unit_bytes: int, ranks: int) -> Plan:
-    """Buckets of at most ``unit_bytes``, last layers first, lanes in turn."""
-    buckets: list[list[str]] = []
-    size_bytes = unit_bytes
-    for name, parameter in reversed(list(model.named_parameters())):
-        more_bytes = parameter.numel() * parameter.element_size()
-        if size_bytes + more_bytes > unit_bytes:
-            buckets.append([])
-            size_bytes = 0
-        buckets[-1].append(name)
-        size_bytes += more_bytes
-    return Plan(
-        planner="benchmark",
-        workload_digest="",
-        ranks=ranks,
-        overlap="backward",
-        lanes=LANES,
-        buckets=tuple(
-            Bucket(tensors=tuple(names), lane=i % LANES)
-            for i, names in enumerate(buckets)
-        ),
-    )
 
 
 def bench(rank: int, size: int, options: argparse.Namespace) -> None:
@@ -97,7 +73,7 @@ def step_costs(rank: int, size: int, options: argparse.Namespace) -> dict[str, A
         torch.manual_seed(0)
         return Tower(options.layers, options.width)
 
-    plan = equal_buckets(make(), options.unit_bytes, size)
+    plan = equal_buckets(make(), options.unit_bytes, size, LANES)
     how = {"order": "negotiated", "lanes": LANES, "unit_bytes": options.unit_bytes}
     models: dict[str, Any] = {
         "planned": DistributedDataParallel(make(), plan=plan),

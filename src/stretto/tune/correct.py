@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from stretto.schema import Timeline
+
 
 PRIOR_RATIO = {
     "startup": 0.7,
@@ -128,27 +130,43 @@ def corrected(
     return Correction(workload=changed, cluster=network, factors=factors)
 
 
+def backward_s(timeline: Timeline) -> float | None:
+    """Length of backward's computation in a timeline."""
+    for span in timeline.spans:
+        if span.track == "compute" and span.name == "backward":
+            return span.end_s - span.start_s or None
+    return None
+
+
+def bucket_ends_s(timeline: Timeline) -> tuple[float, ...]:
+    """When each bucket's last slice ended, from the start of backward."""
+    start_s = math.inf
+    ends_s: dict[int, float] = {}
+    for span in timeline.spans:
+        if span.track == "compute" and span.name == "backward":
+            start_s = min(start_s, span.start_s)
+        elif span.track.startswith("lane") and "bucket" in span.args:
+            bucket = int(span.args["bucket"])
+            ends_s[bucket] = max(ends_s.get(bucket, 0.0), span.end_s)
+    if math.isinf(start_s) or sorted(ends_s) != list(range(len(ends_s))):
+        return ()
+    return tuple(ends_s[i] - start_s for i in range(len(ends_s)))
+
+
 def _misses(workload: Workload, cluster: Cluster, seen: Observation) -> list[float]:
     """How far a model misses an observation, in units of the noise."""
     step = simulate_step(workload, cluster, seen.plan)
     rows = [math.log(step.iteration_s / seen.step_s) / NOISE_RATIO]
-    spans = step.timeline.spans
-    if seen.backward_s is not None:
-        ends_s = [span.end_s for span in spans if span.track == "compute"]
-        computed_s = max(ends_s) - workload.forward_s
+    computed_s = backward_s(step.timeline)
+    if seen.backward_s is not None and computed_s is not None:
         rows.append(math.log(computed_s / seen.backward_s) / RECORDED_RATIO)
     if seen.bucket_ends_s:
-        ends: dict[int, float] = {}
-        for span in spans:
-            if "bucket" in span.args:
-                bucket = span.args["bucket"]
-                ends[bucket] = max(ends.get(bucket, 0.0), span.end_s)
         # Against the whole step: what lies early in it is seen least well.
         noise_s = RECORDED_RATIO * seen.step_s * math.sqrt(len(seen.bucket_ends_s))
+        ends_s = bucket_ends_s(step.timeline)
         rows += [
-            (ends[bucket] - workload.forward_s - end_s) / noise_s
-            for bucket, end_s in enumerate(seen.bucket_ends_s)
-            if bucket in ends
+            (predicted_s - end_s) / noise_s
+            for predicted_s, end_s in zip(ends_s, seen.bucket_ends_s, strict=False)
         ]
     return rows
 

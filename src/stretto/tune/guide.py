@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, final
 
@@ -13,7 +12,7 @@ from stretto.planners.base import predicted_s
 from stretto.planners.wire import narrowed
 from stretto.sim.bounds import lower_bound
 from stretto.sim.step import StepModel, simulate_step
-from stretto.tune.correct import Observation, corrected
+from stretto.tune.correct import Observation, backward_s, bucket_ends_s, corrected
 from stretto.tune.space import Space
 
 if TYPE_CHECKING:
@@ -124,26 +123,3 @@ class Guide:
             )
         except (Infeasible, SpecError):
             return None
-
-
-def backward_s(timeline: Timeline) -> float | None:
-    """Length of backward's computation in a timeline."""
-    for span in timeline.spans:
-        if span.track == "compute" and span.name == "backward":
-            return span.end_s - span.start_s or None
-    return None
-
-
-def bucket_ends_s(timeline: Timeline) -> tuple[float, ...]:
-    """When each bucket's last slice ended, from the start of backward."""
-    start_s = math.inf
-    ends_s: dict[int, float] = {}
-    for span in timeline.spans:
-        if span.track == "compute" and span.name == "backward":
-            start_s = min(start_s, span.start_s)
-        elif span.track.startswith("lane") and "bucket" in span.args:
-            bucket = int(span.args["bucket"])
-            ends_s[bucket] = max(ends_s.get(bucket, 0.0), span.end_s)
-    if math.isinf(start_s) or sorted(ends_s) != list(range(len(ends_s))):
-        return ()
-    return tuple(ends_s[i] - start_s for i in range(len(ends_s)))

@@ -1,0 +1,34 @@
+"""Plans that several benchmarks use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stretto.schema import Bucket, Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def equal_buckets(model: nn.Module, unit_bytes: int, ranks: int, lanes: int) -> Plan:
+    """Buckets of at most ``unit_bytes``, last layers first, lanes in turn."""
+    buckets: list[list[str]] = []
+    size_bytes = unit_bytes
+    for name, parameter in reversed(list(model.named_parameters())):
+        more_bytes = parameter.numel() * parameter.element_size()
+        if size_bytes + more_bytes > unit_bytes:
+            buckets.append([])
+            size_bytes = 0
+        buckets[-1].append(name)
+        size_bytes += more_bytes
+    return Plan(
+        planner="benchmark",
+        workload_digest="",
+        ranks=ranks,
+        overlap="backward",
+        lanes=lanes,
+        buckets=tuple(
+            Bucket(tensors=tuple(names), lane=i % lanes)
+            for i, names in enumerate(buckets)
+        ),
+    )
