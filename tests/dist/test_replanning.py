@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stretto.runtime import DistributedDataParallel, Recorder
-from stretto.schema import Bucket, Plan, tensors_digest
+from stretto.testing.soak import random_plan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -34,33 +34,6 @@ def net() -> nn.Module:
         nn.Linear(40, 30),
         nn.ReLU(),
         nn.Linear(30, 4),
-    )
-
-
-def random_plan(model: nn.Module, ranks: int, rng: random.Random) -> Plan:
-    rows = [
-        (n, p.numel() * p.element_size(), "float32")
-        for n, p in model.named_parameters()
-    ][::-1]
-    names = [row[0] for row in rows]
-    buckets, lanes = [], rng.randint(1, 4)
-    while names:
-        size = rng.randint(1, len(names))
-        buckets.append(
-            Bucket(
-                tensors=tuple(names[:size]),
-                lane=rng.randrange(lanes),
-                slices=rng.randint(1, 4),
-            )
-        )
-        names = names[size:]
-    return Plan(
-        planner="test",
-        workload_digest=tensors_digest(rows),
-        ranks=ranks,
-        overlap=rng.choice(["backward", "none"]),
-        lanes=lanes,
-        buckets=tuple(buckets),
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stretto.runtime import DistributedDataParallel
-from stretto.schema import Bucket, Plan
+from stretto.schema import Bucket, Plan, tensors_digest
 
 MARKS = 5
 NUM_PLANS = 5
@@ -31,9 +31,13 @@ def net() -> nn.Module:
     )
 
 
-def random_plan(ranks: int, rng: random.Random) -> Plan:
-    """Any buckets, lanes and slices for `net`."""
-    names = [n for n, _ in net().named_parameters()][::-1]
+def random_plan(model: nn.Module, ranks: int, rng: random.Random) -> Plan:
+    """Any buckets, lanes and slices for a model in float32."""
+    rows = [
+        (n, p.numel() * p.element_size(), "float32")
+        for n, p in model.named_parameters()
+    ][::-1]
+    names = [row[0] for row in rows]
     buckets, lanes = [], rng.randint(1, 4)
     while names:
         size = rng.randint(1, len(names))
@@ -46,8 +50,8 @@ def random_plan(ranks: int, rng: random.Random) -> Plan:
         )
         names = names[size:]
     return Plan(
-        planner="soak",
-        workload_digest="",
+        planner="random",
+        workload_digest=tensors_digest(rows),
         ranks=ranks,
         overlap=rng.choice(["backward", "none"]),
         lanes=lanes,
@@ -72,7 +76,7 @@ def soak(rank: int, size: int, *, steps: int, every: int) -> dict[str, Any]:
     ``None`` takes the place of one plan in ``NUM_PLANS + 1``: DDP's own rule.
     """
     rng = random.Random(7)
-    plans = [*(random_plan(size, rng) for _ in range(NUM_PLANS)), None]
+    plans = [*(random_plan(net(), size, rng) for _ in range(NUM_PLANS)), None]
     ours, stock = DistributedDataParallel(net()), TorchDDP(net())
     optimizers = [
         torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (ours, stock)
