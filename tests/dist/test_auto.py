@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
-STEPS = 30
-"""Enough for a second profile, where the machine is busy."""
+STEPS = 130
+"""Enough for a second profile and all trials, where the machine is busy."""
 
 
 def net() -> nn.Module:

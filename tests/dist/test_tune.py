@@ -50,7 +50,6 @@ class Training:
             self.losses.append(float(loss.detach()))
             time.sleep(pause_s)
 
-
     def until(self, settled: list[Any], number: int = 1) -> None:
         """Steps until tuning has settled so often; the number of steps may vary."""
         while len(settled) < number and self.number < MOST_STEPS:
@@ -203,7 +202,12 @@ def test_a_broken_memory_costs_one_warning_on_one_rank(ranks, tmp_path):
 def refuses(rank: int, size: int) -> dict[str, Any]:
     """Plans with several lanes do not fit into this rank's memory."""
     options = TuneOptions(
-        steps=24, lost_ratio=5.0, techniques=("grid",), watch=False, memory=False
+        steps=40,
+        lost_ratio=1e6,
+        model=False,  # without a bound to end it early, the grid comes to several lanes
+        techniques=("grid",),
+        watch=False,
+        memory=False,
     )
     ours, settled, model = tuned(rank, options)
     build = model._build_group

@@ -216,8 +216,8 @@ class DistributedDataParallel(TorchDDP):
             if plan is not None:
                 planned = self._build_group(self.module, self.process_group, plan)
             self._rebuild_reducer(planned, plan)
-        except StrettoError as exc:
-            trouble = exc
+        except (StrettoError, torch.OutOfMemoryError, MemoryError) as exc:
+            trouble = exc  # this rank's own: the others are told
         except RuntimeError as exc:
             trouble = exc
             if planned is None and plan is not None:  # a peer did not come

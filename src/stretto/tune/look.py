@@ -33,6 +33,9 @@ MOST_PROBE_S = 20.0
 LEAST_PROBE_S = 0.6
 """Less says nothing; a training of such short steps is over soon or has many."""
 
+PROBE_AGAIN = 3
+"""A probe that fits no network is made once more, so many times as long."""
+
 CONTENTION_FROM_S = 3.0
 """From this budget on, computation beside communication is measured as well."""
 
@@ -139,19 +142,23 @@ class Look:
         budget_s = self._board.shared(budget_s)
         hosts = count_hosts(group)
         begin_s = perf_counter()
-        samples = probe_network(
-            group=group,
-            lane_group=self._model.lane,
-            sizes_bytes=PROBE_SIZES_BYTES,
-            lanes=PROBE_LANES,
-            budget_s=budget_s,
-            contention=budget_s >= CONTENTION_FROM_S,
-        )
+        decided: Any = None
+        for times in (1, PROBE_AGAIN):
+            # What a short probe finds contradictory a longer one mostly settles.
+            samples = probe_network(
+                group=group,
+                lane_group=self._model.lane,
+                sizes_bytes=PROBE_SIZES_BYTES,
+                lanes=PROBE_LANES,
+                budget_s=times * budget_s,
+                contention=times * budget_s >= CONTENTION_FROM_S,
+            )
+            if self._board.rank == 0:
+                decided = self._plan_on_rank_0(workload, samples, hosts)
+            decided = self._board.shared(decided)
+            if not isinstance(decided, NoisyProfile | Infeasible):
+                break
         probe_s = perf_counter() - begin_s
-        decided = None
-        if self._board.rank == 0:
-            decided = self._plan_on_rank_0(workload, samples, hosts)
-        decided = self._board.shared(decided)
         if isinstance(decided, Exception):
             raise decided
         assert decided is not None  # noqa: S101 - rank 0 always decides
