@@ -21,6 +21,8 @@ _WHERE = click.option(
     type=click.Path(path_type=Path),
     help="the file; by default STRETTO_MEMORY, or plans.sqlite in the user's cache",
 )
+_NUMBER = click.IntRange(1, 2**63 - 1)
+"""SQLite's."""
 
 
 @click.group(name="tune")
@@ -33,72 +35,109 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
 def list_command(path: Path | None, as_json: bool) -> None:
     """Lists the settled plans, newest first."""
-    rows = [_row(entry) for entry in _memory(path).all()]
+    rows = [_row(entry) for entry in _entries(path)]
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps({"plans": rows}, indent=2))
         return
     if not rows:
         click.echo("nothing is remembered yet")
         return
-    click.echo(
-        f"{'number':>6}  {'model':<24}{'ranks':<12}{'step':>10}{'DDP':>10}  when"
-    )
+    lines = [["number", "model", "ranks", "step", "DDP", "settled (UTC)"]]
     for row in rows:
-        ranks = f"{row['hosts']} x {row['ranks_per_host']}"
-        ddp = "-" if row["ddp_step_s"] is None else format_s(row["ddp_step_s"])
-        click.echo(
-            f"{row['number']:>6}  {row['name']:<24}{ranks:<12}"
-            f"{format_s(row['step_s']):>10}{ddp:>10}  {row['at']}"
+        ddp_s = row["ddp_step_s"]
+        lines.append(
+            [
+                str(row["number"]),
+                row["name"],
+                f"{row['hosts']} x {row['ranks_per_host']}",
+                format_s(row["step_s"]),
+                "-" if ddp_s is None else format_s(ddp_s),
+                row["at"],
+            ]
         )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = [
+            cell.ljust(width) if i in (1, 2) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        click.echo("  ".join(cells).rstrip())
 
 
 @command.command()
-@click.argument("number", type=int)
+@click.argument("number", type=_NUMBER)
 @_WHERE
 @click.option("-o", "--output", metavar="PLAN", help="write the plan to this file")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
 def show(number: int, path: Path | None, output: str | None, as_json: bool) -> None:
-    """Shows the settled plan NUMBER of the list."""
-    for entry in _memory(path).all():
+    """Shows the settled plan NUMBER of the list.
+
+    -o keeps it for `stretto run --plan`.
+    """
+    for entry in _entries(path):
         if entry.number == number:
             break
     else:
-        raise SpecError(f"no plan {number} is remembered: `stretto tune list`")
+        raise _unknown(number)
     if output is not None:
         entry.plan.save(output)
+    row = _row(entry)
     if as_json:
-        click.echo(json.dumps(_row(entry), indent=2))
+        click.echo(json.dumps(row, indent=2))
         return
     from stretto.report.tables import plan_table
 
-    row = _row(entry)
     click.echo(f"{row['name']} on {row['hosts']} x {row['ranks_per_host']} ranks")
     click.echo(f"settled {row['at']} UTC in {row['surroundings']}")
-    click.echo(f"measured step {format_s(entry.step_s)}")
+    ddp_s = entry.ddp_step_s
+    against = "" if ddp_s is None else f", DDP's {format_s(ddp_s)}"
+    click.echo(f"measured step {format_s(entry.step_s)}{against}")
     click.echo(plan_table(entry.plan, entry.workload))
 
 
 @command.command()
-@click.argument("number", type=int, required=False)
+@click.argument("number", type=_NUMBER, required=False)
 @click.option("--all", "everything", is_flag=True, help="forget all of them")
 @_WHERE
 def forget(number: int | None, everything: bool, path: Path | None) -> None:
     """Forgets the settled plan NUMBER, or all."""
     if (number is None) == (not everything):
         raise click.UsageError("give the NUMBER of a plan, or --all")
-    dropped = _memory(path).forget(number)
+    memory = _memory(path)
+    # Entries are not read: one that can't be is forgotten like others.
+    dropped = 0 if memory is None else memory.forget(number)
     if number is not None and not dropped:
-        raise SpecError(f"no plan {number} is remembered: `stretto tune list`")
+        raise _unknown(number)
     click.echo(f"forgot {dropped} plan{'s' if dropped != 1 else ''}")
 
 
-def _memory(path: Path | None) -> PlanMemory:
+def _entries(path: Path | None) -> list[Remembered]:
+    memory = _memory(path)
+    return [] if memory is None else memory.all()
+
+
+def _memory(path: Path | None) -> PlanMemory | None:
+    """The plans of a file; ``None`` where no run has made it yet.
+
+    Looking must not make a file, least of all where its name was mistyped.
+    """
     from stretto.tune.memory import VARIABLE, PlanMemory, default_path
 
     where = path or default_path()
     if where is None:
         raise SpecError(f"{VARIABLE} is off: give --memory FILE")
-    return PlanMemory(where, strict=True)
+    if where.exists():
+        return PlanMemory(where, strict=True)
+    if path is not None:
+        raise SpecError(
+            f"{path}: there is no such file. Give --memory the file that {VARIABLE} "
+            "named in the training"
+        )
+    return None
+
+
+def _unknown(number: int) -> SpecError:
+    return SpecError(f"no plan {number} is remembered: `stretto tune list`")
 
 
 def _row(entry: Remembered) -> dict[str, Any]:

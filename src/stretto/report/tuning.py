@@ -3,42 +3,107 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
-from stretto.report.svg import SERIES, _svg, _tag, _text, _tick_label, ticks
-from stretto.units import format_s
+from stretto.report.svg import (
+    SERIES,
+    _svg,
+    _tag,
+    _text,
+    _tick_label,
+    spread_apart,
+    ticks,
+)
+from stretto.schema.tuning import TuningEvent
+from stretto.units import format_rate, format_s
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from stretto.schema.tuning import Tuning, TuningEvent
+    from stretto.schema.tuning import Tuning
 
 _WIDTH = 880.0
 _LEFT, _RIGHT = 70.0, _WIDTH - 170.0
 _TOP, _HEIGHT = 22.0, 260.0
+_CREDIT_GAP, _CREDIT_HEIGHT = 74.0, 110.0
+"""Between the field of trials and that of credits, and the height of the latter."""
+
+_UNTOLD = "unknown"
 
 
 def trials_svg(tuning: Tuning) -> str:
     """Each trial's step time where it ended, the best so far, and the lower bound.
 
-    Empty where nothing was tried.
+    Below it what the bandit credits each technique with, where one chose. After a
+    lasting change the search begins anew: so do the line of the best and the bound.
+    Plans that could not be run stand as crosses at the upper edge. Empty where nothing
+    was tried.
     """
-    trials = [
-        event
-        for event in tuning.events
-        if event.what == "tried" and event.values.get("step_s") is not None
-    ]
-    if not trials:
+    searches = _searches(tuning.events)
+    tried = [event for search in searches for event in search.tried]
+    if not tried:
         return ""
-    bounds = [e.values["bound_s"] for e in tuning.events if e.values.get("bound_s")]
-    bound_s = bounds[-1] if bounds else None
-    times_s = [float(event.values["step_s"]) for event in trials]
-    high_s = max(*times_s, bound_s or 0.0)
-    last = max(event.step for event in trials) or 1
+    names = sorted({_technique(event) for event in tried})
+    last = max(event.step for event in tried) or 1
 
     def x(step: float) -> float:
         return _LEFT + (_RIGHT - _LEFT) * step / last
+
+    out, bottom = _trials(searches, names, x)
+    if any(_credits(event) for event in tried):
+        out += _credit(searches, names, x, bottom + _CREDIT_GAP)
+        bottom += _CREDIT_GAP + _CREDIT_HEIGHT
+    out += [
+        _text(
+            x(step), bottom + 20, f"step {step:g}", class_="tick", text_anchor="middle"
+        )
+        for step in ticks(last, 6)
+        if step == round(step)
+    ]
+    out += _key(names, bottom + 46)
+    height = bottom + 60 + 18 * ((len(names) - 1) // 4)
+    return _svg(out, height, f"Trials of {tuning.name}")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """Trials from a look to the plan that settled."""
+
+    tried: Sequence[TuningEvent]
+
+    bound_s: float | None
+    """Below which no plan's step can be, as known at the end."""
+
+
+def _searches(events: Sequence[TuningEvent]) -> list[_Search]:
+    parts: list[list[TuningEvent]] = [[]]
+    for event in events:
+        if event.what == "changed":
+            parts.append([])
+        parts[-1].append(event)
+    found = []
+    for part in parts:
+        bounds = [_number(event, "bound_s") for event in part]
+        known = [bound_s for bound_s in bounds if bound_s]
+        tried = [event for event in part if event.what == "tried"]
+        found.append(_Search(tried=tried, bound_s=known[-1] if known else None))
+    return [search for search in found if search.tried]
+
+
+def _trials(
+    searches: Sequence[_Search], names: Sequence[str], x: Callable[[float], float]
+) -> tuple[list[str], float]:
+    """The field of step times, and where it ends."""
+    bottom = _TOP + _HEIGHT
+    tried = [event for search in searches for event in search.tried]
+    figures = [
+        _number(event, key) for event in tried for key in ("step_s", "incumbent_s")
+    ]
+    bounds = [search.bound_s for search in searches]
+    # One where no plan could be run: there is no figure then.
+    high_s = max((s for s in (*figures, *bounds) if s is not None), default=0.0) or 1.0
 
     def y(step_s: float) -> float:
         return _TOP + _HEIGHT * (1 - step_s / (1.08 * high_s))
@@ -51,64 +116,132 @@ def trials_svg(tuning: Tuning) -> str:
             _tag("line", x1=_LEFT, x2=_RIGHT, y1=at, y2=at, class_="grid"),
             _text(_LEFT - 8, at + 4, label, class_="tick", text_anchor="end"),
         ]
-    names = sorted({str(event.values["technique"]) for event in trials})
-    if bound_s is not None:
-        at = y(bound_s)
-        out += [
-            _tag("line", x1=_LEFT, x2=_RIGHT, y1=at, y2=at, class_="bound"),
-            _text(
-                _RIGHT + 8, at + 4, f"bound {format_s(bound_s)}", class_="bound-text"
-            ),
-        ]
-    out.append(_best_line(trials, x, y))
-    for event in trials:
-        style = f"n{names.index(str(event.values['technique'])) % len(SERIES)}"
-        won = bool(event.values.get("won"))
-        out.append(
-            _tag(
-                "circle",
-                f"<title>{escape(event.why)}</title>",
-                cx=x(event.step),
-                cy=y(float(event.values["step_s"])),
-                r=6.0 if won else 4.0,
-                class_=style,
+    ends: list[tuple[float, str, str]] = []
+    for search in searches:
+        steps = [event.step for event in search.tried]
+        if search.bound_s is not None:
+            begin = _LEFT if search is searches[0] else x(steps[0])
+            end = _RIGHT if search is searches[-1] else x(steps[-1])
+            at = y(search.bound_s)
+            out.append(_tag("line", x1=begin, x2=end, y1=at, y2=at, class_="bound"))
+        if search is not searches[0]:
+            edge = x(steps[0])
+            out.append(
+                _tag("line", x1=edge, x2=edge, y1=_TOP, y2=bottom, class_="grid")
+                + _text(edge + 4, _TOP + 10, "searching again", class_="tick")
             )
-        )
-    for i, name in enumerate(names):
-        at = _TOP + _HEIGHT + 46 + 18 * (i // 4)
-        left = _LEFT + 190 * (i % 4)
-        out += [
-            _tag("circle", cx=left, cy=at - 4, r=4.0, class_=f"n{i % len(SERIES)}"),
-            _text(left + 10, at, name, class_="tick"),
-        ]
-    out.append(
-        _text(
-            _RIGHT,
-            _TOP + _HEIGHT + 22,
-            f"step {last}",
-            text_anchor="end",
-            class_="tick",
-        )
-    )
-    out.append(_text(_LEFT, _TOP + _HEIGHT + 22, "step 0", class_="tick"))
-    height = _TOP + _HEIGHT + 60 + 18 * ((len(names) - 1) // 4)
-    return _svg(out, height, f"Trials of {tuning.name}")
+        path, best_s = _best_line(search.tried, x, y)
+        if path:
+            out.append(_tag("path", d=path, class_="whisker"))
+        if search is searches[-1]:
+            if best_s is not None:
+                ends.append((y(best_s) + 4, f"best {format_s(best_s)}", "tick"))
+            if search.bound_s is not None:
+                label = f"bound {format_s(search.bound_s)}"
+                ends.append((y(search.bound_s) + 4, label, "bound-text"))
+    out += [_dot(event, names, x, y) for event in tried]
+    if any(_number(event, "step_s") is None for event in tried):
+        ends.append((_TOP + 4, "× could not be run", "tick"))
+    return [*out, *_labels(ends)], bottom
 
 
-def _best_line(trials: Sequence[TuningEvent], x: Any, y: Any) -> str:
+def _labels(ends: Sequence[tuple[float, str, str]]) -> list[str]:
+    """Texts right of a field at their lines' levels, or near where crowded."""
+    places = spread_apart([at for at, _, _ in ends], 16)
+    return [
+        _text(_RIGHT + 8, at, label, class_=style)
+        for at, (_, label, style) in zip(places, ends, strict=True)
+    ]
+
+
+def _best_line(
+    tried: Sequence[TuningEvent],
+    x: Callable[[float], float],
+    y: Callable[[float], float],
+) -> tuple[str, float | None]:
+    """The path of the best so far, and its last value."""
     path, before = "", math.nan
-    for event in trials:
-        best_s = event.values.get("incumbent_s")
+    for event in tried:
+        best_s = _number(event, "incumbent_s")
         if best_s is None:
             continue
-        at = f"{x(event.step):.1f}"
-        level = f"{y(float(best_s)):.1f}"
+        at, level = f"{x(event.step):.1f}", f"{y(best_s):.1f}"
         if not path:
             path = f"M{at} {level}"
         else:
             path += f"H{at}" + (f"V{level}" if best_s != before else "")
         before = best_s
-    return _tag("path", d=path, class_="whisker")
+    return path, None if math.isnan(before) else before
+
+
+def _dot(
+    event: TuningEvent,
+    names: Sequence[str],
+    x: Callable[[float], float],
+    y: Callable[[float], float],
+) -> str:
+    name, step_s = _technique(event), _number(event, "step_s")
+    style = f"n{names.index(name) % len(SERIES)}"
+    title = f"<title>{escape(f'{name}, step {event.step}: {event.why}')}</title>"
+    at = x(event.step)
+    if step_s is None:
+        # Escaped already: `_text` would escape the title's tags.
+        return _tag(
+            "text", f"{title}×", x=at, y=_TOP + 4, class_=style, text_anchor="middle"
+        )
+    radius = 6.0 if event.values.get("won") is True else 4.0
+    return _tag("circle", title, cx=at, cy=y(step_s), r=radius, class_=style)
+
+
+def _credit(
+    searches: Sequence[_Search],
+    names: Sequence[str],
+    x: Callable[[float], float],
+    top: float,
+) -> list[str]:
+    """Each technique's credit over steps, 0 to 1."""
+    credited = [
+        [(event.step, _credits(event)) for event in search.tried if _credits(event)]
+        for search in searches
+    ]
+    credited = [part for part in credited if part]
+
+    def y(value: float) -> float:
+        return top + _CREDIT_HEIGHT * (1 - min(max(value, 0.0), 1.0))
+
+    out = [_text(20.0, top - 14, "Credit of each technique", class_="name")]
+    for value in (0.0, 0.5, 1.0):
+        at = y(value)
+        out += [
+            _tag("line", x1=_LEFT, x2=_RIGHT, y1=at, y2=at, class_="grid"),
+            _text(_LEFT - 8, at + 4, f"{value:g}", class_="tick", text_anchor="end"),
+        ]
+    ends: list[tuple[float, str, str]] = []
+    arms = sorted({arm for part in credited for _, values in part for arm in values})
+    # An arm that never got a trial has no colour of its own yet.
+    hues = [*names, *(arm for arm in arms if arm not in names)]
+    for arm in arms:
+        style = hues.index(arm) % len(SERIES)
+        path, value = "", 0.0
+        for part in credited:
+            points = [(step, values[arm]) for step, values in part if arm in values]
+            places = [f"{x(step):.1f} {y(value):.1f}" for step, value in points]
+            path += "M" + "L".join(places) if places else ""
+            value = points[-1][1] if points else value
+        out.append(_tag("path", d=path, fill="none", class_=f"curve c{style}"))
+        ends.append((y(value) + 4, f"{arm} {value:.2f}", f"tick n{style}"))
+    return [*out, *_labels(ends)]
+
+
+def _key(names: Sequence[str], top: float) -> list[str]:
+    out = []
+    for i, name in enumerate(names):
+        at, left = top + 18 * (i // 4), _LEFT + 190 * (i % 4)
+        out += [
+            _tag("circle", cx=left, cy=at - 4, r=4.0, class_=f"n{i % len(SERIES)}"),
+            _text(left + 10, at, name, class_="tick"),
+        ]
+    return out
 
 
 def decisions(tuning: Tuning) -> list[tuple[str, str, str, str]]:
@@ -126,15 +259,44 @@ def _figures(event: TuningEvent) -> str:
         if isinstance(value, bool) or value is None or key == "plan":
             continue
         if isinstance(value, dict):
-            inner = ", ".join(f"{k} {v:.2f}" for k, v in value.items())
+            inner = ", ".join(f"{k} {v:.2f}" for k, v in _numbers(value).items())
             if inner:
                 parts.append(f"{name}: {inner}")
-        elif key.endswith("bytes_per_s"):
-            parts.append(f"{key.removesuffix('_bytes_per_s')} {value / 1e6:.1f} MB/s")
+        elif not isinstance(value, int | float):
+            parts.append(f"{key.replace('_', ' ')} {value}")
+        elif key.endswith("_bytes_per_s"):
+            name = key.removesuffix("_bytes_per_s").replace("_", " ")
+            parts.append(f"{name} {format_rate(value)}")
         elif key.endswith("_s"):
             parts.append(f"{name} {format_s(value)}")
-        elif isinstance(value, float):
-            parts.append(f"{name} {value:.3g}")
+        elif key.endswith("_ratio"):
+            name = key.removesuffix("_ratio").replace("_", " ")
+            parts.append(f"{name} {100 * value:.3g} %")
         else:
-            parts.append(f"{name} {value}")
+            parts.append(f"{name} {value:.3g}" if value % 1 else f"{name} {value:g}")
     return "; ".join(parts)
+
+
+def _technique(event: TuningEvent) -> str:
+    return str(event.values.get("technique", _UNTOLD))
+
+
+def _number(event: TuningEvent, key: str) -> float | None:
+    """A finite figure of at least 0; a file's values may be anything."""
+    return _numbers({key: event.values.get(key)}).get(key)
+
+
+def _credits(event: TuningEvent) -> dict[str, float]:
+    credit = event.values.get("credits")
+    return _numbers(credit) if isinstance(credit, dict) else {}
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    return {
+        key: float(value)
+        for key, value in values.items()
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value >= 0
+    }

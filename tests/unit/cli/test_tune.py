@@ -1,0 +1,247 @@
+"""``stretto tune``: what earlier runs settled on, seen, kept and forgotten."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from stretto.cli._main import group, main
+from stretto.errors import SpecError
+from stretto.schema import (
+    Bucket,
+    Cluster,
+    Link,
+    Plan,
+    TensorSpec,
+    Workload,
+)
+from stretto.tune.memory import VARIABLE, VERSION, Job, PlanMemory, Remembered
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LONG = "TransformerLanguageModelOfSomeLength"
+
+
+def settled(name: str, *, ddp_step_s: float | None) -> Remembered:
+    workload = Workload(
+        name=name,
+        framework="pytorch",
+        device="cpu",
+        batch_per_rank=4,
+        forward_s=0.1,
+        backward_s=0.2,
+        tensors=tuple(
+            TensorSpec(name=n, bytes=2**20, dtype="float32", ready_s=r, needed_s=0.0)
+            for n, r in (("b", 0.1), ("a", 0.2))
+        ),
+    )
+    link = Link(latency_s=1e-4, bandwidth_bytes_per_s=1e8)
+    return Remembered(
+        job=Job(
+            name=name,
+            model=f"sha256:{name}",
+            hosts=4,
+            ranks_per_host=2,
+            surroundings="torch 2.13, cpu, gloo",
+        ),
+        plan=Plan(
+            planner="tuned",
+            workload_digest=workload.digest,
+            ranks=8,
+            overlap="backward",
+            lanes=2,
+            buckets=(
+                Bucket(tensors=("b",), lane=0, slices=2),
+                Bucket(tensors=("a",), lane=1, slices=2),
+            ),
+        ),
+        workload=workload,
+        cluster=Cluster(
+            name="c", hosts=4, ranks_per_host=2, inter_host=link, intra_host=link
+        ),
+        step_s=0.25,
+        ddp_step_s=ddp_step_s,
+    )
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    path = tmp_path / "plans.sqlite"
+    kept = PlanMemory(path, strict=True)
+    kept.remember(settled("small", ddp_step_s=None))
+    kept.remember(settled(LONG, ddp_step_s=0.5))
+    return path
+
+
+def run(*args: object) -> Result:
+    """Its result; our errors are raised on, as `main` sees them."""
+    result = CliRunner().invoke(group, ["tune", *map(str, args)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def rows(memory: Path) -> list[dict[str, Any]]:
+    result = run("list", "--memory", memory, "--json")
+    assert result.exit_code == 0
+    found: list[dict[str, Any]] = json.loads(result.stdout)["plans"]
+    return found
+
+
+def test_the_list_has_the_newest_first_and_its_columns_apart(memory: Path) -> None:
+    result = run("list", "--memory", memory)
+    assert result.exit_code == 0
+    head, newest, older = result.stdout.splitlines()
+    assert head.split()[:5] == ["number", "model", "ranks", "step", "DDP"]
+    # A name as long as any still ends before the ranks.
+    assert newest.split()[:6] == ["2", LONG, "4", "x", "2", "250"]
+    assert "500 ms" in newest
+    assert older.split()[:2] == ["1", "small"]
+    assert " - " in older
+    assert newest.index("4 x 2") == older.index("4 x 2") == head.index("ranks")
+
+
+def test_the_list_as_json_is_one_object(memory: Path) -> None:
+    newest, older = rows(memory)
+    assert newest == {
+        "number": 2,
+        "name": LONG,
+        "at": newest["at"],
+        "hosts": 4,
+        "ranks_per_host": 2,
+        "surroundings": "torch 2.13, cpu, gloo",
+        "step_s": 0.25,
+        "ddp_step_s": 0.5,
+        "planner": "tuned",
+        "lanes": 2,
+        "buckets": 2,
+    }
+    assert older["ddp_step_s"] is None
+
+
+def test_a_plan_is_shown_and_kept_as_a_file(memory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    result = run("show", 2, "--memory", memory, "-o", path)
+    assert result.exit_code == 0
+    assert f"{LONG} on 4 x 2 ranks" in result.stdout
+    assert "in torch 2.13, cpu, gloo" in result.stdout
+    assert "measured step 250 ms, DDP's 500 ms" in result.stdout
+    buckets = [line for line in result.stdout.splitlines() if "1 MiB" in line]
+    assert len(buckets) == 2
+    assert Plan.load(path) == settled(LONG, ddp_step_s=None).plan
+    assert "DDP" not in run("show", 1, "--memory", memory).stdout
+    assert json.loads(run("show", 1, "--memory", memory, "--json").stdout)["lanes"] == 2
+
+
+def test_one_plan_is_forgotten_or_all(memory: Path) -> None:
+    assert run("forget", 1, "--memory", memory).stdout == "forgot 1 plan\n"
+    assert [row["number"] for row in rows(memory)] == [2]
+    with pytest.raises(SpecError, match="no plan 1 is remembered: `stretto tune list`"):
+        run("forget", 1, "--memory", memory)
+    assert run("forget", "--all", "--memory", memory).stdout == "forgot 1 plan\n"
+    assert run("forget", "--all", "--memory", memory).stdout == "forgot 0 plans\n"
+    assert run("list", "--memory", memory).stdout == "nothing is remembered yet\n"
+    assert rows(memory) == []
+
+
+@pytest.mark.parametrize("args", [["forget"], ["forget", "1", "--all"]])
+def test_what_to_forget_must_be_said_once(memory: Path, args: list[str]) -> None:
+    result = run(*args, "--memory", memory)
+    assert result.exit_code == 2
+    assert "give the NUMBER of a plan, or --all" in result.stderr
+    assert len(rows(memory)) == 2
+
+
+@pytest.mark.parametrize("number", ["0", "x", str(2**63)])
+def test_what_is_no_number_of_a_plan_is_wrong_input(memory: Path, number: str) -> None:
+    for command in ("show", "forget"):
+        result = run(command, number, "--memory", memory)
+        assert result.exit_code == 2
+        assert "NUMBER" in result.stderr
+        assert number in result.stderr
+    with pytest.raises(SpecError, match=f"no plan {2**63 - 1} is remembered"):
+        run("show", 2**63 - 1, "--memory", memory)
+
+
+def test_a_file_of_another_layout_is_refused_and_left_alone(memory: Path) -> None:
+    file = sqlite3.connect(memory)
+    file.execute("PRAGMA user_version = 9")
+    file.close()
+    before = memory.read_bytes()
+    for args in (["list"], ["show", "1"], ["forget", "--all"]):
+        with pytest.raises(SpecError) as caught:
+            run(*args, "--memory", memory)
+        words = str(caught.value)
+        assert str(memory) in words
+        assert f"its layout is version 9, this stretto reads {VERSION}" in words
+        assert "Remove the file" in words
+    assert memory.read_bytes() == before
+
+
+def test_what_is_no_memory_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("my notes, which are much longer than SQLite's header is " * 9)
+    before = path.read_bytes()
+    for args in (["list"], ["show", "1"], ["forget", "--all"]):
+        with pytest.raises(SpecError, match="file is not a database"):
+            run(*args, "--memory", path)
+    with pytest.raises(SpecError, match="unable to open database file"):
+        run("list", "--memory", tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_an_entry_that_can_not_be_read_can_be_forgotten(memory: Path) -> None:
+    with sqlite3.connect(memory) as file:
+        file.execute('UPDATE settled SET plan = \'{"kind": "plan"\' WHERE id = 1')
+    file.close()
+    with pytest.raises(SpecError, match=r"can't look plans up.*Remove the file"):
+        run("list", "--memory", memory)
+    assert run("forget", 1, "--memory", memory).stdout == "forgot 1 plan\n"
+    assert [row["number"] for row in rows(memory)] == [2]
+
+
+def test_looking_makes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = tmp_path / "no" / "plans.sqlite"
+    for args in (["list"], ["show", "1"], ["forget", "--all"]):
+        with pytest.raises(SpecError, match="there is no such file"):
+            run(*args, "--memory", missing)
+    # Where no run has settled yet, there is nothing wrong.
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert run("list").stdout == "nothing is remembered yet\n"
+    assert json.loads(run("list", "--json").stdout) == {"plans": []}
+    assert run("forget", "--all").stdout == "forgot 0 plans\n"
+    with pytest.raises(SpecError, match="no plan 1 is remembered"):
+        run("show", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_variable_says_where(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(memory))
+    assert "small" in run("list").stdout
+    monkeypatch.setenv(VARIABLE, "off")
+    with pytest.raises(SpecError, match=f"{VARIABLE} is off: give --memory FILE"):
+        run("list")
+    assert "small" in run("list", "--memory", memory).stdout
+
+
+def test_an_error_is_one_line_and_exit_code_2(
+    memory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for args in (
+        ["show", "7", "--memory", str(memory)],
+        ["show", "1", "--memory", str(memory), "-o", str(tmp_path / "no" / "p.json")],
+        ["list", "--memory", str(tmp_path / "no.sqlite")],
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(["tune", *args])
+        assert stopped.value.code == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("stretto: error: ")
+        assert err.count("\n") == 1
