@@ -1,17 +1,32 @@
 """Burst-parallel training against one process, every model on 1 to 4 ranks.
 
-    python benchmarks/burst_equality.py [--plans N] [--short]
+    .venv/bin/python benchmarks/burst_equality.py [--model M] [--ranks N] [--dtype T]
 
-20 steps of random plans with even, uneven and one-sided shares: the largest relative
-difference of loss, of gradients at every step, and of the state afterwards. Reach: 1e-5
-in float32, 1e-10 in float64. Activations are smooth: with ReLU, rounding switches units
-on and off. Batch norms over few values amplify rounding step by step, so the models
-that have them train with a small learning rate.
+20 steps of random plans with even, uneven and one-sided shares of 9 samples: the
+largest relative difference of loss, of gradients at every step, and of the state
+afterwards. Reach for losses and gradients: 1e-5 in float32, 1e-10 in float64. *grad*
+is relative to the largest value of the whole gradient; *tensor_grad*, which is more
+than was asked, to the largest of the same tensor. There tensors are left out whose
+gradient is below 1000 roundings of the whole one's largest value: it may be zero but
+for rounding, as that of a key's bias is.
+
+Three figures stand side by side. *own course*: both train on, so that each step's
+rounding goes through all later ones. *same state*: before each step the state is
+the one process's, which leaves what the executor itself does in a step. *one process*
+(the part with 1 rank makes it): the same model in one process with its samples in
+another order, which is the same sum in another order: what rounding alone makes.
+
+Each choice of model, ranks and type is a part of its own; the result holds the parts
+that were run, each with its settings. Activations are smooth: with ReLU, rounding
+switches units on and off. Batch norms over few values amplify rounding step by step,
+so the models that have them train with a small learning rate; ``--rate`` gives another.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import json
 import os
 import socket
 import subprocess
@@ -22,11 +37,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from _record import store
+from _record import RESULTS, store
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "dist"))
 import burst_ranks
+
+from stretto.burst.executor import BurstParallel
 
 RATES = {
     "vgg11": 0.01,
@@ -36,37 +54,65 @@ RATES = {
     "wide resnet": 1e-4,
 }
 SHARES = ("even", "uneven", "one")
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+REACH = {"float64": 1e-10, "float32": 1e-5}
+BATCH = 9
+ORDERS = 6
+"""Orders of the samples that the one process is compared with itself in."""
+
+KINDS = ("loss", "grad", "tensor_grad")
+KINDS = (*KINDS, *(f"same_state_{kind}" for kind in KINDS))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plans", type=int, default=3, help="random ones of each case")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=RATES, action="append")
+    parser.add_argument("--ranks", type=int, action="append", choices=(1, 2, 3, 4))
+    parser.add_argument("--dtype", choices=DTYPES, action="append")
+    parser.add_argument("--plans", type=int, default=3, help="of each kind of shares")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rate", type=float, help="learning rate, kept beside")
     parser.add_argument("--short", action="store_true", help="to see that it runs")
-    parser.add_argument("--out", default="")
+    parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.short:
         options.plans, options.steps = 1, 3
     if "RANK" in os.environ:
         run(options)
         return
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for size in (1, 2, 3, 4):
+    name = "burst_equality_short" if options.short else "burst_equality"
+    path = RESULTS / f"{name}.json"
+    parts = json.loads(path.read_text())["parts"] if path.exists() else {}
+    for size in options.ranks or (1, 2, 3, 4):
         with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "found"
+            out = Path(folder) / "found.json"
             launch(size, [*sys.argv[1:], "--out", str(out)])
-            for key, value in torch.load(out).items():
-                found.setdefault(key, {})[f"{size} ranks"] = value
+            parts |= json.loads(out.read_text())
+    parts = dict(sorted(parts.items()))
     store(
-        "burst_equality_short" if options.short else "burst_equality",
+        name,
         {
-            "what": f"largest relative difference from one process in {options.steps} "
-            f"steps, {options.plans} random plans for each of {len(SHARES)} kinds of "
-            "shares",
-            "reach": "1e-5 in float32, 1e-10 in float64",
-            "differences": found,
+            "what": "largest relative differences from one process with all samples",
+            "reach": REACH,
+            "worst": worst_of(parts),
+            "parts": parts,
         },
     )
+
+
+def worst_of(parts: dict) -> dict:
+    """Over numbers of ranks, by model, type and rate."""
+    found: dict[str, dict] = {}
+    for part in parts.values():
+        row = found.setdefault(
+            f"{part['model']}, {part['dtype']}, {part['rate']:g}", {}
+        )
+        for key in (*KINDS, "state", "one_process"):
+            if key == "one_process":
+                row |= {f"one_process_{k}": v for k, v in part.get(key, {}).items()}
+            else:
+                row[key] = max(row.get(key, 0.0), part[key])
+    return found
 
 
 def launch(size: int, arguments: list[str]) -> None:
@@ -99,34 +145,163 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     rank, size = dist.get_rank(), dist.get_world_size()
-    found = {}
-    for kind, rate in RATES.items():
-        for dtype in (torch.float64, torch.float32):
-            torch.set_default_dtype(dtype)
-            worst = {"loss": 0.0, "grad": 0.0, "state": 0.0}
-            for seed in range(options.plans * len(SHARES)):
-                case = burst_ranks.compare(
-                    kind,
-                    rank,
-                    size,
-                    seed=seed,
-                    shares=SHARES[seed % len(SHARES)],
-                    steps=options.steps,
-                    lr=rate,
-                    dtype=dtype,
-                )
-                for what, value in case.items():
-                    everyone = torch.tensor(value, dtype=torch.float64)
-                    dist.all_reduce(everyone, dist.ReduceOp.MAX)
-                    worst[what] = max(worst[what], float(everyone))
-            name = str(dtype).removeprefix("torch.")
-            found[f"{kind}, {name}"] = worst
+    parts = {}
+    for kind in options.model or RATES:
+        rate = options.rate or RATES[kind]
+        for dtype in options.dtype or DTYPES:
+            torch.set_default_dtype(DTYPES[dtype])
+            rows, state = [], 0.0
+            # One rank has one plan, and one way to share.
+            cases = options.plans * len(SHARES) if size > 1 else 1
+            for seed in range(cases):
+                shares = SHARES[seed % len(SHARES)]
+                found, after = case(kind, rate, options.steps, seed, shares)
+                rows.append(found)
+                state = max(state, after)
+            part = {
+                "model": kind,
+                "dtype": dtype,
+                "ranks": size,
+                "rate": rate,
+                "steps": options.steps,
+                "cases": cases,
+                **summary(torch.stack(rows), REACH[dtype]),
+                "state": state,
+            }
+            if size == 1:
+                part["one_process"] = one_process(kind, rate, options.steps)
+            parts[f"{kind}, {dtype}, {size} ranks, rate {rate:g}"] = part
             if rank == 0:
-                print(f"{size} ranks, {kind}, {name}: {worst}", file=sys.stderr)
+                print(json.dumps(part), file=sys.stderr, flush=True)
     if rank == 0:
-        torch.save(found, options.out)
+        Path(options.out).write_text(json.dumps(parts))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def summary(rows: torch.Tensor, reach: float) -> dict:
+    """The worst, and steps beyond reach, of rows by case, step and kind."""
+    worst = rows.amax(0)
+    found: dict = dict(zip(KINDS, worst.amax(0).tolist(), strict=True))
+    beyond = {
+        name: [step for step, value in enumerate(column) if not value <= reach]
+        for name, column in zip(KINDS, worst.T.tolist(), strict=True)
+    }
+    if any(beyond.values()):
+        found["steps_beyond_reach"] = {k: v for k, v in beyond.items() if v}
+    return found
+
+
+def case(
+    kind: str, rate: float, steps: int, seed: int, shares: str
+) -> tuple[torch.Tensor, float]:
+    """Differences by step and kind, the worst over ranks; and of the state at last."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reference = burst_ranks.make_model(kind)
+    model = copy.deepcopy(reference)
+    example, _ = burst_ranks.make_data(kind, 2, 0)
+    plan = burst_ranks.random_plan(model, example, size, seed)
+    burst = BurstParallel(model, plan, example_inputs=(example,))
+    counts = burst_ranks.shares_of(BATCH, size, shares)
+    ours, theirs = sgd(burst, rate), sgd(reference, rate)
+
+    def differences(x: torch.Tensor, y: torch.Tensor, truth: float) -> list[float]:
+        burst.zero_grad()
+        mine = burst_ranks.part(x, counts, rank), burst_ranks.part(y, counts, rank)
+        loss = nn.functional.cross_entropy(burst(mine[0]), mine[1])
+        loss.backward()
+        found = burst_ranks.global_loss(loss, counts, rank)
+        return [abs(found - truth) / truth, *worst_grads(burst.module, reference)]
+
+    rows = []
+    for step in range(steps):
+        x, y = burst_ranks.make_data(kind, BATCH, step)
+        before = state_of(reference)
+        truth = backward(reference, x, y)
+        row = differences(x, y, truth)
+        own = state_of(burst.module)
+        grads = [None if p.grad is None else p.grad.clone() for p in burst.parameters()]
+        put(burst.module, before)
+        rows.append([*row, *differences(x, y, truth)])
+        put(burst.module, own)
+        for parameter, grad in zip(burst.parameters(), grads, strict=True):
+            parameter.grad = grad
+        ours.step()
+        theirs.step()
+    found = torch.tensor(rows, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    state = burst.full_state_dict()
+    after = max(
+        burst_ranks.worst(state[name].double(), value.double())
+        for name, value in reference.state_dict().items()
+    )
+    return found, after
+
+
+def one_process(kind: str, rate: float, steps: int) -> dict:
+    """Differences of one process from itself with its samples in other orders."""
+    found = []
+    for order in range(ORDERS):
+        reference = burst_ranks.make_model(kind)
+        other, same = copy.deepcopy(reference), copy.deepcopy(reference)
+        optimizers = [sgd(model, rate) for model in (reference, other)]
+        draw = torch.Generator().manual_seed(100 + order)
+        for step in range(steps):
+            x, y = burst_ranks.make_data(kind, BATCH, step)
+            put(same, state_of(reference))
+            truth = backward(reference, x, y)
+            row = []
+            places = torch.randperm(BATCH, generator=draw)
+            for model in (other, same):
+                loss = backward(model, x[places], y[places])
+                row += [abs(loss - truth) / truth, *worst_grads(model, reference)]
+            found.append(row)
+            for optimizer in optimizers:
+                optimizer.step()
+    worst = torch.tensor(found, dtype=torch.float64).amax(0).tolist()
+    return dict(zip(KINDS, worst, strict=True))
+
+
+def worst_grads(model: nn.Module, reference: nn.Module) -> tuple[float, float]:
+    """Relative to the largest of all, and to the largest of each tensor."""
+    pairs = [
+        (p.grad, q.grad)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+        if q.grad is not None
+    ]
+    scales = [float(q.abs().max()) for _, q in pairs]
+    least = 1000 * torch.finfo(pairs[0][1].dtype).eps * max(scales)
+    off = [
+        (float((p - q).abs().max()), scale)
+        for (p, q), scale in zip(pairs, scales, strict=True)
+        if p is not None  # other ranks run its layer
+    ]
+    each = [difference / scale for difference, scale in off if scale > least]
+    return max((d for d, _ in off), default=0.0) / max(scales), max(each, default=0.0)
+
+
+def sgd(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+
+
+def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+    model.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    return float(loss.detach())
+
+
+def state_of(model: nn.Module) -> list[torch.Tensor]:
+    everything = [*model.parameters(), *model.buffers()]
+    return [tensor.detach().clone() for tensor in everything]
+
+
+def put(model: nn.Module, state: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, value in zip(
+            [*model.parameters(), *model.buffers()], state, strict=True
+        ):
+            tensor.copy_(value)
 
 
 if __name__ == "__main__":
