@@ -30,7 +30,12 @@ from stretto.tune.guide import Guide
 
 TorchDDP = nn.parallel.DistributedDataParallel
 BLIND = TuneOptions(
-    model=False, techniques=ENSEMBLE, lost_ratio=1e6, watch=False, memory=False
+    model=False,
+    techniques=ENSEMBLE,
+    lost_ratio=1e6,
+    patience=None,
+    watch=False,
+    memory=False,
 )
 
 
@@ -85,31 +90,44 @@ class Job:
         return settled[0]
 
 
+def block(step_s: float) -> int:
+    """Steps in a row that are timed: more of short ones."""
+    return max(3, min(12, math.ceil(0.3 / step_s)))
+
+
 def grid(job: Job, guide: Guide, seed: int) -> tuple[list[dict], Any, float]:
-    """All points once, the best few and the planner's plan again; the best of all."""
+    """All points, the best few again in turns; the best of all.
+
+    A point whose first counted step is 1.5 times the best is not run for longer.
+    """
     trainee = job.planned(guide.plan_of(guide.space.points[0]))
     points = list(guide.space.points)
     random.Random(seed).shuffle(points)
     rows = []
+    best_s = math.inf
     for point in points:
         plan = guide.plan_of(point)
         trainee.model.apply_plan(plan)
-        step_s = statistics.median(timed(trainee, 4)[1:])
+        times_s = timed(trainee, 2)[1:]
+        if times_s[0] < 1.5 * best_s:
+            times_s += timed(trainee, block(times_s[0]) - 1)
+        step_s = statistics.median(times_s)
+        best_s = min(best_s, step_s)
         rows.append(
             {
                 "point": guide.space.describe(point),
                 "step_s": step_s,
                 "predicted_s": guide.plan_s(plan),
+                "key": list(point),
             }
         )
-        rows[-1]["key"] = list(point)
     rows.sort(key=lambda row: row["step_s"])
     finalists = [guide.plan_of(tuple(row["key"])) for row in rows[:5]]
     times: list[list[float]] = [[] for _ in finalists]
-    for _ in range(2):
+    for _ in range(3):
         for i, plan in enumerate(finalists):
             trainee.model.apply_plan(plan)
-            times[i] += timed(trainee, 4)[1:]
+            times[i] += timed(trainee, 1 + block(best_s))[1:]
     medians = [statistics.median(t) for t in times]
     best = min(range(len(medians)), key=medians.__getitem__)
     return rows, finalists[best], medians[best]
@@ -148,9 +166,10 @@ def final(plans: dict[str, Trainee], rounds: int) -> dict[str, dict]:
     """Step times of all, taken in turns."""
     times: dict[str, list[float]] = {name: [] for name in plans}
     names = list(plans)
+    steps = block(min(timed(trainee, 3)[2] for trainee in plans.values()))
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            times[name] += timed(plans[name], 4)[1:]
+            times[name] += timed(plans[name], 1 + steps)[1:]
     return {
         name: {
             "median_s": statistics.median(values),
@@ -277,6 +296,7 @@ def main() -> None:
                 model=False,
                 techniques=(name,),
                 lost_ratio=1e6,
+                patience=None,
                 watch=False,
                 memory=False,
             )
@@ -326,6 +346,7 @@ def main() -> None:
             if not settled.bound_s
             else settled.bound_s / times[name]["median_s"],
             "ended": [e["why"] for e in run["events"] if e["what"] == "settled"][-1],
+            "steps_s": [round(s, 4) for s in run["steps_s"]],
             "events": run["events"],
         }
     if dist.get_rank() == 0:

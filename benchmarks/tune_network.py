@@ -34,7 +34,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "convnet_compute": (
         ["--hosts", "4", "--link", "10gbit"],
-        ["--width", "24", "--batch", "64"],
+        ["--width", "24", "--batch", "192"],
     ),
     "transformer_capped": (
         ["--hosts", "4", "--link", "1gbit", "--flow", "300mbit"],

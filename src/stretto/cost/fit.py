@@ -81,7 +81,6 @@ def fit_cluster(
     reached = (1 - _SAME) * widest * flow > link
     if not reached:
         link = widest * flow
-    link = max(link, flow)
     capped = flow < (1 - _SAME) * link
     if not capped:
         flow = link = max(flow, link)
@@ -283,6 +282,8 @@ def _fit_rates(
         if best is None or fit.cost < best.cost:
             best = fit
     startup_s, flow, link = (float(v) for v in np.exp(best.x[:3]))
+    # No sample tells a flow that could go faster than the link from one that fills it.
+    flow = min(flow, link)
     names = ("startup", "flow", "link")
     errors = standard_errors(best.jac[:, :3], best.fun)
     # Logarithms are fitted, so that errors are relative.

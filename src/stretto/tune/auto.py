@@ -66,8 +66,11 @@ AGREES_RATIO = 0.10
 ALIKE_DISTANCE = 0.25
 """Jobs further apart share no experience."""
 
-DDP_WITHIN_RATIO = 1.3
-"""DDP's rule is tried too where it is predicted within this of the plan."""
+DDP_FIRST_RATIO = 1.1
+"""DDP's rule comes first where it is predicted within this of the plan ..."""
+
+DDP_WITHIN_RATIO = 1.5
+"""... and is tried at all within this."""
 
 
 @final
@@ -297,11 +300,14 @@ class AutoPlan:
     def _starts(self, settled: Settled, guide: Guide) -> list[tuple[str, Plan]]:
         if not self._options.model:
             return [("ddp", settled.ddp)]
-        starts = [
-            ("planner" if settled.applied else "ddp", settled.carried_out),
-        ]
+        starts = [("planner", settled.plan)]
         ours, theirs = predicted_s(settled.plan), predicted_s(settled.ddp)
-        if settled.applied and theirs < DDP_WITHIN_RATIO * ours:
+        if settled.plan.digest == settled.ddp.digest:
+            starts = [("ddp", settled.ddp)]
+        elif theirs < DDP_FIRST_RATIO * ours:
+            # So near a tie the plan has to show that it is better.
+            starts.insert(0, ("ddp", settled.ddp))
+        elif theirs < DDP_WITHIN_RATIO * ours:
             starts.append(("ddp", settled.ddp))
         near = self._from_the_nearest(settled, guide)
         if near is not None:
@@ -343,15 +349,10 @@ class AutoPlan:
             search = trials.search
             best = search.incumbent
             if best is not None and math.isfinite(best.step_s):
-                ddp_s = [
-                    t.step_s
-                    for t in search.trials
-                    if t.plan.digest == seen.ddp.digest and math.isfinite(t.step_s)
-                ]
                 outcome = (
                     codec.encode(best.plan),
                     best.step_s,
-                    min(ddp_s) if ddp_s else None,
+                    search.step_s_of(seen.ddp.digest),
                     search.bound_s or None,
                     search.ended,
                     {"lost_s": search.lost_s, "trials": len(search.trials)},

@@ -53,6 +53,7 @@ class Guide:
         sent = workload if wire_dtype is None else narrowed(workload, wire_dtype)
         self.space = Space(sent, max_lanes=max_lanes)
         self._model = self._prepared()
+        self._first_bound_s = self._bound_s()
 
     def plan_of(self, point: Point) -> Plan:
         """The plan a point of the space means, predicted as the model is now."""
@@ -76,12 +77,19 @@ class Guide:
 
     @property
     def bound_s(self) -> float:
-        """What no plan's step can be shorter than, less what the model may be wrong."""
+        """What no plan's step can be shorter than, less what the model may be wrong.
+
+        A model that was corrected to explain one plan has a bound near that plan's
+        time, whatever else is possible: the bound never rises above the first.
+        """
+        bound_s = min(self._first_bound_s, self._bound_s())
+        return bound_s / (1 + min(DOUBT_RATIO, max(self._errors, default=0.0)))
+
+    def _bound_s(self) -> float:
         workload = self.workload
         if self._wire_dtype is not None:
             workload = narrowed(workload, self._wire_dtype)
-        bound = lower_bound(workload, self.cluster).value_s
-        return bound / (1 + min(DOUBT_RATIO, max(self._errors, default=0.0)))
+        return lower_bound(workload, self.cluster).value_s
 
     def floor_s(self, plan: Plan) -> float:
         """What a plan's step takes at least, given how wrong predictions have been."""

@@ -25,21 +25,23 @@ MAX_SPREAD_RATIO = 0.35
 """A backward whose quartiles lie further apart, as a share of its median, is profiled
 again over twice as many steps."""
 
-PROBE_STEPS = 10
-"""The network is probed for at most the time of so many steps."""
+PROBE_STEPS = 2
+"""The network is probed for at most the time of so many steps. More made no better
+plans: what a short probe gets wrong, trials correct."""
 
 MOST_PROBE_S = 20.0
 
-LEAST_PROBE_S = 0.6
+LEAST_PROBE_S = 0.2
 """Less says nothing; a training of such short steps is over soon or has many."""
 
 PROBE_AGAIN = 3
-"""A probe that fits no network is made once more, so many times as long."""
+"""A probe that fits no network, or for which the time did not suffice, is made once
+more, so many times as long, then once more."""
 
 CONTENTION_FROM_S = 3.0
 """From this budget on, computation beside communication is measured as well."""
 
-PROBE_SIZES_BYTES = (2**14, 2**17, 2**20, 2**22)
+PROBE_SIZES_BYTES = (2**14, 2**16, 2**18, 2**20, 2**22)
 PROBE_LANES = (1, 2, 4, 8)
 
 
@@ -67,7 +69,7 @@ class Look:
 
     Steps 1 and 2 warm up, 3 to 8 are profiled with communication put off until
     backward has ended; every step trains. Where these were unsteady, 16 more are
-    profiled. Then the network is probed, for at most the time of 10 steps.
+    profiled. Then the network is probed, for about the time of 2 steps.
     """
 
     def __init__(
@@ -143,16 +145,20 @@ class Look:
         hosts = count_hosts(group)
         begin_s = perf_counter()
         decided: Any = None
-        for times in (1, PROBE_AGAIN):
+        for times in (1, PROBE_AGAIN, PROBE_AGAIN**2):
             # What a short probe finds contradictory a longer one mostly settles.
-            samples = probe_network(
-                group=group,
-                lane_group=self._model.lane,
-                sizes_bytes=PROBE_SIZES_BYTES,
-                lanes=PROBE_LANES,
-                budget_s=times * budget_s,
-                contention=times * budget_s >= CONTENTION_FROM_S,
-            )
+            try:
+                samples = probe_network(
+                    group=group,
+                    lane_group=self._model.lane,
+                    sizes_bytes=PROBE_SIZES_BYTES,
+                    lanes=PROBE_LANES,
+                    budget_s=times * budget_s,
+                    contention=times * budget_s >= CONTENTION_FROM_S,
+                )
+            except SpecError as exc:  # on all ranks alike: the budget is too short
+                decided = exc
+                continue
             if self._board.rank == 0:
                 decided = self._plan_on_rank_0(workload, samples, hosts)
             decided = self._board.shared(decided)

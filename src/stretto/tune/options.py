@@ -42,6 +42,10 @@ class TuneOptions:
     """Whether the network is probed and the planner's plan comes first; without, the
     search starts from DDP's rule and the techniques know nothing."""
 
+    patience: int | None = 8
+    """Trials in a row that bring nothing before the search ends; ``None``: any number,
+    which a search without the model needs."""
+
     window: int = WINDOW
     """Uses of techniques that the bandit remembers."""
 
@@ -65,6 +69,10 @@ class TuneOptions:
             raise SpecError(
                 f"lost_ratio must be >= 0, got {self.lost_ratio}", place=".lost_ratio"
             )
+        if self.patience is not None and self.patience < 1:
+            raise SpecError(
+                f"patience must be >= 1, got {self.patience}", place=".patience"
+            )
         for i, name in enumerate(self.techniques):
             if name not in TECHNIQUES or name in self.techniques[:i]:
                 raise SpecError(
@@ -81,4 +89,8 @@ class TuneOptions:
     @property
     def limits(self) -> Limits:
         """The search's limits."""
-        return Limits(steps=max(1, self.steps), lost_ratio=self.lost_ratio)
+        return Limits(
+            steps=max(1, self.steps),
+            lost_ratio=self.lost_ratio,
+            patience=self.patience,
+        )

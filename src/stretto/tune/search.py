@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, final
 from stretto.errors import SpecError
 from stretto.schema import Plan
 from stretto.tune.bandit import Bandit
+from stretto.tune.finals import FINAL_RATIO, MOST_FINALISTS, STEPS, Finals
 from stretto.tune.space import Point
 from stretto.tune.techniques.base import LEAST_STEPS, Proposal
 
@@ -24,9 +25,18 @@ if TYPE_CHECKING:
 START = "start"
 """What a trial of a plan that was there before the search names as its technique."""
 
+FINAL = "final"
+"""What a turn of the last comparison names as its technique."""
+
+TRIAL_S = 0.25
+"""A trial lasts at least so long, for short steps differ more from each other ..."""
+
+MOST_TRIAL_STEPS = 8
+"""... but not longer than so many steps for that."""
+
 _SURE = 4.5
 """Spreads (median absolute deviations over the root of the number of steps) between
-two medians that count as a difference: about three standard errors."""
+two medians that count as a difference: nearly two standard errors of it."""
 
 _HOPELESS_RATIO = 1.15
 """A trial ends after its first counted steps when each is slower than this times the
@@ -43,11 +53,14 @@ class Limits:
     """What a search may cost."""
 
     steps: int = 100
-    """Steps in which plans may be tried."""
+    """Steps in which plans may be tried; the last of them compare the best few."""
 
     lost_ratio: float = 0.05
     """Time that trials may lose against the incumbent, as a share of ``steps`` times
     the incumbent's step: the bound on what a search costs."""
+
+    patience: int | None = None
+    """Trials in a row that bring nothing before techniques are asked no more."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -55,6 +68,10 @@ class Limits:
         if not (math.isfinite(self.lost_ratio) and self.lost_ratio >= 0):
             raise SpecError(
                 f"lost_ratio must be >= 0, got {self.lost_ratio}", place=".lost_ratio"
+            )
+        if self.patience is not None and self.patience < 1:
+            raise SpecError(
+                f"patience must be >= 1, got {self.patience}", place=".patience"
             )
 
 
@@ -106,6 +123,7 @@ class Search:
     `next_trial` names what to try; every counted step of it goes to `step`, which says
     whether the trial is over. The incumbent is the best plan so far: it is replaced
     only by one whose median of at least three steps is faster by more than the noise.
+    At the end the plans that noise left apart are compared once more, in turns.
     """
 
     def __init__(
@@ -122,8 +140,8 @@ class Search:
         """A search.
 
         Args:
-            starts: Plans that are tried first, by name; the first is the incumbent
-                until another wins.
+            starts: Plans that are tried first, by name, whatever the bound says; the
+                first is the incumbent until another wins.
             arms: Techniques by name.
             plan_of: The plan a point of the space means.
             floor_s: What a plan's step takes at least; one above the incumbent is
@@ -138,6 +156,7 @@ class Search:
         if not starts:
             raise SpecError("a search needs at least one plan to start from")
         self._starts = list(starts)
+        self._must = len(self._starts)
         self._arms = dict(arms)
         self._bandit = bandit or (Bandit(tuple(self._arms)) if self._arms else None)
         self._plan_of = plan_of
@@ -155,6 +174,8 @@ class Search:
         """Steps spent, those of changes included."""
         self.ended: str | None = None
         """Why the search is over; ``None``: it is not."""
+        self._finals: Finals | None = None
+        self._why: str | None = None
 
     @property
     def lost_s(self) -> float:
@@ -200,15 +221,29 @@ class Search:
         """What to try next; ``None``: the search is over and `ended` says why."""
         if self.ended is not None:
             return None
+        if self._finals is None:
+            trial = self._next_trial()
+            if trial is not None:
+                return trial
+            self._finals = Finals(self._finalists())
+        turn = self._finals.next() if self.steps_used < self._limits.steps else None
+        if turn is None:
+            self._crown(self._finals)
+            self.ended = self._why
+            return None
+        return self._open(FINAL, turn.key, turn.plan, STEPS)
+
+    def _next_trial(self) -> Trial | None:
+        """The next trial before the last comparison; ``None``: it is time for that."""
         if self.trials:
-            self.ended = self._why_end()
-            if self.ended is not None:
+            self._why = self._why_end()
+            if self._why is not None:
                 return None
         if self._starts:
             return self._open(START, *self._starts.pop(0), LEAST_STEPS)
         trial = self._propose()
         if trial is None:
-            self.ended = "every technique is out of proposals"
+            self._why = "every technique is out of proposals"
         return trial
 
     def step(self, step_s: float, *, counts: bool = True) -> bool:
@@ -221,12 +256,16 @@ class Search:
         if not counts:
             return False
         trial.steps_s.append(step_s)
-        if len(trial.steps_s) >= trial.wanted_steps:
+        steps = len(trial.steps_s)
+        if steps >= trial.wanted_steps and (
+            sum(trial.steps_s) >= TRIAL_S or steps >= MOST_TRIAL_STEPS
+        ):
             self._close(trial)
             return True
         best = self.incumbent
         if (
             best is not None
+            and trial.technique != FINAL
             and len(trial.steps_s) >= _HOPELESS_STEPS
             and min(trial.steps_s) > _HOPELESS_RATIO * best.step_s + _noise_s(best)
         ):
@@ -246,14 +285,28 @@ class Search:
     def _why_end(self) -> str | None:
         best = self.incumbent
         if best is None or math.isinf(best.step_s):
-            return "no plan could be run"
-        if self.steps_used >= self._limits.steps:
+            return None if self._starts else "no plan could be run"
+        if self.steps_used >= self._limits.steps - self._reserved:
             return f"{self.steps_used} steps were used"
+        if len(self.trials) < self._must:
+            return None
+        if self._limits.patience is not None and self._fruitless():
+            return f"{self._limits.patience} trials in a row were no better"
         if best.step_s - self.bound_s <= _noise_s(best):
             return "the incumbent is as fast as the bound, within the noise"
         if self.lost_s >= self.most_lost_s:
             return "trials have lost as much time as they may"
         return None
+
+    def _fruitless(self) -> bool:
+        """Whether the last trials, as many as patience allows, brought nothing."""
+        last = self.trials[self._must :][-(self._limits.patience or 0) :]
+        return len(last) == self._limits.patience and not any(t.won for t in last)
+
+    @property
+    def _reserved(self) -> int:
+        """Steps kept for the last comparison: two turns of two plans, at most half."""
+        return min(4 * (STEPS + 1), self._limits.steps // 2)
 
     def _propose(self) -> Trial | None:
         """The next proposal that is worth trying, by whoever the bandit chooses."""
@@ -301,6 +354,12 @@ class Search:
         return trial
 
     def _close(self, trial: Trial) -> None:
+        if trial.technique == FINAL:
+            assert self._finals is not None  # noqa: S101 - it opened the trial
+            self._finals.add(
+                trial.plan.digest, trial.steps_s, failed=trial.failed is not None
+            )
+            return
         self._by_key[trial.key] = trial
         self._digests[trial.plan.digest] = trial
         best = self.incumbent
@@ -322,6 +381,48 @@ class Search:
         if self._bandit is not None:
             self._bandit.tell(trial.technique, improved=trial.won)
         self._tell(trial.technique, proposal, trial.step_s)
+
+    # The last comparison.
+
+    def _finalists(self) -> list[Trial]:
+        """The incumbent and what may be as fast."""
+        best = self.incumbent
+        if best is None or math.isinf(best.step_s):
+            return []
+        near = [
+            trial
+            for trial in self._digests.values()
+            if trial.plan.digest != best.plan.digest
+            and not trial.ended_early
+            and trial.step_s <= (1 + FINAL_RATIO) * best.step_s
+        ]
+        near.sort(key=lambda trial: trial.step_s)
+        return [best, *near[: MOST_FINALISTS - 1]]
+
+    def _crown(self, finals: Finals) -> None:
+        """Makes the winner the incumbent, with the steps of its turns."""
+        if not finals.finalists:
+            return
+        best = finals.best
+        steps_s = finals.times_s(best.plan.digest)
+        if steps_s is None:
+            return
+        self.incumbent = Trial(
+            technique=best.technique,
+            key=best.key,
+            plan=best.plan,
+            wanted_steps=len(steps_s),
+            steps_s=steps_s,
+            won=True,
+        )
+
+    def step_s_of(self, digest: str) -> float | None:
+        """A plan's median step, from the last comparison where it took part."""
+        steps_s = None if self._finals is None else self._finals.times_s(digest)
+        if steps_s is not None:
+            return statistics.median(steps_s)
+        trial = self._digests.get(digest)
+        return None if trial is None or math.isinf(trial.step_s) else trial.step_s
 
     def _tell(self, name: str, proposal: Proposal, step_s: float) -> None:
         for other, technique in self._arms.items():

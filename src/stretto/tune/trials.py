@@ -13,7 +13,7 @@ from stretto.planners.base import predicted_s
 from stretto.runtime import Recorder
 from stretto.schema import Plan, codec
 from stretto.tune.bandit import Bandit
-from stretto.tune.search import START, Search, Trial
+from stretto.tune.search import FINAL, START, Search, Trial
 from stretto.tune.techniques import (
     AbstractTechnique,
     BayesTechnique,
@@ -213,7 +213,7 @@ class Trials:
         won = "is the best so far" if trial.won else "is no better"
         why = f"{format_s(trial.step_s)} against {format_s(predicted)} predicted: {won}"
         self._tell("tried", why, predicted_s=predicted, **told)
-        if not self._options.model or trial.ended_early:
+        if not self._options.model or trial.ended_early or trial.technique == FINAL:
             return
         before = dict(guide.factors)
         error = guide.learn(trial.plan, trial.step_s, timeline)

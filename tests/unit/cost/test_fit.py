@@ -316,3 +316,33 @@ def test_small_messages_that_follow_a_line_of_their_own_are_told():
     assert found["mean_error"] < 0.01
     assert [s["from_bytes"] for s in found["segments"]] == [0, 2**15]
     assert found["segments"][1]["startup_s"] == pytest.approx(8e-4, rel=1e-6)
+
+
+def test_a_flow_faster_than_the_link_is_not_taken_for_the_link():
+    """Times on 100 Mbit/s: what one flow could do beyond that, no sample says."""
+    measured_ms = {
+        (16384, 1): 6.0,
+        (131072, 1): 12.2,
+        (1048576, 1): 124.4,
+        (16384, 2): 5.0,
+        (131072, 2): 30.7,
+        (16384, 4): 9.0,
+        (131072, 4): 65.8,
+        (1048576, 4): 504.5,
+        (16384, 8): 18.4,
+    }
+    samples = [
+        CollectiveSample(
+            size_bytes=size,
+            lanes=lanes,
+            ranks=4,
+            duration_s=ms / 1000,
+            spread_s=0.0,
+            repetitions=4,
+        )
+        for (size, lanes), ms in measured_ms.items()
+    ]
+    cluster = fit_cluster(samples, name="slow", hosts=4)
+    assert cluster.bottleneck.bandwidth_bytes_per_s == pytest.approx(12.5e6, rel=0.03)
+    assert cluster.bottleneck.stream_bytes_per_s is None
+    assert all_reduce_s(4 * 2**20, cluster) == pytest.approx(0.503, rel=0.05)
