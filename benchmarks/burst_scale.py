@@ -5,23 +5,29 @@
 VGG-11 as DeepPool's section 2 has it: 256 samples on one GPU, profile by roofline on an
 A100, its published network and three slower ones. The curve of samples to the target is
 the critical-batch form (McCandlish et al., 2018); its critical batch is an assumption,
-so it is varied. Stores results/burst_scale.json with machine and versions.
+so it is varied. Stores results/burst_scale.json with machine and versions, and some of
+the curves as results/burst_scale.svg.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 
-from _record import spread, store
+from _record import RESULTS, spread, store
 from stretto._api import burst
 from stretto.report.burst import save_scaling
+from stretto.report.curves import Chart, charts_svg
 from stretto.schema.efficiency import SampleEfficiency
 from stretto.zoo import layer_profile
 
 CRITICAL = (1024, 8192)
 GBIT_PER_S = (10, 100, 1000, None)
 """``None``: the published constants."""
+
+DRAWN = ((1024, 10), (1024, 100), (8192, None))
+"""Critical batch and network of the curves that are drawn."""
 
 
 def speedups(rows):
@@ -36,6 +42,43 @@ def speedups(rows):
     }
 
 
+def chart_of(title, rows):
+    ways = {name: [row.ways[name] for row in rows] for name in rows[0].ways}
+    columns = {
+        name: [math.nan if way is None else way.speedup for way in column]
+        for name, column in ways.items()
+    }
+    return Chart(
+        title=title,
+        axis="GPUs",
+        unit="x",
+        x=[row.gpus for row in rows],
+        columns=columns,
+        ends={name: f"{column[-1]:.1f}x" for name, column in columns.items()},
+        wide=True,
+    )
+
+
+def page_of(path, profile, curve, rows, network):
+    shown = [
+        {
+            "gpus": row.gpus,
+            "ways": {
+                name: None
+                if way is None
+                else {
+                    "batch": way.batch,
+                    "iteration_s": way.iteration_s,
+                    "speedup": way.speedup,
+                }
+                for name, way in row.ways.items()
+            },
+        }
+        for row in rows
+    ]
+    save_scaling(path, profile=profile, curve=curve, rows=shown, network=network)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--most", type=int, default=4096)
@@ -44,7 +87,7 @@ def main():
     given = parser.parse_args()
     profile = layer_profile("vgg11", samples=tuple(2**i for i in range(9)))
     gpus = [2**i for i in range(given.most.bit_length()) if 2**i <= given.most]
-    found, times = {}, []
+    found, times, drawn = {}, [], {}
     for critical in CRITICAL:
         curve = SampleEfficiency(name=f"critical {critical}", critical_batch=critical)
         for gbit in GBIT_PER_S:
@@ -55,32 +98,15 @@ def main():
                     profile, curve, batch=256, gpus=gpus, bandwidth_bytes_per_s=rate
                 )
                 times.append(time.perf_counter() - begin_s)
-            network = "published" if gbit is None else f"{gbit} Gbit/s"
+            network = "published network" if gbit is None else f"{gbit} Gbit/s"
             found[f"{curve.name}, {network}"] = speedups(rows)
+            if (critical, gbit) in DRAWN:
+                title = f"Speed-up to the target, {network}, critical batch {critical}"
+                drawn[critical, gbit] = chart_of(title, rows)
             if given.page and gbit is None and critical == CRITICAL[-1]:
-                shown = [
-                    {
-                        "gpus": row.gpus,
-                        "ways": {
-                            name: None
-                            if way is None
-                            else {
-                                "batch": way.batch,
-                                "iteration_s": way.iteration_s,
-                                "speedup": way.speedup,
-                            }
-                            for name, way in row.ways.items()
-                        },
-                    }
-                    for row in rows
-                ]
-                save_scaling(
-                    given.page,
-                    profile=profile,
-                    curve=curve,
-                    rows=shown,
-                    network="DeepPool's constants",
-                )
+                page_of(given.page, profile, curve, rows, "DeepPool's constants")
+    picture = charts_svg([drawn[each] for each in DRAWN], "VGG-11 on more GPUs")
+    (RESULTS / "burst_scale.svg").write_text(picture + "\n")
     store("burst_scale", {"seconds": spread(times), "scaling": found})
 
 
