@@ -28,14 +28,14 @@ FOUR = [
     ("vgg16", "even", {"steps": 3, "bucket_bytes": 256, "lanes": 2}),
     ("vgg11", "one", {"steps": 2, "batch": 3}),
     ("transformer", "uneven", {"steps": 20}),
-    ("inception", "uneven", {"steps": 2, "lr": 1e-4}),
-    ("wide resnet", "even", {"steps": 3, "lr": 1e-4}),
+    ("inception", "uneven", {"steps": 20, "lr": 1e-4}),
+    ("wide resnet", "even", {"steps": 20, "lr": 1e-4}),
 ]
 TWO = [
     ("vgg16", "uneven", {"steps": 20}),
     ("transformer", "one", {"steps": 3}),
-    ("inception", "even", {"steps": 6, "lr": 1e-4}),
-    ("wide resnet", "uneven", {"steps": 6, "lr": 1e-4}),
+    ("inception", "even", {"steps": 20, "lr": 1e-4}),
+    ("wide resnet", "uneven", {"steps": 20, "lr": 1e-4}),
 ]
 
 
