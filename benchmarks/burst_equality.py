@@ -14,7 +14,8 @@ Three figures stand side by side. *own course*: both train on, so that each step
 rounding goes through all later ones. *same state*: before each step the state is
 the one process's, which leaves what the executor itself does in a step. *one process*
 (the part with 1 rank makes it): the same model in one process with its samples in
-another order, which is the same sum in another order: what rounding alone makes.
+another order, which is the same sum in another order: what rounding alone makes; and,
+in float32, how far the one process is from float64 in a step from the same state.
 
 Each choice of model, ranks and type is a part of its own; the result holds the parts
 that were run, each with its settings. Activations are smooth: with ReLU, rounding
@@ -57,7 +58,7 @@ SHARES = ("even", "uneven", "one")
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 REACH = {"float64": 1e-10, "float32": 1e-5}
 BATCH = 9
-ORDERS = 6
+ORDERS = 9
 """Orders of the samples that the one process is compared with itself in."""
 
 KINDS = ("loss", "grad", "tensor_grad")
@@ -259,7 +260,28 @@ def one_process(kind: str, rate: float, steps: int) -> dict:
             for optimizer in optimizers:
                 optimizer.step()
     worst = torch.tensor(found, dtype=torch.float64).amax(0).tolist()
-    return dict(zip(KINDS, worst, strict=True))
+    named = dict(zip(KINDS, worst, strict=True))
+    if torch.get_default_dtype() == torch.float32:
+        named |= from_float64(kind, rate, steps)
+    return named
+
+
+def from_float64(kind: str, rate: float, steps: int) -> dict:
+    """Differences of one process in float32 from a step in float64, the state alike."""
+    model = burst_ranks.make_model(kind)
+    exact = copy.deepcopy(model).double()
+    optimizer = sgd(model, rate)
+    found = []
+    for step in range(steps):
+        x, y = burst_ranks.make_data(kind, BATCH, step)
+        put(exact, state_of(model))
+        loss = backward(model, x, y)
+        truth = backward(exact, x if kind == "transformer" else x.double(), y)
+        found.append([abs(loss - truth) / truth, *worst_grads(exact, model)])
+        optimizer.step()
+    worst = torch.tensor(found, dtype=torch.float64).amax(0).tolist()
+    names = (f"{name}_from_float64" for name in KINDS)
+    return dict(zip(names, worst, strict=False))
 
 
 def worst_grads(model: nn.Module, reference: nn.Module) -> tuple[float, float]:
