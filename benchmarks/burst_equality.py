@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/burst_equality.py [--model M] [--ranks N] [--dtype T]
 
-20 steps of random plans with even, uneven and one-sided shares of 9 samples: the
+20 steps of random plans with even, uneven and one-sided shares of the samples: the
 largest relative difference of loss, of gradients at every step, and of the state
 afterwards. Reach for losses and gradients: 1e-5 in float32, 1e-10 in float64. *grad*
 is relative to the largest value of the whole gradient; *tensor_grad*, which is more
@@ -20,7 +20,8 @@ in float32, how far the one process is from float64 in a step from the same stat
 Each choice of model, ranks and type is a part of its own; the result holds the parts
 that were run, each with its settings. Activations are smooth: with ReLU, rounding
 switches units on and off. Batch norms over few values amplify rounding step by step,
-so the models that have them train with a small learning rate; ``--rate`` gives another.
+so the models that have them train with a small learning rate; ``--rate`` and
+``--batch`` give others.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=3, help="of each kind of shares")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rate", type=float, help="learning rate, kept beside")
+    parser.add_argument("--batch", type=int, default=BATCH, help="kept beside too")
     parser.add_argument("--short", action="store_true", help="to see that it runs")
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -156,7 +158,7 @@ def run(options: argparse.Namespace) -> None:
             cases = options.plans * len(SHARES) if size > 1 else 1
             for seed in range(cases):
                 shares = SHARES[seed % len(SHARES)]
-                found, after = case(kind, rate, options.steps, seed, shares)
+                found, after = case(kind, rate, options, seed, shares)
                 rows.append(found)
                 state = max(state, after)
             part = {
@@ -164,14 +166,16 @@ def run(options: argparse.Namespace) -> None:
                 "dtype": dtype,
                 "ranks": size,
                 "rate": rate,
+                "batch": options.batch,
                 "steps": options.steps,
                 "cases": cases,
                 **summary(torch.stack(rows), REACH[dtype]),
                 "state": state,
             }
             if size == 1:
-                part["one_process"] = one_process(kind, rate, options.steps)
-            parts[f"{kind}, {dtype}, {size} ranks, rate {rate:g}"] = part
+                part["one_process"] = one_process(kind, rate, options)
+            settings = f"rate {rate:g}, batch {options.batch}"
+            parts[f"{kind}, {dtype}, {size} ranks, {settings}"] = part
             if rank == 0:
                 print(json.dumps(part), file=sys.stderr, flush=True)
     if rank == 0:
@@ -194,7 +198,7 @@ def summary(rows: torch.Tensor, reach: float) -> dict:
 
 
 def case(
-    kind: str, rate: float, steps: int, seed: int, shares: str
+    kind: str, rate: float, options: argparse.Namespace, seed: int, shares: str
 ) -> tuple[torch.Tensor, float]:
     """Differences by step and kind, the worst over ranks; and of the state at last."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -203,7 +207,7 @@ def case(
     example, _ = burst_ranks.make_data(kind, 2, 0)
     plan = burst_ranks.random_plan(model, example, size, seed)
     burst = BurstParallel(model, plan, example_inputs=(example,))
-    counts = burst_ranks.shares_of(BATCH, size, shares)
+    counts = burst_ranks.shares_of(options.batch, size, shares)
     ours, theirs = sgd(burst, rate), sgd(reference, rate)
 
     def differences(x: torch.Tensor, y: torch.Tensor, truth: float) -> list[float]:
@@ -215,8 +219,8 @@ def case(
         return [abs(found - truth) / truth, *worst_grads(burst.module, reference)]
 
     rows = []
-    for step in range(steps):
-        x, y = burst_ranks.make_data(kind, BATCH, step)
+    for step in range(options.steps):
+        x, y = burst_ranks.make_data(kind, options.batch, step)
         before = state_of(reference)
         truth = backward(reference, x, y)
         row = differences(x, y, truth)
@@ -239,7 +243,7 @@ def case(
     return found, after
 
 
-def one_process(kind: str, rate: float, steps: int) -> dict:
+def one_process(kind: str, rate: float, options: argparse.Namespace) -> dict:
     """Differences of one process from itself with its samples in other orders."""
     found = []
     for order in range(ORDERS):
@@ -247,12 +251,12 @@ def one_process(kind: str, rate: float, steps: int) -> dict:
         other, same = copy.deepcopy(reference), copy.deepcopy(reference)
         optimizers = [sgd(model, rate) for model in (reference, other)]
         draw = torch.Generator().manual_seed(100 + order)
-        for step in range(steps):
-            x, y = burst_ranks.make_data(kind, BATCH, step)
+        for step in range(options.steps):
+            x, y = burst_ranks.make_data(kind, options.batch, step)
             put(same, state_of(reference))
             truth = backward(reference, x, y)
             row = []
-            places = torch.randperm(BATCH, generator=draw)
+            places = torch.randperm(options.batch, generator=draw)
             for model in (other, same):
                 loss = backward(model, x[places], y[places])
                 row += [abs(loss - truth) / truth, *worst_grads(model, reference)]
@@ -262,18 +266,18 @@ def one_process(kind: str, rate: float, steps: int) -> dict:
     worst = torch.tensor(found, dtype=torch.float64).amax(0).tolist()
     named = dict(zip(KINDS, worst, strict=True))
     if torch.get_default_dtype() == torch.float32:
-        named |= from_float64(kind, rate, steps)
+        named |= from_float64(kind, rate, options)
     return named
 
 
-def from_float64(kind: str, rate: float, steps: int) -> dict:
+def from_float64(kind: str, rate: float, options: argparse.Namespace) -> dict:
     """Differences of one process in float32 from a step in float64, the state alike."""
     model = burst_ranks.make_model(kind)
     exact = copy.deepcopy(model).double()
     optimizer = sgd(model, rate)
     found = []
-    for step in range(steps):
-        x, y = burst_ranks.make_data(kind, BATCH, step)
+    for step in range(options.steps):
+        x, y = burst_ranks.make_data(kind, options.batch, step)
         put(exact, state_of(model))
         loss = backward(model, x, y)
         truth = backward(exact, x if kind == "transformer" else x.double(), y)
