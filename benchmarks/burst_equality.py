@@ -17,11 +17,10 @@ the one process's, which leaves what the executor itself does in a step. *one pr
 another order, which is the same sum in another order: what rounding alone makes; and,
 in float32, how far the one process is from float64 in a step from the same state.
 
-Each choice of model, ranks and type is a part of its own; the result holds the parts
-that were run, each with its settings. Activations are smooth: with ReLU, rounding
-switches units on and off. Batch norms over few values amplify rounding step by step,
-so the models that have them train with a small learning rate; ``--rate`` and
-``--batch`` give others.
+Each choice of model, ranks, type, rate and batch is a part of its own; the result holds
+the parts that were run, each with its settings. Activations are smooth: with ReLU,
+rounding switches units on and off. The models with batch norms amplify rounding step by
+step, so they train with a small learning rate; ``--rate`` and ``--batch`` give others.
 """
 
 from __future__ import annotations
