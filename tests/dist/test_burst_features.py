@@ -61,6 +61,19 @@ class Odd(nn.Module):
         return self.last(nn.functional.dropout(left + right, 0.0, self.training))
 
 
+class Cut(nn.Module):
+    """Nothing comes back from the third layer to those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two, three, four = self.layers
+        x = torch.tanh(two(torch.tanh(one(x))))
+        return four(torch.tanh(three(x)).detach())
+
+
 def odd(dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(2)
     return Odd(dropout)
@@ -181,6 +194,25 @@ def rank_of_features(rank: int, size: int) -> Facts:
     backward(burst, shares, rank, seed=12)
     whole(reference, 7, seed=12)
     found["after an exception"] = worst_grad(burst.module, reference)
+    # Ranks that sent samples to a layer that gets no gradient do not wait for theirs.
+    torch.manual_seed(4)
+    cut = Cut()
+    reference = copy.deepcopy(cut)
+    wide = plan_of(cut, example, lambda i: (0, 1 if i else size), size)
+    burst = BurstParallel(cut, wide, example_inputs=(example,), timeout_s=20)
+    for seed in (13, 14):
+        backward(burst, shares, rank, seed=seed)
+        whole(reference, 7, seed=seed)
+    found["cut off"] = worst_grad(burst.module, reference)
+    found["behind the cut"] = max(
+        (
+            float(p.grad.abs().max())
+            for layer in cut.layers[:3]
+            for p in layer.parameters()
+            if p.grad is not None
+        ),
+        default=0.0,
+    )
     return found
 
 

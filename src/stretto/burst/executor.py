@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from stretto._version import __version__
 from stretto.burst import parameters as params
 from stretto.burst.clock import StepClock
+from stretto.burst.course import Course, course_of
 from stretto.burst.forward import Forward
 from stretto.burst.graph import LayerGraph, capture
 from stretto.burst.layout import Layouts
@@ -130,6 +131,7 @@ class BurstParallel(nn.Module):
             module, self._links, self._mover, self._clock, device=device, seed=seed
         )
         self._layouts: OrderedDict[tuple[int, ...], Layouts] = OrderedDict()
+        self._courses: OrderedDict[tuple[int, tuple[int, ...]], Course] = OrderedDict()
         self._example = example_inputs
         self._steps: dict[bool, Steps] = {}
         self._widths: dict[str, Width] = {}
@@ -206,6 +208,7 @@ class BurstParallel(nn.Module):
 
     def _carry_out(self, graph: LayerGraph, widths: dict[str, Width]) -> None:
         steps = steps_of(graph, widths)
+        self._courses.clear()
         self._links.open(widths.values())
         if self._sync is not None:
             self._sync.close()
@@ -272,7 +275,7 @@ class BurstParallel(nn.Module):
         self._is_stale |= self.module.training and self._ranks.size > 1
         output = self._forward(
             steps,
-            layouts,
+            self._course(steps, layouts),
             batch,
             input_needs=input_needs,
             stamp=self._timings.is_on,
@@ -338,6 +341,15 @@ class BurstParallel(nn.Module):
         if not sum(shares):
             raise SpecError("the global batch has no sample on any rank")
         return self._layouts_of(shares), any(row[3] for row in rows)
+
+    def _course(self, steps: Steps, layouts: Layouts) -> Course:
+        key = (id(steps), layouts.shares)
+        if key not in self._courses:
+            self._courses[key] = course_of(steps, layouts, self._ranks.rank)
+            while len(self._courses) > 2 * _KEPT_LAYOUTS:
+                self._courses.popitem(last=False)
+        self._courses.move_to_end(key)
+        return self._courses[key]
 
     def _layouts_of(self, shares: tuple[int, ...]) -> Layouts:
         if shares not in self._layouts:

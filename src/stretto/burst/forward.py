@@ -18,15 +18,20 @@ from stretto.burst.steps import types_of
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from stretto.burst.clock import StepClock
+    from stretto.burst.course import Course, Turn
     from stretto.burst.graph import LayerGraph
-    from stretto.burst.layout import Layouts
     from stretto.burst.links import Links, Width
     from stretto.burst.redistribute import Mover
     from stretto.burst.steps import LayerStep, Steps
     from stretto.burst.sync import GradientSync
+
+
+Held = Tensor | tuple[Tensor, ...]
+"""What a rank holds of a layer's output: its rows; or, of a layer that it passes over,
+what backward has to come by."""
 
 
 @final
@@ -48,7 +53,6 @@ class Forward:
         self._mover = mover
         self._clock = clock
         self._device = device
-        self._rank = links.ranks.rank
         self.draws = Draws(seed)
         self.sync: GradientSync | None = None
         self._norms: dict[str, list[NormSync]] = {}
@@ -87,7 +91,7 @@ class Forward:
     def __call__(
         self,
         steps: Steps,
-        layouts: Layouts,
+        course: Course,
         batch: Tensor,
         *,
         input_needs: bool,
@@ -100,88 +104,71 @@ class Forward:
         """
         grad = torch.is_grad_enabled()
         types = self._types_of(steps)
-        moves = self._moves(steps, layouts)
-        held: dict[str, Tensor] = {INPUT: batch}
+        tag = self._mover.next_tags(2 * course.num_numbers)
+        moves = {
+            number: Move(self._mover, transfer, tag=tag + 2 * number, layer=layer)
+            for number, transfer, layer in course.moves
+        }
+        held: dict[str, Held] = {INPUT: batch}
         training = self._module.training
         for part in self._added:
             part.training = training
         needs = False
         with self._standing():
             first = self._anchor if grad and input_needs else None
-            for number, _ in steps.input_starts:
-                if moves[number] is not None:
-                    moves[number].begin(batch, first)
-            for step in steps.layers:
+            for number in course.input_starts:
+                moves[number].begin(batch, first)
+            for turn in course.turns:
+                step = turn.step
                 needs = grad and (step.trains or input_needs)
-                if stamp:
-                    self._clock.begin(step.node.name, FORWARD)
-                output = self._turn(step, layouts, held, moves, needs, types)
-                if stamp:
-                    self._clock.other()
-                    self._clock.stamp(output, step.node.name)
+                inputs = [
+                    held[name] if number is None else moves[number].end()
+                    for name, number in turn.takes
+                ]
+                output: Held
+                if turn.is_passed:
+                    output = _ways_of(inputs)
+                else:
+                    if stamp:
+                        self._clock.begin(step.node.name, FORWARD)
+                    output = self._turn(turn, inputs, needs, types)
+                    if stamp:
+                        self._clock.other()
+                        self._clock.stamp(output, step.node.name)
                 for name in step.last_of:
                     held.pop(name, None)
-                held[step.node.name] = output
-                for number, _ in step.starts:
-                    if moves[number] is not None:
+                if turn.starts:
+                    output = self._here(output, step, needs, types)
+                    for number in turn.starts:
                         moves[number].begin(output, self._anchor if needs else None)
+                held[step.node.name] = output
         if training:
             self.draws.step += 1
         self.draws.samples = None
-        if steps.output_takes is not None and moves[steps.output_takes] is not None:
-            output = moves[steps.output_takes].end()
+        if course.output_takes is not None:
+            output = moves[course.output_takes].end()
+        else:
+            output = self._here(output, step, needs, types)
         if needs and not output.requires_grad:
             output = tied(output, [self._anchor])
         return output
 
-    def _moves(self, steps: Steps, layouts: Layouts) -> list[Any]:
-        """Each move of this forward; ``None`` where the samples are there already."""
-        found: dict[int, Any] = {}
-        tag = self._mover.next_tags(2 * len(steps.names))
-        rows: list[tuple[Any, Any]] = [(None, steps.input_starts)]
-        rows += [(step.width, step.starts) for step in steps.layers]
-        for source, starts in rows:
-            for number, target in starts:
-                transfer = layouts.transfer(source, target, self._rank)
-                found[number] = (
-                    None
-                    if transfer is None
-                    else Move(
-                        self._mover,
-                        transfer,
-                        tag=tag + 2 * number,
-                        layer=steps.names[number],
-                    )
-                )
-        return [found[number] for number in range(len(found))]
-
     def _turn(
         self,
-        step: LayerStep,
-        layouts: Layouts,
-        held: dict[str, Tensor],
-        moves: list[Any],
+        turn: Turn,
+        given: list[Held],
         needs: bool,  # noqa: FBT001
         types: Mapping[str, torch.dtype],
     ) -> Tensor:
-        node, (first, width) = step.node, step.width
-        inputs, moved = [], []
-        for name, number in step.takes:
-            if number is None or moves[number] is None:
-                inputs.append(held[name])
-            else:
-                inputs.append(moves[number].end())
-                if inputs[-1].requires_grad:
-                    moved.append(inputs[-1])
-        every = layouts.samples(step.width)
-        mine = every[self._rank]
-        norms = self._norms[node.name]
-        for norm in norms:
-            norm.samples = tuple(len(some) for some in every[first : first + width])
-        if not len(mine):
-            return self._without(step, inputs, needs, types)
-        self.draws.samples = mine
-        if step.is_alone and self._module.training:
+        """A layer's output on one of its ranks."""
+        node = turn.step.node
+        for norm in self._norms[node.name]:
+            norm.samples = turn.shares
+        if not len(turn.samples):
+            return self._without(turn.step, given, needs, types)
+        inputs: list[Tensor] = given  # type: ignore[assignment]  # samples are tensors
+        self.draws.samples = turn.samples
+        if turn.step.is_alone and self._module.training:
             output = one_by_one(node.module, inputs, node.name, self.draws)
         else:
             output = node.module(*inputs)
@@ -191,26 +178,49 @@ class Forward:
                 f"for a sample where {node.output_shape} {types[node.name]} was "
                 "captured: build the model anew after changing its type or sizes"
             )
-        return tied(output, moved) if needs and moved else output
+        if needs and turn.is_tied:
+            behind = [x for x in inputs if x.requires_grad]
+            return tied(output, behind) if behind else output
+        return output
 
     def _without(
         self,
         step: LayerStep,
-        inputs: list[Tensor],
+        inputs: list[Held],
         needs: bool,  # noqa: FBT001
         types: Mapping[str, torch.dtype],
     ) -> Tensor:
-        """A layer's output where this rank has no samples of it."""
-        node, (first, width) = step.node, step.width
-        passed = None
-        if first <= self._rank < first + width:
-            norms = [norm for norm in self._norms[node.name] if norm.is_synced]
-            for norm in norms:
-                norm.absent(self._device)
-            passed = partial(self._pass_by, node.name, norms)
-        if needs:
-            inputs = [*inputs, self._anchor]
-        return absent(node.output_shape, types[node.name], inputs, passed)
+        """A layer's output on one of its ranks that has no samples of it."""
+        norms = [norm for norm in self._norms[step.node.name] if norm.is_synced]
+        for norm in norms:
+            norm.absent(self._device)
+        return self._here(
+            _ways_of(inputs),
+            step,
+            needs,
+            types,
+            passed=partial(self._pass_by, step.node.name, norms),
+        )
+
+    def _here(
+        self,
+        held: Held,
+        step: LayerStep,
+        needs: bool,  # noqa: FBT001
+        types: Mapping[str, torch.dtype],
+        *,
+        passed: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """What a rank holds of a layer's output, as a tensor."""
+        if isinstance(held, Tensor):
+            return held
+        return absent(
+            step.node.output_shape,
+            types[step.node.name],
+            self._device,
+            [*held, self._anchor] if needs else [],
+            passed=passed,
+        )
 
     def _pass_by(self, layer: str, norms: list[NormSync]) -> None:
         for norm in reversed(norms):
@@ -242,3 +252,13 @@ class Forward:
         finally:
             for module in self._stands_for:
                 del module.__dict__["forward"]
+
+
+def _ways_of(inputs: list[Held]) -> tuple[Tensor, ...]:
+    """What backward has to come by behind a layer's inputs, each once."""
+    found: dict[int, Tensor] = {}
+    for held in inputs:
+        for tensor in (held,) if isinstance(held, Tensor) else held:
+            if tensor.requires_grad:
+                found[id(tensor)] = tensor
+    return tuple(found.values())

@@ -18,13 +18,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
-    Numbers = NDArray[np.int64]
+Numbers = NDArray[np.int64]
 
 Rows = slice | tuple[int, ...]
 """Rows of a rank's tensor: together as a slice, or one by one."""
@@ -53,6 +52,11 @@ class Transfer:
 
     back: Transfer | None = None
     """The way of the gradients; ``None`` in that itself."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the rank has no sample before and none after."""
+        return not self.num_before and not self.num_after
 
 
 @final

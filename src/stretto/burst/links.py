@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 Width = tuple[int, int]
 """Consecutive ranks: the first, and how many."""
 
+MOST_DIRECT = 16
+"""Up to so many ranks the numbers go from each to every other: one latency. Beyond, in
+a ring, whose messages do not grow with the square of the ranks."""
+
 _MOVES, _NUMBERS = 0, 1
 
 
@@ -63,6 +67,7 @@ class Links:
         self.desk = FailureDesk(ranks, self._abort)
         self._moves: Any = None
         self._numbers: Any = None
+        self._direct: Any = torch.distributed.AllToAllOptions()
         if ranks.size > 1:
             self._moves = self._pool(ranks, backend, device).lane(_MOVES)
             on_cpu = self._pool(ranks, "gloo", torch.device("cpu"))
@@ -99,13 +104,24 @@ class Links:
         return self._groups.get(width)
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
-        """What every rank passed, by rank."""
+        """What every rank passed, by rank: equally many on all.
+
+        Sent from each rank to every other at once where ranks are few, see
+        `MOST_DIRECT`.
+        """
         if self._numbers is None:
             return [numbers]
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        found = [torch.empty_like(mine) for _ in range(self.ranks.size)]
-        self._numbers.allgather([found], [mine]).wait()
-        return [row.tolist() for row in found]
+        size = self.ranks.size
+        found = torch.empty((size, len(numbers)), dtype=torch.int64)
+        if size <= MOST_DIRECT:
+            mine = torch.tensor([numbers] * size, dtype=torch.int64)
+            work = self._numbers.alltoall_base(found, mine, [], [], self._direct)
+        else:
+            mine = torch.tensor(numbers, dtype=torch.int64)
+            work = self._numbers._allgather_base(found, mine)  # noqa: SLF001
+        work.wait()
+        rows: list[list[int]] = found.tolist()
+        return rows
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Gives every rank what ``root`` has in a tensor."""

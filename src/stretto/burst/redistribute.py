@@ -233,19 +233,20 @@ class _Absent(torch.autograd.Function):
         ctx: Any,
         shape: tuple[int, ...],
         dtype: torch.dtype,
+        device: torch.device,
         passed: Callable[[], None] | None,
         *inputs: torch.Tensor,
     ) -> Any:
         ctx.passed = passed
         ctx.shapes = [(x.shape, x.dtype, x.device) for x in inputs]
-        return torch.empty((0, *shape), dtype=dtype, device=inputs[-1].device)
+        return torch.empty((0, *shape), dtype=dtype, device=device)
 
     @staticmethod
     def backward(ctx: Any, *_grads: Any) -> Any:
         if ctx.passed is not None:
             ctx.passed()
         zeros = [torch.zeros(s, dtype=d, device=at) for s, d, at in ctx.shapes]
-        return None, None, None, *zeros
+        return None, None, None, None, *zeros
 
 
 def tied(output: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
@@ -261,14 +262,18 @@ def tied(output: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
 def absent(
     shape: tuple[int, ...],
     dtype: torch.dtype,
+    device: torch.device,
     inputs: list[torch.Tensor],
-    passed: Callable[[], None] | None,
+    *,
+    passed: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """A layer's output on a rank that has no samples of it.
 
     ``passed`` is called when backward comes by.
     """
-    found: torch.Tensor = _Absent.apply(shape, dtype, passed, *inputs)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Absent.apply(  # type: ignore[no-untyped-call]
+        shape, dtype, device, passed, *inputs
+    )
     return found
 
 
