@@ -2,7 +2,7 @@
 
 For every case the whole grid of plans is measured offline first, then a run with no
 option, the same run again, and AIACC's ensemble without a model; last, all settled
-plans in turns. Stores results/tune_CASE.json and prints one table.
+plans in turns. Stores results/tune_CASE.json and writes results/tuning.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from _record import RESULTS, machine
+from _tune_table import write_page
 
 RANK = Path(__file__).parent / "_tune_rank.py"
 
@@ -34,7 +35,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "convnet_compute": (
         ["--hosts", "4", "--link", "10gbit"],
-        ["--width", "24", "--batch", "192"],
+        ["--width", "24", "--batch", "448"],
     ),
     "transformer_capped": (
         ["--hosts", "4", "--link", "1gbit", "--flow", "300mbit"],
@@ -68,24 +69,12 @@ def keep(name: str, result: dict) -> None:
     (RESULTS / f"tune_{name}.json").write_text(json.dumps(body, indent=1) + "\n")
 
 
-def row(name: str, found: dict) -> str:
-    guided, blind = found["runs"]["guided"], found["runs"]["blind"]
-    return (
-        f"| {name} | {guided['over_grid']:.3f} | {guided['over_ddp']:.2f} "
-        f"| {guided['steps_within_5_percent']} | {blind['over_grid']:.3f} "
-        f"| {blind['steps_within_5_percent']} | {guided['trials']} "
-        f"| {guided['trials_lost_share']:.1%} | {guided['whole_over_known']:.1%} "
-        f"| {found['second_first_step_over_settled']:.3f} |"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=[*CASES, "halved"], action="append")
     parser.add_argument("--ablations", action="store_true")
     parser.add_argument("--timeout", type=int, default=900)
     arguments = parser.parse_args()
-    rows = []
     for name in arguments.case or [*CASES, "halved"]:
         sys.stderr.write(f"== {name}\n")
         with tempfile.TemporaryDirectory() as folder:
@@ -93,29 +82,18 @@ def main() -> None:
             if name == "halved":
                 found = run(*DRIFT, out, arguments.timeout)
                 keep(name, found)
-                print(
-                    f"halved: noticed after {found['noticed_after']} steps, planned "
-                    f"after {found['planned_after']}, "
-                    f"{found['of_possible']:.1%} of what is possible"
-                )
                 continue
             lab, rank = CASES[name]
             more = ["--ablations"] if arguments.ablations else []
             found = run(lab, [*rank, *more], out, arguments.timeout)
         keep(name + ("_ablations" if arguments.ablations else ""), found)
-        rows.append(row(name, found))
         for each, values in found["runs"].items():
             sys.stderr.write(
                 f"   {each}: {values['over_grid']:.3f} of the grid's best, within 5 % "
                 f"after {values['steps_within_5_percent']} steps, "
                 f"{values['trials']} trials\n"
             )
-    print(
-        "| case | settled / best of grid | times DDP | steps to 5 % | blind / best "
-        "| blind steps | trials | lost in trials | lost in all | second run |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    print("\n".join(rows))
+    print(write_page())
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stretto.burst.executor import BurstParallel
     from stretto.measure import profile_model as profile
     from stretto.schema import Cluster, Plan, Timeline, Workload
+    from stretto.tune import TuneOptions
 
 __all__ = [
     "DDP",
@@ -28,6 +29,7 @@ __all__ = [
     "DistributedDataParallel",
     "Plan",
     "Timeline",
+    "TuneOptions",
     "Workload",
     "__version__",
     "compare",
@@ -49,6 +51,7 @@ _HOMES = {
     "Cluster": ("stretto.schema", "Cluster"),
     "Plan": ("stretto.schema", "Plan"),
     "Timeline": ("stretto.schema", "Timeline"),
+    "TuneOptions": ("stretto.tune", "TuneOptions"),
     "Workload": ("stretto.schema", "Workload"),
 }
 

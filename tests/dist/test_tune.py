@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.tune import TuneOptions
+from stretto.schema import Bucket, Plan
+from stretto.tune import TuneOptions, auto, look
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
 
@@ -71,6 +72,19 @@ def tuned(
     return Training(model, rank), settled, model
 
 
+def planned(model: Any, size: int) -> Plan:
+    """One bucket on two lanes in two slices."""
+    names = tuple(row.name for row in reversed(model.tensor_table()))
+    return Plan(
+        planner="by hand",
+        workload_digest="",
+        ranks=size,
+        overlap="backward",
+        lanes=2,
+        buckets=(Bucket(tensors=names, slices=2),),
+    )
+
+
 def searches(rank: int, size: int, techniques: tuple[str, ...]) -> dict[str, Any]:
     options = TuneOptions(
         steps=30, lost_ratio=5.0, techniques=techniques, watch=False, memory=False
@@ -115,8 +129,9 @@ def test_all_steps_of_a_search_are_ddp_s_and_ranks_settle_on_one_plan(
 
 def blind(rank: int, size: int) -> Any:
     options = TuneOptions(
-        steps=30,
-        lost_ratio=5.0,
+        steps=60,
+        lost_ratio=1e6,
+        patience=None,
         model=False,
         techniques=("grid", "hyperband"),
         watch=False,
@@ -124,15 +139,16 @@ def blind(rank: int, size: int) -> Any:
     )
     ours, settled, _model = tuned(rank, options)
     ours.until(settled)
+    # Rank 0 searches and tells of it.
     tried = [e.values for e in settled[0].story.events if e.what == "tried"]
-    return tried[0]["key"], len(tried), {t["technique"] for t in tried}
+    return [t["key"] for t in tried], {t["technique"] for t in tried}
 
 
 def test_a_blind_search_starts_from_ddp_and_its_techniques_propose_the_rest(ranks):
-    key, number, techniques = ranks(blind, 2, timeout_s=90.0)[0]
-    assert key == "ddp"
-    assert number >= 4
-    assert techniques == {"start", "grid", "hyperband"}
+    keys, techniques = ranks(blind, 2, timeout_s=90.0)[0]
+    assert keys[0] == "ddp"
+    assert len(keys) >= 4
+    assert techniques - {"final"} == {"start", "grid", "hyperband"}
 
 
 def remembers(rank: int, size: int, path: str) -> dict[str, Any]:
@@ -308,3 +324,63 @@ def joins(rank: int, size: int) -> dict[str, Any]:
 def test_a_model_with_uneven_inputs_is_not_tuned_and_trains_on(ranks):
     for rank, one in enumerate(ranks(joins, 2, timeout_s=60.0)):
         assert one == {"during": True, "settled": 0, "steps": 9 + 2 * rank}
+
+
+def decides(rank: int, size: int) -> dict[str, Any]:
+    """Plans applied by hand in the middle of the look, of the trials, and after."""
+    found: dict[str, Any] = {}
+    options = TuneOptions(steps=60, lost_ratio=5.0, memory=False)
+    for name, steps in (("look", 5), ("trials", 20), ("watch", None)):
+        ours, settled, model = tuned(rank, options)
+        if steps is None:
+            ours.until(settled)
+        else:
+            ours.steps(steps)
+        story = model._auto.story
+        mine = planned(model, size)
+        model.apply_plan(mine)
+        ours.steps(20)
+        theirs = Training(TorchDDP(net()), rank)
+        theirs.steps(ours.number, pause_s=0)
+        found[name] = {
+            "was": story.events[-1].what,
+            "stays": model.plan.digest == mine.digest,
+            "watched": model.observed,
+            "ended": model._auto is None,
+            "same": ours.losses == theirs.losses,
+        }
+    return found
+
+
+def test_a_plan_applied_by_hand_ends_tuning_and_stays(ranks):
+    for one in ranks(decides, 2, timeout_s=140):
+        assert one["watch"]["was"] == "settled"
+        for found in one.values():
+            assert found["stays"]
+            assert found["ended"]
+            assert not found["watched"]
+            assert found["same"]
+
+
+def misreads(rank: int, size: int) -> dict[str, Any]:
+    """Rank 1's clock began at another time and runs a third faster."""
+    if rank == 1:
+        for module in (auto, look):
+            module.perf_counter = lambda: 1e6 + 1.33 * time.perf_counter()
+    options = TuneOptions(steps=20, lost_ratio=5.0, watch=False, memory=False)
+    ours, settled, model = tuned(rank, options)
+    ours.until(settled)
+    theirs = Training(TorchDDP(net()), rank)
+    theirs.steps(ours.number, pause_s=0)
+    return {
+        "same": ours.losses == theirs.losses,
+        "plan": model.plan.digest,
+        "step_s": settled[0].step_s,
+    }
+
+
+def test_a_rank_whose_clock_is_off_misleads_nobody(ranks):
+    first, second = ranks(misreads, 2, timeout_s=90.0)
+    assert first == second
+    assert first["same"]
+    assert 0 < first["step_s"] < 10

@@ -148,10 +148,26 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         if self._on_settled is not None:
             self._on_settled(settled)
 
+    def apply_plan(self, plan: Plan | None) -> None:
+        """Carries out another plan from the next step on; automatic planning ends.
+
+        As `stretto.runtime.DistributedDataParallel.apply_plan`, whose errors it raises.
+        """
+        super().apply_plan(plan)
+        self._stop_tuning("a plan was applied by hand")
+
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Registers a communication hook as DDP does; automatic planning ends."""
-        self._auto = None
+        if self._auto is not None and not self._auto.settled and self.plan is not None:
+            super().apply_plan(None)  # what steps are measured with is no plan to keep
+        self._stop_tuning("a communication hook was registered")
         super().register_comm_hook(state, hook)
+
+    def _stop_tuning(self, reason: str) -> None:
+        """The caller has decided, unless it is tuning itself that applies a plan."""
+        if self._auto is not None and not self._auto.at_work:
+            self._auto.abandon(reason)
+            self._auto = None
 
     def __getstate__(self) -> dict[str, Any]:
         attributes = super().__getstate__()

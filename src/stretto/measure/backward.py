@@ -142,6 +142,11 @@ class StepObserver:
         """Leaves some seconds out of the step under way: a wait for communication."""
         self._excluded_s += duration_s
 
+    @property
+    def whole(self) -> bool:
+        """Whether the step under way has seen its backward."""
+        return self._backward_end is not None and bool(self._ready_order)
+
     def begin_step(self) -> None:
         """Begins a step here rather than at the next call of the model."""
         self._finish()

@@ -36,6 +36,8 @@ Progress = Callable[[float, str], None]
 """Called with the share that is done, 0 to 1, and a line that says what runs."""
 
 _PILOT_BYTES = 256 * 1024
+_SHORT_PILOT_BYTES = 64 * 1024
+_SHORT_BUDGET_S = 2.0  # below it the pilot is short too
 _SHORT_S = 0.01  # a repetition is filled up to this with back-to-back collectives
 _MAX_INNER = 32
 _LOAD_S = 0.2  # length of the synthetic computation
@@ -244,7 +246,9 @@ class _Probe:
         widest = self._lanes[-1]
         self._time(4, widest, 1)
         self._startup_s = self._time(4, widest, 1)
-        small = min(_PILOT_BYTES, self._sizes[-1]) // 4 * 4
+        short = self._budget_s < _SHORT_BUDGET_S
+        small = _SHORT_PILOT_BYTES if short else _PILOT_BYTES
+        small = min(small, self._sizes[-1]) // 4 * 4
         alone_s = self._time(small, 1, 1)
         together_s = self._time(small, widest, 1)
         self._alone_s_per_byte = alone_s / small

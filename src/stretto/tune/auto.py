@@ -58,7 +58,8 @@ _log = logging.getLogger(__name__)
 
 CHECK_WARMUP_STEPS = 2
 CHECK_STEPS = 5
-"""A remembered plan is carried out for so many steps before it is believed."""
+"""A remembered plan is carried out for so many steps before it is believed, and for as
+many again before it is not."""
 
 AGREES_RATIO = 0.10
 """A remembered plan whose step is slower than it was by more than this is not."""
@@ -117,6 +118,8 @@ class AutoPlan:
         """Whether a plan stands; a lasting change may re-open the search."""
         self.done = False
         """Whether there is nothing left to do, now or later."""
+        self.at_work = False
+        """Whether a plan that the model takes up now is one of ours."""
 
     def before_forward(self, *, reduces: bool) -> None:
         """To be called before every forward of the training, on every rank alike.
@@ -125,6 +128,13 @@ class AutoPlan:
         """
         if self.done or self._joining():
             return
+        self.at_work = True
+        try:
+            self._go_on(reduces=reduces)
+        finally:
+            self.at_work = False
+
+    def _go_on(self, *, reduces: bool) -> None:
         if self._trials is not None and self._model.device_type == "cuda":
             # Trials compare lengths of steps, which the host sees only when it waits.
             # Not yet run on a GPU.
@@ -147,6 +157,16 @@ class AutoPlan:
     def evaluated(self) -> None:
         """To be called where the model is used without training: the step is longer."""
         self._clock.disturb()
+
+    def abandon(self, reason: str) -> None:
+        """Ends tuning where it is: what the model carries out is the caller's now."""
+        if self._look is not None:
+            self._look.abandon()
+        if self._trials is not None:
+            self._trials.end()
+        self._look = self._trials = self._do = None
+        self.settled = self.done = True
+        self._tell("gave up", reason)
 
     def _joining(self) -> bool:
         """Whether ranks may have different numbers of steps (``join``)."""
@@ -197,12 +217,15 @@ class AutoPlan:
     def _check(self, step_s: float) -> None:
         self._check_s.append(step_s)
         then_s, *steps_s = self._check_s
-        if len(steps_s) < CHECK_WARMUP_STEPS + CHECK_STEPS:
+        counted_steps = len(steps_s) - CHECK_WARMUP_STEPS
+        if counted_steps not in (CHECK_STEPS, 2 * CHECK_STEPS):
             return
         counted = [s for s in steps_s[CHECK_WARMUP_STEPS:] if math.isfinite(s)]
         median_s = statistics.median(counted) if counted else math.inf
         (now_s,) = self._board.most(median_s)
         if now_s > (1 + AGREES_RATIO) * then_s:
+            if counted_steps == CHECK_STEPS:
+                return
             self._tell(
                 "changed",
                 f"its step now takes {format_s(now_s)}: measuring anew"

@@ -16,13 +16,20 @@ FINAL_RATIO = 0.10
 
 MOST_FINALISTS = 3
 
-ROUNDS = 3
+LEAST_ROUNDS = 2
+"""One in each order: what drifts meanwhile touches all alike."""
+
+ROUNDS = 4
 """Turns that each finalist takes at most."""
 
 STEPS = 4
 """Counted steps in each turn; shorter steps, more of them."""
 
-SURE = 1.5
+SAME_RATIO = 0.015
+"""Whoever is within this of the fastest after `LEAST_ROUNDS` is as good: a further
+round would cost more than it can win."""
+
+SURE = 2.0
 """Standard errors of the difference of two medians that decide before all rounds."""
 
 NOISE = 1.0
@@ -51,7 +58,9 @@ class Finals:
     def next(self) -> Trial | None:
         """Whose turn it is; ``None``: it is decided."""
         while not self._waiting:
-            if self._rounds == ROUNDS or (self._rounds > 0 and self._decided):
+            if self._rounds == ROUNDS or (
+                self._rounds >= LEAST_ROUNDS and self._decided
+            ):
                 return None
             order = self.finalists if self._rounds % 2 == 0 else self.finalists[::-1]
             self._waiting = [t for t in order if t.plan.digest not in self._failed]
@@ -91,6 +100,7 @@ class Finals:
         best = self._fastest.plan.digest
         return all(
             self._ahead(best, other) > SURE
+            or self._median_s(other) <= (1 + SAME_RATIO) * self._median_s(best)
             for other in self._steps_s
             if other != best and other not in self._failed
         )

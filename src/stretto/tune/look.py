@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
 from stretto import planners
 from stretto.cost.fit import fit_cluster
 from stretto.errors import Infeasible, NoisyProfile, SpecError
-from stretto.measure import count_hosts, probe_network
-from stretto.schema import Cluster, Plan, Workload, codec
+from stretto.measure import NetworkSamples, count_hosts, probe_network
+from stretto.schema import Cluster, CollectiveSample, Plan, Workload, codec
 from stretto.tune.profiling import DeferredProfile
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from stretto.runtime import DistributedDataParallel
     from stretto.tune.board import Board
 
 WARMUP_STEPS = 2
-PROFILE_STEPS = 6
+PROFILE_LANES = (4, 8, 2, 4, 8, 4)
+"""Lanes on which the profiled steps send their gradients: together they are a probe of
+the network with messages as large as the model's."""
 MAX_SPREAD_RATIO = 0.35
 """A backward whose quartiles lie further apart, as a share of its median, is profiled
-again over twice as many steps."""
+again over twice as many steps ..."""
 
-PROBE_STEPS = 2
-"""The network is probed for at most the time of so many steps. More made no better
-plans: what a short probe gets wrong, trials correct."""
+MATTERS_RATIO = 0.1
+"""... if that is more than this share of a step."""
+
+PROBE_STEPS = 1
+"""Small messages are probed for at most the time of so many steps."""
+
+WHOLE_PROBE_STEPS = 3
+"""Where profiled steps say nothing of the network, it is probed for so many."""
 
 MOST_PROBE_S = 20.0
 
@@ -41,8 +50,16 @@ more, so many times as long, then once more."""
 CONTENTION_FROM_S = 3.0
 """From this budget on, computation beside communication is measured as well."""
 
-PROBE_SIZES_BYTES = (2**14, 2**16, 2**18, 2**20, 2**22)
+LEAST_BULK_BYTES = 2**21
+"""Gradients of less say little of a rate: shapers and socket buffers let them pass."""
+
+SMALL_BYTES = (2**14, 2**16, 2**18, 2**20)
+SMALL_LANES = (1, 4)
+PROBE_SIZES_BYTES = (*SMALL_BYTES, 2**22)
 PROBE_LANES = (1, 2, 4, 8)
+PROBE_REPETITIONS = 3
+
+_GROWTH = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +85,9 @@ class Look:
     """Profiles training steps, then probes and plans.
 
     Steps 1 and 2 warm up, 3 to 8 are profiled with communication put off until
-    backward has ended; every step trains. Where these were unsteady, 16 more are
-    profiled. Then the network is probed, for about the time of 2 steps.
+    backward has ended; every step trains. What they send over different numbers of
+    lanes is a probe of the network with large messages; small ones are then probed for
+    about the time of one step. Where backward was unsteady, 16 more are profiled.
     """
 
     def __init__(
@@ -87,9 +105,12 @@ class Look:
         self._planner = planner
         self._wire_dtype = wire_dtype
         self._began_s: list[float] = []
-        self._wanted = WARMUP_STEPS + PROFILE_STEPS
+        self._wanted = WARMUP_STEPS + len(PROFILE_LANES)
         self._unsteady = False
-        self._profile = DeferredProfile(model)
+        self._bulk: tuple[CollectiveSample, ...] = ()
+        self._profile = DeferredProfile(
+            model, lanes=(PROFILE_LANES[0],) * WARMUP_STEPS + PROFILE_LANES
+        )
 
     def start(self) -> None:
         """Begins with the next step; collective.
@@ -113,15 +134,17 @@ class Look:
             self._began_s.append(perf_counter())
             return None
         self._profile.stop()
-        try:
-            workload = self._profile.workload(
-                name=self._name,
-                warmup=WARMUP_STEPS,
-                max_spread_ratio=math.inf if self._unsteady else MAX_SPREAD_RATIO,
-            )
-        except NoisyProfile:
-            if self._unsteady:
-                raise
+        workload = self._profile.workload(
+            name=self._name, warmup=WARMUP_STEPS, max_spread_ratio=math.inf
+        )
+        if not self._unsteady:
+            self._bulk = self._profile.collectives(warmup=WARMUP_STEPS)
+        gaps_s = [b - a for a, b in zip(self._began_s, self._began_s[1:], strict=False)]
+        (step_s,) = self._board.most(statistics.median(gaps_s))
+        spread_s = workload.provenance["backward_spread_s"]
+        if not self._unsteady and spread_s > max(
+            MAX_SPREAD_RATIO * workload.backward_s, MATTERS_RATIO * step_s
+        ):
             # Another, longer look. If it is no steadier it is planned with all the
             # same: the prediction is rough then, the plan's shape rarely wrong.
             self._unsteady = True
@@ -129,19 +152,18 @@ class Look:
             self._profile = DeferredProfile(self._model)
             self._profile.start()
             return self.before_forward(reduces=reduces)
-        return self._plan(workload)
+        return self._plan(workload, step_s)
 
     def abandon(self) -> None:
         """Ends the look without a result."""
         self._profile.stop()
 
-    def _plan(self, workload: Workload) -> Seen:
+    def _plan(self, workload: Workload, step_s: float) -> Seen:
+        """``step_s``, a step with its communication, is equal on all ranks."""
         group = self._model.process_group
-        gaps_s = [b - a for a, b in zip(self._began_s, self._began_s[1:], strict=False)]
-        budget_s = PROBE_STEPS * statistics.median(gaps_s)
-        budget_s = min(max(budget_s, LEAST_PROBE_S), MOST_PROBE_S)
-        # Rank 0's budget decides the shape of the probe, so all ranks must have it.
-        budget_s = self._board.shared(budget_s)
+        bulk = [s for s in self._bulk if s.size_bytes * s.lanes >= LEAST_BULK_BYTES]
+        steps = PROBE_STEPS if bulk else WHOLE_PROBE_STEPS
+        budget_s = min(max(steps * step_s, LEAST_PROBE_S), MOST_PROBE_S)
         hosts = count_hosts(group)
         begin_s = perf_counter()
         decided: Any = None
@@ -151,8 +173,9 @@ class Look:
                 samples = probe_network(
                     group=group,
                     lane_group=self._model.lane,
-                    sizes_bytes=PROBE_SIZES_BYTES,
-                    lanes=PROBE_LANES,
+                    sizes_bytes=SMALL_BYTES if bulk else PROBE_SIZES_BYTES,
+                    lanes=SMALL_LANES if bulk else PROBE_LANES,
+                    repetitions=PROBE_REPETITIONS,
                     budget_s=times * budget_s,
                     contention=times * budget_s >= CONTENTION_FROM_S,
                 )
@@ -160,7 +183,7 @@ class Look:
                 decided = exc
                 continue
             if self._board.rank == 0:
-                decided = self._plan_on_rank_0(workload, samples, hosts)
+                decided = self._plan_on_rank_0(workload, samples, bulk, hosts)
             decided = self._board.shared(decided)
             if not isinstance(decided, NoisyProfile | Infeasible):
                 break
@@ -177,11 +200,17 @@ class Look:
             probe_s=probe_s,
         )
 
-    def _plan_on_rank_0(self, workload: Workload, samples: Any, hosts: int) -> Any:
+    def _plan_on_rank_0(
+        self,
+        workload: Workload,
+        samples: NetworkSamples,
+        bulk: Sequence[CollectiveSample],
+        hosts: int,
+    ) -> Any:
         """What is broadcast: encoded cluster and plans, or the error for all ranks."""
         try:
             cluster = fit_cluster(
-                samples.collectives,
+                [*plausible(samples.collectives), *bulk],
                 name=self._name,
                 hosts=hosts,
                 ranks_per_host=self._board.size // hosts,
@@ -195,3 +224,23 @@ class Look:
         except (Infeasible, NoisyProfile, SpecError) as exc:
             return exc
         return codec.encode(cluster), codec.encode(plan), codec.encode(ddp)
+
+
+def plausible(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
+    """Samples of a short probe without what noise makes impossible.
+
+    A larger message, or the same one on more lanes, never takes less: where it seemed
+    to, it was the smaller that something disturbed, or chance.
+    """
+    found: dict[tuple[int, int], CollectiveSample] = {}
+    for sample in sorted(samples, key=lambda s: (s.lanes, s.size_bytes)):
+        smaller_s = [
+            other.duration_s
+            for other in found.values()
+            if other.lanes <= sample.lanes and other.size_bytes <= sample.size_bytes
+        ]
+        least_s = (1 + _GROWTH) * max(smaller_s, default=0.0)
+        found[sample.lanes, sample.size_bytes] = replace(
+            sample, duration_s=max(sample.duration_s, least_s)
+        )
+    return list(found.values())

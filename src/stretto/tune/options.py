@@ -39,10 +39,10 @@ class TuneOptions:
     """Who proposes plans, chosen among by a bandit."""
 
     model: bool = True
-    """Whether the network is probed and the planner's plan comes first; without, the
-    search starts from DDP's rule and the techniques know nothing."""
+    """Whether the planner's plan comes first and predictions rule plans out; without,
+    the search starts from DDP's rule and the techniques know nothing."""
 
-    patience: int | None = 8
+    patience: int | None = 6
     """Trials in a row that bring nothing before the search ends; ``None``: any number,
     which a search without the model needs."""
 

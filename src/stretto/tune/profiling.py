@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+import torch
 import torch.distributed as dist
 
 from stretto.measure import StepObserver
 from stretto.runtime import AbstractStepObserver
-from stretto.schema import Bucket, Plan
+from stretto.schema import Bucket, CollectiveSample, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,7 @@ DEFERRED_LANES = 4
 """Lanes of a deferred step: where a flow can't fill the link, the wait is shorter."""
 
 
-def deferred_plan(model: DistributedDataParallel) -> Plan:
+def deferred_plan(model: DistributedDataParallel, lanes: int = DEFERRED_LANES) -> Plan:
     """A plan that sends everything after backward, for any model, measured or not.
 
     One bucket per run of parameters of one type, last declared first, as gradients
@@ -43,10 +44,8 @@ def deferred_plan(model: DistributedDataParallel) -> Plan:
         workload_digest="",
         ranks=dist.get_world_size(model.process_group),
         overlap="none",
-        lanes=DEFERRED_LANES,
-        buckets=tuple(
-            Bucket(tensors=tuple(names), slices=DEFERRED_LANES) for names in buckets
-        ),
+        lanes=lanes,
+        buckets=tuple(Bucket(tensors=tuple(names), slices=lanes) for names in buckets),
     )
 
 
@@ -60,8 +59,19 @@ class DeferredProfile:
     backward, such as sending buffers before forward, stays in.
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        *,
+        lanes: Sequence[int] = (DEFERRED_LANES,),
+    ) -> None:
+        """Prepares; ``lanes`` are those of the first steps, the last goes on.
+
+        Different lanes make the steps' own communication a probe of the network.
+        """
         self._model = model
+        self._lanes = tuple(lanes)
+        self._applied = 0
         self._reduced: list[bool] = []
         self._reduces = self._next_reduces = True
         self._under_way = False
@@ -75,7 +85,7 @@ class DeferredProfile:
 
     def start(self) -> None:
         """Begins with the next step; collective."""
-        self._model.apply_plan(deferred_plan(self._model))
+        self._apply(self._lanes[0])
         self._model.observe(self._waits)
         self._observer.__enter__()
 
@@ -85,10 +95,21 @@ class DeferredProfile:
         ``reduces`` is whether its backward communicates (it does not under
         ``no_sync``): micro-steps that do not are left out of the profile.
         """
+        if self._observer.whole:
+            self._observer.end_step()
+            self._under_way = False
         self._next_reduces = reduces
         if not self._under_way:
             self._under_way = True
             self._reduces = reduces
+            if self._reduced and self._reduced[-1]:  # not between micro-steps
+                lanes = self._lanes[min(self.steps, len(self._lanes) - 1)]
+                if lanes != self._applied:
+                    self._apply(lanes)
+
+    def _apply(self, lanes: int) -> None:
+        self._model.apply_plan(deferred_plan(self._model, lanes))
+        self._applied = self._waits.lanes = lanes
 
     def begin_step(self) -> None:
         """Begins a step here rather than at the next forward."""
@@ -121,6 +142,40 @@ class DeferredProfile:
             max_spread_ratio=max_spread_ratio,
         )
 
+    def collectives(self, *, warmup: int) -> tuple[CollectiveSample, ...]:
+        """The all-reduces after backward as samples of the network; collective.
+
+        All lanes carry equal parts of all gradients at once. The wait of the rank that
+        was last to come is the collective's own time. Empty where the host does not
+        see its end (CUDA) or ranks saw different numbers of steps.
+        """
+        waits = self._waits.seen[warmup:]
+        group = self._model.process_group
+        rows = [float(len(waits)), -float(len(waits)), *(s for _, s in waits)]
+        counts = torch.tensor(rows[:2], dtype=torch.float64)
+        dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=group)
+        if not waits or counts[0] != -counts[1]:
+            return ()
+        table = torch.tensor(rows[2:], dtype=torch.float64)
+        dist.all_reduce(table, op=dist.ReduceOp.MIN, group=group)
+        by_lanes: dict[int, list[float]] = {}
+        for (lanes, _), wait_s in zip(waits, table.tolist(), strict=True):
+            if wait_s > 0:
+                by_lanes.setdefault(lanes, []).append(wait_s)
+        size_bytes = sum(row.bytes for row in self._model.tensor_table())
+        return tuple(
+            CollectiveSample(
+                size_bytes=max(1, size_bytes // lanes),
+                lanes=lanes,
+                ranks=dist.get_world_size(group),
+                # Whatever disturbs a step makes it longer.
+                duration_s=min(times_s),
+                spread_s=max(times_s) - min(times_s),
+                repetitions=len(times_s),
+            )
+            for lanes, times_s in sorted(by_lanes.items())
+        )
+
     def _step_ended(self, _count: int) -> None:
         # Called where the next step begins, so what was announced last is the next's.
         self._reduced.append(self._reduces)
@@ -139,6 +194,9 @@ class _Waits(AbstractStepObserver):
         self._observer = observer
         self._computed_s = 0.0
         self._finished_s = 0.0
+        self.lanes = 0
+        self.seen: list[tuple[int, float]] = []
+        """Lanes and wait of every step that communicated."""
 
     def attached(self, tensors: Sequence[str], buckets: Sequence[BucketRow]) -> None:
         pass
@@ -165,7 +223,10 @@ class _Waits(AbstractStepObserver):
 
     def backward_computed(self, now_s: float) -> None:
         self._computed_s = now_s
+        self._finished_s = 0.0
 
     def backward_ended(self, now_s: float) -> None:
         waited_until_s = min(self._finished_s, now_s)
-        self._observer.exclude(max(0.0, waited_until_s - self._computed_s))
+        wait_s = max(0.0, waited_until_s - self._computed_s)
+        self._observer.exclude(wait_s)
+        self.seen.append((self.lanes, wait_s))

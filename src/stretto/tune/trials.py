@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -29,12 +30,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stretto.runtime import DistributedDataParallel
+    from stretto.schema import Timeline
     from stretto.tune.board import Board
     from stretto.tune.guide import Guide
     from stretto.tune.options import TuneOptions
 
 _GAIN_RATIO = 0.01
 """A plan made after a correction is tried where this much faster is predicted."""
+
+_LEARN_RATIO = 0.01
+"""Corrections may take this share of the search's steps: training waits for them."""
 
 _MOST_UNCOUNTED = 6
 """Steps in a row that do not count (evaluations between them) before a trial ends."""
@@ -85,6 +90,7 @@ class Trials:
         self._uncounted = 0
         self._recorder: Recorder | None = None
         self._watching = False
+        self._learning_s = 0.0
         self.search: Search | None = None
         if board.rank == 0 and guide is not None:
             arms = techniques(guide, options)
@@ -215,6 +221,17 @@ class Trials:
         self._tell("tried", why, predicted_s=predicted, **told)
         if not self._options.model or trial.ended_early or trial.technique == FINAL:
             return
+        if self._learning_s > _LEARN_RATIO * self._options.steps * trial.step_s:
+            return
+        begin_s = perf_counter()
+        self._correct(search, guide, trial, timeline)
+        self._learning_s += perf_counter() - begin_s
+
+    def _correct(
+        self, search: Search, guide: Guide, trial: Trial, timeline: Timeline | None
+    ) -> None:
+        """Corrects the model, and offers the plan that the planner then prefers."""
+        best = search.incumbent
         before = dict(guide.factors)
         error = guide.learn(trial.plan, trial.step_s, timeline)
         if guide.factors == before:

@@ -239,6 +239,8 @@ def test_the_same_plan_is_not_measured_twice(
     search = job.run(job.search(ensemble(space), start=worst(space, step_s)))
     measured: dict[str, int] = {}
     for trial in search.trials:
+        if trial.technique == FINAL:
+            continue
         steps = measured.get(trial.plan.digest, 0)
         assert trial.wanted_steps > steps  # only for more steps, as Hyperband asks
         measured[trial.plan.digest] = trial.wanted_steps

@@ -1,0 +1,177 @@
+"""The page of tuning's figures, from the stored results of tune_network.py."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import TYPE_CHECKING
+
+from _record import RESULTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PAGE = RESULTS / "tuning.md"
+
+HEAD = """# Figures of tuning inside the run
+
+Emulated networks of four ranks on two shared cores, torch 2.13 on CPU, Gloo over TCP.
+For every case the whole grid of plans is measured offline, then a run of 100 steps with
+no option, the same again with the first one's memory, and one by AIACC's ensemble
+without a model; at the end all settled plans and DDP as it comes are measured in turns.
+Written by `make bench-tune` (`benchmarks/tune_network.py`); events and steps in
+`tune_*.json`. Bold: its reach was missed.
+
+"""
+
+NOTE = """
+*Lost in trials*: what trials took beyond the settled plan's steps, over 100 of these.
+*Lost in all* counts the profiled steps, the probe, planning and changes of plan too.
+Steps count from the first step of the run, of which the first eight are profiled.
+
+"""
+
+
+def write_page() -> str:
+    """Writes the page from all results that are there; its text."""
+    found = {
+        path.stem.removeprefix("tune_"): json.loads(path.read_text())
+        for path in sorted(RESULTS.glob("tune_*.json"))
+    }
+    ablations = {name: found.pop(name) for name in list(found) if "_ablations" in name}
+    halved = found.pop("halved", None)
+    text = HEAD
+    if found:
+        text += _cases(found)
+    if halved is not None:
+        text += _halved(halved)
+    for name, one in ablations.items():
+        text += _ablations(name.removesuffix("_ablations"), one)
+    PAGE.write_text(text)
+    return text
+
+
+def _cases(found: dict[str, dict]) -> str:
+    rows = []
+    for name, one in found.items():
+        guided, blind = one["runs"]["guided"], one["runs"]["blind"]
+        spread = one["times"]["grid"]
+        noise = (spread["q3_s"] - spread["q1_s"]) / spread["median_s"]
+        rows.append(
+            [
+                name.replace("_", " "),
+                _held(f"{guided['over_grid']:.3f}", guided["over_grid"] <= 1.02),
+                f"{noise:.1%}",
+                _held(f"{guided['over_ddp']:.2f}", guided["over_ddp"] >= 0.98),
+                _steps(guided["steps_within_5_percent"]),
+                _held(f"{guided['trials_lost_share']:.1%}", _low(guided)),
+                _held(f"{guided['whole_over_known']:.1%}", _all_low(guided)),
+                _held(
+                    f"{one['second_first_step_over_settled']:.3f}",
+                    one["second_first_step_over_settled"] <= 1.03,
+                ),
+                f"{blind['over_grid']:.3f}",
+                _steps(blind["steps_within_5_percent"]),
+                f"{blind['trials_lost_share']:.0%}",
+            ]
+        )
+    reach = ["reach", "1.02", "", "1", "15", "5 %", "", "1.03", "", "60", ""]
+    middle = ["median", *[""] * 10]
+    for column, run in ((4, "guided"), (9, "blind")):
+        steps = [one["runs"][run]["steps_within_5_percent"] for one in found.values()]
+        middle[column] = (
+            f"{statistics.median(1e9 if s is None else s for s in steps):g}"
+        )
+    head = [
+        "case",
+        "settled / best of grid",
+        "quartile distance of the best",
+        "times faster than DDP",
+        "steps to 5 %",
+        "lost in trials",
+        "lost in all",
+        "second run / settled",
+        "blind / best of grid",
+        "blind steps",
+        "blind lost",
+    ]
+    return _table(head, [reach, *rows, middle]) + NOTE
+
+
+def _low(run: dict) -> bool:
+    return run["trials_lost_share"] <= 0.05
+
+
+def _all_low(run: dict) -> bool:
+    return run["whole_over_known"] <= 0.05
+
+
+def _halved(one: dict) -> str:
+    after = {name: times["median_s"] for name, times in one["times"].items()}
+    rows = [
+        ["steps to notice", "", str(one["noticed_after"])],
+        [
+            "steps to the new plan",
+            "50",
+            _held(str(one["planned_after"]), (one["planned_after"] or 1e9) <= 50),
+        ],
+        [
+            "of what is then possible (best of the grid)",
+            "90 %",
+            _held(f"{one['of_possible']:.0%}", one["of_possible"] >= 0.9),
+        ],
+        [
+            "step: DDP, plan from before, settled again, best of the grid",
+            "",
+            ", ".join(
+                f"{1e3 * after[name]:.0f} ms"
+                for name in (
+                    "ddp",
+                    "plan from before",
+                    "settled again",
+                    "best of the grid",
+                )
+            ),
+        ],
+    ]
+    return "## A link halved in mid-run\n\n" + _table(["what", "reach", "found"], rows)
+
+
+def _ablations(name: str, one: dict) -> str:
+    rows = [
+        [
+            run,
+            f"{values['over_grid']:.3f}",
+            _steps(values["steps_within_5_percent"]),
+            str(values["trials"]),
+            f"{values['trials_lost_share']:.1%}",
+            f"{values['whole_over_known']:.1%}",
+        ]
+        for run, values in one["runs"].items()
+    ]
+    head = [
+        "search",
+        "settled / best of grid",
+        "steps to 5 %",
+        "trials",
+        "lost in trials",
+        "lost in all",
+    ]
+    return f"\n## What each part brings: {name.replace('_', ' ')}\n\n" + _table(
+        head, rows
+    )
+
+
+def _steps(steps: int | None) -> str:
+    return "never" if steps is None else str(steps)
+
+
+def _held(text: str, holds: bool) -> str:
+    return text if holds else f"**{text}**"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [
+        "| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)
+    ]
+    return "\n".join(lines) + "\n"

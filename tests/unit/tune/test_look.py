@@ -1,0 +1,68 @@
+"""What a short probe measured, made possible."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from stretto.cost.fit import fit_cluster
+from stretto.errors import Infeasible
+from stretto.schema import CollectiveSample
+from stretto.tune.look import plausible
+
+MB = 1e6
+
+
+def sample(size_bytes: int, lanes: int, duration_s: float) -> CollectiveSample:
+    return CollectiveSample(
+        size_bytes=size_bytes,
+        lanes=lanes,
+        ranks=4,
+        duration_s=duration_s,
+        spread_s=0.0,
+        repetitions=3,
+    )
+
+
+def test_samples_without_contradictions_stay_as_they_are() -> None:
+    samples = [sample(2**14, 1, 0.002), sample(2**18, 1, 0.01), sample(2**18, 4, 0.03)]
+    assert plausible(samples) == samples
+
+
+def test_more_is_never_faster() -> None:
+    samples = [sample(2**14, 1, 0.002), sample(2**20, 1, 0.0015)]
+    samples += [sample(2**14, 2, 0.001), sample(2**20, 2, 0.0011)]
+    with pytest.raises(Infeasible):
+        fit_cluster(samples, name="noise", hosts=4)
+    times = {(s.lanes, s.size_bytes): s.duration_s for s in plausible(samples)}
+    assert times[1, 2**14] == 0.002
+    assert 0.002 < times[1, 2**20] < 0.0021
+    assert times[2, 2**14] > times[1, 2**14]
+    assert times[2, 2**20] == max(times.values())
+    fit_cluster(plausible(samples), name="noise", hosts=4)
+
+
+@pytest.mark.parametrize("flow", [125.0, 37.5, 60.0])
+def test_large_messages_of_few_lanes_and_small_ones_give_the_network(
+    flow: float,
+) -> None:
+    """As a look measures: small messages pass a shaper as if there were none."""
+    rng = random.Random(0)
+    link, total = 125.0, 20 * 2**20
+    samples = []
+    for lanes in (2, 4, 8):
+        rate = min(flow, link / lanes) * MB
+        time_s = 0.002 + 1.5 * total / lanes / rate
+        samples.append(sample(total // lanes, lanes, time_s * rng.uniform(0.99, 1.03)))
+    for lanes in (1, 4):
+        for size in (2**14, 2**16):
+            samples.append(sample(size, lanes, 0.002 + 1.5 * size * lanes / 400e6))
+        rate = min(flow, link / lanes) * MB
+        for size in (2**18, 2**20):
+            samples.append(sample(size, lanes, 0.002 + 1.5 * size / rate))
+    cluster = fit_cluster(plausible(samples), name="seen", hosts=4)
+    wire = cluster.bottleneck
+    found = wire.stream_bytes_per_s or wire.bandwidth_bytes_per_s
+    assert wire.bandwidth_bytes_per_s == pytest.approx(link * MB, rel=0.06)
+    assert found == pytest.approx(flow * MB, rel=0.08)
