@@ -103,17 +103,15 @@ def main() -> None:
 
 
 def worst_of(parts: dict) -> dict:
-    """Over numbers of ranks, by model, type and rate."""
+    """Over numbers of ranks, by all that parts may differ in besides."""
     found: dict[str, dict] = {}
     for part in parts.values():
-        row = found.setdefault(
-            f"{part['model']}, {part['dtype']}, {part['rate']:g}", {}
-        )
-        for key in (*KINDS, "state", "one_process"):
-            if key == "one_process":
-                row |= {f"one_process_{k}": v for k, v in part.get(key, {}).items()}
-            else:
-                row[key] = max(row.get(key, 0.0), part[key])
+        settings = f"rate {part['rate']:g}, batch {part['batch']}"
+        row = found.setdefault(f"{part['model']}, {part['dtype']}, {settings}", {})
+        for kind in (*KINDS, "state"):
+            row[kind] = max(row.get(kind, 0.0), part[kind])
+        alone = part.get("one_process", {})
+        row |= {f"one_process_{kind}": value for kind, value in alone.items()}
     return found
 
 
