@@ -13,6 +13,7 @@ import inspect
 import operator
 import re
 import traceback
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from torch.nn import functional
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 _BATCHES = (7, 11)
 """Two numbers of samples that no size of a model is likely to be a multiple of: what
@@ -225,13 +226,34 @@ def _sizes(
     found = []
     for batch in _BATCHES:
         runner = _Sizes(fake, twins)
-        with mode, torch.no_grad():
+        with mode, torch.no_grad(), given_momenta(fake):
             rows = torch.empty(
                 (batch, *example.shape[1:]), dtype=example.dtype, device=example.device
             )
             runner.run(rows)
         found.append(runner.values)
     return found[0], found[1]
+
+
+@contextmanager
+def given_momenta(module: nn.Module) -> Iterator[None]:
+    """Batch norms whose average is cumulative have a number for their momentum.
+
+    They would compute it from how many batches there were, which no fake tensor knows.
+    """
+    norms = [
+        part
+        for part in module.modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase)  # noqa: SLF001
+        and part.momentum is None
+    ]
+    try:
+        for norm in norms:
+            norm.momentum = 0.5
+        yield
+    finally:
+        for norm in norms:
+            norm.momentum = None
 
 
 class _Sizes(fx.Interpreter):

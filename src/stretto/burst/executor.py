@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import weakref
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -23,13 +21,13 @@ from torch import Tensor, nn
 from stretto._version import __version__
 from stretto.burst import parameters as params
 from stretto.burst.clock import StepClock
-from stretto.burst.course import Course, course_of
 from stretto.burst.forward import Forward
+from stretto.burst.freshness import Freshness
 from stretto.burst.graph import LayerGraph, capture
-from stretto.burst.layout import Layouts
 from stretto.burst.links import Links, Width
 from stretto.burst.norm import KINDS
 from stretto.burst.redistribute import Mover
+from stretto.burst.shares import Shares
 from stretto.burst.steps import Steps, steps_of, widths_of
 from stretto.burst.sync import GradientSync, SyncedLayer
 from stretto.burst.timings import Timings
@@ -48,7 +46,6 @@ _log = logging.getLogger(__name__)
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 
 BUCKET_BYTES = 4 * 2**20
-_KEPT_LAYOUTS = 8
 
 
 @final
@@ -130,18 +127,13 @@ class BurstParallel(nn.Module):
         self._forward = Forward(
             module, self._links, self._mover, self._clock, device=device, seed=seed
         )
-        self._layouts: OrderedDict[tuple[int, ...], Layouts] = OrderedDict()
-        self._courses: OrderedDict[tuple[int, tuple[int, ...]], Course] = OrderedDict()
+        self._shares = Shares(self._links, self._clock)
         self._example = example_inputs
         self._steps: dict[bool, Steps] = {}
         self._widths: dict[str, Width] = {}
         self._sync: GradientSync | None = None
         self._queued = False
-        self._is_stale = False
-        self._own_versions = -1
-        for part in module.modules():
-            part.register_state_dict_pre_hook(_Told(self, "_check_fresh"))
-        module.register_load_state_dict_post_hook(_Told(self, "_loaded"))
+        self._freshness = Freshness(module, self._ranks)
         if example_inputs is not None:
             self._set_up(example_inputs)
 
@@ -208,14 +200,17 @@ class BurstParallel(nn.Module):
 
     def _carry_out(self, graph: LayerGraph, widths: dict[str, Width]) -> None:
         steps = steps_of(graph, widths)
-        self._courses.clear()
+        self._shares.forget_courses()
         self._links.open(widths.values())
         if self._sync is not None:
             self._sync.close()
         self._steps, self._widths = {True: steps}, widths
         self._forward.prepare(graph, widths, self._batch_norm)
         mine = [node for node in graph.nodes if self._runs(node.name)]
-        self._foreign = tuple(n.name for n in graph.nodes if not self._runs(n.name))
+        self._freshness.runs(
+            [p for node in mine for p in node.module.parameters()],
+            [node.name for node in graph.nodes if not self._runs(node.name)],
+        )
         self._sync = GradientSync(
             self._links,
             self._clock,
@@ -270,12 +265,17 @@ class BurstParallel(nn.Module):
             self._clock.other()
         self._cut_short()
         self._mover.settle()
-        layouts, input_needs = self._exchange(steps.graph, batch)
+        layouts, input_needs = self._shares.exchange(
+            steps.graph,
+            batch,
+            is_training=self.module.training,
+            step=self._forward.draws.step,
+        )
         train = torch.is_grad_enabled()
-        self._is_stale |= self.module.training and self._ranks.size > 1
+        self._freshness.is_stale |= self.module.training and self._ranks.size > 1
         output = self._forward(
             steps,
-            self._course(steps, layouts),
+            self._shares.course(steps, layouts),
             batch,
             input_needs=input_needs,
             stamp=self._timings.is_on,
@@ -292,72 +292,6 @@ class BurstParallel(nn.Module):
                 }
             )
         return output
-
-    def _exchange(self, graph: LayerGraph, batch: Tensor) -> tuple[Layouts, bool]:
-        """The shares of all ranks, who must be about to do the same."""
-        fits = (
-            tuple(batch.shape[1:]) == graph.input_shape
-            and batch.dtype == graph.input_dtype
-        )
-        mode = [
-            int(self.module.training),
-            int(torch.is_grad_enabled()),
-            int(batch.requires_grad),
-            self._forward.draws.step,
-        ]
-        mine = [len(batch) if fits and batch.dim() else -1, *mode]
-        rows: list[list[int]] = []
-
-        def ask() -> None:
-            rows.extend(self._links.exchange(mine))
-
-        with self._links.guard("the exchange of the ranks' shares"):
-            self._clock.wait("counts", ask)
-        if not fits:
-            raise SpecError(
-                f"a sample must have shape {graph.input_shape} and type "
-                f"{graph.input_dtype}, as in the example inputs, got "
-                f"{tuple(batch.shape[1:])} and {batch.dtype}"
-            )
-        shares = tuple(row[0] for row in rows)
-        bad = [rank for rank, share in enumerate(shares) if share < 0]
-        if bad:
-            raise RankDisagreement(
-                f"{self._ranks.name_all(bad)} passed samples of another shape or type "
-                "than the example's. Give every rank samples of one kind."
-            )
-        for i, what in enumerate(("train mode", "enabled gradients"), start=1):
-            on = [rank for rank, row in enumerate(rows) if row[i]]
-            if 0 < len(on) < len(rows):
-                raise RankDisagreement(
-                    f"{self._ranks.name_all(on)} came with {what}, others without. Let "
-                    "all ranks train or evaluate at the same time."
-                )
-        if len({row[4] for row in rows}) > 1:
-            raise RankDisagreement(
-                "ranks have trained different numbers of steps: "
-                f"{[row[4] for row in rows]} by rank. Call the model equally often."
-            )
-        if not sum(shares):
-            raise SpecError("the global batch has no sample on any rank")
-        return self._layouts_of(shares), any(row[3] for row in rows)
-
-    def _course(self, steps: Steps, layouts: Layouts) -> Course:
-        key = (id(steps), layouts.shares)
-        if key not in self._courses:
-            self._courses[key] = course_of(steps, layouts, self._ranks.rank)
-            while len(self._courses) > 2 * _KEPT_LAYOUTS:
-                self._courses.popitem(last=False)
-        self._courses.move_to_end(key)
-        return self._courses[key]
-
-    def _layouts_of(self, shares: tuple[int, ...]) -> Layouts:
-        if shares not in self._layouts:
-            self._layouts[shares] = Layouts(shares)
-            while len(self._layouts) > _KEPT_LAYOUTS:
-                self._layouts.popitem(last=False)
-        self._layouts.move_to_end(shares)
-        return self._layouts[shares]
 
     def _output_grad(self, grad: Tensor, share: float) -> Tensor:
         if not self._queued:
@@ -407,8 +341,7 @@ class BurstParallel(nn.Module):
         if not self._steps:
             return
         self._bring(roots, optimizers, "bringing parameters")
-        self._is_stale = False
-        self._own_versions = self._versions()
+        self._freshness.refreshed()
 
     def _bring(
         self, roots: dict[str, int], optimizers: tuple[Optimizer, ...], place: str
@@ -487,30 +420,6 @@ class BurstParallel(nn.Module):
         params.scale_gradients(self.module.parameters(), factor)
         return total
 
-    def _versions(self) -> int:
-        graph = self._steps[True].graph
-        return sum(
-            p._version  # noqa: SLF001
-            for node in graph.nodes
-            if self._runs(node.name)
-            for p in node.module.parameters()
-        )
-
-    def _check_fresh(self) -> None:
-        if not self._steps or not self._foreign:
-            return
-        stepped = self._own_versions >= 0 and self._own_versions != self._versions()
-        if self._is_stale or stepped:
-            raise StrettoError(
-                f"{self._ranks.name(self._ranks.rank)} does not run layer "
-                f"{self._foreign[0]!r} and has no current parameters of it: let all "
-                "ranks call full_state_dict(), or refresh() after optimizer.step()"
-            )
-
-    def _loaded(self) -> None:
-        self._is_stale = False
-        self._own_versions = -1
-
     # Measuring.
 
     def measure(self, steps: int) -> None:
@@ -534,23 +443,6 @@ class BurstParallel(nn.Module):
     def widths(self) -> dict[str, Width]:
         """Each layer's ranks: the first, and how many. Empty before a first forward."""
         return dict(self._widths)
-
-
-@final
-class _Told:
-    """Calls a model's method while the model is there; a copied module calls none."""
-
-    def __init__(self, model: BurstParallel | None, method: str) -> None:
-        self._model = None if model is None else weakref.ref(model)
-        self._method = method
-
-    def __call__(self, *_args: Any) -> None:
-        model = None if self._model is None else self._model()
-        if model is not None:
-            getattr(model, self._method)()
-
-    def __reduce__(self) -> Any:
-        return _Told, (None, self._method)
 
 
 def _digest(plan: BurstPlan) -> str:

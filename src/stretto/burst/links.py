@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
+from stretto.cost.burst import MOST_DIRECT
 from stretto.runtime.failure import FailureDesk
 from stretto.runtime.lanes import LanePool
 
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
 
 Width = tuple[int, int]
 """Consecutive ranks: the first, and how many."""
-
-MOST_DIRECT = 16
-"""Up to so many ranks the numbers go from each to every other: one latency. Beyond, in
-a ring, whose messages do not grow with the square of the ranks."""
 
 _MOVES, _NUMBERS = 0, 1
 

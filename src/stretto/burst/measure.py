@@ -8,6 +8,7 @@ the same round.
 from __future__ import annotations
 
 import platform
+import random
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median, quantiles
@@ -61,7 +62,8 @@ def profile(
 
     Args:
         module: on the device to measure, in ``train`` mode.
-        example_inputs: its arguments; rows are repeated to the samples needed.
+        example_inputs: its arguments; where samples are fewer than needed, the others
+            are made from them.
         batch: samples of a step over all GPUs.
         gpus: the most GPUs a layer may get.
         kwargs: further arguments of ``forward``.
@@ -130,8 +132,20 @@ def _kw(kwargs: Mapping[str, Any] | None, rows: Tensor) -> dict[str, Any]:
 
 
 def _rows(example: Tensor, count: int) -> Tensor:
-    times = -(-count // len(example))
-    return torch.cat([example.detach()] * times)[:count].clone()
+    """So many samples, those beyond the example's like them and each another.
+
+    A sample given again is turned round along each of its sides. With the same few
+    samples over and over a processor foresees every branch: pooling 64 images made of
+    two took half the time that 64 images take.
+    """
+    draw = random.Random(0)
+    rows = list(example.detach()[:count])
+    sides = tuple(range(example.dim() - 1))
+    while len(rows) < count:
+        row = example.detach()[len(rows) % len(example)]
+        shifts = tuple(draw.randrange(side) for side in row.shape)
+        rows.append(torch.roll(row, shifts, sides) if sides else row)
+    return torch.stack(rows)
 
 
 def _mean_square(output: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stretto.burst._trace import given_momenta
 from stretto.burst.dropout import draws_otherwise
 from stretto.burst.graph import INPUT, LayerGraph, LayerNode
 from stretto.burst.links import Width
@@ -171,7 +172,8 @@ def types_of(graph: LayerGraph) -> dict[str, torch.dtype]:
                     *node.module.named_buffers(),
                 )
             }
-            held[node.name] = torch.func.functional_call(
-                node.module, state, tuple(held[name] for name in node.inputs)
-            )
+            with given_momenta(node.module):
+                held[node.name] = torch.func.functional_call(
+                    node.module, state, tuple(held[name] for name in node.inputs)
+                )
     return {node.name: held[node.name].dtype for node in graph.nodes}

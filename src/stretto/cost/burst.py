@@ -29,6 +29,10 @@ WIDTHS = ("powers", "divisors", "all")
 NORM_STEPS = 3
 """Rounds over the other ranks that one batch norm takes: 1 forward and 2 back."""
 
+MOST_DIRECT = 16
+"""Up to so many ranks the few numbers that every step begins with go from each rank to
+every other at once. Beyond, in a ring, whose messages are fewer."""
+
 SYNCS = ("transfer", "ring", "hidden")
 """How gradients' synchronisation is counted, see `BurstNetwork.sync`."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, final
 
-from stretto.cost.burst import NORM_STEPS
+from stretto.cost.burst import MOST_DIRECT, NORM_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,7 +134,8 @@ class Script:
         if self._gpus > 1:
             # Before anything the ranks tell each other how many samples they have.
             everyone = tuple(range(self._gpus))
-            self.buckets.append(Bucket("counts", everyone, 0, self._gpus - 1))
+            rounds = 1 if self._gpus <= MOST_DIRECT else self._gpus - 1
+            self.buckets.append(Bucket("counts", everyone, 0, rounds))
             for ops in self.ops:
                 ops += [Sum(0), Await(0)]
         moves: dict[tuple[int, Ranks], int] = {}

@@ -334,11 +334,16 @@ class _Run:
         contention = self._cluster.contention
         if contention is None:
             return dict.fromkeys(working, share)
-        loads = [0] * len(self._ranks)
+        # A move counts once on a rank, with however many others it exchanges rows.
+        busy: list[set[tuple[int, int]]] = [set() for _ in self._ranks]
         for flow in self._flows:
             for rank in flow.ranks:
-                loads[rank] += contention.resources[0]
-        return {n: share * compute_rate(contention.compute, loads[n]) for n in working}
+                busy[rank].add((flow.move, flow.bucket))
+        each = contention.resources[0]
+        return {
+            n: share * compute_rate(contention.compute, each * len(busy[n]))
+            for n in working
+        }
 
     def _arrived(self, flow: _Flow) -> None:
         self._flows.remove(flow)

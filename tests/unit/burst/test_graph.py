@@ -276,3 +276,11 @@ def test_one_input_tensor_is_needed(count):
     tensors = dict(zip("ab", [torch.ones(2, 2)] * count, strict=False))
     with pytest.raises(SpecError, match=f"one input tensor.*got {count}"):
         capture(Two(), (), tensors)
+
+
+def test_a_batch_norm_that_averages_over_all_batches_is_captured_as_it_is():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
+    graph = capture(model, (torch.randn(2, 4),))
+    assert [node.num_batch_norms for node in graph.nodes] == [1]
+    assert model[1].momentum is None
+    assert int(model[1].num_batches_tracked) == 0

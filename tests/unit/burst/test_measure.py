@@ -71,6 +71,22 @@ def test_a_profile_has_the_samples_of_every_width_and_leaves_the_model_alone():
         assert is_scaled == (abs(over - 1) > 0.1)
 
 
+def test_samples_beyond_the_examples_are_like_them_and_each_another():
+    # Else a processor that knows two images foresees every branch of pooling 64.
+    model, seen = vgg(), {}
+    model.register_forward_pre_hook(
+        lambda _, inputs: seen.update({len(inputs[0]): inputs[0].clone()})
+    )
+    x = torch.randn(2, 3, 16, 16)
+    profile(model, (x,), batch=8, gpus=2, **CALM)
+    assert set(seen) == {4, 8}
+    rows = seen[8]
+    assert torch.equal(rows[:2], x)
+    assert len({row.numpy().tobytes() for row in rows}) == 8
+    for i, row in enumerate(rows):
+        assert torch.equal(row.flatten().sort()[0], x[i % 2].flatten().sort()[0])
+
+
 def test_short_layers_are_joined_along_chains_alone():
     model = WideResNet(width=2, blocks=(1, 1), classes=3)
     x = torch.randn(2, 3, 32, 32)

@@ -107,7 +107,7 @@ def test_one_layers_data_parallel_step_ends_with_its_all_reduce(size):
     some = profile(layer("a", parameters=size))
     step = burst.simulate(some, plan(some, 4, 8, (0, 4)), cluster())
     sync_s = ring_all_reduce_s(size, 4, cluster().inter_host)
-    counts_s = 3 * DELAY_S
+    counts_s = DELAY_S
     assert step.iteration_s == pytest.approx(counts_s + 2e-3 + sync_s, rel=1e-9)
     assert step.idle_s == tuple(pytest.approx(counts_s + sync_s) for _ in range(4))
 
@@ -131,7 +131,7 @@ def test_samples_gathered_on_one_rank_take_what_its_link_takes():
     # Six of eight samples come in over one link, and their gradients go back; what b
     # gives has no bytes, so its way back and forth costs a latency each.
     move_s = DELAY_S + 6 * 10**5 / RATE
-    expected_s = 3 * DELAY_S + 2e-4 + 2 * move_s + 8e-4 + 2 * DELAY_S
+    expected_s = DELAY_S + 2e-4 + 2 * move_s + 8e-4 + 2 * DELAY_S
     # Rank 0 computes a's backward while the gradients are on their way; the others' is
     # after, and the last.
     assert step.iteration_s == pytest.approx(expected_s, rel=1e-6)
@@ -274,7 +274,7 @@ def test_a_measured_all_reduce_prices_synchronisation():
         replace(network, exposed_ratio=1.5)
     some = profile(layer("a", parameters=10**6))
     step = burst.simulate(some, plan(some, 4, 8, (0, 4)), fitted)
-    assert step.idle_s[0] == pytest.approx(3e-3 + 36e-3)
+    assert step.idle_s[0] == pytest.approx(1e-3 + 36e-3)
 
 
 @pytest.mark.parametrize("seed", range(30))
