@@ -1,0 +1,119 @@
+"""What every forward begins with: how many samples each rank came with."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from stretto.burst.course import Course, course_of
+from stretto.burst.layout import Layouts
+from stretto.errors import RankDisagreement, SpecError
+
+if TYPE_CHECKING:
+    from stretto.burst.clock import StepClock
+    from stretto.burst.graph import LayerGraph
+    from stretto.burst.links import Links
+    from stretto.burst.steps import Steps
+
+_KEPT = 8
+"""Global batches whose layouts are kept: of the usual step, of the last of an epoch, of
+an evaluation's."""
+
+
+@final
+class Shares:
+    """Exchanges the ranks' shares, and keeps what follows from them."""
+
+    def __init__(self, links: Links, clock: StepClock) -> None:
+        self._links = links
+        self._clock = clock
+        self._layouts: OrderedDict[tuple[int, ...], Layouts] = OrderedDict()
+        self._courses: OrderedDict[tuple[int, tuple[int, ...]], Course] = OrderedDict()
+
+    def exchange(
+        self, graph: LayerGraph, batch: torch.Tensor, *, is_training: bool, step: int
+    ) -> tuple[Layouts, bool]:
+        """The layouts of this global batch, and whether a rank's input needs gradients.
+
+        All ranks must be about to do the same.
+
+        Raises:
+            SpecError: a sample has another shape or type than the example's.
+            RankDisagreement: ranks came in different modes, or one with bad input.
+            CommTimeout: a rank was lost.
+        """
+        fits = (
+            tuple(batch.shape[1:]) == graph.input_shape
+            and batch.dtype == graph.input_dtype
+        )
+        mode = [
+            int(is_training),
+            int(torch.is_grad_enabled()),
+            int(batch.requires_grad),
+            step,
+        ]
+        mine = [len(batch) if fits and batch.dim() else -1, *mode]
+        rows: list[list[int]] = []
+
+        def ask() -> None:
+            rows.extend(self._links.exchange(mine))
+
+        with self._links.guard("the exchange of the ranks' shares"):
+            self._clock.wait("counts", ask)
+        if not fits:
+            raise SpecError(
+                f"a sample must have shape {graph.input_shape} and type "
+                f"{graph.input_dtype}, as in the example inputs, got "
+                f"{tuple(batch.shape[1:])} and {batch.dtype}"
+            )
+        shares = tuple(row[0] for row in rows)
+        self._require_alike(rows, shares)
+        if not sum(shares):
+            raise SpecError("the global batch has no sample on any rank")
+        return self._layouts_of(shares), any(row[3] for row in rows)
+
+    def _require_alike(self, rows: list[list[int]], shares: tuple[int, ...]) -> None:
+        name_all = self._links.ranks.name_all
+        bad = [rank for rank, share in enumerate(shares) if share < 0]
+        if bad:
+            raise RankDisagreement(
+                f"{name_all(bad)} passed samples of another shape or type than the "
+                "example's. Give every rank samples of one kind."
+            )
+        for i, what in enumerate(("train mode", "enabled gradients"), start=1):
+            on = [rank for rank, row in enumerate(rows) if row[i]]
+            if 0 < len(on) < len(rows):
+                raise RankDisagreement(
+                    f"{name_all(on)} came with {what}, others without. Let all ranks "
+                    "train or evaluate at the same time."
+                )
+        if len({row[4] for row in rows}) > 1:
+            raise RankDisagreement(
+                "ranks have trained different numbers of steps: "
+                f"{[row[4] for row in rows]} by rank. Call the model equally often."
+            )
+
+    def _layouts_of(self, shares: tuple[int, ...]) -> Layouts:
+        if shares not in self._layouts:
+            self._layouts[shares] = Layouts(shares)
+            while len(self._layouts) > _KEPT:
+                self._layouts.popitem(last=False)
+        self._layouts.move_to_end(shares)
+        return self._layouts[shares]
+
+    def course(self, steps: Steps, layouts: Layouts) -> Course:
+        """This rank's turns in a forward with such shares."""
+        key = (id(steps), layouts.shares)
+        if key not in self._courses:
+            rank = self._links.ranks.rank
+            self._courses[key] = course_of(steps, layouts, rank)
+            while len(self._courses) > 2 * _KEPT:
+                self._courses.popitem(last=False)
+        self._courses.move_to_end(key)
+        return self._courses[key]
+
+    def forget_courses(self) -> None:
+        """Another plan is followed from now on."""
+        self._courses.clear()
