@@ -90,16 +90,16 @@ def main() -> None:
             out = Path(folder) / "found.json"
             launch(size, [*sys.argv[1:], "--out", str(out)])
             parts |= json.loads(out.read_text())
-    parts = dict(sorted(parts.items()))
-    store(
-        name,
-        {
-            "what": "largest relative differences from one process with all samples",
-            "reach": REACH,
-            "worst": worst_of(parts),
-            "parts": parts,
-        },
-    )
+        parts = dict(sorted(parts.items()))
+        store(
+            name,
+            {
+                "what": "largest relative differences from one process",
+                "reach": REACH,
+                "worst": worst_of(parts),
+                "parts": parts,
+            },
+        )
 
 
 def worst_of(parts: dict) -> dict:
