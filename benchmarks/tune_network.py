@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=[*CASES, "halved"], action="append")
     parser.add_argument("--ablations", action="store_true")
-    parser.add_argument("--timeout", type=int, default=900)
+    parser.add_argument("--timeout", type=int, default=1500)
     arguments = parser.parse_args()
     for name in arguments.case or [*CASES, "halved"]:
         sys.stderr.write(f"== {name}\n")

@@ -19,7 +19,7 @@ MOST_FINALISTS = 3
 LEAST_ROUNDS = 2
 """One in each order: what drifts meanwhile touches all alike."""
 
-ROUNDS = 4
+ROUNDS = 3
 """Turns that each finalist takes at most."""
 
 STEPS = 4

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 TRUSTED_RATIO = 0.03
 """A prediction this near the measurement corrects nothing."""
 
-DOUBT_RATIO = 0.10
+DOUBT_RATIO = 0.03
 """Predictions are never trusted further than this when a plan is ruled out unseen."""
+
+MOST_BOUND_DOUBT_RATIO = 0.10
+"""What the bound is lowered by at most: a model further off says little of it."""
 
 _MOST_OBSERVATIONS = 4
 
@@ -83,7 +86,8 @@ class Guide:
         time, whatever else is possible: the bound never rises above the first.
         """
         bound_s = min(self._first_bound_s, self._bound_s())
-        return bound_s / (1 + min(DOUBT_RATIO, max(self._errors, default=0.0)))
+        doubt = min(MOST_BOUND_DOUBT_RATIO, max(self._errors, default=0.0))
+        return bound_s / (1 + doubt)
 
     def _bound_s(self) -> float:
         workload = self.workload
@@ -92,14 +96,23 @@ class Guide:
         return lower_bound(workload, self.cluster).value_s
 
     def floor_s(self, plan: Plan) -> float:
-        """What a plan's step takes at least, given how wrong predictions have been."""
+        """What a plan's step takes at least, given how wrong predictions have been.
+
+        What counts is how wrong they were before the trials, not after a correction
+        that explains these.
+        """
         doubt = max(DOUBT_RATIO, max(self._errors, default=0.0))
         return self.plan_s(plan) / (1 + doubt)
 
-    def learn(self, plan: Plan, step_s: float, timeline: Timeline | None) -> float:
-        """Corrects the model by what a plan's steps took; its error before, a ratio."""
+    def compare(self, plan: Plan, step_s: float) -> float:
+        """How wrong the model's prediction of a tried plan was, a ratio."""
         error = self.plan_s(plan) / step_s - 1
         self._errors = [*self._errors, abs(error)][-_MOST_OBSERVATIONS:]
+        return error
+
+    def learn(self, plan: Plan, step_s: float, timeline: Timeline | None) -> None:
+        """Corrects the model by what a plan's steps took."""
+        error = self.plan_s(plan) / step_s - 1
         seen = Observation(
             plan=plan,
             step_s=step_s,
@@ -112,10 +125,6 @@ class Guide:
             self.workload, self.cluster = found.workload, found.cluster
             self.factors = found.factors
             self._model = self._prepared()
-            self._errors = [
-                abs(self.plan_s(o.plan) / o.step_s - 1) for o in self._observations
-            ]
-        return error
 
     def _prepared(self) -> StepModel:
         sent = self.workload

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from stretto.tune.board import Board
 
 WARMUP_STEPS = 2
-PROFILE_LANES = (4, 8, 2, 4, 8, 4)
+PROFILE_LANES = (4, 4, 4, 8, 8, 2)
 """Lanes on which the profiled steps send their gradients: together they are a probe of
-the network with messages as large as the model's."""
+the network with messages as large as the model's. The step after a change has a longer
+backward and does not count for the workload, so there are few."""
 MAX_SPREAD_RATIO = 0.35
 """A backward whose quartiles lie further apart, as a share of its median, is profiled
 again over twice as many steps ..."""

@@ -67,12 +67,15 @@ class DeferredProfile:
     ) -> None:
         """Prepares; ``lanes`` are those of the first steps, the last goes on.
 
-        Different lanes make the steps' own communication a probe of the network.
+        Different lanes make the steps' own communication a probe of the network; a
+        step that begins with other lanes than the last does not count for the workload.
         """
         self._model = model
         self._lanes = tuple(lanes)
         self._applied = 0
         self._reduced: list[bool] = []
+        self._counts: list[bool] = []
+        self._disturbed = False
         self._reduces = self._next_reduces = True
         self._under_way = False
         self._observer = StepObserver(model.module, on_step=self._step_ended)
@@ -106,6 +109,7 @@ class DeferredProfile:
                 lanes = self._lanes[min(self.steps, len(self._lanes) - 1)]
                 if lanes != self._applied:
                     self._apply(lanes)
+                    self._disturbed = True  # new buckets are touched for the first time
 
     def _apply(self, lanes: int) -> None:
         self._model.apply_plan(deferred_plan(self._model, lanes))
@@ -133,8 +137,9 @@ class DeferredProfile:
             NoisyProfile: the steps differ too much.
         """
         steps = self._observer.steps
-        steps[:] = [s for s, kept in zip(steps, self._reduced, strict=True) if kept]
+        steps[:] = [s for s, counts in zip(steps, self._counts, strict=True) if counts]
         self._reduced = [True] * len(steps)
+        self._counts = [True] * len(steps)
         return self._observer.workload(
             name=name,
             warmup=warmup,
@@ -179,6 +184,8 @@ class DeferredProfile:
     def _step_ended(self, _count: int) -> None:
         # Called where the next step begins, so what was announced last is the next's.
         self._reduced.append(self._reduces)
+        self._counts.append(self._reduces and not self._disturbed)
+        self._disturbed = False
         self._reduces = self._next_reduces
 
 

@@ -221,19 +221,25 @@ class Trials:
         self._tell("tried", why, predicted_s=predicted, **told)
         if not self._options.model or trial.ended_early or trial.technique == FINAL:
             return
+        error = guide.compare(trial.plan, trial.step_s)
         if self._learning_s > _LEARN_RATIO * self._options.steps * trial.step_s:
             return
         begin_s = perf_counter()
-        self._correct(search, guide, trial, timeline)
+        self._correct(search, guide, trial, timeline, error)
         self._learning_s += perf_counter() - begin_s
 
     def _correct(
-        self, search: Search, guide: Guide, trial: Trial, timeline: Timeline | None
+        self,
+        search: Search,
+        guide: Guide,
+        trial: Trial,
+        timeline: Timeline | None,
+        error: float,
     ) -> None:
         """Corrects the model, and offers the plan that the planner then prefers."""
         best = search.incumbent
         before = dict(guide.factors)
-        error = guide.learn(trial.plan, trial.step_s, timeline)
+        guide.learn(trial.plan, trial.step_s, timeline)
         if guide.factors == before:
             return
         search.bound_s = guide.bound_s
