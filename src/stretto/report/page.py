@@ -65,7 +65,9 @@ def _tuned(report: DemoReport) -> str:
     return _section(
         "Tuning",
         "Plans tried while the training ran: each dot a trial's median step where it "
-        "ended, large where it became the best so far; the line is the best so far.",
+        "ended, large where it became the best so far; the line is the best so far; "
+        "below it what each technique is credited with; crosses are plans that could "
+        "not be run.",
         trials_svg(report.tuning) + f'<div class="scroll">{table}</div>',
         id_="tuning",
     )

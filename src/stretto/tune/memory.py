@@ -242,11 +242,26 @@ class PlanMemory:
                 )
             with connection:
                 if version == 0:
-                    connection.execute(_LAYOUT)
-                    connection.execute(f"PRAGMA user_version = {VERSION}")
+                    _lay_out(connection)
                 yield connection
         finally:
             connection.close()
+
+
+def _lay_out(connection: sqlite3.Connection) -> None:
+    """Makes the table in a new file.
+
+    Raises:
+        SpecError: the file is somebody else's.
+    """
+    connection.execute("BEGIN IMMEDIATE")  # table and version for others at one time
+    if connection.execute("PRAGMA user_version").fetchone()[0] == VERSION:
+        return  # another job was first
+    row = connection.execute("SELECT name FROM sqlite_master").fetchone()
+    if row is not None:
+        raise SpecError(f"it is a database of something else: it holds {row[0]!r}")
+    connection.execute(_LAYOUT)
+    connection.execute(f"PRAGMA user_version = {VERSION}")
 
 
 def topology_of(cluster: Cluster) -> Topology:

@@ -203,10 +203,14 @@ class Trials:
             "technique": trial.technique,
             "key": str(trial.key),
             "plan": trial.plan.digest,
+            "lanes": trial.plan.lanes,
+            "buckets": len(trial.plan.buckets),
             "step_s": None if math.isinf(trial.step_s) else trial.step_s,
             "steps": len(trial.steps_s),
             "won": trial.won,
-            "incumbent_s": None if best is None else best.step_s,
+            "incumbent_s": None
+            if best is None or math.isinf(best.step_s)
+            else best.step_s,
             "lost_s": search.lost_s,
             "credits": search.credits,
         }

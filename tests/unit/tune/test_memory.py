@@ -106,7 +106,7 @@ def test_entries_are_forgotten_one_by_one_and_all(
     assert memory.all() == []
 
 
-@pytest.mark.parametrize("what", ["corrupt", "version", "folder", "row"])
+@pytest.mark.parametrize("what", ["corrupt", "version", "foreign", "folder", "row"])
 def test_a_file_that_can_not_be_used_costs_one_warning_and_nothing_else(
     tmp_path: Path, settled: Remembered, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
@@ -116,6 +116,10 @@ def test_a_file_that_can_not_be_used_costs_one_warning_and_nothing_else(
     elif what == "version":
         with sqlite3.connect(path) as file:
             file.execute("PRAGMA user_version = 99")
+        file.close()
+    elif what == "foreign":
+        with sqlite3.connect(path) as file:
+            file.execute("CREATE TABLE somebody_elses (x)")
         file.close()
     elif what == "folder":
         path.mkdir()
