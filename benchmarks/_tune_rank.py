@@ -98,7 +98,7 @@ def block(step_s: float) -> int:
 def grid(job: Job, guide: Guide, seed: int) -> tuple[list[dict], Any, float]:
     """All points, the best few again in turns; the best of all.
 
-    A point whose first counted step is 1.5 times the best is not run for longer.
+    A point whose first counted step is 1.3 times the best is not run for longer.
     """
     trainee = job.planned(guide.plan_of(guide.space.points[0]))
     points = list(guide.space.points)
@@ -109,7 +109,7 @@ def grid(job: Job, guide: Guide, seed: int) -> tuple[list[dict], Any, float]:
         plan = guide.plan_of(point)
         trainee.model.apply_plan(plan)
         times_s = timed(trainee, 2)[1:]
-        if times_s[0] < 1.5 * best_s:
+        if times_s[0] < 1.3 * best_s:
             times_s += timed(trainee, block(times_s[0]) - 1)
         step_s = statistics.median(times_s)
         best_s = min(best_s, step_s)
@@ -163,22 +163,32 @@ def tuned_run(job: Job, options: TuneOptions, steps: int) -> dict:
 
 
 def final(plans: dict[str, Trainee], rounds: int) -> dict[str, dict]:
-    """Step times of all, taken in turns."""
+    """Step times of all, taken in turns; ``turns_s`` each turn's median."""
     times: dict[str, list[float]] = {name: [] for name in plans}
+    turns: dict[str, list[float]] = {name: [] for name in plans}
     names = list(plans)
     steps = block(min(timed(trainee, 3)[2] for trainee in plans.values()))
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            times[name] += timed(plans[name], 1 + steps)[1:]
+            found = timed(plans[name], 1 + steps)[1:]
+            times[name] += found
+            turns[name].append(statistics.median(found))
     return {
         name: {
             "median_s": statistics.median(values),
             "q1_s": statistics.quantiles(values, n=4)[0],
             "q3_s": statistics.quantiles(values, n=4)[2],
             "n": len(values),
+            "turns_s": turns[name],
         }
         for name, values in times.items()
     }
+
+
+def paired(one: dict, other: dict) -> list[float]:
+    """Quartiles of the ratio of two, turn by turn: drifts of the machine cancel."""
+    ratios = [a / b for a, b in zip(one["turns_s"], other["turns_s"], strict=True)]
+    return statistics.quantiles(ratios, n=4)
 
 
 def settled_s(run: dict) -> float:
@@ -345,11 +355,13 @@ def main() -> None:
         tried = [e for e in run["events"] if e["what"] == "tried"]
         spent = [e["values"] for e in run["events"] if e["what"] == "settled"][-1]
         steps = len(run["steps_s"])
-        over_grid = times[name]["median_s"] / times["grid"]["median_s"]
+        quartiles = paired(times[name], times["grid"])
+        over_grid = quartiles[1]
         known_s = steps * settled_s(run) / max(1.0, over_grid) + cold_s
         found["runs"][name] = {
             "over_grid": over_grid,
-            "over_ddp": times["ddp"]["median_s"] / times[name]["median_s"],
+            "over_grid_quartiles": quartiles,
+            "over_ddp": paired(times["ddp"], times[name])[1],
             "steps_within_5_percent": within(run, best_s),
             "trials": len(tried),
             "trials_lost_share": spent.get("lost_s", 0.0) / (100 * best_s),

@@ -27,7 +27,8 @@ Written by `make bench-tune` (`benchmarks/tune_network.py`); events and steps in
 NOTE = """
 *Lost in trials*: what trials took beyond the settled plan's steps, over 100 of these.
 *Lost in all* counts the profiled steps, the probe, planning and changes of plan too.
-Steps count from the first step of the run, of which the first eight are profiled.
+Ratios are medians over turns in which the plans followed each other, and their
+quartiles. Steps count from the first step of the run; the first eight are profiled.
 
 """
 
@@ -55,13 +56,12 @@ def _cases(found: dict[str, dict]) -> str:
     rows = []
     for name, one in found.items():
         guided, blind = one["runs"]["guided"], one["runs"]["blind"]
-        spread = one["times"]["grid"]
-        noise = (spread["q3_s"] - spread["q1_s"]) / spread["median_s"]
+        low, _, high = guided["over_grid_quartiles"]
         rows.append(
             [
                 name.replace("_", " "),
                 _held(f"{guided['over_grid']:.3f}", guided["over_grid"] <= 1.02),
-                f"{noise:.1%}",
+                f"{low:.2f} to {high:.2f}",
                 _held(f"{guided['over_ddp']:.2f}", guided["over_ddp"] >= 0.98),
                 _steps(guided["steps_within_5_percent"]),
                 _held(f"{guided['trials_lost_share']:.1%}", _low(guided)),
@@ -85,7 +85,7 @@ def _cases(found: dict[str, dict]) -> str:
     head = [
         "case",
         "settled / best of grid",
-        "quartile distance of the best",
+        "quartiles",
         "times faster than DDP",
         "steps to 5 %",
         "lost in trials",

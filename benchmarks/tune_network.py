@@ -39,7 +39,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "transformer_capped": (
         ["--hosts", "4", "--link", "1gbit", "--flow", "300mbit"],
-        ["--model", "transformer", "--width", "160"],
+        ["--model", "transformer", "--width", "160", "--batch", "8"],
     ),
     "transformer_100mbit": (
         ["--hosts", "4", "--link", "100mbit"],
@@ -86,7 +86,10 @@ def main() -> None:
             lab, rank = CASES[name]
             more = ["--ablations"] if arguments.ablations else []
             found = run(lab, [*rank, *more], out, arguments.timeout)
-        keep(name + ("_ablations" if arguments.ablations else ""), found)
+        if arguments.ablations:
+            keep(f"{name}_ablations", found)
+            found["runs"] = {run: found["runs"][run] for run in ("guided", "blind")}
+        keep(name, found)
         for each, values in found["runs"].items():
             sys.stderr.write(
                 f"   {each}: {values['over_grid']:.3f} of the grid's best, within 5 % "
