@@ -379,13 +379,14 @@ def _fit_contention(
     rates = [flow * math.exp(-0.01 * i) for i in range(steps + 1)]
     return Contention(
         compute=ComputeContention(alpha1=1.0, alpha2=alpha2),
-        overlapped=_constant_rate(min(rates, key=miss)),
-        exclusive=_constant_rate(flow),
+        overlapped=constant_rate(min(rates, key=miss)),
+        exclusive=constant_rate(flow),
         resources=(1,),
     )
 
 
-def _constant_rate(bytes_per_s: float) -> RateCurve:
+def constant_rate(bytes_per_s: float) -> RateCurve:
+    """A flow's rate that no resource changes, bytes/s."""
     return RateCurve(gamma1=bytes_per_s, gamma2=0.0, gamma3=0.0, gamma4=0.0)
 
 

@@ -11,8 +11,9 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from stretto.cost import flow_rates
+from stretto.cost.fit import constant_rate
 from stretto.errors import SpecError
-from stretto.schema import Cluster, Plan, Workload
+from stretto.schema import Cluster, ComputeContention, Contention, Plan, Workload
 from stretto.sim.step import simulate_step
 
 if TYPE_CHECKING:
@@ -28,11 +29,17 @@ PRIOR_RATIO = {
     "flow": 0.4,
     "link": 0.6,
     "gamma": 0.25,
-    "backward": 0.15,
+    "backward": 0.05,
     "outside": 0.1,
+    "contention": 0.8,
 }
 """How far each figure is likely to lie from its fit, as a ratio: the standard deviation
-of its logarithm. Networks change under a job, its computation hardly does."""
+of its logarithm. Networks change under a job; its computation was measured in it, but
+alone: what communication takes from it was not."""
+
+UNSEEN_ALPHA2 = 0.05
+"""Share of computation's rate that a busy lane takes, by which contention is counted
+where none was measured: a factor of 2 then means so much."""
 
 NOISE_RATIO = 0.02
 """The same for a measured step."""
@@ -86,7 +93,8 @@ def corrected(
     r"""The model that explains the observations with the least change.
 
     Factors $e^{\theta}$ on the start-up, the flow's and the link's rate, the excess of
-    gamma over 1, backward's times and what lies outside it minimise
+    gamma over 1, backward's times, what lies outside it and what a busy lane takes from
+    computation minimise
 
     $\sum_i (\log(T_i(\theta) / t_i) / \sigma)^2 + \sum_j (\theta_j / \sigma_j)^2$
 
@@ -258,4 +266,21 @@ def _rewired(cluster: Cluster, factors: dict[str, float]) -> Cluster:
         intra_host=cluster.intra_host if between else wire,
         allreduce=fit,
         concurrency=concurrency,
+        contention=_contention(cluster, factors["contention"], new_link),
     )
+
+
+def _contention(cluster: Cluster, factor: float, link: float) -> Contention | None:
+    """Contention of computation, more or less than was measured."""
+    seen = cluster.contention
+    if seen is not None and seen.compute.alpha2 > 0:
+        alpha2 = seen.compute.alpha2 * factor
+        return replace(seen, compute=replace(seen.compute, alpha2=alpha2))
+    alpha2 = UNSEEN_ALPHA2 * (factor - 1)
+    if alpha2 <= 0:
+        return seen
+    compute = ComputeContention(alpha1=1.0, alpha2=alpha2)
+    if seen is not None:
+        return replace(seen, compute=compute)
+    free = constant_rate(link)  # computation slows no flow, as far as is known
+    return Contention(compute=compute, overlapped=free, exclusive=free, resources=(1,))

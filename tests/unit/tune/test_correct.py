@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from stretto.cost.fit import constant_rate
 from stretto.errors import SpecError
+from stretto.schema import ComputeContention, Contention
 from stretto.sim.step import simulate_step
-from stretto.tune.correct import Observation, corrected
+from stretto.tune.correct import (
+    Observation,
+    backward_s,
+    bucket_ends_s,
+    corrected,
+)
 
 if TYPE_CHECKING:
     from stretto.schema import Cluster, Workload
@@ -70,23 +77,42 @@ def test_a_few_trials_mend_a_wrong_rate(
     assert found.factors[what] == pytest.approx(factor, rel=0.1)
 
 
-def test_slower_backward_is_told_from_a_slower_network_by_its_own_time(
+def test_computation_slowed_beside_communication_is_told_from_a_slower_network(
     space: Space, workload: Workload, cluster: Cluster
 ) -> None:
-    slow = replace(
-        workload,
-        backward_s=1.3 * workload.backward_s,
-        tensors=tuple(replace(t, ready_s=1.3 * t.ready_s) for t in workload.tensors),
+    """What the look does not measure: backward is longer the more lanes are busy."""
+    wire = cluster.inter_host
+    free = constant_rate(wire.bandwidth_bytes_per_s)
+    truth = replace(
+        cluster,
+        contention=Contention(
+            compute=ComputeContention(alpha1=1.0, alpha2=0.08),
+            overlapped=free,
+            exclusive=free,
+            resources=(1,),
+        ),
     )
-    plan = space.plan(space.points[0], cluster)
-    seen = Observation(
-        plan=plan,
-        step_s=simulate_step(slow, cluster, plan).iteration_s,
-        backward_s=slow.backward_s,
-    )
-    found = corrected(workload, cluster, [seen])
-    assert found.factors["backward"] == pytest.approx(1.3, rel=0.04)
+    seen = []
+    for point in space.points[:: len(space.points) // 3]:
+        plan = space.plan(point, truth)
+        step = simulate_step(workload, truth, plan)
+        seen.append(
+            Observation(
+                plan=plan,
+                step_s=step.iteration_s,
+                backward_s=backward_s(step.timeline),
+                bucket_ends_s=bucket_ends_s(step.timeline),
+            )
+        )
+    before = errors(space, workload, (workload, cluster), truth)
+    found = corrected(workload, cluster, seen)
+    after = errors(space, workload, (found.workload, found.cluster), truth)
+    assert max(before) > 0.1
+    assert sorted(after)[len(after) // 2] < 0.01
+    assert found.cluster.contention is not None
+    assert found.cluster.contention.compute.alpha2 == pytest.approx(0.08, rel=0.15)
     assert found.factors["link"] == pytest.approx(1.0, abs=0.05)
+    assert found.factors["flow"] == pytest.approx(1.0, abs=0.05)
 
 
 def test_what_agrees_changes_nothing_and_nothing_changes_nothing(
