@@ -55,7 +55,7 @@ LEAST_BULK_BYTES = 2**21
 """Gradients of less say little of a rate: shapers and socket buffers let them pass."""
 
 SMALL_BYTES = (2**14, 2**16, 2**18, 2**20)
-SMALL_LANES = (1, 4)
+SMALL_LANES = (1,)
 PROBE_SIZES_BYTES = (*SMALL_BYTES, 2**22)
 PROBE_LANES = (1, 2, 4, 8)
 PROBE_REPETITIONS = 3
