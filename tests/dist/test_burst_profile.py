@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 
 from stretto._api import burst
 from stretto.burst.executor import BurstParallel
-from stretto.burst.measure import profile
 from stretto.cost.burst_times import updated
+from stretto.errors import SpecError
 from stretto.schema import Cluster, Link
 from stretto.testing.models import VGG
 
@@ -48,24 +48,21 @@ def images() -> tuple[torch.Tensor, torch.Tensor]:
 
 def loop(rank: int, size: int) -> dict[str, Any]:
     made, (x, y) = model(), images()
-    # Times must be the same on all ranks, or their plans were not.
-    measured = [
-        profile(
-            made,
-            (x[:2],),
-            batch=BATCH,
-            gpus=size,
-            optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
-            repetitions=2,
-            least_layer_s=2e-4,
-            max_spread_ratio=1e9,
-        )
-        if rank == 0
-        else None
-    ]
-    dist.broadcast_object_list(measured)
-    found = measured[0]
-    assert found is not None
+    refused = ""
+    try:
+        burst.profile_on_ranks(made, (x[:2],), batch=BATCH, gpus=size, repetitions=1)
+    except SpecError as exc:
+        refused = str(exc)
+    found = burst.profile_on_ranks(
+        made,
+        (x[:2],),
+        batch=BATCH,
+        gpus=size,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
+        repetitions=2,
+        least_layer_s=2e-4,
+        max_spread_ratio=1e9,
+    )
     problem = burst.problem(found, gpus=size, batch=BATCH, cluster=SLOW)
     plan, step = burst.plan_on(problem, SLOW)
     trained = BurstParallel(made, plan)
@@ -102,12 +99,23 @@ def loop(rank: int, size: int) -> dict[str, Any]:
         "waited": waited,
         "idle_s": step.idle_s,
         "again": again,
+        "refused": refused,
+        "profile": found,
     }
 
 
 def test_what_training_measures_makes_the_next_plan(ranks):
     found = ranks(loop, 2, timeout_s=120)
     one = found[0]
+    # Every rank has the profile, or the reason why there is none.
+    assert found[1]["profile"] == one["profile"]
+    assert all("repetitions must be >= 2" in each["refused"] for each in found)
+    host = one["profile"].host
+    assert 0 < host.message_s < 1
+    assert 0 < host.exchange_s < 1
+    assert 0 < host.copy_s_per_byte < 1e-6
+    assert 0 <= host.message_s_per_byte < 1e-6
+    assert [slowed.ranks for slowed in host.slowdowns] == [2]
     assert one["losses"] == pytest.approx(found[1]["losses"])
 
     # One process with the whole batch.

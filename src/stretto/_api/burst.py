@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stretto.cost.burst import DEEPPOOL, BurstNetwork
-from stretto.errors import SpecError
+from stretto.cost.burst_times import updated as updated
+from stretto.errors import SpecError, StrettoError
 from stretto.planners.burst import plan as planning
 from stretto.planners.burst.problem import BurstProblem
 from stretto.planners.burst.scaling import scaling
@@ -17,6 +18,7 @@ from stretto.sim.scaling import cluster_at
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch.distributed as dist
     from torch import nn
 
     from stretto.planners.burst.scaling import ScaledGpus
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 
 _EXPOSED = (1.0, 0.5, 0.25, 0.1, 0.0)
 """Parts of synchronisation that a candidate plan is searched for."""
+
+NEAR_RATIO = 0.02
+"""Of plans whose simulated steps are so near the shortest, which profiles do not tell
+apart, the one is taken that computes least."""
 
 MOST_SIMULATED = 64
 """Up to so many GPUs plans are compared by simulated steps."""
@@ -128,13 +134,14 @@ def even_shares(batch: int, gpus: int) -> tuple[int, ...]:
 def plan_on(
     problem: BurstProblem, cluster: Cluster, **options: Any
 ) -> tuple[BurstPlan, BurstStep]:
-    """The plan with the shortest simulated step, and that step.
+    """The plan with about the shortest simulated step, and that step.
 
     The search counts a layer's synchronisation as if it came after its backward;
     really some of it is under other layers' backward. So plans are searched for several
     parts of it that count, plans of one width are added, each is simulated, and the
-    fastest stays. With a limit only plans that keep it with all of it counted are
-    among them. The prediction is the simulation's.
+    fastest stays, or one that computes less and is as fast within `NEAR_RATIO`. With a
+    limit only plans that keep it with all of it counted are among them. The prediction
+    is the simulation's.
 
     Args:
         problem: from `problem`, for this cluster.
@@ -160,10 +167,10 @@ def plan_on(
     for each in found:
         plans.append(each)
         tried.append(simulate(problem.profile, each, cluster, **options))
-    # Of equally fast ones the one that computes least, then the first.
+    near_s = min(each.iteration_s for each in tried) * (1 + NEAR_RATIO)
     best = min(
-        range(len(plans)),
-        key=lambda i: (tried[i].iteration_s, sum(tried[i].computing_s), i),
+        (i for i, each in enumerate(tried) if each.iteration_s <= near_s),
+        key=lambda i: (sum(tried[i].computing_s), tried[i].iteration_s, i),
     )
     width = min(steps, key=lambda gpus: (steps[gpus].iteration_s, gpus))
     step = tried[best]
@@ -223,3 +230,51 @@ def profile(
     from stretto.burst.measure import profile as measured
 
     return measured(module, example_inputs, **options)
+
+
+def profile_on_ranks(
+    module: nn.Module,
+    example_inputs: tuple[Any, ...],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> LayerProfile:
+    """The layer profile of a module on the ranks that will train it. Collective.
+
+    The first rank measures the layers while the others wait; then all measure what the
+    executor's own calls take and how ranks that compute at once slow each other
+    (``LayerProfile.host``), which predictions count. Every rank gets the same profile.
+
+    Args:
+        module: on this rank's device.
+        example_inputs: as `profile`.
+        process_group: the ranks; ``None``: all of the job.
+        options: of `stretto.burst.measure.profile`.
+
+    Raises:
+        SpecError, NoisyProfile: on every rank, what the first rank's `profile` raised.
+        CommTimeout: a rank was lost.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from stretto.burst.measure import steps_of
+    from stretto.burst.messages import measure_host
+    from stretto.burst.together import slowdowns
+
+    group = process_group or dist.distributed_c10d._get_default_group()  # noqa: SLF001
+    found: list[LayerProfile | StrettoError | None] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            found = [profile(module, example_inputs, **options)]
+        except StrettoError as exc:
+            found = [exc]
+    dist.broadcast_object_list(found, group=group, group_src=0)
+    if isinstance(found[0], StrettoError):
+        raise found[0]
+    assert found[0] is not None  # noqa: S101 - the first rank has put it there
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    with steps_of(module, example_inputs, **options) as (step, widths):
+        slowed = slowdowns(group, device, step, widths)
+    host = measure_host(group, device)
+    return replace(found[0], host=replace(host, slowdowns=slowed))

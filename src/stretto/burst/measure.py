@@ -118,6 +118,37 @@ def profile(
     return replace(found, outside_s=outside_s)
 
 
+@contextmanager
+def steps_of(
+    module: nn.Module,
+    example_inputs: tuple[Any, ...],
+    *,
+    batch: int,
+    gpus: int,
+    kwargs: Mapping[str, Any] | None = None,
+    widths: str | Sequence[int] = "powers",
+    loss: Loss | None = None,
+    **_others: Any,
+) -> Iterator[tuple[Callable[[int], None], tuple[int, ...]]]:
+    """What computes as one of so many ranks, forward and backward; and these numbers.
+
+    Takes what `profile` takes. The module is as before afterwards.
+    """
+    numbers = widths_of(widths, gpus, batch)
+    example = next(v for v in _all_of(example_inputs, kwargs) if isinstance(v, Tensor))
+    rows = {g: _rows(example, samples_on(batch, g)) for g in numbers}
+    to_loss = loss or _mean_square
+
+    def step(width: int) -> None:
+        inputs = _put(example_inputs, rows[width])
+        to_loss(module(*inputs, **_kw(kwargs, rows[width]))).backward()
+        for parameter in module.parameters():
+            parameter.grad = None
+
+    with _restored(module):
+        yield step, numbers
+
+
 def _all_of(inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
     return [*inputs, *(kwargs or {}).values()]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.errors import PlanMismatch, SpecError
 from stretto.schema import _rules, codec
 from stretto.schema._convert import ADDED
+from stretto.schema.burst_host import HostCosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -166,6 +167,9 @@ class LayerProfile:
     outside_s: float = field(default=0.0, metadata=_LATER)
     """What a training step on one GPU takes beyond layers and updates: freeing
     gradients, the optimizer's own calls. Every rank pays it."""
+
+    host: HostCosts | None = field(default=None, metadata=_LATER)
+    """What the ranks' hosts add; ``None`` where that was not measured."""
 
     def __post_init__(self) -> None:
         _rules.at_least(".input_bytes", self.input_bytes, 0)

@@ -91,6 +91,15 @@ class Bucket:
     steps: int
     """Latencies of its ring."""
 
+    startup_s: float | None = None
+    """In the place of these, where it was measured."""
+
+    @property
+    def messages(self) -> int:
+        """Sent and received by all ranks together."""
+        count = len(self.ranks)
+        return 2 * count * max(self.steps, count - 1)
+
 
 @final
 class Script:
@@ -119,6 +128,12 @@ class Script:
         self._backward(bucket_bytes)
         for rank, ops in enumerate(self.ops):
             ops.append(Sum(ALL))
+            synced_bytes = sum(
+                layer.parameter_bytes
+                for layer, at in zip(profile.layers, self._at, strict=True)
+                if at is not None and at[1] > 1 and at[0] <= rank < at[0] + at[1]
+            )
+            self._copy(rank, synced_bytes)
             update_s = sum(
                 layer.update_s
                 for layer, at in zip(profile.layers, self._at, strict=True)
@@ -135,7 +150,9 @@ class Script:
             # Before anything the ranks tell each other how many samples they have.
             everyone = tuple(range(self._gpus))
             rounds = 1 if self._gpus <= MOST_DIRECT else self._gpus - 1
-            self.buckets.append(Bucket("counts", everyone, 0, rounds))
+            host = self._profile.host
+            asked_s = None if host is None else host.exchange_s
+            self.buckets.append(Bucket("counts", everyone, 0, rounds, asked_s))
             for ops in self.ops:
                 ops += [Sum(0), Await(0)]
         moves: dict[tuple[int, Ranks], int] = {}
@@ -176,6 +193,9 @@ class Script:
             for at in dict.fromkeys(self._at[r] for r in reversed(self._readers[i])):
                 self._finish(moves[i, at])
             self._compute(i, backward=True)
+            first, width = self._at[i] or (0, 1)
+            for rank in range(first, first + width) if width > 1 else ():
+                self._copy(rank, layers[i].parameter_bytes)
             if i in buckets:
                 for rank in self.buckets[buckets[i]].ranks:
                     self.ops[rank].append(Sum(buckets[i]))
@@ -231,8 +251,26 @@ class Script:
                     pairs[pair] = pairs.get(pair, 0.0) + each_bytes
         self.moves.append(Move(name, pairs))
         for rank in sorted(self.moves[-1].ranks):
+            self._call(rank, name, pairs)
             self.ops[rank].append(Begin(len(self.moves) - 1))
         return len(self.moves) - 1
+
+    def _call(self, rank: int, name: str, pairs: dict[tuple[int, int], float]) -> None:
+        """What beginning a move takes on a rank."""
+        host = self._profile.host
+        if host is not None:
+            sizes = [size for pair, size in pairs.items() if rank in pair]
+            seconds = sum(
+                host.message_s + host.message_s_per_byte * size for size in sizes
+            )
+            self.ops[rank].append(Work(name, "move", seconds))
+
+    def _copy(self, rank: int, size_bytes: int) -> None:
+        """Gradients into a bucket, or out of it."""
+        host = self._profile.host
+        if host is not None and size_bytes:
+            seconds = host.copy_s_per_byte * size_bytes
+            self.ops[rank].append(Work("gradients", "copy", seconds))
 
     def _finish(self, move: int) -> None:
         for rank in sorted({to for _, to in self.moves[move].pairs}):

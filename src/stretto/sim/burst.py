@@ -6,12 +6,12 @@ are used; gradients are summed over a layer's ranks under backward, in buckets; 
 end each rank waits for its buckets and updates the parameters that it has.
 
 Samples on their way and gradients share the hosts' links max-min fairly. Left out: what
-packets lose to one another, and calling and copying that no profile has.
+packets lose to one another. Calling and copying count where the profile has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
@@ -33,6 +33,7 @@ from stretto.sim.fair import max_min_rates
 if TYPE_CHECKING:
     from stretto.schema import Cluster
     from stretto.schema.burst import BurstPlan, LayerProfile
+    from stretto.schema.burst_host import HostCosts
     from stretto.sim._burst_script import SampleLayouts
 
 BUCKET_BYTES = 4 * 2**20
@@ -49,7 +50,7 @@ class BurstStep:
     iteration_s: float
 
     computing_s: tuple[float, ...]
-    """By rank: layers and updates."""
+    """By rank: layers, updates, and calling and copying where they are profiled."""
 
     idle_s: tuple[float, ...]
     """By rank: the rest of the step, in which it waits with nothing to compute."""
@@ -78,7 +79,8 @@ def simulate_burst(
         bucket_bytes: gradients of as much are summed at once.
         lanes: buckets of the same ranks that may be under way at once.
         cores: processors that all ranks together have, where they are an emulated
-            cluster on one machine; ``None`` where each has its own.
+            cluster on one machine; ``None`` where each has its own. What the profile
+            knows of ranks that slow each other goes before it.
 
     Raises:
         PlanMismatch: the plan is for another profile.
@@ -91,7 +93,7 @@ def simulate_burst(
             "plan again for so many"
         )
     script = Script(profile, plan, layouts, bucket_bytes)
-    return _Run(script, cluster, plan.gpus, lanes, cores).result(plan)
+    return _Run(script, cluster, plan.gpus, lanes, cores, profile.host).result(plan)
 
 
 @dataclass(slots=True)
@@ -105,9 +107,19 @@ class _Flow:
     startup_s: float
     left_bytes: float
     begin_s: float
+    messages: int
+    """Sent and received in start-up."""
+    ends: int
+    """That send or receive at a time."""
+    startup_rate: float = 0.0
+    """Messages per second in start-up."""
     lane: tuple[int, ...] = ()
     move: int = -1
     bucket: int = -1
+
+    def __post_init__(self) -> None:
+        if self.startup_s > _NONE:
+            self.startup_rate = self.messages / self.startup_s
 
 
 @dataclass(slots=True)
@@ -133,9 +145,10 @@ class _Run:
         ranks: int,
         lanes: int,
         cores: float | None,
+        host: HostCosts | None,
     ) -> None:
         self._script, self._cluster = script, cluster
-        self._lanes, self._cores = lanes, cores
+        self._lanes, self._cores, self._host = lanes, cores, host
         self._ranks = [_Rank(iter(ops)) for ops in script.ops]
         hosts = -(-ranks // cluster.ranks_per_host)
         # by host: its link out, then its link in
@@ -245,6 +258,8 @@ class _Run:
             startup_s=link.latency_s if near else ring.step_s,
             left_bytes=size,
             begin_s=self._time_s,
+            messages=2,
+            ends=2,
             move=move,
         )
 
@@ -262,6 +277,7 @@ class _Run:
         count = len(made.ranks)
         # What has no bytes to speak of has a connection of its own.
         number = bucket % self._lanes if made.size_bytes else -1
+        startup_s = made.steps * (link.latency_s if near else ring.step_s)
         lane = (*made.ranks[:1], count, number)
         self._queue.append(
             _Flow(
@@ -271,9 +287,11 @@ class _Run:
                 if near
                 else tuple(k for host in hosts for k in (2 * host, 2 * host + 1)),
                 cap=link.flow_bytes_per_s if near else ring.wire_bytes_per_s,
-                startup_s=made.steps * (link.latency_s if near else ring.step_s),
+                startup_s=startup_s if made.startup_s is None else made.startup_s,
                 left_bytes=2 * (count - 1) / count * made.size_bytes,
                 begin_s=self._time_s,
+                messages=made.messages,
+                ends=2 * count,
                 lane=lane,
                 bucket=bucket,
             )
@@ -299,7 +317,7 @@ class _Run:
             [flow.cap for flow in sending],
             self._rates,
         )
-        paces = self._paces()
+        paces = self._paces(self._behind(sending, rates))
         steps = [flow.startup_s for flow in self._flows if flow.startup_s > _NONE]
         steps += [f.left_bytes / rate for f, rate in zip(sending, rates, strict=True)]
         steps += [self._ranks[n].left_s / pace for n, pace in paces.items()]
@@ -325,12 +343,33 @@ class _Run:
         for n in range(len(self._ranks)):
             self._proceed(n)
 
-    def _paces(self) -> dict[int, float]:
-        """How fast each computing rank works, against undisturbed."""
+    def _behind(self, sending: list[_Flow], rates: Sequence[float]) -> float:
+        """Processors that connections' own threads take now."""
+        host = self._host
+        if host is None:
+            return 0.0
+        used = sum(
+            flow.ends * rate * host.behind_s_per_byte
+            for flow, rate in zip(sending, rates, strict=True)
+        )
+        return used + sum(
+            min(flow.ends, flow.startup_rate * host.behind_s)
+            for flow in self._flows
+            if flow.startup_s > _NONE
+        )
+
+    def _paces(self, behind: float) -> dict[int, float]:
+        """How fast each computing rank works, against undisturbed.
+
+        What runs behind communication counts like ranks that compute, by its share of a
+        processor.
+        """
         working = [n for n, r in enumerate(self._ranks) if isinstance(r.now, Work)]
         share = 1.0
-        if self._cores is not None and working:
-            share = min(1.0, self._cores / len(working))
+        if self._host is not None and self._host.slowdowns:
+            share = 1.0 / self._host.slowdown(len(working) + behind)
+        elif self._cores is not None and working:
+            share = min(1.0, self._cores / (len(working) + behind))
         contention = self._cluster.contention
         if contention is None:
             return dict.fromkeys(working, share)

@@ -1,0 +1,148 @@
+"""What the executor's own calls take on the ranks that will train.
+
+Samples are moved round in a ring, from each rank to the next, with the executor's own
+calls; between them ranks are idle, as most are in a step. Counted is the time that the
+calling thread spends, not what it waits for; apart from it the processor time of the
+process's other threads, which are the connections'.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.burst.clock import StepClock
+from stretto.burst.layout import Transfer
+from stretto.burst.links import Links
+from stretto.burst.redistribute import Mover
+from stretto.runtime.agreement import Agreement, ranks_of
+from stretto.schema.burst_host import HostCosts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SIZES_BYTES = (4 * 2**10, 256 * 2**10)
+"""Of messages; what one byte more takes is the difference by the difference."""
+
+_COPIED_BYTES = 8 * 2**20
+_PAUSE_S = 2e-3
+
+
+def measure_host(
+    group: dist.ProcessGroup, device: torch.device, *, repetitions: int = 40
+) -> HostCosts:
+    """The ranks' costs of calling communication, the same on all. Collective.
+
+    Raises:
+        CommTimeout: a rank was lost.
+    """
+    ranks = ranks_of(group, timeout_s=None)
+    links = Links(
+        ranks,
+        serial=Agreement(ranks).serial,
+        backend=group._get_backend(device).name(),  # noqa: SLF001
+        device=device,
+        lanes=1,
+    )
+    mover = Mover(links, StepClock())
+
+    def exchange() -> None:
+        with links.guard("measuring the exchange of the ranks' shares"):
+            links.exchange([0] * 5)
+
+    def ready() -> None:
+        exchange()
+        time.sleep(_PAUSE_S)
+
+    small, large = (
+        _message_s(mover, ranks.rank, ranks.size, size, device, ready, repetitions)
+        for size in SIZES_BYTES
+    )
+    asked = []
+    for _ in range(repetitions if ranks.size > 1 else 0):
+        ready()
+        begin_s = perf_counter()
+        exchange()
+        asked.append(perf_counter() - begin_s)
+    every: list[Any] = [None] * ranks.size
+    dist.all_gather_object(
+        every, (small, large, _copy_s(device, repetitions), asked), group=group
+    )
+    message_s, message_s_per_byte = _line(
+        *(median(row[size][0] for row in every) for size in (0, 1))
+    )
+    behind_s, behind_s_per_byte = _line(
+        *(median(row[size][1] for row in every) for size in (0, 1))
+    )
+    rounds = list(zip(*(row[3] for row in every), strict=True))
+    return HostCosts(
+        message_s=message_s,
+        message_s_per_byte=message_s_per_byte,
+        behind_s=behind_s,
+        behind_s_per_byte=behind_s_per_byte,
+        copy_s_per_byte=median(row[2] for row in every) / _COPIED_BYTES,
+        # Who comes last waits least.
+        exchange_s=median(min(each) for each in rounds) if rounds else 0.0,
+    )
+
+
+def _line(small_s: float, large_s: float) -> tuple[float, float]:
+    """Seconds of no bytes, and of each byte, from those of both sizes."""
+    per_byte = max(0.0, large_s - small_s) / (SIZES_BYTES[1] - SIZES_BYTES[0])
+    return max(0.0, small_s - per_byte * SIZES_BYTES[0]), per_byte
+
+
+def _message_s(
+    mover: Mover,
+    rank: int,
+    size: int,
+    size_bytes: int,
+    device: torch.device,
+    ready: Callable[[], None],
+    repetitions: int,
+) -> tuple[float, float]:
+    """Seconds of one message, sent or received: the calling thread's, and the others'.
+
+    Of the first the median, of the others, whose clock is coarser, the mean.
+    """
+    if size == 1:
+        return 0.0, 0.0
+    rows = torch.zeros((1, size_bytes), dtype=torch.uint8, device=device)
+    whole = slice(0, 1)
+    shift = Transfer(
+        kept=(),
+        sends=(((rank + 1) % size, whole),),
+        receives=(((rank - 1) % size, whole),),
+        num_before=1,
+        num_after=1,
+    )
+    found, behind_s = [], 0.0
+    for _ in range(repetitions):
+        ready()
+        behind_s -= time.process_time() - time.thread_time()
+        begin_s = perf_counter()
+        pending = mover.begin(rows, shift, mover.next_tags(2), "measured")
+        found.append((perf_counter() - begin_s) / 2)
+        mover.end(pending, "measured")
+        mover.settle()
+        behind_s += time.process_time() - time.thread_time()
+    return median(found), max(0.0, behind_s) / (2 * repetitions)
+
+
+def _copy_s(device: torch.device, repetitions: int) -> float:
+    """Median seconds of copying a gradient's bytes; what is queued is waited for."""
+    source = torch.zeros(_COPIED_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    found = []
+    for _ in range(repetitions):
+        begin_s = perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(perf_counter() - begin_s)
+    return median(found)
