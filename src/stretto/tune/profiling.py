@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -173,8 +174,7 @@ class DeferredProfile:
                 size_bytes=max(1, size_bytes // lanes),
                 lanes=lanes,
                 ranks=dist.get_world_size(group),
-                # Whatever disturbs a step makes it longer.
-                duration_s=min(times_s),
+                duration_s=statistics.median(times_s),
                 spread_s=max(times_s) - min(times_s),
                 repetitions=len(times_s),
             )
