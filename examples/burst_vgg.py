@@ -17,14 +17,13 @@ images = torch.tensor(load_digits().images, dtype=torch.float32)[:, None] / 16
 labels = torch.tensor(load_digits().target)
 torch.manual_seed(0)
 model = VGG(11, width=16, dense=1024, image=8, channels=1, classes=10)
-cluster, plans = stretto.probe(budget_s=20.0), [None]
-if rank == 0:
-    size = {"batch": share * ranks, "gpus": ranks}
-    measured = burst.profile(model, (images[:2],), max_spread_ratio=2.0, **size)
-    task = burst.problem(measured, cluster=cluster, **size)
-    plans = [burst.plan_on(task, cluster, cores=2.0)[0]]
-dist.broadcast_object_list(plans)
-model = stretto.BurstParallel(model, plans[0], example_inputs=(images[:2],))
+cluster = stretto.probe(budget_s=20.0)
+size = {"batch": share * ranks, "gpus": ranks}
+example = (images[:2],)
+measured = burst.profile_on_ranks(model, example, max_spread_ratio=2.0, **size)
+task = burst.problem(measured, cluster=cluster, **size)
+plan, _ = burst.plan_on(task, cluster, cores=2.0)
+model = stretto.BurstParallel(model, plan, example_inputs=example)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 for step in range(300):
     batch = (torch.arange(share) * ranks + rank + step * share * ranks) % len(labels)
