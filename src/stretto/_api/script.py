@@ -5,12 +5,13 @@ Also a module: torchrun starts ``python -m stretto._api.script SCRIPT ARGS``.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import runpy
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch.nn.parallel
 import torch.nn.parallel.distributed
@@ -74,6 +75,22 @@ def main() -> None:
     except StrettoError as error:
         sys.stderr.write(f"stretto: error: {error}\n")
         sys.exit(error.exit_code)
+    except Exception:  # noqa: BLE001 - whatever the script raised
+        sys.excepthook(*sys.exc_info())
+        _leave(1)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process with a status that says an error ended it.
+
+    Threads of communication may still run, for other ranks end at the same time; an
+    interpreter that ends under them now and then aborts, and a launcher would tell of
+    that signal rather than of the error.
+    """
+    atexit._run_exitfuncs()  # noqa: SLF001 - what an ordinary end would do first
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
