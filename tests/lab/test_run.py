@@ -21,7 +21,10 @@ pytestmark = [
 
 NETWORK = ("--mode", "namespaces", "--hosts", 4, "--link", "800mbit")
 STEPS = 44
-"""Enough for a second profile, where the machine is busy, and for the record."""
+"""Enough for a second profile, where the machine is busy."""
+
+LONG = 140
+"""By then tuning has settled, whatever the noise: it takes about 100 steps at most."""
 
 
 @pytest.fixture
@@ -42,13 +45,13 @@ def result(done):
 
 def test_no_line_changes_and_steps_are_shorter(run, tmp_path):
     network = (*NETWORK, "--flow", "200mbit", "--")
-    theirs = result(run(*network, "python", PROGRAM, STEPS))
+    theirs = result(run(*network, "python", PROGRAM, LONG))
     kept = {
         option: tmp_path / f"{option}.out"
         for option in ("save-plan", "profile", "cluster", "trace", "report")
     }
     options = [text for name, path in kept.items() for text in (f"--{name}", path)]
-    done = run(*network, "stretto", "run", *options, PROGRAM, STEPS)
+    done = run(*network, "stretto", "run", *options, PROGRAM, LONG)
     ours = result(done)
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
     # One flow reaches a quarter of the link; half of that gain is room for noise.
