@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from stretto.lab.ports import free_port
 
 
 def _main(rank: int, size: int, port: int, function: Any, arguments: tuple) -> None:
@@ -30,9 +31,7 @@ def _main(rank: int, size: int, port: int, function: Any, arguments: tuple) -> N
 def run(function: Any, size: int, *arguments: Any, timeout_s: float = 900) -> None:
     """Runs ``function(rank, size, *arguments)`` as ``size`` processes."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = mp.start_processes(
         _main,
         args=(size, port, function, arguments),

@@ -29,7 +29,6 @@ import argparse
 import copy
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -46,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "dist"))
 import burst_ranks
 
 from stretto.burst.executor import BurstParallel
+from stretto.lab.ports import free_port
 
 RATES = {
     "vgg11": 0.01,
@@ -116,9 +116,7 @@ def worst_of(parts: dict) -> dict:
 
 
 def launch(size: int, arguments: list[str]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = os.environ | {
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",

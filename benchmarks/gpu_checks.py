@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from _record import store
+from stretto.lab.ports import free_port
 
 HERE = Path(__file__)
 LIMIT_S = 150
@@ -81,9 +82,7 @@ def answers(processes: list[subprocess.Popen]) -> list:
 
 
 def on_ranks(part: str, *arguments: str, size: int = 2, **environment: str) -> list:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     return answers(
         [
             ask(

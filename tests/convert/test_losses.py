@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from stretto.convert import (
     convert_bytes,
     script_of_notebook,
 )
+from stretto.lab.ports import free_port
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
@@ -76,12 +76,6 @@ if importlib.util.find_spec("transformers") is None:
     SCRIPTS = [s for s in SCRIPTS if s.name != "sentences.py"]
 
 SOME = ("plain.py", "several_loaders.py", "schedule.py", "trainer.py", "gan.py")
-
-
-def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run(jobs, folder, name, size):
@@ -143,7 +137,7 @@ def jobs_of(texts, folder):
             {
                 "name": script.name,
                 "path": str(path),
-                "port": port(),
+                "port": free_port(),
                 "first_epoch": script.first_epoch,
                 "noise_rows": script.noise_rows,
                 "arguments": script.arguments,

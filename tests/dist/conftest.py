@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from stretto.lab.ports import free_port
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -88,7 +90,7 @@ class Ranks:
         self._runs += 1
         outs = [self._folder / f"{self._runs}-{rank}" for rank in range(size)]
         logs = [out.with_suffix(".log") for out in outs]
-        port = _free_port()
+        port = free_port()
         processes = []
         with contextlib.ExitStack() as stack:
             for rank in range(size):
@@ -148,14 +150,6 @@ def _result(out: Path, rank: int, text: str, errors: bool) -> Any:
     if errors:
         return RankError(*value)
     pytest.fail(f"rank {rank} raised\n{value[2]}\n{text}")
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 import stretto.horovod.torch as hvd
+from stretto.lab.ports import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -166,9 +166,7 @@ def _rows(folder: Path) -> list[tuple[str, int, int, float]]:
 def test_a_lost_host_and_one_that_comes_back(tmp_path: Path) -> None:
     """Two agents; one dies with its rank, and later another takes its place."""
     (tmp_path / "script.py").write_text(_SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     agents = [_agent(tmp_path, "a", port), _agent(tmp_path, "b", port)]
     deadline = time.perf_counter() + 120
     try:

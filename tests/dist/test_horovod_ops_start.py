@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import stretto.horovod.torch as hvd
+from stretto.lab.ports import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.dist
 
 CYCLES = 100
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def launch(

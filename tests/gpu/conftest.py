@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from stretto.lab.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,9 +107,7 @@ class GpuRanks:
         """What every rank returned, by rank."""
         self._runs += 1
         outs = [self._folder / f"{self._runs}-{rank}" for rank in range(size)]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         processes = []
         with contextlib.ExitStack() as stack:
             for rank, out in enumerate(outs):

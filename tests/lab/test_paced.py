@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import socket
 import statistics
 import sys
 
 import pytest
 
 from stretto.lab import LabSpec, launch, run_lab
+from stretto.lab.ports import free_port
 
 pytestmark = pytest.mark.lab
 
 MBIT = 125_000
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.parametrize("opener", [0, 1])

@@ -9,7 +9,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.errors import CommandNotFound, LabError, SpecError
 from stretto.lab.job import TIMEOUT_STATUS, Job
+from stretto.lab.ports import free_port
 from stretto.lab.spec import LabSpec, Mode, shared_environment
 from stretto.units import format_rate
 
@@ -119,7 +119,7 @@ def run_lab(
         paths = [str(_PACING_FOLDER), rank_env.get("PYTHONPATH", "")]
         paced_env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     job = dataclasses.replace(
-        job, mode=Mode.PACED.value, env=paced_env, master_port=_free_port()
+        job, mode=Mode.PACED.value, env=paced_env, master_port=free_port()
     )
     return int(_Run(job, say, stdout, stderr).wait()["status"])
 
@@ -181,12 +181,6 @@ def _missing_tools(path: str) -> str | None:
         f"{', '.join(missing)} missing; the full lab needs the packages "
         f"iproute2 and nftables (install {' and '.join(packages)})"
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class _Run:

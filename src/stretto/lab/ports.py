@@ -1,0 +1,98 @@
+"""A port for ranks to meet at, which nothing takes before they do."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import os
+import random
+import socket
+from pathlib import Path
+
+from stretto.errors import LabError
+
+SPAN = 12_000
+"""Ports looked through, below those that the kernel gives to outgoing connections."""
+
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_USUAL_FIRST_EPHEMERAL = 32_768
+_LEAST = 1024
+_ATTEMPTS = 500
+
+_rng = random.SystemRandom()  # a seed of the caller's would give all the same ports
+
+_claims: collections.deque[int] = collections.deque()  # open to the process's end
+_MOST_CLAIMS = 64
+"""A port is used soon after it was asked for: older claims are given up."""
+
+
+def free_port() -> int:
+    """A TCP port on which nothing listens, for a process started from this one.
+
+    A port that binding to port 0 finds lies where the kernel takes the local ports of
+    outgoing connections from, so that any process may have it a moment later. This one
+    lies below, and no other caller of this function gets it while this process lives
+    (or asks for 64 more).
+
+    Raises:
+        LabError: no free port was found.
+    """
+    low, high = span(_EPHEMERAL)
+    for _ in range(_ATTEMPTS):
+        port = _rng.randrange(low, high)
+        claim = _claimed(port)
+        if claim is None:
+            continue
+        if not _binds(port):
+            claim.close()
+            continue
+        _claims.append(claim.detach())
+        if len(_claims) > _MOST_CLAIMS:
+            os.close(_claims.popleft())
+        return port
+    raise LabError(
+        f"none of {_ATTEMPTS} ports tried between {low} and {high - 1} is free; "
+        "see what listens there with `ss -ltn`"
+    )
+
+
+def span(ephemeral: Path) -> tuple[int, int]:
+    """Where to look: the first port, and the one after the last.
+
+    ``ephemeral`` is the kernel's file with the first and the last port that outgoing
+    connections get.
+    """
+    first, last = _USUAL_FIRST_EPHEMERAL, 2**16 - 1
+    with contextlib.suppress(OSError, ValueError):  # no Linux: the usual ones
+        first, last = map(int, ephemeral.read_text().split())
+    if first - _LEAST >= SPAN // 10:
+        return max(_LEAST, first - SPAN), first
+    if 2**16 - 1 - last >= SPAN // 10:
+        return last + 1, min(2**16, last + 1 + SPAN)
+    return 2**16 - SPAN, 2**16  # the kernel keeps none apart
+
+
+def _claimed(port: int) -> socket.socket | None:
+    """A sign to this function's other callers, which ends with this process.
+
+    An abstract Unix socket is known to just those who share the port's network; other
+    systems than Linux have none, and there only chance keeps callers apart.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0stretto-port-{port}")
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            claim.close()
+            return None
+    return claim
+
+
+def _binds(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))  # as a store does: on every interface
+        except OSError:
+            return False
+    return True
