@@ -15,7 +15,7 @@ from stretto.sim.engine import Flow, SharedLink
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from stretto.schema import Bucket, Cluster, Contention, Plan, TensorSpec, Workload
+    from stretto.schema import Cluster, Contention, Plan, TensorSpec, Workload
     from stretto.sim.engine import Outcome
 
 STARTUPS = ("phase", "mixed")
@@ -74,7 +74,7 @@ def plan_flows(
         load = 0
         caps = (rates.alone_bytes_per_s, rates.alone_bytes_per_s)
         if cluster.contention is not None:
-            load = _resource(bucket, i, cluster.contention)
+            load = resource_of(bucket.resource, cluster.contention, index=i)
             caps = curve_caps(cluster.contention, load, rates)
         elements = sum(tensor.bytes // DTYPE_BYTES[tensor.dtype] for tensor in held)
         on_wire = sum(_sent_bytes(tensor, bucket.wire_dtype) for tensor in held)
@@ -124,17 +124,21 @@ def _sent_bytes(tensor: TensorSpec, wire_dtype: str) -> int:
     return tensor.bytes // DTYPE_BYTES[tensor.dtype] * DTYPE_BYTES[wire_dtype]
 
 
-def _resource(bucket: Bucket, index: int, contention: Contention) -> int:
-    if bucket.resource is None:
+def resource_of(resource: int | None, contention: Contention, *, index: int = 0) -> int:
+    """The level that bucket ``index`` has with a resource, ``None`` the default.
+
+    Raises:
+        SpecError: the contention does not list it.
+    """
+    if resource is None:
         return contention.resources[0]
-    if bucket.resource not in contention.resources:
+    if resource not in contention.resources:
         levels = ", ".join(map(str, contention.resources))
         raise SpecError(
-            f"resource must be one of the cluster's levels ({levels}), "
-            f"got {bucket.resource}",
+            f"resource must be one of the cluster's levels ({levels}), got {resource}",
             place=f".buckets[{index}].resource",
         )
-    return bucket.resource
+    return resource
 
 
 def curve_caps(

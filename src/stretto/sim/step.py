@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from heapq import heappop, heappush
 from itertools import accumulate
 from typing import TYPE_CHECKING, final
 
@@ -27,6 +26,7 @@ from stretto.cost import collective_cost, compute_rate, flow_rates
 from stretto.errors import PlanMismatch, SpecError
 from stretto.schema import Span, Timeline
 from stretto.schema._rules import DTYPE_BYTES
+from stretto.sim._queues import at_once, beside_contention, in_turn
 from stretto.sim.engine import run
 from stretto.sim.flows import bottleneck_link, curve_caps, flow_spans, plan_flows
 from stretto.sim.forward import simulate_period
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.schema import Cluster, Plan, Workload
+    from stretto.sim._queues import Queue
     from stretto.sim.engine import Flow, Outcome
     from stretto.sim.flows import Slice
 
@@ -140,9 +141,8 @@ class StepModel:
 
     It knows buckets of neighbouring tensors in the order of readiness, sent as rings in
     the gradients' own type with the default resource, under backward. There all flows
-    have one rate at any time, so that it counts, instead of each flow's bytes, those
-    that any flow has been served since the beginning; a flow ends when that count has
-    grown by its size. Lanes whose queues are equal stay equal and are taken as one.
+    have one rate at any time (`stretto.sim._queues`). Lanes whose queues are equal stay
+    equal and are taken as one.
     """
 
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
@@ -200,11 +200,16 @@ class StepModel:
             return self._work_s
         queues = self._queues(ends, lanes, bucket_lanes, slices)
         self._extend(lanes)
+        startup_s, work_s, rates = self._startup_s, self._work_s, self._rate
         if self._contention is not None:
-            return self._beside_contention(queues)
+            return beside_contention(
+                queues, startup_s, rates, self._idle_rate, self._speed, work_s
+            )[0]
         if len(queues) == 1:
-            return self._in_turn(*queues[0])
-        return self._at_once(queues)
+            end_s = in_turn(queues[0], startup_s, rates)
+        else:
+            end_s = at_once(queues, startup_s, rates)
+        return end_s if end_s > work_s else work_s
 
     def _queues(
         self,
@@ -212,8 +217,8 @@ class StepModel:
         lanes: int,
         bucket_lanes: Sequence[int],
         slices: Sequence[int],
-    ) -> list[tuple[tuple[tuple[float, float], ...], int]]:
-        """Each lane's flows as (ready, bytes), equal lanes once with their number."""
+    ) -> list[Queue]:
+        """Each lane's flows, equal lanes once with their number."""
         elements, wire_bytes, ready_s = self._elements, self._wire_bytes, self._ready_s
         queues: list[list[tuple[float, float]]] = [[] for _ in range(lanes)]
         first = 0
@@ -254,116 +259,3 @@ class StepModel:
                 if contention
                 else 1.0
             )
-
-    def _in_turn(self, queue: tuple[tuple[float, float], ...], number: int) -> float:
-        """One lane, or several that do the same: flows run one after another."""
-        startup_s, rate = self._startup_s, self._rate[number]
-        end = 0.0
-        for ready_s, size in queue:
-            end = (ready_s if ready_s > end else end) + startup_s + size / rate
-        return end if end > self._work_s else self._work_s
-
-    def _at_once(
-        self, queues: list[tuple[tuple[tuple[float, float], ...], int]]
-    ) -> float:
-        """Several lanes, computation undisturbed: gradients' times are known."""
-        startup_s, rates = self._startup_s, self._rate
-        position = [0] * len(queues)
-        # When start-ups end, and at which count of served bytes flows do.
-        starts = sorted(
-            (queue[0][0] + startup_s, c) for c, (queue, _) in enumerate(queues)
-        )
-        ends: list[tuple[float, int]] = []
-        now = served = 0.0
-        sending = 0
-        while True:
-            if ends:
-                goal = ends[0][0]
-                rate = rates[sending]
-                end_at = now + (goal - served) / rate
-                if starts and starts[0][0] < end_at:
-                    start_at = starts[0][0]
-                    served += (start_at - now) * rate
-                    now = start_at
-                else:
-                    served = goal
-                    now = end_at
-                    c = heappop(ends)[1]
-                    queue, number = queues[c]
-                    sending -= number
-                    if not sending:
-                        served = 0.0  # keeps the count exact over a long step
-                    position[c] += 1
-                    if position[c] < len(queue):
-                        ready_s = queue[position[c]][0]
-                        if ready_s < now:
-                            ready_s = now
-                        heappush(starts, (ready_s + startup_s, c))
-                    continue
-            elif starts:
-                now = starts[0][0]
-            else:
-                break
-            c = heappop(starts)[1]
-            queue, number = queues[c]
-            heappush(ends, (served + queue[position[c]][1], c))
-            sending += number
-        return now if now > self._work_s else self._work_s
-
-    def _beside_contention(
-        self, queues: list[tuple[tuple[tuple[float, float], ...], int]]
-    ) -> float:
-        """Several lanes, and computation that slows while flows are under way."""
-        startup_s, work_s, speeds = self._startup_s, self._work_s, self._speed
-        rates = self._rate
-        position = [0] * len(queues)
-        # Work for which lanes wait, when start-ups end, at which count flows end.
-        waiting = sorted((queue[0][0], c) for c, (queue, _) in enumerate(queues))
-        starts: list[tuple[float, int]] = []
-        ends: list[tuple[float, int]] = []
-        now = served = done = 0.0
-        sending = active = 0
-        working = True
-        while working or starts or ends:
-            next_at, event = _INF, 0
-            if ends:
-                next_at, event = now + (ends[0][0] - served) / rates[sending], 1
-            if starts and starts[0][0] < next_at:
-                next_at, event = starts[0][0], 2
-            if working:
-                speed = speeds[active]
-                target = waiting[0][0] if waiting else work_s
-                if target > work_s:
-                    target = work_s
-                work_at = now + (target - done) / speed
-                if work_at < next_at:
-                    next_at, event = work_at, 3
-                    done = target
-                else:
-                    done += (next_at - now) * speed
-            if sending:
-                served += (next_at - now) * rates[sending]
-            now = next_at
-            if event == 1:
-                served, c = heappop(ends)
-                queue, number = queues[c]
-                sending -= number
-                active -= number
-                if not sending:
-                    served = 0.0
-                position[c] += 1
-                if position[c] < len(queue):
-                    heappush(waiting, (queue[position[c]][0], c))
-            elif event == 2:
-                c = heappop(starts)[1]
-                queue, number = queues[c]
-                heappush(ends, (served + queue[position[c]][1], c))
-                sending += number
-            elif done >= work_s:
-                working = False
-                rates = self._idle_rate
-            while waiting and (not working or waiting[0][0] <= done):
-                c = heappop(waiting)[1]
-                active += queues[c][1]
-                heappush(starts, (now + startup_s, c))
-        return now

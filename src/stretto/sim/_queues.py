@@ -1,0 +1,165 @@
+"""Lanes as queues of flows that are all alike, from event to event.
+
+All flows have one rate at any time, so the loops count, instead of each flow's bytes,
+those that any flow has been served since the beginning; a flow ends when that count has
+grown by its size. Rates and speed come as lists by the number of flows; index 0 of the
+rates is never read.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_INF = float("inf")
+
+Queue = tuple[tuple[tuple[float, float], ...], int]
+"""A lane's flows as (ready, bytes), and how many lanes have just these."""
+
+
+def in_turn(
+    queue: Queue,
+    startup_s: float,
+    rates: Sequence[float],
+    ended_s: list[float] | None = None,
+) -> float:
+    """One lane, or several that do the same: when the last flow ends.
+
+    ``ended_s`` is given the end of each.
+    """
+    flows, number = queue
+    rate = rates[number]
+    end = 0.0
+    for ready_s, size in flows:
+        end = (ready_s if ready_s > end else end) + startup_s + size / rate
+        if ended_s is not None:
+            ended_s.append(end)
+    return end
+
+
+def at_once(
+    queues: Sequence[Queue],
+    startup_s: float,
+    rates: Sequence[float],
+    ended_s: Sequence[list[float]] | None = None,
+) -> float:
+    """Several lanes, computation undisturbed, so that gradients' times are known: when
+    the last flow ends.
+
+    ``ended_s`` is given the ends of each queue's flows.
+    """
+    position = [0] * len(queues)
+    # When start-ups end, and at which count of served bytes flows do.
+    starts = sorted((flows[0][0] + startup_s, c) for c, (flows, _) in enumerate(queues))
+    ends: list[tuple[float, int]] = []
+    now = served = 0.0
+    sending = 0
+    while True:
+        if ends:
+            goal = ends[0][0]
+            rate = rates[sending]
+            end_at = now + (goal - served) / rate
+            if starts and starts[0][0] < end_at:
+                start_at = starts[0][0]
+                served += (start_at - now) * rate
+                now = start_at
+            else:
+                served = goal
+                now = end_at
+                c = heappop(ends)[1]
+                flows, number = queues[c]
+                sending -= number
+                if ended_s is not None:
+                    ended_s[c].append(now)
+                if not sending:
+                    served = 0.0  # keeps the count exact over a long step
+                position[c] += 1
+                if position[c] < len(flows):
+                    ready_s = flows[position[c]][0]
+                    if ready_s < now:
+                        ready_s = now
+                    heappush(starts, (ready_s + startup_s, c))
+                continue
+        elif starts:
+            now = starts[0][0]
+        else:
+            break
+        c = heappop(starts)[1]
+        flows, number = queues[c]
+        heappush(ends, (served + flows[position[c]][1], c))
+        sending += number
+    return now
+
+
+def beside_contention(
+    queues: Sequence[Queue],
+    startup_s: float,
+    rates: Sequence[float],
+    idle_rates: Sequence[float],
+    speeds: Sequence[float],
+    work_s: float,
+    ended_s: Sequence[list[float]] | None = None,
+) -> tuple[float, float]:
+    """Several lanes beside computation that slows while flows are under way: when the
+    last thing ends, and when computation does.
+
+    ``rates`` hold while computation runs, ``idle_rates`` after it. ``ended_s`` is given
+    the ends of each queue's flows.
+    """
+    position = [0] * len(queues)
+    # Work for which lanes wait, when start-ups end, at which count flows end.
+    waiting = sorted((flows[0][0], c) for c, (flows, _) in enumerate(queues))
+    starts: list[tuple[float, int]] = []
+    ends: list[tuple[float, int]] = []
+    now = served = done = work_end_s = 0.0
+    sending = active = 0
+    working = True
+    while working or starts or ends:
+        next_at, event = _INF, 0
+        if ends:
+            next_at, event = now + (ends[0][0] - served) / rates[sending], 1
+        if starts and starts[0][0] < next_at:
+            next_at, event = starts[0][0], 2
+        if working:
+            speed = speeds[active]
+            target = waiting[0][0] if waiting else work_s
+            if target > work_s:
+                target = work_s
+            work_at = now + (target - done) / speed
+            if work_at < next_at:
+                next_at, event = work_at, 3
+                done = target
+            else:
+                done += (next_at - now) * speed
+        if sending:
+            served += (next_at - now) * rates[sending]
+        now = next_at
+        if event == 1:
+            served, c = heappop(ends)
+            flows, number = queues[c]
+            sending -= number
+            active -= number
+            if ended_s is not None:
+                ended_s[c].append(now)
+            if not sending:
+                served = 0.0
+            position[c] += 1
+            if position[c] < len(flows):
+                heappush(waiting, (flows[position[c]][0], c))
+        elif event == 2:
+            c = heappop(starts)[1]
+            flows, number = queues[c]
+            heappush(ends, (served + flows[position[c]][1], c))
+            sending += number
+        elif done >= work_s:
+            working = False
+            work_end_s = now
+            rates = idle_rates
+        while waiting and (not working or waiting[0][0] <= done):
+            c = heappop(waiting)[1]
+            active += queues[c][1]
+            heappush(starts, (now + startup_s, c))
+    return now, work_end_s
