@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from stretto.cost import flow_rates
 from stretto.cost.fit import constant_rate
 from stretto.errors import SpecError
 from stretto.schema import Cluster, ComputeContention, Contention, Plan, Workload
+from stretto.sim.replay import PlanModel
 from stretto.sim.step import simulate_step
+from stretto.tune.least import Least, least_squares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Iterator, Sequence
 
     from stretto.schema import Timeline
+    from stretto.tune.least import Vector
 
 
 PRIOR_RATIO = {
@@ -48,13 +47,21 @@ RECORDED_RATIO = 0.03
 """The same for moments within one recorded step."""
 
 _MOST_LOG = 1.5
-_STEP_LOG = 0.05
-_MOST_STEPS = 10
+_MOST_STEPS = 8
 
-_POOR = 9.0
+_POOR = 5.0
 """Sum of squares per observation, in units of the noise, that a good model keeps."""
 
-_STARTS = ({"link": -0.7}, {"flow": -0.5}, {"link": 0.7}, {"flow": 0.5})
+_STARTS = (
+    {"link": -0.7},
+    {"link": 0.7},
+    {"flow": -0.5},
+    {"flow": 0.5},
+    {"contention": 1.6},
+    {"contention": 1.0, "link": -0.5},
+)
+"""Logarithms of factors, from the best of which a search begins again that finds
+nothing good from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,31 +118,26 @@ def corrected(
         if not (math.isfinite(seen.step_s) and seen.step_s > 0):
             raise SpecError(f"step_s must be finite and > 0, got {seen.step_s}")
     names = list(PRIOR_RATIO)
-    priors = np.array([PRIOR_RATIO[name] for name in names])
     if not observations:
         return Correction(
             workload=workload, cluster=cluster, factors=dict.fromkeys(names, 1.0)
         )
-
-    def residuals(theta: NDArray[np.float64]) -> NDArray[np.float64]:
-        factors = dict(zip(names, np.exp(theta), strict=True))
-        changed, network = _scaled(workload, cluster, factors)
-        rows = list(theta / priors)
-        for seen in observations:
-            rows += _misses(changed, network, seen)
-        return np.array(rows)
-
-    # The simulator has kinks: differences are taken over a wide step, and where the
-    # search from the fit stays in one, it begins again from slower and faster networks.
-    best = _least(residuals, np.zeros(len(names)))
-    for at in _STARTS if 2 * best.cost > _POOR * len(observations) else ():
-        start = np.array([at.get(name, 0.0) for name in names])
-        best = min(best, _least(residuals, start), key=lambda found: found.cost)
+    best = _best(_Misses(workload, cluster, observations), _free(cluster))
     factors = {
-        name: float(value) for name, value in zip(names, np.exp(best.x), strict=True)
+        name: float(value)
+        for name, value in zip(names, np.exp(best.theta), strict=True)
     }
-    changed, network = _scaled(workload, cluster, factors)
+    changed, network = scaled(workload, cluster, factors)
     return Correction(workload=changed, cluster=network, factors=factors)
+
+
+def scaled(
+    workload: Workload, cluster: Cluster, factors: dict[str, float]
+) -> tuple[Workload, Cluster]:
+    """A model with each figure of `PRIOR_RATIO` multiplied by its factor."""
+    return _slower(workload, factors["backward"], factors["outside"]), _rewired(
+        cluster, factors
+    )
 
 
 def backward_s(timeline: Timeline) -> float | None:
@@ -161,58 +163,97 @@ def bucket_ends_s(timeline: Timeline) -> tuple[float, ...]:
     return tuple(ends_s[i] - start_s for i in range(len(ends_s)))
 
 
-def _misses(workload: Workload, cluster: Cluster, seen: Observation) -> list[float]:
-    """How far a model misses an observation, in units of the noise."""
-    step = simulate_step(workload, cluster, seen.plan)
-    rows = [math.log(step.iteration_s / seen.step_s) / NOISE_RATIO]
-    computed_s = backward_s(step.timeline)
-    if seen.backward_s is not None and computed_s is not None:
-        rows.append(math.log(computed_s / seen.backward_s) / RECORDED_RATIO)
-    if seen.bucket_ends_s:
-        # Against the whole step: what lies early in it is seen least well.
-        noise_s = RECORDED_RATIO * seen.step_s * math.sqrt(len(seen.bucket_ends_s))
-        ends_s = bucket_ends_s(step.timeline)
-        rows += [
-            (predicted_s - end_s) / noise_s
-            for predicted_s, end_s in zip(ends_s, seen.bucket_ends_s, strict=False)
+def _free(cluster: Cluster) -> list[int]:
+    """Places of the figures that change anything on a cluster; others stay 1."""
+    rates = flow_rates(cluster)
+    idle = set()
+    if rates.alone_bytes_per_s >= rates.link_bytes_per_s:
+        idle.add("flow")
+    if cluster.concurrency is None:
+        idle.add("gamma")
+    return [i for i, name in enumerate(PRIOR_RATIO) if name not in idle]
+
+
+def _best(misses: _Misses, free: Sequence[int]) -> Least:
+    """The least sum of squares found.
+
+    The model has kinks in which a search stays: where what it finds from the fit is
+    poor, it begins again from the best of a few slower and faster networks. To look at
+    all of these costs as much as one step of a search.
+    """
+
+    def search(begin: Least) -> Least:
+        return least_squares(
+            misses, begin, free=free, most=_MOST_LOG, steps=_MOST_STEPS
+        )
+
+    best = search(misses.at({}))
+    if 2 * best.cost <= _POOR * misses.number:
+        return best
+    start = min(map(misses.at, _STARTS), key=lambda found: found.cost)
+    return min(best, search(start), key=lambda found: found.cost)
+
+
+class _Misses:
+    """How far a model misses observations, in units of the noise, by its changes."""
+
+    def __init__(
+        self, workload: Workload, cluster: Cluster, seen: Sequence[Observation]
+    ) -> None:
+        self._workload = workload
+        self._cluster = cluster
+        self._priors = np.array(list(PRIOR_RATIO.values()))
+        self._seen = [
+            (
+                one,
+                PlanModel(workload, cluster, one.plan)
+                if PlanModel.knows(one.plan)
+                else None,
+            )
+            for one in seen
         ]
-    return rows
+        self.number = len(seen)
 
+    def at(self, logarithms: dict[str, float]) -> Least:
+        """The residuals with some factors, given by their logarithms."""
+        theta = np.array([logarithms.get(name, 0.0) for name in PRIOR_RATIO])
+        return Least(theta=theta, rows=self(theta))
 
-def _least(
-    residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]],
-    start: NDArray[np.float64],
-) -> Any:
-    return least_squares(
-        residuals,
-        start,
-        bounds=(-_MOST_LOG, _MOST_LOG),
-        # Relative to theta in SciPy; an absolute step keeps sense at 0.
-        jac=partial(_slopes, residuals),
-        max_nfev=_MOST_STEPS,
-    )
+    def __call__(self, theta: Vector) -> Vector:
+        factors = dict(zip(PRIOR_RATIO, np.exp(theta).tolist(), strict=True))
+        network = _rewired(self._cluster, factors)
+        rows = (theta / self._priors).tolist()
+        for seen, model in self._seen:
+            rows += self._of(seen, model, network, factors)
+        return np.array(rows)
 
-
-def _slopes(
-    residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]],
-    theta: NDArray[np.float64],
-) -> NDArray[np.float64]:
-    here = residuals(theta)
-    columns = []
-    for i in range(len(theta)):
-        step = np.zeros(len(theta))
-        # Towards the inside of the bounds.
-        step[i] = -_STEP_LOG if theta[i] > 0 else _STEP_LOG
-        columns.append((residuals(theta + step) - here) / step[i])
-    return np.stack(columns, axis=1)
-
-
-def _scaled(
-    workload: Workload, cluster: Cluster, factors: dict[str, float]
-) -> tuple[Workload, Cluster]:
-    return _slower(workload, factors["backward"], factors["outside"]), _rewired(
-        cluster, factors
-    )
+    def _of(
+        self,
+        seen: Observation,
+        model: PlanModel | None,
+        network: Cluster,
+        factors: dict[str, float],
+    ) -> Iterator[float]:
+        """Rows of one observation."""
+        computed_s: float | None
+        if model is not None:
+            times = model.times(network, pace=factors["backward"])
+            computed_s, ends_s = times.computed_s or None, times.bucket_ends_s
+            step_s = self._workload.forward_s * factors["outside"] + times.end_s
+        else:
+            paced = _slower(self._workload, factors["backward"], factors["outside"])
+            step = simulate_step(paced, network, seen.plan)
+            computed_s = backward_s(step.timeline)
+            ends_s = bucket_ends_s(step.timeline)
+            step_s = step.iteration_s
+        yield math.log(step_s / seen.step_s) / NOISE_RATIO
+        if seen.backward_s is not None and computed_s is not None:
+            yield math.log(computed_s / seen.backward_s) / RECORDED_RATIO
+        if seen.bucket_ends_s:
+            # Against the whole step: what lies early in it is seen least well.
+            noise_s = RECORDED_RATIO * seen.step_s * math.sqrt(len(seen.bucket_ends_s))
+            for predicted_s, end_s in zip(ends_s, seen.bucket_ends_s, strict=False):
+                yield (predicted_s - end_s) / noise_s
 
 
 def _slower(workload: Workload, backward: float, outside: float) -> Workload:
