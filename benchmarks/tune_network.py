@@ -1,8 +1,9 @@
 """Tuning inside the run, on emulated networks: what it finds, how soon, at what cost.
 
 For every case the whole grid of plans is measured offline first, then a run with no
-option, the same run again, and AIACC's ensemble without a model; last, all settled
-plans in turns. Stores results/tune_CASE.json and writes results/tuning.md.
+option, the same run again, two runs that know its plan from the first step, a second
+one with no option, and AIACC's ensemble without a model; last, all settled plans in
+turns. Stores results/tune_CASE.json and writes results/tuning.md.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def main() -> None:
             found = run(lab, [*rank, *more], out, arguments.timeout)
         if arguments.ablations:
             keep(f"{name}_ablations", found)
-            found["runs"] = {run: found["runs"][run] for run in ("guided", "blind")}
+            found["runs"] = {
+                run: found["runs"][run] for run in ("guided", "again", "blind")
+            }
         keep(name, found)
         for each, values in found["runs"].items():
             sys.stderr.write(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from typing import Any
@@ -125,6 +126,32 @@ def test_all_steps_of_a_search_are_ddp_s_and_ranks_settle_on_one_plan(
     assert first["events"][:3] == ["started", "profiled", "planned"]
     assert first["events"][-1] == "settled"
     assert "start" in first["tried"]
+
+
+def looks(rank: int, size: int) -> list[dict[str, Any]]:
+    """A look where twice the lanes help and one where they don't."""
+    found = []
+    look.MAX_SPREAD_RATIO = math.inf  # a busy machine has no longer look here
+    for look.LANES_HELP_RATIO in (0.0, math.inf):
+        ours, settled, _model = tuned(
+            rank, TuneOptions(steps=0, watch=False, memory=False)
+        )
+        ours.until(settled)
+        theirs = Training(TorchDDP(net()), rank)
+        theirs.steps(ours.number)
+        story = settled[0].story.events
+        profiled = next(e.step for e in story if e.what == "profiled")
+        found.append({"same": ours.losses == theirs.losses, "steps": profiled})
+    return found
+
+
+def test_a_look_opens_more_lanes_only_where_they_help(ranks):
+    profiled = look.WARMUP_STEPS + len(look.PROFILE_LANES)
+    expected = [
+        {"same": True, "steps": profiled + len(look.MORE_LANES)},
+        {"same": True, "steps": profiled},
+    ]
+    assert ranks(looks, 2, timeout_s=90.0) == [expected, expected]
 
 
 def blind(rank: int, size: int) -> Any:

@@ -22,10 +22,18 @@ if TYPE_CHECKING:
     from stretto.tune.board import Board
 
 WARMUP_STEPS = 2
-PROFILE_LANES = (4, 4, 4, 8, 8, 2)
+PROFILE_LANES = (4, 4, 4, 2)
 """Lanes on which the profiled steps send their gradients: together they are a probe of
 the network with messages as large as the model's. The step after a change has a longer
 backward and does not count for the workload, so there are few."""
+
+MORE_LANES = (8, 8)
+"""Further steps, on more lanes ..."""
+
+LANES_HELP_RATIO = 1.8
+"""... where twice the lanes were at least this much faster: then the link is not full.
+Where it is, opening more would cost time and tell nothing."""
+
 MAX_SPREAD_RATIO = 0.35
 """A backward whose quartiles lie further apart, as a share of its median, is profiled
 again over twice as many steps ..."""
@@ -85,10 +93,11 @@ class Seen:
 class Look:
     """Profiles training steps, then probes and plans.
 
-    Steps 1 and 2 warm up, 3 to 8 are profiled with communication put off until
-    backward has ended; every step trains. What they send over different numbers of
-    lanes is a probe of the network with large messages; small ones are then probed for
-    about the time of one step. Where backward was unsteady, 16 more are profiled.
+    Steps 1 and 2 warm up, 3 to 6 are profiled with communication put off until
+    backward has ended, two more where the link was not full by then; every step trains.
+    What they send over different numbers of lanes is a probe of the network with large
+    messages; small ones are then probed for about the time of one step. Where backward
+    was unsteady, twice as many are profiled again.
     """
 
     def __init__(
@@ -107,7 +116,7 @@ class Look:
         self._wire_dtype = wire_dtype
         self._began_s: list[float] = []
         self._wanted = WARMUP_STEPS + len(PROFILE_LANES)
-        self._unsteady = False
+        self._unsteady = self._extended = False
         self._bulk: tuple[CollectiveSample, ...] = ()
         self._profile = DeferredProfile(
             model, lanes=(PROFILE_LANES[0],) * WARMUP_STEPS + PROFILE_LANES
@@ -134,12 +143,18 @@ class Look:
         if self._profile.steps < self._wanted:
             self._began_s.append(perf_counter())
             return None
+        if not self._unsteady:
+            self._bulk = self._profile.collectives(warmup=WARMUP_STEPS)
+            if not self._extended and more_lanes_help(self._bulk):
+                self._extended = True
+                self._wanted += len(MORE_LANES)
+                self._profile.extend(MORE_LANES)
+                self._began_s.append(perf_counter())
+                return None
         self._profile.stop()
         workload = self._profile.workload(
             name=self._name, warmup=WARMUP_STEPS, max_spread_ratio=math.inf
         )
-        if not self._unsteady:
-            self._bulk = self._profile.collectives(warmup=WARMUP_STEPS)
         gaps_s = [b - a for a, b in zip(self._began_s, self._began_s[1:], strict=False)]
         (step_s,) = self._board.most(statistics.median(gaps_s))
         spread_s = workload.provenance["backward_spread_s"]
@@ -225,6 +240,17 @@ class Look:
         except (Infeasible, NoisyProfile, SpecError) as exc:
             return exc
         return codec.encode(cluster), codec.encode(plan), codec.encode(ddp)
+
+
+def more_lanes_help(samples: Sequence[CollectiveSample]) -> bool:
+    """Whether the largest number of lanes left the link unfilled.
+
+    Every sample carries the same bytes in all, in equal parts on its lanes.
+    """
+    time_s = {sample.lanes: sample.duration_s for sample in samples}
+    most = max(time_s, default=0)
+    half_s = time_s.get(most // 2)
+    return half_s is not None and half_s >= LANES_HELP_RATIO * time_s[most]
 
 
 def plausible(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:

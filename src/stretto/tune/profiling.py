@@ -107,10 +107,18 @@ class DeferredProfile:
             self._under_way = True
             self._reduces = reduces
             if self._reduced and self._reduced[-1]:  # not between micro-steps
-                lanes = self._lanes[min(self.steps, len(self._lanes) - 1)]
-                if lanes != self._applied:
-                    self._apply(lanes)
-                    self._disturbed = True  # new buckets are touched for the first time
+                self._change()
+
+    def extend(self, lanes: Sequence[int]) -> None:
+        """Goes on with these lanes, from the step that begins now; collective."""
+        self._lanes = (*self._lanes[: self.steps], *lanes)
+        self._change()
+
+    def _change(self) -> None:
+        lanes = self._lanes[min(self.steps, len(self._lanes) - 1)]
+        if lanes != self._applied:
+            self._apply(lanes)
+            self._disturbed = True  # new buckets are touched for the first time
 
     def _apply(self, lanes: int) -> None:
         self._model.apply_plan(deferred_plan(self._model, lanes))

@@ -9,7 +9,7 @@ import pytest
 from stretto.cost.fit import fit_cluster
 from stretto.errors import Infeasible
 from stretto.schema import CollectiveSample
-from stretto.tune.look import plausible
+from stretto.tune.look import more_lanes_help, plausible
 
 MB = 1e6
 
@@ -43,18 +43,39 @@ def test_more_is_never_faster() -> None:
     fit_cluster(plausible(samples), name="noise", hosts=4)
 
 
-@pytest.mark.parametrize("flow", [125.0, 37.5, 60.0])
+LINK, TOTAL = 125.0, 20 * 2**20
+
+
+def bulk(flow: float, lanes: int, noise: float = 1.0) -> CollectiveSample:
+    """Gradients of 20 MiB over lanes of so many MB/s on a link of 125 MB/s."""
+    rate = min(flow, LINK / lanes) * MB
+    return sample(TOTAL // lanes, lanes, noise * (0.002 + 1.5 * TOTAL / lanes / rate))
+
+
+@pytest.mark.parametrize(
+    ("flow", "help_"),
+    [(125.0, False), (60.0, False), (37.5, False), (25.0, True), (10.0, True)],
+)
+def test_more_lanes_are_asked_for_only_where_the_link_is_not_full(
+    flow: float, help_: bool
+) -> None:
+    assert more_lanes_help([bulk(flow, lanes) for lanes in (2, 4)]) is help_
+
+
+def test_without_half_as_many_lanes_to_compare_with_none_are_asked_for() -> None:
+    assert not more_lanes_help([])
+    assert not more_lanes_help([bulk(10.0, 4)])
+
+
+@pytest.mark.parametrize("flow", [125.0, 60.0, 37.5, 25.0])
 def test_large_messages_of_few_lanes_and_small_ones_give_the_network(
     flow: float,
 ) -> None:
     """As a look measures: small messages pass a shaper as if there were none."""
     rng = random.Random(0)
-    link, total = 125.0, 20 * 2**20
-    samples = []
-    for lanes in (2, 4, 8):
-        rate = min(flow, link / lanes) * MB
-        time_s = 0.002 + 1.5 * total / lanes / rate
-        samples.append(sample(total // lanes, lanes, time_s * rng.uniform(0.99, 1.03)))
+    samples = [bulk(flow, lanes, rng.uniform(0.99, 1.03)) for lanes in (2, 4)]
+    if more_lanes_help(samples):
+        samples.append(bulk(flow, 8, rng.uniform(0.99, 1.03)))
     for size in (2**14, 2**16):
         samples.append(sample(size, 1, 0.002 + 1.5 * size / 400e6))
     for size in (2**18, 2**20):
@@ -62,5 +83,5 @@ def test_large_messages_of_few_lanes_and_small_ones_give_the_network(
     cluster = fit_cluster(plausible(samples), name="seen", hosts=4)
     wire = cluster.bottleneck
     found = wire.stream_bytes_per_s or wire.bandwidth_bytes_per_s
-    assert wire.bandwidth_bytes_per_s == pytest.approx(link * MB, rel=0.06)
+    assert wire.bandwidth_bytes_per_s == pytest.approx(LINK * MB, rel=0.06)
     assert found == pytest.approx(flow * MB, rel=0.08)
