@@ -52,7 +52,7 @@ class Guide:
         self._planner = planner
         self._wire_dtype = wire_dtype
         self._observations: list[Observation] = []
-        self._errors: list[float] = []
+        self._worst_error = 0.0
         sent = workload if wire_dtype is None else narrowed(workload, wire_dtype)
         self.space = Space(sent, max_lanes=max_lanes)
         self._model = self._prepared()
@@ -86,7 +86,7 @@ class Guide:
         time, whatever else is possible: the bound never rises above the first.
         """
         bound_s = min(self._first_bound_s, self._bound_s())
-        doubt = min(MOST_BOUND_DOUBT_RATIO, max(self._errors, default=0.0))
+        doubt = min(MOST_BOUND_DOUBT_RATIO, self.doubt_ratio)
         return bound_s / (1 + doubt)
 
     def _bound_s(self) -> float:
@@ -101,13 +101,20 @@ class Guide:
         What counts is how wrong they were before the trials, not after a correction
         that explains these.
         """
-        doubt = max(DOUBT_RATIO, max(self._errors, default=0.0))
-        return self.plan_s(plan) / (1 + doubt)
+        return self.plan_s(plan) / (1 + max(DOUBT_RATIO, self.doubt_ratio))
+
+    @property
+    def doubt_ratio(self) -> float:
+        """The largest error of a prediction so far, each before its own trial.
+
+        What trials near each other then confirm says little of plans far from them.
+        """
+        return self._worst_error
 
     def compare(self, plan: Plan, step_s: float) -> float:
         """How wrong the model's prediction of a tried plan was, a ratio."""
         error = self.plan_s(plan) / step_s - 1
-        self._errors = [*self._errors, abs(error)][-_MOST_OBSERVATIONS:]
+        self._worst_error = max(self._worst_error, abs(error))
         return error
 
     def learn(self, plan: Plan, step_s: float, timeline: Timeline | None) -> None:

@@ -49,7 +49,9 @@ def techniques(guide: Guide, options: TuneOptions) -> dict[str, AbstractTechniqu
     """The techniques that the options name, over the guide's space."""
     space, rng = guide.space, random.Random(options.seed)
     made: dict[str, Callable[[], AbstractTechnique]] = {
-        "predicted": lambda: PredictedTechnique(space, guide.point_s),
+        "predicted": lambda: PredictedTechnique(
+            space, guide.point_s, doubt_ratio=lambda: guide.doubt_ratio
+        ),
         "coordinate": lambda: CoordinateTechnique(space),
         "grid": lambda: GridTechnique(space),
         "population": lambda: PopulationTechnique(space, rng),

@@ -154,6 +154,23 @@ def test_coordinate_descent_ends_where_no_neighbour_is_better(
     assert len(asked) < len(space.points)
 
 
+def test_where_predictions_were_wrong_more_of_them_are_tried(space, step_s):
+    doubt = [0.0]
+    technique = PredictedTechnique(space, step_s, doubt_ratio=lambda: doubt[0])
+    best_s = min(step_s(point) for point in space.points)
+
+    def all_left() -> list[float]:
+        asked = run(technique, step_s, 10_000)
+        return [step_s(point) for point in asked]
+
+    assert max(all_left()) <= 1.10 * best_s
+    assert all_left() == []
+    doubt[0] = 0.2
+    assert 1.10 * best_s < max(all_left()) <= 1.20 * best_s
+    doubt[0] = 5.0
+    assert 1.20 * best_s < max(all_left()) <= 1.30 * best_s
+
+
 def test_the_prediction_orders_proposals_and_ends_where_they_get_poor(
     space: Space, step_s: StepTime
 ) -> None:

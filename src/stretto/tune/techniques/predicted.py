@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from stretto.tune.space import Point, Space
 
 MOST_RATIO = 1.10
-"""Points predicted to be slower than the best by more than this are not proposed."""
+"""Points predicted to be slower than the best by more than this are not proposed ..."""
+
+MOST_DOUBTED_RATIO = 1.30
+"""... or, where predictions were further off than that, by as much as they were, up to
+this."""
 
 
 @final
@@ -31,17 +35,23 @@ class PredictedTechnique(AbstractTechnique):
         predict_s: Callable[[Point], float],
         *,
         most_ratio: float = MOST_RATIO,
+        doubt_ratio: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Ranks the points of a space."""
+        """Ranks the points of a space.
+
+        ``doubt_ratio`` tells how far predictions have been off so far.
+        """
         self._space = space
         self._predict_s = predict_s
         self._most_ratio = most_ratio
+        self._doubt_ratio = doubt_ratio
         self._tried: set[Point] = set()
 
     def ask(self) -> Proposal | None:
         """The untried point with the shortest predicted step."""
         predicted_s = {point: self._predict_s(point) for point in self._space.points}
-        ceiling_s = min(predicted_s.values()) * self._most_ratio
+        doubted = min(MOST_DOUBTED_RATIO, 1 + self._doubt_ratio())
+        ceiling_s = min(predicted_s.values()) * max(self._most_ratio, doubted)
         left = [
             point
             for point, step_s in predicted_s.items()
