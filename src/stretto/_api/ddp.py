@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from stretto import runtime
-from stretto._api.keep import Keeper
+from stretto._api.keep import Keeper, title_of
 from stretto.errors import SpecError
 from stretto.runtime.negotiated.front import NEGOTIATED
 from stretto.schema import Plan
@@ -90,7 +91,11 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         super().__init__(module, *args, plan=plan, **kwargs)
         self._on_settled = on_settled
         if not negotiates:  # what it keeps is by buckets
-            self._keeper = Keeper.of_environment(dist.get_rank(self.process_group))
+            self._keeper = Keeper.of_environment(
+                dist.get_rank(self.process_group), title=title_of(self)
+            )
+            if self._keeper is not None and dist.get_rank(self.process_group) == 0:
+                weakref.finalize(self, self._keeper.end)
         if automatic and self._can_plan():
             name = type(module).__name__.lower()
             self._auto = AutoPlan(
@@ -98,6 +103,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
                 name=name,
                 wire_dtype=wire_dtype,
                 on_settled=self._settled,
+                on_unfinished=self._keeper and self._keeper.unfinished,
                 options=tune,
             )
         if self._auto is not None or self._keeper is not None:

@@ -24,7 +24,7 @@ from stretto.sim.step import simulate_step
 from stretto.tune import Settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from stretto.runtime import DistributedDataParallel
     from stretto.runtime.merge import RankRecord
@@ -69,9 +69,11 @@ class Files:
 class Keeper:
     """Records some steps on every rank; rank 0 writes the files of the run."""
 
-    def __init__(self, files: Files, rank: int) -> None:
+    def __init__(self, files: Files, rank: int, *, title: str) -> None:
+        """Keeps ``files`` of a run; ``title`` is what a report calls it."""
         self._files = files
         self._rank = rank
+        self._title = title
         self._settled: Settled | None = None
         self._recorder: Recorder | None = None
         self._gathering: RecordGathering | None = None
@@ -80,7 +82,7 @@ class Keeper:
         """Whether nothing is left to do in the training's thread."""
 
     @classmethod
-    def of_environment(cls, rank: int) -> Keeper | None:
+    def of_environment(cls, rank: int, *, title: str) -> Keeper | None:
         """The keeper that the environment asks for, if any.
 
         What rank 0 alone knows it keeps alone; timelines are of all ranks.
@@ -88,21 +90,72 @@ class Keeper:
         files = Files.of(os.environ)
         if files == Files() or (rank != 0 and not files.of_steps):
             return None
-        return cls(files, rank)
+        return cls(files, rank, title=title)
 
     def settled(self, settled: Settled) -> None:
         """Keeps what was measured and decided."""
         if self._rank != 0:
             return
         self._settled = settled
-        for path, value in (
-            (self._files.profile, settled.workload),
-            (self._files.cluster, settled.cluster),
-            (self._files.plan, settled.plan),
-        ):
-            _write(path, value.save)
+        self._save(settled)
+
+    def _save(self, settled: Settled) -> list[str]:
+        """Writes what shows no steps; the paths of what was written."""
+        found = [
+            (self._files.profile, settled.workload.save),
+            (self._files.cluster, settled.cluster.save),
+            (self._files.plan, settled.plan.save),
+        ]
         if settled.story is not None:
-            _write(self._files.tuning, settled.story.save)
+            found.append((self._files.tuning, settled.story.save))
+        return [
+            path for path, write in found if path is not None and _write(path, write)
+        ]
+
+    def unfinished(self, so_far: Settled | None) -> str:
+        """Keeps what is known where the run ends before tuning has settled.
+
+        Returns: What became of which file, in a few words; empty where none was asked
+        for. There is no trace, as no step after settling was recorded.
+        """
+        files = self._files
+        wanted = [files.profile, files.cluster, files.plan, files.tuning, files.report]
+        written: list[str] = []
+        if so_far is not None:
+            written = self._save(so_far)
+            page = _unrecorded(
+                self._title, so_far, "The run ended before tuning had settled."
+            )
+            if _write(files.report, lambda path: save(path, page)):
+                written.append(str(files.report))
+        missing = [path for path in [*wanted, files.trace] if path is not None]
+        missing = [path for path in missing if path not in written]
+        self.done = True
+        said = []
+        if written:
+            said.append(f"this is in {', '.join(written)}")
+        if missing:
+            said.append(f"not written: {', '.join(missing)}")
+        return "; ".join(said)
+
+    def end(self) -> None:
+        """To be called where the run ends, on rank 0 alone; it waits for nobody.
+
+        A report of a run that ended before enough steps were recorded shows what was
+        settled.
+        """
+        if self.done or not self._files.of_steps:
+            return
+        missing = [self._files.trace]
+        why = f"the run ended before {RECORDED_STEPS} steps were recorded"
+        if self._settled is None:
+            missing.append(self._files.report)
+        else:
+            page = _unrecorded(self._title, self._settled, f"T{why[1:]}.")
+            _write(self._files.report, lambda path: save(path, page))
+        lost = [path for path in missing if path is not None]
+        if lost:
+            _log.warning("not written: %s: %s", ", ".join(lost), why)
 
     def before_forward(self, model: DistributedDataParallel) -> None:
         """Records the steps after settling and writes them once there are enough.
@@ -126,7 +179,7 @@ class Keeper:
             return
         model.observe(None)
         self.done = True
-        subject = _Subject.of(model, self._settled)
+        subject = _Subject(title=self._title, plan=model.plan, settled=self._settled)
         gathered = partial(_keep, self._files, subject, self._recorder)
         self._gathering.finish(partial(_marks, self._recorder), gathered)
 
@@ -143,14 +196,11 @@ class _Subject:
     plan: Plan | None
     settled: Settled | None
 
-    @classmethod
-    def of(cls, model: DistributedDataParallel, settled: Settled | None) -> Self:
-        ranks = dist.get_world_size(model.process_group)
-        return cls(
-            title=f"{type(model.module).__name__} on {ranks} ranks",
-            plan=model.plan,
-            settled=settled,
-        )
+
+def title_of(model: DistributedDataParallel) -> str:
+    """What a report of a model's run is called."""
+    ranks = dist.get_world_size(model.process_group)
+    return f"{type(model.module).__name__} on {ranks} ranks"
 
 
 def _marks(recorder: Recorder) -> tuple[StepMarks, ...]:
@@ -209,17 +259,44 @@ def _report(
             f"No record came from rank{'s' if len(missing) > 1 else ''} {left} within "
             f"{GATHER_S:g} s: the drawing of all ranks is without."
         )
-    report = DemoReport(
-        title=subject.title,
+    return _with(subject.settled, _page(subject.title, method, notes), inside=True)
+
+
+def _unrecorded(title: str, found: Settled, note: str) -> DemoReport:
+    """A report without measured timelines: what is known of plan, model and trials."""
+    method = MethodResult(
+        name="stretto",
+        predicted_step_s=None,
+        measured_step_s=found.step_s,
+        spread_s=None,
+        speedup_over_ddp=None,
+        bound_share=None,
+        final_loss=None,
+        plan=found.carried_out,
+    )
+    return _with(found, _page(title, method, [note]), inside=False)
+
+
+def _page(title: str, method: MethodResult, notes: Sequence[str]) -> DemoReport:
+    return DemoReport(
+        title=title,
         methods=(method,),
         environment={"stretto": __version__, "torch": str(torch.__version__)},
         notes=tuple(notes),
     )
-    if subject.settled is None:
+
+
+def _with(found: Settled | None, report: DemoReport, *, inside: bool) -> DemoReport:
+    """A report with what was measured and decided, and the plan's predicted step.
+
+    ``inside`` leaves out of that step what lies outside the model, as the report's
+    measured steps do.
+    """
+    if found is None:
         return report
-    found = subject.settled
     step = simulate_step(found.workload, found.cluster, found.carried_out)
-    outside_s = float(found.workload.provenance.get("outside_s", 0.0))
+    outside_s = float(found.workload.provenance.get("outside_s", 0.0)) * inside
+    (method,) = report.methods
     return replace(
         report,
         workload=found.workload,
@@ -236,11 +313,13 @@ def _report(
     )
 
 
-def _write(path: str | None, write: Callable[[str], None]) -> None:
+def _write(path: str | None, write: Callable[[str], None]) -> bool:
     """Writes a file that was asked for; one that can't be must not end the training."""
     if path is None:
-        return
+        return False
     try:
         write(path)
     except SpecError as exc:
         _log.warning("%s: not written: %s", path, exc)
+        return False
+    return True

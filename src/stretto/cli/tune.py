@@ -1,7 +1,8 @@
-"""``stretto tune``: plans that earlier runs settled on."""
+"""``stretto tune``: plans that earlier runs settled on, or came to."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from stretto.errors import SpecError
 from stretto.units import format_s
 
 if TYPE_CHECKING:
-    from stretto.tune.memory import PlanMemory, Remembered
+    from stretto.tune.memory import PlanMemory, Remembered, Unreadable
 
 _WHERE = click.option(
     "--memory",
@@ -27,41 +28,52 @@ _NUMBER = click.IntRange(1, 2**63 - 1)
 
 @click.group(name="tune")
 def command() -> None:
-    """Plans that earlier runs settled on, from which equal jobs start."""
+    """Plans that earlier runs settled on or came to: equal jobs start from them."""
 
 
 @command.command(name="list")
 @_WHERE
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
 def list_command(path: Path | None, as_json: bool) -> None:
-    """Lists the settled plans, newest first."""
-    rows = [_row(entry) for entry in _entries(path)]
+    """Lists the kept plans, newest first, and says which are unfinished."""
+    from stretto.tune.memory import Unreadable
+
+    entries = _entries(path)
+    broken = [entry for entry in entries if isinstance(entry, Unreadable)]
     if as_json:
-        click.echo(json.dumps({"plans": rows}, indent=2))
+        plans = [_row(e) for e in entries if not isinstance(e, Unreadable)]
+        unreadable = [dataclasses.asdict(entry) for entry in broken]
+        click.echo(json.dumps({"plans": plans, "unreadable": unreadable}, indent=2))
         return
-    if not rows:
+    if not entries:
         click.echo("nothing is remembered yet")
         return
-    lines = [["number", "model", "ranks", "step", "DDP", "settled (UTC)"]]
-    for row in rows:
-        ddp_s = row["ddp_step_s"]
+    lines = [["number", "model", "ranks", "step", "DDP", "kept (UTC)", "state"]]
+    for entry in entries:
+        if isinstance(entry, Unreadable):
+            cells = ["-", "-", "-", entry.at, "unreadable"]
+            lines.append([str(entry.number), entry.name, *cells])
+            continue
         lines.append(
             [
-                str(row["number"]),
-                row["name"],
-                f"{row['hosts']} x {row['ranks_per_host']}",
-                format_s(row["step_s"]),
-                "-" if ddp_s is None else format_s(ddp_s),
-                row["at"],
+                str(entry.number),
+                entry.job.name,
+                f"{entry.job.hosts} x {entry.job.ranks_per_host}",
+                format_s(entry.step_s),
+                "-" if entry.ddp_step_s is None else format_s(entry.ddp_step_s),
+                entry.at,
+                _state(entry),
             ]
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         cells = [
-            cell.ljust(width) if i in (1, 2) else cell.rjust(width)
+            cell.ljust(width) if i in (1, 2, 6) else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         click.echo("  ".join(cells).rstrip())
+    for entry in broken:
+        click.echo(_unreadable(entry), err=True)
 
 
 @command.command()
@@ -70,15 +82,19 @@ def list_command(path: Path | None, as_json: bool) -> None:
 @click.option("-o", "--output", metavar="PLAN", help="write the plan to this file")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
 def show(number: int, path: Path | None, output: str | None, as_json: bool) -> None:
-    """Shows the settled plan NUMBER of the list.
+    """Shows the plan NUMBER of the list.
 
     -o keeps it for `stretto run --plan`.
     """
+    from stretto.tune.memory import Remembered
+
     for entry in _entries(path):
         if entry.number == number:
             break
     else:
         raise _unknown(number)
+    if not isinstance(entry, Remembered):
+        raise SpecError(_unreadable(entry))
     if output is not None:
         entry.plan.save(output)
     row = _row(entry)
@@ -88,7 +104,7 @@ def show(number: int, path: Path | None, output: str | None, as_json: bool) -> N
     from stretto.report.tables import plan_table
 
     click.echo(f"{row['name']} on {row['hosts']} x {row['ranks_per_host']} ranks")
-    click.echo(f"settled {row['at']} UTC in {row['surroundings']}")
+    click.echo(f"{_state(entry)}, {row['at']} UTC in {row['surroundings']}")
     ddp_s = entry.ddp_step_s
     against = "" if ddp_s is None else f", DDP's {format_s(ddp_s)}"
     click.echo(f"measured step {format_s(entry.step_s)}{against}")
@@ -100,7 +116,7 @@ def show(number: int, path: Path | None, output: str | None, as_json: bool) -> N
 @click.option("--all", "everything", is_flag=True, help="forget all of them")
 @_WHERE
 def forget(number: int | None, everything: bool, path: Path | None) -> None:
-    """Forgets the settled plan NUMBER, or all."""
+    """Forgets the plan NUMBER of the list, or all."""
     if (number is None) == (not everything):
         raise click.UsageError("give the NUMBER of a plan, or --all")
     memory = _memory(path)
@@ -111,7 +127,7 @@ def forget(number: int | None, everything: bool, path: Path | None) -> None:
     click.echo(f"forgot {dropped} plan{'s' if dropped != 1 else ''}")
 
 
-def _entries(path: Path | None) -> list[Remembered]:
+def _entries(path: Path | None) -> list[Remembered | Unreadable]:
     memory = _memory(path)
     return [] if memory is None else memory.all()
 
@@ -136,6 +152,18 @@ def _memory(path: Path | None) -> PlanMemory | None:
     return None
 
 
+def _state(entry: Remembered) -> str:
+    steps = entry.unfinished_steps
+    return "settled" if steps is None else f"unfinished after {steps} steps"
+
+
+def _unreadable(entry: Unreadable) -> str:
+    return (
+        f"entry {entry.number} can't be read: {entry.why}. "
+        f"`stretto tune forget {entry.number}` drops it"
+    )
+
+
 def _unknown(number: int) -> SpecError:
     return SpecError(f"no plan {number} is remembered: `stretto tune list`")
 
@@ -151,6 +179,7 @@ def _row(entry: Remembered) -> dict[str, Any]:
         "surroundings": entry.job.surroundings,
         "step_s": entry.step_s,
         "ddp_step_s": entry.ddp_step_s,
+        "unfinished_steps": entry.unfinished_steps,
         "planner": plan.planner,
         "lanes": plan.lanes,
         "buckets": len(plan.buckets),

@@ -3,7 +3,9 @@
 Every step trains. What a run goes through:
 
 1. An equal job's plan from an earlier run is carried out at once; if its steps take
-   what they took then, that is all.
+   what they took then, that is all. Where that run ended before tuning had settled, the
+   search goes on, at 3, with what its look measured: equal steps say that it still
+   holds, and looking again would put the communication of a few steps off.
 2. Otherwise the first steps are profiled, the network is probed, and the planner's plan
    is carried out (`stretto.tune.look`).
 3. Plans are tried while the training goes on (`stretto.tune.trials`), within limits on
@@ -12,6 +14,7 @@ Every step trains. What a run goes through:
    (`stretto.tune.drift`).
 
 Where anything of this fails, training goes on as DDP does it and one line says why.
+What is known when a run ends before 4 is kept by rank 0 (`stretto.tune.unfinished`).
 """
 
 from __future__ import annotations
@@ -19,23 +22,23 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+import weakref
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from stretto import planners
 from stretto._version import __version__
 from stretto.errors import Infeasible, NoisyProfile, PlanMismatch, SpecError
 from stretto.measure import count_hosts
 from stretto.planners.base import predicted_s
-from stretto.schema import Cluster, Plan, Workload, codec, tensors_digest
+from stretto.schema import Plan, codec, tensors_digest
 from stretto.schema.tuning import Tuning, TuningEvent
 from stretto.tune.board import Board, StepClock
 from stretto.tune.drift import Watch
 from stretto.tune.guide import Guide
-from stretto.tune.look import Look
+from stretto.tune.look import Look, Seen
 from stretto.tune.memory import (
     Job,
     PlanMemory,
@@ -44,15 +47,24 @@ from stretto.tune.memory import (
     topology_of,
 )
 from stretto.tune.options import TuneOptions
+from stretto.tune.remembered import (
+    decoded,
+    encoded,
+    nearest_point,
+    packed,
+    seen_again,
+    settled_of,
+)
 from stretto.tune.settled import OnSettled, Settled, summary
 from stretto.tune.trials import Trials
+from stretto.tune.unfinished import Known, end
 from stretto.units import format_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stretto.runtime import DistributedDataParallel
-    from stretto.tune.look import Seen
+    from stretto.tune.unfinished import OnUnfinished
 
 _log = logging.getLogger(__name__)
 
@@ -86,9 +98,14 @@ class AutoPlan:
         planner: str = "joint",
         wire_dtype: str | None = None,
         on_settled: OnSettled | None = None,
+        on_unfinished: OnUnfinished | None = None,
         options: TuneOptions | None = None,
     ) -> None:
-        """Prepares; the first `before_forward` begins."""
+        """Prepares; the first `before_forward` begins.
+
+        ``on_unfinished`` is called on rank 0, where the run ends before tuning has
+        settled; it must not hold the model.
+        """
         self._model = model
         self._name = name
         self._planner = planner
@@ -102,14 +119,16 @@ class AutoPlan:
             else None
         )
         self._clock = StepClock()
-        self._steps = 0
+        self._known = Known(name=name)
+        self._end: weakref.finalize[..., Any] | None = None
+        if self._board.rank == 0:
+            self._end = weakref.finalize(
+                model, end, self._known, self._memory, on_unfinished
+            )
         self._reduces = True
-        self._events: list[TuningEvent] = []
-        self._job: Job | None = None
         self._look: Look | None = None
         self._trials: Trials | None = None
-        self._seen: Seen | None = None
-        self._checked: Remembered | None = None
+        self._continues = False
         self._check_s: list[float] = []
         self._watch: Watch | None = None
         self._settled: Settled | None = None
@@ -141,11 +160,11 @@ class AutoPlan:
             torch.cuda.synchronize()
         step_s = self._clock.ended_s(perf_counter())
         self._reduces = reduces
-        first = self._job is None
+        first = self._known.job is None
         if first:
             self._start()
         elif step_s is not None:
-            self._steps += 1
+            self._known.steps += 1
             if self._do is not None:
                 self._do(step_s)
         if self._look is not None:
@@ -166,6 +185,7 @@ class AutoPlan:
             self._trials.end()
         self._look = self._trials = self._do = None
         self.settled = self.done = True
+        self._keep_nothing_more()
         self._tell("gave up", reason)
 
     def _joining(self) -> bool:
@@ -178,7 +198,7 @@ class AutoPlan:
     def _start(self) -> None:
         hosts = count_hosts(self._model.process_group)
         rows = sorted(self._model.tensor_table())
-        self._job = Job(
+        self._known.job = Job(
             name=self._name,
             model=tensors_digest(rows),
             hosts=hosts,
@@ -190,18 +210,23 @@ class AutoPlan:
             ),
         )
         self._tell("started", "first step", ranks=self._board.size, hosts=hosts)
-        found = self._memory.exact(self._job)
-        offer = self._board.shared(None if found is None else _packed(found))
+        found = self._memory.exact(self._known.job)
+        offer = self._board.shared(None if found is None else packed(found))
         if offer is not None:
-            plan, step_s, ddp_step_s = offer
+            plan, step_s, ddp_step_s, unfinished_steps = offer
             if self._try_remembered(codec.decode(plan, Plan)):
+                unfinished = unfinished_steps is not None
+                who = "an equal job settled it"
+                if unfinished:
+                    who = f"best of {unfinished_steps} steps of an equal job"
                 self._tell(
                     "remembered",
-                    f"an equal job settled it: {format_s(step_s)} a step then",
+                    f"{who}: {format_s(step_s)} a step then",
                     step_s=step_s,
                     ddp_step_s=ddp_step_s,
                 )
-                self._checked = found
+                self._known.checked = found
+                self._continues = unfinished and self._options.steps > 0
                 self._check_s = [step_s]
                 self._do = self._check
                 return
@@ -232,12 +257,50 @@ class AutoPlan:
                 if math.isfinite(now_s)
                 else "no step of it could be counted: measuring anew",
             )
+            self._known.stale = True
             self._profile()
             return
-        settled = self._board.shared(
-            None if self._checked is None else _settled_of(self._checked, now_s)
+        if not self._continues:
+            self._settle_remembered(now_s)
+        elif now_s < (1 - AGREES_RATIO) * then_s:
+            why = f"its step takes only {format_s(now_s)} now: measuring anew"
+            self._tell("changed", why)
+            self._known.stale = True
+            self._profile()
+        else:
+            self._continue()
+
+    def _settle_remembered(self, now_s: float) -> None:
+        offer: Any = None
+        found = self._known.checked
+        if found is not None:
+            offer = encoded(settled_of(found, now_s)), found.ddp_step_s
+        parts, ddp_step_s = self._board.shared(offer)
+        self._settle(
+            Settled(
+                **decoded(parts), step_s=now_s, ddp_step_s=ddp_step_s, remembered=True
+            )
         )
-        self._settle(_unpacked(settled))
+
+    def _continue(self) -> None:
+        """Searches on from a plan whose steps take what they took: no second look."""
+        offer: Any = None
+        found = self._known.checked
+        if found is not None:
+            try:
+                offer = encoded(
+                    seen_again(
+                        found, planner=self._planner, wire_dtype=self._wire_dtype
+                    )
+                )
+            except (Infeasible, SpecError) as exc:
+                offer = str(exc)
+        offer = self._board.shared(offer)
+        if isinstance(offer, str):
+            self._tell("changed", f"{offer}: measuring anew")
+            self._profile()
+            return
+        self._planned(Seen(**decoded(offer), probe_s=0.0))
 
     # 2. A look.
 
@@ -267,7 +330,6 @@ class AutoPlan:
         if seen is None:
             return
         self._look = None
-        self._seen = seen
         self._tell(
             "profiled",
             "steps with their communication put off, then the network",
@@ -277,6 +339,10 @@ class AutoPlan:
             flow_bytes_per_s=seen.cluster.bottleneck.flow_bytes_per_s,
             link_bytes_per_s=seen.cluster.bottleneck.bandwidth_bytes_per_s,
         )
+        self._planned(seen)
+
+    def _planned(self, seen: Seen) -> None:
+        self._known.seen = seen
         self._tell(
             "planned",
             f"{self._planner} under the fitted model",
@@ -316,6 +382,7 @@ class AutoPlan:
             options=self._options,
             tell=self._tell,
         )
+        self._known.search = self._trials.search
         self._do = self._try_on
         if not self._trials.begin():
             self._end_trials()
@@ -332,6 +399,12 @@ class AutoPlan:
             starts.insert(0, ("ddp", settled.ddp))
         elif theirs < DDP_WITHIN_RATIO * ours:
             starts.append(("ddp", settled.ddp))
+        checked = self._known.checked
+        if checked is not None:
+            starts = [s for s in starts if s[1].digest != checked.plan.digest]
+            place = len(starts) if self._known.stale else 0
+            starts.insert(place, ("remembered", checked.plan))
+            return starts  # no other job is nearer
         near = self._from_the_nearest(settled, guide)
         if near is not None:
             starts.append(("nearest", near))
@@ -339,9 +412,9 @@ class AutoPlan:
 
     def _from_the_nearest(self, settled: Settled, guide: Guide) -> Plan | None:
         """What the most similar earlier job chose, cut to this one's tensors."""
-        assert self._job is not None  # noqa: S101 - set where tuning starts
+        assert self._known.job is not None  # noqa: S101 - set where tuning starts
         found = self._memory.nearest(
-            settled.workload, topology_of(settled.cluster), self._job.surroundings
+            settled.workload, topology_of(settled.cluster), self._known.job.surroundings
         )
         if found is None or found[1] > ALIKE_DISTANCE:
             return None
@@ -365,7 +438,7 @@ class AutoPlan:
         trials, self._trials = self._trials, None
         assert trials is not None  # noqa: S101 - the caller ran it
         trials.end()
-        seen = self._seen
+        seen = self._known.seen
         assert seen is not None  # noqa: S101 - trials follow a look
         outcome: Any = None
         if trials.search is not None:
@@ -375,7 +448,7 @@ class AutoPlan:
                 outcome = (
                     codec.encode(best.plan),
                     best.step_s,
-                    search.step_s_of(seen.ddp.digest),
+                    self._known.ddp_step_s,
                     search.bound_s or None,
                     search.ended,
                     {"lost_s": search.lost_s, "trials": len(search.trials)},
@@ -395,6 +468,7 @@ class AutoPlan:
                 ddp_step_s=ddp_step_s,
                 bound_s=bound_s,
             )
+        self._known.checked = None  # from here on this run knows better
         self._settle(settled, why=why, **spent)
 
     # 4. Settled.
@@ -419,6 +493,7 @@ class AutoPlan:
         settled = replace(settled, story=self.story)
         self._do = None
         self.settled = True
+        self._keep_nothing_more()
         before = self._settled
         self._settled = settled
         if self._watch is not None:
@@ -435,12 +510,17 @@ class AutoPlan:
         if self._on_settled is not None:
             self._on_settled(settled)
 
+    def _keep_nothing_more(self) -> None:
+        """The run may end: what is settled is kept, what was decided by hand is not."""
+        if self._end is not None:
+            self._end.detach()
+
     def _keep(self, settled: Settled) -> None:
-        if settled.step_s is None or self._job is None or settled.remembered:
+        if settled.step_s is None or self._known.job is None or settled.remembered:
             return
         self._memory.remember(
             Remembered(
-                job=self._job,
+                job=self._known.job,
                 plan=settled.carried_out,
                 workload=settled.workload,
                 cluster=settled.cluster,
@@ -472,6 +552,7 @@ class AutoPlan:
     def _give_up(self, reason: Exception) -> None:
         self.settled = self.done = True
         self._do = None
+        self._keep_nothing_more()
         self._model.apply_plan(None)
         self._tell("gave up", str(reason))
         if self._board.rank == 0:
@@ -482,57 +563,9 @@ class AutoPlan:
     @property
     def story(self) -> Tuning:
         """All that happened so far, and why."""
-        return Tuning(name=self._name, events=tuple(self._events))
+        return Tuning(name=self._name, events=tuple(self._known.events))
 
     def _tell(self, what: str, why: str, **values: Any) -> None:
-        self._events.append(
-            TuningEvent(step=self._steps, what=what, why=why, values=values)
+        self._known.events.append(
+            TuningEvent(step=self._known.steps, what=what, why=why, values=values)
         )
-
-
-def nearest_point(plan: Plan, earlier: Remembered, guide: Guide) -> tuple[int, ...]:
-    """The point of the guide's space that is most like another job's plan."""
-    sizes = {tensor.name: tensor.bytes for tensor in earlier.workload.tensors}
-    largest = max(
-        sum(sizes.get(name, 0) for name in bucket.tensors) for bucket in plan.buckets
-    )
-    slices = statistics.median(bucket.slices for bucket in plan.buckets)
-
-    def miss(point: tuple[int, ...]) -> tuple[float, ...]:
-        at: dict[str, Any] = guide.space.describe(point)
-        return (
-            float(at["family"] != "slices"),
-            abs(math.log2(at["lanes"] / plan.lanes)),
-            abs(math.log2(max(1, at["slices"]) / max(1, slices))),
-            abs(math.log2(at["unit_bytes"] / max(1, largest))),
-        )
-
-    return min(guide.space.points, key=miss)
-
-
-def _packed(found: Remembered) -> tuple[bytes, float, float | None]:
-    return codec.encode(found.plan), found.step_s, found.ddp_step_s
-
-
-def _settled_of(found: Remembered, now_s: float) -> dict[str, Any]:
-    ddp = planners.get("ddp").plan(found.workload, found.cluster)
-    return {
-        "workload": codec.encode(found.workload),
-        "cluster": codec.encode(found.cluster),
-        "plan": codec.encode(found.plan),
-        "ddp": codec.encode(ddp),
-        "step_s": now_s,
-        "ddp_step_s": found.ddp_step_s,
-    }
-
-
-def _unpacked(packed: dict[str, Any]) -> Settled:
-    return Settled(
-        workload=codec.decode(packed["workload"], Workload),
-        cluster=codec.decode(packed["cluster"], Cluster),
-        plan=codec.decode(packed["plan"], Plan),
-        ddp=codec.decode(packed["ddp"], Plan),
-        step_s=packed["step_s"],
-        ddp_step_s=packed["ddp_step_s"],
-        remembered=True,
-    )

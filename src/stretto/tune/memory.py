@@ -1,4 +1,8 @@
-"""Settled plans kept between runs, in a small SQLite file on rank 0's host."""
+"""Plans kept between runs, in a small SQLite file on rank 0's host.
+
+An entry is a settled plan, or the best one of a run that ended before tuning had
+settled.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +34,12 @@ KEPT = 500
 
 _LOCK_S = 2.0
 
+_ADDED = "unfinished_steps"
+"""A column that older files of this layout lack. They get it when it is first needed;
+an older stretto goes on reading and writing the others."""
+
+_EQUAL = "WHERE model = ? AND hosts = ? AND ranks_per_host = ? AND surroundings = ?"
+
 _LAYOUT = """
 CREATE TABLE IF NOT EXISTS settled (
     id INTEGER PRIMARY KEY,
@@ -44,6 +54,7 @@ CREATE TABLE IF NOT EXISTS settled (
     workload TEXT NOT NULL,
     cluster TEXT NOT NULL,
     plan TEXT NOT NULL,
+    unfinished_steps INTEGER,
     UNIQUE (model, hosts, ranks_per_host, surroundings)
 )
 """
@@ -69,7 +80,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remembered:
-    """A settled plan and what was measured with it."""
+    """A settled plan, or an unfinished search's best, and what was measured with it."""
 
     job: Job
 
@@ -87,7 +98,23 @@ class Remembered:
     """In the file; ``None``: not in it yet."""
 
     at: str = ""
-    """When it was settled, UTC."""
+    """When it was kept, UTC."""
+
+    unfinished_steps: int | None = None
+    """Steps of a run that ended before tuning had settled; ``None``: it had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """An entry of which only the number and the name can be told."""
+
+    number: int
+
+    name: str
+
+    at: str
+
+    why: str
 
 
 def default_path() -> Path | None:
@@ -101,27 +128,26 @@ def default_path() -> Path | None:
 
 @final
 class PlanMemory:
-    """The settled plans of one file. Several jobs may use it at once.
+    """The plans of one file. Several jobs may use it at once.
 
     With ``strict`` false, as in a training run, whatever is wrong with the file costs
     one warning and the memory: everything else goes on. With ``strict`` true it raises.
+    An entry that can't be read is passed over, with one warning for all of them.
     """
 
     def __init__(self, path: Path | None, *, strict: bool = False) -> None:
         """The memory in a file, made where there is none yet."""
         self._path = path
         self._strict = strict
+        self._unreadable: set[int] = set()
 
     def exact(self, job: Job) -> Remembered | None:
-        """The plan settled for an equal job.
+        """The plan kept for an equal job.
 
         Raises:
             SpecError: the file can't be used, where ``strict``.
         """
-        rows = self._rows(
-            "WHERE model = ? AND hosts = ? AND ranks_per_host = ? AND surroundings = ?",
-            (job.model, job.hosts, job.ranks_per_host, job.surroundings),
-        )
+        rows = self._readable(self._rows(_EQUAL, _key(job)))
         return rows[0] if rows else None
 
     def nearest(
@@ -134,7 +160,8 @@ class PlanMemory:
         """
         chain = chain_of(workload)
         best: tuple[Remembered, float] | None = None
-        for found in self._rows("WHERE surroundings = ?", (surroundings,)):
+        rows = self._rows("WHERE surroundings = ?", (surroundings,))
+        for found in self._readable(rows):
             distance = job_distance(
                 (chain, chain_of(found.workload)),
                 (topology, topology_of(found.cluster)),
@@ -143,7 +170,7 @@ class PlanMemory:
                 best = found, distance
         return best
 
-    def all(self) -> list[Remembered]:
+    def all(self) -> list[Remembered | Unreadable]:
         """Everything, newest first.
 
         Raises:
@@ -151,38 +178,21 @@ class PlanMemory:
         """
         return self._rows("", ())
 
-    def remember(self, settled: Remembered) -> None:
-        """Keeps a plan, in place of an earlier one for an equal job.
+    def remember(self, entry: Remembered, *, refuted: int | None = None) -> bool:
+        """Keeps a plan, in place of an earlier one for an equal job; whether it did.
+
+        An unfinished one never takes the place of a settled one, unless that is
+        number ``refuted``, whose steps were found to take longer now.
 
         Raises:
             SpecError: the file can't be used, where ``strict``.
         """
-        job = settled.job
+        kept = False
         with self._guard("keep a plan"), self._open() as file:
-            if file is None:
-                return
-            file.execute(
-                "INSERT OR REPLACE INTO settled (name, model, hosts, ranks_per_host, "
-                "surroundings, step_s, ddp_step_s, workload, cluster, plan) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    job.name,
-                    job.model,
-                    job.hosts,
-                    job.ranks_per_host,
-                    job.surroundings,
-                    settled.step_s,
-                    settled.ddp_step_s,
-                    codec.encode(settled.workload),
-                    codec.encode(settled.cluster),
-                    codec.encode(settled.plan),
-                ),
-            )
-            file.execute(
-                "DELETE FROM settled WHERE id NOT IN "
-                "(SELECT id FROM settled ORDER BY id DESC LIMIT ?)",
-                (KEPT,),
-            )
+            if file is not None:
+                may_go = {refuted, *self._unreadable}
+                kept = _keep(file, entry, may_go)
+        return kept
 
     def forget(self, number: int | None = None) -> int:
         """Drops one entry, or all; how many there were.
@@ -199,18 +209,35 @@ class PlanMemory:
                 dropped = found.rowcount
         return dropped
 
-    def _rows(self, where: str, values: tuple[object, ...]) -> list[Remembered]:
-        found: list[Remembered] = []
+    def _rows(
+        self, where: str, values: tuple[object, ...]
+    ) -> list[Remembered | Unreadable]:
+        found: list[Remembered | Unreadable] = []
         with self._guard("look plans up"), self._open() as file:
             if file is not None:
+                added = _ADDED if _has_added(file) else "NULL"
                 rows = file.execute(
                     "SELECT id, at, name, model, hosts, ranks_per_host, surroundings, "
-                    "step_s, ddp_step_s, workload, cluster, plan FROM settled "
-                    f"{where} ORDER BY id DESC",
+                    f"step_s, ddp_step_s, workload, cluster, plan, {added} "
+                    f"FROM settled {where} ORDER BY id DESC",
                     values,
                 ).fetchall()
-                found = [_remembered(row) for row in rows]
+                found = [_entry(row) for row in rows]
         return found
+
+    def _readable(self, rows: list[Remembered | Unreadable]) -> list[Remembered]:
+        broken = [row for row in rows if isinstance(row, Unreadable)]
+        if broken and not self._unreadable:
+            _log.warning(
+                "%s: entry %d can't be read: %s. `stretto tune list` names such "
+                "entries, `stretto tune forget %d` drops this one",
+                self._path,
+                broken[0].number,
+                broken[0].why,
+                broken[0].number,
+            )
+        self._unreadable.update(row.number for row in broken)
+        return [row for row in rows if isinstance(row, Remembered)]
 
     @contextlib.contextmanager
     def _guard(self, purpose: str) -> Iterator[None]:
@@ -274,8 +301,69 @@ def topology_of(cluster: Cluster) -> Topology:
     )
 
 
+def _keep(file: sqlite3.Connection, entry: Remembered, may_go: set[int | None]) -> bool:
+    """Puts an entry in; whether it may stand where an equal job's settled one stands.
+
+    ``may_go`` are the numbers of settled ones for which an unfinished one is better.
+    """
+    job = entry.job
+    row: dict[str, object] = {
+        "name": job.name,
+        "model": job.model,
+        "hosts": job.hosts,
+        "ranks_per_host": job.ranks_per_host,
+        "surroundings": job.surroundings,
+        "step_s": entry.step_s,
+        "ddp_step_s": entry.ddp_step_s,
+        "workload": codec.encode(entry.workload),
+        "cluster": codec.encode(entry.cluster),
+        "plan": codec.encode(entry.plan),
+    }
+    if not file.in_transaction:
+        file.execute("BEGIN IMMEDIATE")  # what is read below is there still
+    if entry.unfinished_steps is not None:
+        if not _has_added(file):
+            file.execute(f"ALTER TABLE settled ADD COLUMN {_ADDED} INTEGER")
+        row[_ADDED] = entry.unfinished_steps
+        stands = file.execute(
+            f"SELECT id FROM settled {_EQUAL} AND {_ADDED} IS NULL", _key(job)
+        ).fetchone()
+        if stands is not None and stands[0] not in may_go:
+            return False
+    file.execute(
+        f"INSERT OR REPLACE INTO settled ({', '.join(row)}) "
+        f"VALUES ({', '.join('?' * len(row))})",
+        tuple(row.values()),
+    )
+    file.execute(
+        "DELETE FROM settled WHERE id NOT IN "
+        "(SELECT id FROM settled ORDER BY id DESC LIMIT ?)",
+        (KEPT,),
+    )
+    return True
+
+
+def _key(job: Job) -> tuple[object, ...]:
+    return job.model, job.hosts, job.ranks_per_host, job.surroundings
+
+
+def _has_added(file: sqlite3.Connection) -> bool:
+    columns = file.execute("PRAGMA table_info(settled)").fetchall()
+    return any(column[1] == _ADDED for column in columns)
+
+
+def _entry(row: tuple[object, ...]) -> Remembered | Unreadable:
+    try:
+        return _remembered(row)
+    except (SpecError, ValueError) as exc:
+        return Unreadable(
+            number=int(str(row[0])), name=str(row[2]), at=str(row[1]), why=str(exc)
+        )
+
+
 def _remembered(row: tuple[object, ...]) -> Remembered:
-    (number, at, name, model, hosts, per_host, around, step_s, ddp_s, w, c, p) = row
+    number, at, name, model, hosts, per_host, around, step_s, ddp_s, *rest = row
+    w, c, p, steps = rest
     return Remembered(
         job=Job(
             name=str(name),
@@ -291,6 +379,7 @@ def _remembered(row: tuple[object, ...]) -> Remembered:
         ddp_step_s=None if ddp_s is None else float(str(ddp_s)),
         number=int(str(number)),
         at=str(at),
+        unfinished_steps=None if steps is None else int(str(steps)),
     )
 
 

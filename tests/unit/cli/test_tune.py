@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -117,6 +118,7 @@ def test_the_list_as_json_is_one_object(memory: Path) -> None:
         "surroundings": "torch 2.13, cpu, gloo",
         "step_s": 0.25,
         "ddp_step_s": 0.5,
+        "unfinished_steps": None,
         "planner": "tuned",
         "lanes": 2,
         "buckets": 2,
@@ -199,10 +201,35 @@ def test_an_entry_that_can_not_be_read_can_be_forgotten(memory: Path) -> None:
     with sqlite3.connect(memory) as file:
         file.execute('UPDATE settled SET plan = \'{"kind": "plan"\' WHERE id = 1')
     file.close()
-    with pytest.raises(SpecError, match=r"can't look plans up.*Remove the file"):
-        run("list", "--memory", memory)
+    result = run("list", "--memory", memory)
+    assert result.exit_code == 0
+    _, newest, broken = result.stdout.splitlines()
+    assert "500 ms" in newest
+    assert broken.split()[:2] == ["1", "small"]
+    assert broken.endswith("unreadable")
+    assert result.stderr.startswith("entry 1 can't be read: ")
+    assert result.stderr.endswith("`stretto tune forget 1` drops it\n")
+    found = json.loads(run("list", "--memory", memory, "--json").stdout)
+    assert [row["number"] for row in found["plans"]] == [2]
+    (row,) = found["unreadable"]
+    assert (row["number"], row["name"]) == (1, "small")
+    assert row["why"] in result.stderr
+    with pytest.raises(SpecError, match=r"entry 1 can't be read.*tune forget 1"):
+        run("show", 1, "--memory", memory)
     assert run("forget", 1, "--memory", memory).stdout == "forgot 1 plan\n"
     assert [row["number"] for row in rows(memory)] == [2]
+
+
+def test_an_unfinished_plan_is_marked_as_such(memory: Path) -> None:
+    kept = PlanMemory(memory, strict=True)
+    kept.remember(replace(settled("early", ddp_step_s=None), unfinished_steps=40))
+    lines = run("list", "--memory", memory).stdout.splitlines()
+    assert lines[0].endswith("state")
+    assert lines[1].endswith("unfinished after 40 steps")
+    assert lines[2].endswith("settled")
+    assert [row["unfinished_steps"] for row in rows(memory)] == [40, None, None]
+    assert "unfinished after 40 steps, " in run("show", 3, "--memory", memory).stdout
+    assert "settled, " in run("show", 2, "--memory", memory).stdout
 
 
 def test_looking_makes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +241,8 @@ def test_looking_makes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert run("list").stdout == "nothing is remembered yet\n"
-    assert json.loads(run("list", "--json").stdout) == {"plans": []}
+    found = json.loads(run("list", "--json").stdout)
+    assert found == {"plans": [], "unreadable": []}
     assert run("forget", "--all").stdout == "forgot 0 plans\n"
     with pytest.raises(SpecError, match="no plan 1 is remembered"):
         run("show", 1)

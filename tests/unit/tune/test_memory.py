@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stretto.errors import SpecError
+from stretto.schema import codec
 from stretto.tune.likeness import Topology
-from stretto.tune.memory import Job, PlanMemory, Remembered, default_path
+from stretto.tune.memory import (
+    Job,
+    PlanMemory,
+    Remembered,
+    Unreadable,
+    default_path,
+    topology_of,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,7 +114,7 @@ def test_entries_are_forgotten_one_by_one_and_all(
     assert memory.all() == []
 
 
-@pytest.mark.parametrize("what", ["corrupt", "version", "foreign", "folder", "row"])
+@pytest.mark.parametrize("what", ["corrupt", "version", "foreign", "folder"])
 def test_a_file_that_can_not_be_used_costs_one_warning_and_nothing_else(
     tmp_path: Path, settled: Remembered, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
@@ -121,13 +129,8 @@ def test_a_file_that_can_not_be_used_costs_one_warning_and_nothing_else(
         with sqlite3.connect(path) as file:
             file.execute("CREATE TABLE somebody_elses (x)")
         file.close()
-    elif what == "folder":
-        path.mkdir()
     else:
-        PlanMemory(path, strict=True).remember(settled)
-        with sqlite3.connect(path) as file:
-            file.execute("UPDATE settled SET plan = '{}'")
-        file.close()
+        path.mkdir()
     memory = PlanMemory(path)
     with caplog.at_level(logging.WARNING):
         assert memory.exact(settled.job) is None
@@ -140,6 +143,130 @@ def test_a_file_that_can_not_be_used_costs_one_warning_and_nothing_else(
     assert "STRETTO_MEMORY" in line
     with pytest.raises(SpecError, match=r"plans\.sqlite: can't look plans up"):
         PlanMemory(path, strict=True).all()
+
+
+@pytest.mark.parametrize("column", ["plan", "workload", "cluster", "step_s", "hosts"])
+def test_an_entry_that_can_not_be_read_costs_one_warning_and_no_other_entry(
+    tmp_path: Path, settled: Remembered, caplog: pytest.LogCaptureFixture, column: str
+) -> None:
+    path = tmp_path / "plans.sqlite"
+    other = replace(settled, job=replace(settled.job, model="sha256:2"))
+    for entry in (settled, other):
+        PlanMemory(path, strict=True).remember(entry)
+    with sqlite3.connect(path) as file:
+        file.execute(f"UPDATE settled SET {column} = '{{}}' WHERE id = 1")
+    file.close()
+    memory = PlanMemory(path, strict=True)
+    readable, broken = memory.all()
+    assert isinstance(readable, Remembered)
+    assert isinstance(broken, Unreadable)
+    assert (broken.number, broken.name) == (1, "small")
+    assert broken.why
+    with caplog.at_level(logging.WARNING):
+        memory.exact(settled.job)
+        found = memory.nearest(
+            settled.workload, topology_of(settled.cluster), settled.job.surroundings
+        )
+    assert found is not None
+    assert found[0].number == 2
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert str(path) in line
+    assert "entry 1 can't be read" in line
+    assert "`stretto tune forget 1`" in line
+    # What this run finds out may stand in its place.
+    assert memory.remember(replace(settled, unfinished_steps=9))
+    assert memory.exact(settled.job) is not None
+
+
+def test_an_unfinished_plan_never_stands_where_a_settled_one_holds(
+    tmp_path: Path, settled: Remembered
+) -> None:
+    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    early = replace(settled, step_s=0.3, unfinished_steps=20)
+
+    def kept() -> tuple[float, int | None]:
+        found = memory.exact(settled.job)
+        assert found is not None
+        return found.step_s, found.unfinished_steps
+
+    assert memory.remember(early)
+    assert kept() == (0.3, 20)
+    assert memory.remember(replace(early, step_s=0.28, unfinished_steps=40))
+    assert kept() == (0.28, 40)
+    assert memory.remember(settled)
+    assert kept() == (0.25, None)
+    assert not memory.remember(early)
+    assert not memory.remember(early, refuted=999)
+    assert kept() == (0.25, None)
+    # Another job's is no hindrance.
+    assert memory.remember(replace(early, job=replace(early.job, model="sha256:2")))
+    found = memory.exact(settled.job)
+    assert found is not None
+    assert memory.remember(early, refuted=found.number)
+    assert kept() == (0.3, 20)
+
+
+EARLIER_LAYOUT = """
+CREATE TABLE settled (
+    id INTEGER PRIMARY KEY,
+    at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP,
+    name TEXT NOT NULL,
+    model TEXT NOT NULL,
+    hosts INTEGER NOT NULL,
+    ranks_per_host INTEGER NOT NULL,
+    surroundings TEXT NOT NULL,
+    step_s REAL NOT NULL,
+    ddp_step_s REAL,
+    workload TEXT NOT NULL,
+    cluster TEXT NOT NULL,
+    plan TEXT NOT NULL,
+    UNIQUE (model, hosts, ranks_per_host, surroundings)
+)
+"""
+
+
+def test_a_file_from_before_unfinished_plans_is_read_as_it_is_and_then_widened(
+    tmp_path: Path, settled: Remembered
+) -> None:
+    path = tmp_path / "plans.sqlite"
+    job = settled.job
+    columns = "name, hosts, ranks_per_host, surroundings, step_s, ddp_step_s, "
+    values: list[object] = [job.name, job.hosts, job.ranks_per_host, job.surroundings]
+    values += [settled.step_s, settled.ddp_step_s]
+    values += map(codec.encode, (settled.workload, settled.cluster, settled.plan))
+
+    def earlier_stretto_settles(model: str) -> None:
+        with sqlite3.connect(path) as file:
+            file.execute(
+                f"INSERT OR REPLACE INTO settled ({columns} workload, cluster, plan, "
+                "model) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [*values, model],
+            )
+        file.close()
+
+    with sqlite3.connect(path) as file:
+        file.execute(EARLIER_LAYOUT)
+        file.execute("PRAGMA user_version = 1")
+    file.close()
+    earlier_stretto_settles("sha256:1")
+    memory = PlanMemory(path, strict=True)
+    before = path.read_bytes()
+    found = memory.exact(job)
+    assert found is not None
+    assert replace(found, number=None, at="") == settled
+    assert path.read_bytes() == before  # looking changes nothing
+    early = replace(settled, job=replace(job, model="sha256:2"), unfinished_steps=7)
+    assert memory.remember(early)
+    found = memory.exact(early.job)
+    assert found is not None
+    assert found.unfinished_steps == 7
+    # The earlier stretto goes on with the same file, and what it settles is settled.
+    earlier_stretto_settles("sha256:2")
+    found = memory.exact(early.job)
+    assert found is not None
+    assert found.unfinished_steps is None
+    assert not memory.remember(early)
 
 
 def test_a_locked_file_is_given_up_after_a_moment(

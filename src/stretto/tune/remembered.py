@@ -1,0 +1,97 @@
+"""What a plan of an earlier run means in this one."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from stretto import planners
+from stretto.schema import Cluster, Plan, Workload, codec
+from stretto.tune.look import Seen
+from stretto.tune.settled import Settled
+
+if TYPE_CHECKING:
+    from stretto.tune.guide import Guide
+    from stretto.tune.memory import Remembered
+
+
+def packed(found: Remembered) -> tuple[bytes, float, float | None, int | None]:
+    """What every rank needs to carry a remembered plan out, as it is broadcast."""
+    plan = codec.encode(found.plan)
+    return plan, found.step_s, found.ddp_step_s, found.unfinished_steps
+
+
+def settled_of(found: Remembered, now_s: float) -> Settled:
+    """A remembered plan as settled, where its step takes ``now_s``.
+
+    Raises:
+        Infeasible: DDP's rule has no plan for its workload.
+    """
+    return Settled(
+        workload=found.workload,
+        cluster=found.cluster,
+        plan=found.plan,
+        ddp=planners.get("ddp").plan(found.workload, found.cluster),
+        step_s=now_s,
+        ddp_step_s=found.ddp_step_s,
+        remembered=True,
+    )
+
+
+def seen_again(found: Remembered, *, planner: str, wire_dtype: str | None) -> Seen:
+    """What an earlier run's look found, planned with anew.
+
+    Raises:
+        Infeasible: the planner finds no plan.
+        SpecError: the same.
+    """
+    return Seen(
+        workload=found.workload,
+        cluster=found.cluster,
+        plan=planners.plan_with_wire(
+            found.workload, found.cluster, planner, wire_dtype=wire_dtype
+        ),
+        ddp=planners.get("ddp").plan(found.workload, found.cluster),
+        probe_s=0.0,
+    )
+
+
+def encoded(found: Settled | Seen) -> dict[str, Any]:
+    """Measurements and plans as they are broadcast."""
+    return {
+        "workload": codec.encode(found.workload),
+        "cluster": codec.encode(found.cluster),
+        "plan": codec.encode(found.plan),
+        "ddp": codec.encode(found.ddp),
+    }
+
+
+def decoded(parts: dict[str, Any]) -> dict[str, Any]:
+    """The same on every rank, by the names of the fields."""
+    return {
+        "workload": codec.decode(parts["workload"], Workload),
+        "cluster": codec.decode(parts["cluster"], Cluster),
+        "plan": codec.decode(parts["plan"], Plan),
+        "ddp": codec.decode(parts["ddp"], Plan),
+    }
+
+
+def nearest_point(plan: Plan, earlier: Remembered, guide: Guide) -> tuple[int, ...]:
+    """The point of the guide's space that is most like another job's plan."""
+    sizes = {tensor.name: tensor.bytes for tensor in earlier.workload.tensors}
+    largest = max(
+        sum(sizes.get(name, 0) for name in bucket.tensors) for bucket in plan.buckets
+    )
+    slices = statistics.median(bucket.slices for bucket in plan.buckets)
+
+    def miss(point: tuple[int, ...]) -> tuple[float, ...]:
+        at: dict[str, Any] = guide.space.describe(point)
+        return (
+            float(at["family"] != "slices"),
+            abs(math.log2(at["lanes"] / plan.lanes)),
+            abs(math.log2(max(1, at["slices"]) / max(1, slices))),
+            abs(math.log2(at["unit_bytes"] / max(1, largest))),
+        )
+
+    return min(guide.space.points, key=miss)

@@ -1,0 +1,166 @@
+"""What tuning knows by now, for a run that ends before it has settled.
+
+It ends where the process does, or the model: other ranks may be gone by then, so
+nothing here waits for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, final
+
+from stretto.schema.tuning import Tuning, TuningEvent
+from stretto.tune.look import Seen
+from stretto.tune.memory import Job, Remembered
+from stretto.tune.remembered import settled_of
+from stretto.tune.search import Search
+from stretto.tune.settled import Settled, summary
+from stretto.tune.techniques.base import LEAST_STEPS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stretto.tune.memory import PlanMemory
+    from stretto.tune.search import Trial
+
+    OnUnfinished = Callable[[Settled | None], str]
+    """Is told what is known when a run ends, and says in a few words what it did."""
+
+_log = logging.getLogger(__name__)
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Known:
+    """The state of one model's tuning on one rank. It knows nothing of the model, whose
+    end it outlives.
+    """
+
+    name: str
+
+    steps: int = 0
+    """Training steps that have ended."""
+
+    job: Job | None = None
+
+    checked: Remembered | None = None
+    """An earlier run's plan that is, or was, carried out in this one; rank 0's."""
+
+    stale: bool = False
+    """Whether its steps take another time now."""
+
+    seen: Seen | None = None
+
+    search: Search | None = None
+    """Rank 0's."""
+
+    events: list[TuningEvent] = field(default_factory=list)
+
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def begun_steps(self) -> int:
+        """Steps, that under way included."""
+        return self.steps + (self.job is not None)
+
+    @property
+    def so_far(self) -> Settled | None:
+        """What would be settled if it had to be now; ``None``: nothing is known.
+
+        Its ``step_s`` is ``None`` where no plan had enough steps, and it is
+        ``remembered`` where only an earlier run knows the step time.
+        """
+        story = Tuning(name=self.name, events=tuple(self.events))
+        best = None if self.search is None else best_so_far(self.search)
+        if best is None and self.checked is not None and not self.stale:
+            found = settled_of(self.checked, self.checked.step_s)
+            return replace(found, story=story)
+        if self.seen is None:
+            return None
+        found = Settled(
+            workload=self.seen.workload,
+            cluster=self.seen.cluster,
+            plan=self.seen.plan,
+            ddp=self.seen.ddp,
+            story=story,
+        )
+        if best is None or self.search is None:
+            return found
+        return replace(
+            found,
+            plan=best.plan,
+            step_s=best.step_s,
+            ddp_step_s=self.ddp_step_s,
+            bound_s=self.search.bound_s or None,
+        )
+
+    @property
+    def ddp_step_s(self) -> float | None:
+        """DDP's step: measured in this run, else in the one whose plan it took up."""
+        step_s = None
+        if self.search is not None and self.seen is not None:
+            step_s = self.search.step_s_of(self.seen.ddp.digest)
+        if step_s is None and self.checked is not None and not self.stale:
+            step_s = self.checked.ddp_step_s
+        return step_s
+
+
+def best_so_far(search: Search) -> Trial | None:
+    """The incumbent, or the first trial where it is still under way.
+
+    ``None``: no plan had the steps that a median needs.
+    """
+    best = search.incumbent
+    if best is None and search.trials:
+        best = search.trials[-1]
+    if best is None or len(best.steps_s) < LEAST_STEPS or math.isinf(best.step_s):
+        return None
+    return best
+
+
+def end(
+    known: Known, memory: PlanMemory, on_unfinished: OnUnfinished | None = None
+) -> None:
+    """Keeps what is known, and says so; to be called once, on rank 0 alone."""
+    if os.getpid() != known.pid:
+        return  # a process forked off this one ends, not the run
+    try:
+        line = _end(known, memory, on_unfinished)
+    except Exception as exc:  # noqa: BLE001 - a run that ends must end as it does
+        _log.warning("what tuning knew when the run ended is lost: %s", exc)
+        return
+    if line:
+        _log.warning("%s", line)
+
+
+def _end(known: Known, memory: PlanMemory, on_unfinished: OnUnfinished | None) -> str:
+    so_far = known.so_far
+    kept = False
+    if so_far is not None and so_far.step_s is not None and not so_far.remembered:
+        assert known.job is not None  # noqa: S101 - steps were measured
+        kept = memory.remember(
+            Remembered(
+                job=known.job,
+                plan=so_far.carried_out,
+                workload=so_far.workload,
+                cluster=so_far.cluster,
+                step_s=so_far.step_s,
+                ddp_step_s=so_far.ddp_step_s,
+                unfinished_steps=known.begun_steps,
+            ),
+            refuted=known.checked.number if known.checked and known.stale else None,
+        )
+    files = "" if on_unfinished is None else on_unfinished(so_far)
+    if not kept and not files:
+        return ""
+    parts = [f"tuning had not settled after {known.begun_steps} steps"]
+    if so_far is not None:
+        parts.append(f"best so far, {summary(so_far)}")
+    if kept:
+        parts.append("an equal job goes on from there")
+    if files:
+        parts.append(files)
+    return "; ".join(parts)

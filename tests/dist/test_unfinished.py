@@ -1,0 +1,238 @@
+"""Runs that end before tuning has settled: what stays, and how the next one goes on."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stretto
+from stretto.schema import Cluster, Plan, Workload
+from stretto.schema.tuning import Tuning
+from stretto.tune import TuneOptions
+from stretto.tune.memory import PlanMemory, Remembered
+from stretto.tune.unfinished import best_so_far
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
+
+TorchDDP = nn.parallel.DistributedDataParallel
+
+MOST_STEPS = 250
+"""By then every tuning here has settled, also on a busy machine."""
+
+OPTIONS = TuneOptions(steps=40, lost_ratio=5.0, watch=False)
+
+FILES = ("plan", "profile", "cluster", "trace", "report", "tuning")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, 400), nn.SiLU(), nn.Linear(400, 400))
+
+
+def step(model: nn.Module, optimizer: Any, number: int, rank: int) -> float:
+    generator = torch.Generator().manual_seed(number * 10 + rank)
+    optimizer.zero_grad()
+    loss = model(torch.randn(16, 64, generator=generator)).square().mean()
+    loss.backward()
+    optimizer.step()
+    time.sleep(0.02)
+    return float(loss.detach())
+
+
+def sgd(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("stretto").addHandler(self)
+        logging.getLogger("stretto").setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def knows(model: Any) -> bool:
+    """Whether some plan was tried for as many steps as a median needs; on rank 0."""
+    search = model._auto._known.search
+    return search is not None and best_so_far(search) is not None
+
+
+def ends_before_it_has_settled(folder: Path, rank: int) -> dict[str, Any]:
+    """Steps until the first plan has its median; then the model is no more."""
+    lines, settled = Lines(), []
+    for name in FILES:
+        variable = "STRETTO_SAVE_PLAN" if name == "plan" else f"STRETTO_{name.upper()}"
+        os.environ[variable] = str(folder / name)
+    model = stretto.DistributedDataParallel(
+        net(), on_settled=settled.append, tune=OPTIONS
+    )
+    for name in FILES:
+        variable = "STRETTO_SAVE_PLAN" if name == "plan" else f"STRETTO_{name.upper()}"
+        del os.environ[variable]
+    optimizer, number, over = sgd(model), 0, 0
+    while not over and number < MOST_STEPS:
+        step(model, optimizer, number, rank)
+        number += 1
+        over = model._auto._board.decision(int(knows(model)))
+    before = list(lines.lines)
+    del model, optimizer
+    gc.collect()
+    logging.getLogger("stretto").removeHandler(lines)
+    return {
+        "steps": number,
+        "settled": len(settled),
+        "before": before,
+        "lines": lines.lines,
+    }
+
+
+def goes_on(rank: int) -> dict[str, Any]:
+    """The same job again, until it has settled."""
+    settled: list[Any] = []
+    model = stretto.DistributedDataParallel(
+        net(), on_settled=settled.append, tune=OPTIONS
+    )
+    optimizer, losses, first = sgd(model), [], None
+    while not settled and len(losses) < MOST_STEPS:
+        losses.append(step(model, optimizer, len(losses), rank))
+        first = first or model.plan
+    theirs = TorchDDP(net())
+    optimizer = sgd(theirs)
+    want = [step(theirs, optimizer, i, rank) for i in range(len(losses))]
+    return {
+        "first": first,
+        "same": losses == want,
+        "events": settled[0].story.events,
+        "plan": settled[0].carried_out,
+        "now": model.plan,
+    }
+
+
+def two_runs(rank: int, size: int, folder: str) -> dict[str, Any]:
+    memory = Path(folder) / "plans.sqlite"
+    os.environ["STRETTO_MEMORY"] = str(memory)
+    found = {"short": ends_before_it_has_settled(Path(folder), rank)}
+    if rank == 0:
+        found["kept"] = PlanMemory(memory, strict=True).all()
+    found["long"] = goes_on(rank)
+    if rank == 0:
+        found["settled"] = PlanMemory(memory, strict=True).all()
+    return found
+
+
+def test_the_next_run_goes_on_from_the_best_plan_of_a_run_that_was_too_short(
+    ranks: Any, tmp_path: Path
+) -> None:
+    first, second = ranks(two_runs, 2, str(tmp_path), timeout_s=120.0)
+    short = first["short"]
+    assert short["settled"] == 0
+    assert short["before"] == []
+    (line,) = short["lines"]
+    assert f"not settled after {short['steps']} steps; best so far, " in line
+    assert "an equal job goes on from there; this is in " in line
+    assert f"not written: {tmp_path / 'trace'}" in line
+    assert second["short"]["lines"] == []
+    (kept,) = first["kept"]
+    assert isinstance(kept, Remembered)
+    assert kept.unfinished_steps == short["steps"]
+    # Files hold the same, and its steps' story.
+    assert Plan.load(tmp_path / "plan") == kept.plan
+    assert Workload.load(tmp_path / "profile") == kept.workload
+    assert Cluster.load(tmp_path / "cluster") == kept.cluster
+    what = [event.what for event in Tuning.load(tmp_path / "tuning").events]
+    assert what[:3] == ["started", "profiled", "planned"]
+    assert "settled" not in what
+    page = (tmp_path / "report").read_text()
+    assert "The run ended before tuning had settled." in page
+    assert "<svg" in page
+    assert not (tmp_path / "trace").exists()
+
+    for one in (first["long"], second["long"]):
+        assert one["same"]
+        assert one["first"] == kept.plan
+        assert one["now"] == one["plan"]
+        assert [event.what for event in one["events"]][:2] == ["started", "remembered"]
+        assert one["events"][-1].what == "settled"
+    assert first["long"]["plan"] == second["long"]["plan"]
+    events = first["long"]["events"]
+    tried = [e.values["plan"] for e in events if e.what == "tried"]
+    assert kept.plan.digest in tried
+    if not any(event.what == "changed" for event in events):
+        # What the short run's look measured still holds: there is no second one.
+        assert [event.what for event in events][:3] == [
+            *("started", "remembered", "planned")
+        ]
+        assert tried[0] == kept.plan.digest
+    (settled,) = first["settled"]
+    assert settled.unfinished_steps is None
+    assert settled.plan == first["long"]["plan"]
+
+
+SCRIPT = """
+import time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 300)))
+for step in range(200):
+    model(torch.randn(8, 64)).square().mean().backward()
+    time.sleep(0.02)
+    # The first trial is still under way, however long its beginning took.
+    search = model._auto._known.search
+    enough = search is not None and len(search.trials[0].steps_s) == 3
+    if model._auto._board.decision(enough):
+        break
+if dist.get_rank() == 0:
+    print(step + 1)
+raise RuntimeError("the disk is full")
+"""
+
+
+def test_a_script_that_ends_in_an_error_keeps_what_is_known(tmp_path: Path) -> None:
+    script, plan = tmp_path / "train.py", tmp_path / "plan.json"
+    script.write_text(SCRIPT)
+    memory = tmp_path / "plans.sqlite"
+    options = ["--save-plan", str(plan), "--memory", str(memory), "--standalone"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "stretto", "run", *options),
+            *("--nproc-per-node", "2", str(script)),
+        ],
+        env={
+            **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "RuntimeError: the disk is full" in done.stderr
+    told = [line for line in done.stderr.splitlines() if "had not settled" in line]
+    assert len(told) == 1, done.stderr
+    steps = int(done.stdout)
+    assert f"not settled after {steps} steps; " in told[0]
+    assert told[0].endswith(f"this is in {plan}")
+    (entry,) = PlanMemory(memory, strict=True).all()
+    assert isinstance(entry, Remembered)
+    assert entry.unfinished_steps == steps
+    assert Plan.load(plan) == entry.plan

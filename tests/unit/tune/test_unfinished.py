@@ -1,0 +1,220 @@
+"""What a run that ends before tuning has settled keeps, and what it says."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+
+from stretto import planners
+from stretto.schema.tuning import TuningEvent
+from stretto.tune.guide import Guide
+from stretto.tune.look import Seen
+from stretto.tune.memory import Job, PlanMemory, Remembered
+from stretto.tune.search import Limits, Search
+from stretto.tune.unfinished import Known, best_so_far, end
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from stretto.schema import Cluster, Workload
+    from stretto.tune.settled import Settled
+
+JOB = Job(
+    name="small",
+    model="sha256:1",
+    hosts=4,
+    ranks_per_host=1,
+    surroundings="torch 2.13 gloo cpu",
+)
+
+
+@pytest.fixture
+def seen(workload: Workload, cluster: Cluster) -> Seen:
+    return Seen(
+        workload=workload,
+        cluster=cluster,
+        plan=planners.get("joint").plan(workload, cluster),
+        ddp=planners.get("ddp").plan(workload, cluster),
+        probe_s=0.1,
+    )
+
+
+def search_of(seen: Seen) -> Search:
+    guide = Guide(seen.workload, seen.cluster)
+    return Search(
+        starts=[("planner", seen.plan), ("ddp", seen.ddp)],
+        arms={},
+        plan_of=guide.plan_of,
+        floor_s=guide.floor_s,
+        bound_s=guide.bound_s,
+        limits=Limits(),
+    )
+
+
+def steps(search: Search, *steps_s: float) -> None:
+    """Counted steps of the trial under way, and of those that follow it."""
+    if not search.trials:
+        search.next_trial()
+    for step_s in steps_s:
+        if search.step(step_s):
+            search.next_trial()
+
+
+def earlier(seen: Seen, unfinished_steps: int | None) -> Remembered:
+    return Remembered(
+        job=JOB,
+        plan=seen.plan,
+        workload=seen.workload,
+        cluster=seen.cluster,
+        step_s=0.2,
+        ddp_step_s=0.4,
+        number=1,
+        unfinished_steps=unfinished_steps,
+    )
+
+
+class Files:
+    """What was given to be written."""
+
+    def __init__(self) -> None:
+        self.given: list[Settled | None] = []
+
+    def __call__(self, so_far: Settled | None) -> str:
+        self.given.append(so_far)
+        return "this is in plan.json"
+
+
+def test_the_best_so_far_needs_three_counted_steps(seen: Seen) -> None:
+    search = search_of(seen)
+    assert best_so_far(search) is None
+    steps(search, 0.1, 0.1)
+    assert best_so_far(search) is None
+    steps(search, 0.1)
+    best = best_so_far(search)
+    assert best is not None
+    assert best.plan is seen.plan
+    steps(search, 0.05, 0.05)
+    assert best_so_far(search) is best
+    short = search_of(seen)
+    steps(short, 0.01, 0.01, 0.01)  # the trial goes on, for its steps are short
+    assert short.incumbent is None
+    best = best_so_far(short)
+    assert best is not None
+    assert best.step_s == 0.01
+    failed = search_of(seen)
+    failed.next_trial()
+    failed.fail("no memory")
+    assert best_so_far(failed) is None
+
+
+def test_what_a_short_run_found_out_is_kept_as_unfinished_and_told_in_one_line(
+    seen: Seen, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    search = search_of(seen)
+    steps(search, *[0.3] * 3, *[0.2] * 3)
+    known = Known(name="small", steps=17, job=JOB, seen=seen, search=search)
+    known.events.append(TuningEvent(step=9, what="tried", why="", values={}))
+    files = Files()
+    with caplog.at_level(logging.INFO):
+        end(known, memory, files)
+    found = memory.exact(JOB)
+    assert found is not None
+    assert found.plan == seen.ddp
+    assert (found.step_s, found.ddp_step_s) == (0.2, 0.2)
+    assert found.unfinished_steps == 18  # that under way included
+    assert (found.workload, found.cluster) == (seen.workload, seen.cluster)
+    (given,) = files.given
+    assert given is not None
+    assert given.plan == seen.ddp
+    assert given.bound_s == search.bound_s
+    assert given.story is not None
+    assert [event.what for event in given.story.events] == ["tried"]
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert line.startswith("tuning had not settled after 18 steps; best so far, ")
+    assert "measured step 200 ms" in line
+    assert line.endswith("goes on from there; this is in plan.json")
+
+
+def test_before_the_first_trial_nothing_is_kept_and_only_who_asked_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    known = Known(name="small", steps=3, job=JOB)
+    end(known, memory)
+    end(known, memory, lambda _so_far: "")
+    assert not caplog.records
+    end(known, memory, lambda so_far: "not written: p" if so_far is None else "")
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert line == "tuning had not settled after 4 steps; not written: p"
+    assert memory.all() == []
+
+
+def test_too_few_steps_for_a_trial_give_the_measurements_to_who_asked(
+    seen: Seen, tmp_path: Path
+) -> None:
+    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    search = search_of(seen)
+    steps(search, 0.3)
+    files = Files()
+    end(Known(name="s", steps=9, job=JOB, seen=seen, search=search), memory, files)
+    (given,) = files.given
+    assert given is not None
+    assert (given.plan, given.step_s) == (seen.plan, None)
+    assert memory.all() == []
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_plan_taken_up_stands_until_its_steps_take_longer(
+    seen: Seen, tmp_path: Path, stale: bool
+) -> None:
+    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    settled = earlier(seen, None)
+    memory.remember(settled)
+    known = Known(name="s", steps=6, job=JOB, checked=settled, stale=stale)
+    files = Files()
+    end(known, memory, files)
+    (given,) = files.given
+    if stale:
+        assert given is None
+    else:
+        assert given is not None
+        assert given.remembered
+        assert (given.plan, given.step_s) == (seen.plan, 0.2)
+    found = memory.exact(JOB)
+    assert found is not None
+    assert found.unfinished_steps is None
+    # The same in trials.
+    known.seen, known.search = seen, search_of(seen)
+    steps(known.search, *[0.3] * 3)
+    assert known.ddp_step_s == (None if stale else 0.4)
+    end(known, memory)
+    found = memory.exact(JOB)
+    assert found is not None
+    kept = (found.unfinished_steps, found.step_s)
+    assert kept == ((7, 0.3) if stale else (None, 0.2))
+
+
+def test_a_forked_process_and_an_error_at_the_end_are_no_trouble(
+    seen: Seen, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    search = search_of(seen)
+    steps(search, *[0.3] * 3)
+    known = Known(name="s", steps=9, job=JOB, seen=seen, search=search, pid=1)
+    files = Files()
+    end(known, memory, files)
+    assert files.given == []
+    assert memory.all() == []
+
+    def fails(_so_far: Settled | None) -> str:
+        raise OSError("the disk is full")
+
+    known.pid = Known(name="s").pid
+    end(known, memory, fails)
+    (record,) = caplog.records
+    assert "is lost: the disk is full" in record.getMessage()
