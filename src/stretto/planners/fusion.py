@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, final
@@ -20,6 +21,8 @@ from stretto.schema import Workload
 
 if TYPE_CHECKING:
     from stretto.schema import Cluster, Plan
+
+_INF = float("inf")
 
 
 @final
@@ -61,7 +64,13 @@ class FusionProblem:
     firsts: tuple[int, ...] = field(init=False)
     """For each of these the first, by number among them, of its run of one type."""
 
+    ready_s: tuple[float, ...] = field(init=False)
+    """When each of these is ready."""
+
     dtype_starts: tuple[int, ...] = field(init=False)
+
+    dtype_cuts: frozenset[int] = field(init=False)
+    """Where a bucket must end because the type changes, and the end of all."""
 
     def __post_init__(self) -> None:
         tensors = self.workload.tensors
@@ -72,7 +81,16 @@ class FusionProblem:
         object.__setattr__(self, "sent", sent)
         object.__setattr__(self, "total_bytes", tuple(bytes_so_far))
         object.__setattr__(self, "firsts", firsts)
+        object.__setattr__(self, "ready_s", tuple(tensors[i].ready_s for i in sent))
         object.__setattr__(self, "dtype_starts", starts)
+        cuts = {i for i, start in enumerate(starts) if start == i and i}
+        object.__setattr__(self, "dtype_cuts", frozenset((*cuts, len(tensors))))
+
+    def at(self, cost: LinearCost) -> FusionProblem:
+        """The same tensors at another cost, without looking at them again."""
+        other = copy(self)
+        object.__setattr__(other, "cost", cost)
+        return other
 
     def finish_s(self) -> float:
         r"""Earliest end of the last bucket, from the start of backward.
@@ -84,27 +102,28 @@ class FusionProblem:
         with $f_k \le r_l$ the largest is best, of the others the least $f_k - b C_k$.
         Both come from pointers that only move on, so this is O(L).
         """
-        total, per_byte = self.total_bytes, self.cost.s_per_byte
-        f = [0.0] * len(total)
+        per_byte, startup_s = self.cost.s_per_byte, self.cost.startup_s
+        sending_s = [per_byte * total for total in self.total_bytes]
+        f = [0.0] * len(sending_s)
         # Indices k with f[k] > r, by rising f[k] - b C[k]: the front is best.
-        late: deque[int] = deque()
+        late: deque[tuple[float, int]] = deque()
         in_time = 0
-        for l, first in enumerate(self.firsts, start=1):  # noqa: E741
-            ready_s = self._ready_s(l)
-            value = f[l - 1] - per_byte * total[l - 1]
-            while late and f[late[-1]] - per_byte * total[late[-1]] >= value:
+        # fast: a search asks some sixty times; lists instead of methods halve it.
+        for l, (first, ready_s) in enumerate(  # noqa: E741
+            zip(self.firsts, self.ready_s, strict=True), start=1
+        ):
+            value = f[l - 1] - sending_s[l - 1]
+            while late and late[-1][0] >= value:
                 late.pop()
-            late.append(l - 1)
-            while late and (late[0] < first or f[late[0]] <= ready_s):
+            late.append((value, l - 1))
+            while late and (late[0][1] < first or f[late[0][1]] <= ready_s):
                 late.popleft()
             while in_time + 1 < l and f[in_time + 1] <= ready_s:
                 in_time += 1
-            choices = []
+            best = late[0][0] if late else _INF
             if in_time >= first and f[in_time] <= ready_s:
-                choices.append(ready_s - per_byte * total[in_time])
-            if late:
-                choices.append(f[late[0]] - per_byte * total[late[0]])
-            f[l] = min(choices) + self.cost.startup_s + per_byte * total[l]
+                best = min(best, ready_s - sending_s[in_time])
+            f[l] = best + startup_s + sending_s[l]
         return f[-1]
 
     def fewest_buckets(self, deadline_s: float) -> tuple[int, ...]:
@@ -112,37 +131,37 @@ class FusionProblem:
 
         From the back: the last bucket as large as the deadline lets it be, which leaves
         the tensors before it the fewest bytes for the same latest end, then the bucket
-        before that. O(L). A deadline below `finish_s` yields some fusion that misses
-        it. The ends are indices of the workload's tensors, empty ones included.
+        before that. O(B log L) for B buckets. A deadline below `finish_s` yields some
+        fusion that misses it. The ends are indices of the workload's tensors, empty
+        ones included.
         """
         total = self.total_bytes
+        startup_s, per_byte = self.cost.startup_s, self.cost.s_per_byte
         slack_s = 1e-12 * max(deadline_s, 1e-9)
         ends: list[int] = []
         end = len(self.sent)
         while end:
             ends.append(end)
-            start = end - 1
-            while start > self.firsts[end - 1]:
-                duration_s = self.cost.of(total[end] - total[start - 1])
-                if deadline_s - duration_s < self._ready_s(end) - slack_s:
-                    break
-                start -= 1
+            # The first start with which the bucket is sent in time; fewer bytes take
+            # less, so it is with all later ones too.
+            latest_s = deadline_s - startup_s
+            sum_bytes = total[end]
+            start = bisect_left(
+                range(end - 1),
+                self.ready_s[end - 1] - slack_s,
+                self.firsts[end - 1],
+                key=lambda k: latest_s - per_byte * (sum_bytes - total[k]),
+            )
             deadline_s -= self.cost.of(total[end] - total[start])
             end = start
         return self.with_empty(ends[::-1])
-
-    def _ready_s(self, end: int) -> float:
-        """When a bucket that ends with the ``end``-th sent tensor is ready."""
-        return self.workload.tensors[self.sent[end - 1]].ready_s
 
     def with_empty(self, ends: list[int]) -> tuple[int, ...]:
         """Ends over all tensors: an empty one joins the bucket after it if their types
         allow, where it delays nothing; without one after it, it is a bucket of its own
         unless it is ready with the last.
         """
-        tensors, starts = self.workload.tensors, self.dtype_starts
-        cuts = {i for i, start in enumerate(starts) if start == i and i}
-        cuts.add(len(tensors))
+        tensors, cuts = self.workload.tensors, set(self.dtype_cuts)
         cuts.update(self.sent[end - 1] + 1 for end in ends[:-1])
         if ends:
             last = self.sent[-1]

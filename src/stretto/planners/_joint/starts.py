@@ -117,7 +117,7 @@ def _plain(workload: Workload, cluster: Cluster, space: Space) -> Iterator[Draft
     Beyond: with a deadline some thousandths later there are fewer buckets, which may be
     as good and is simpler.
     """
-    works = [paced(workload, pace) for pace in (1.0, *OTHER_PACES)]
+    problems = [_problem(paced(workload, pace)) for pace in (1.0, *OTHER_PACES)]
     costs: dict[int, LinearCost] = {}
     for lanes, slices in _families(space):
         if lanes not in costs:
@@ -126,7 +126,7 @@ def _plain(workload: Workload, cluster: Cluster, space: Space) -> Iterator[Draft
             startup_s=costs[lanes].startup_s * slices / lanes,
             s_per_byte=costs[lanes].s_per_byte,
         )
-        for ends in dict.fromkeys(ends for w in works for ends in _fusions(w, cost)):
+        for ends in dict.fromkeys(ends for p in problems for ends in _fusions(p, cost)):
             yield Draft.in_turn(ends, lanes=lanes, slices=slices)
 
 
@@ -139,11 +139,12 @@ def _of_all_kinds(
 ) -> Iterator[Draft]:
     """One kind of bucket, fused for its cost beside computation and without."""
     workload, whole_ends = joined
+    problem = _problem(workload)
     fusions: dict[tuple[int, ...], None] = {}
     for working in (False, True):
         startup_s, s_per_byte = model.linear_cost(lanes, *kind, working=working)
         cost = LinearCost(startup_s=startup_s * slices / lanes, s_per_byte=s_per_byte)
-        fusions.update(dict.fromkeys(_fusions(workload, cost)))
+        fusions.update(dict.fromkeys(_fusions(problem, cost)))
     for fused in fusions:
         ends = [whole_ends[end - 1] for end in fused]
         yield _of_kind(Draft.in_turn(ends, lanes=lanes, slices=slices), *kind)
@@ -166,8 +167,14 @@ def _families(space: Space) -> Iterator[tuple[int, int]]:
                 yield lanes, slices
 
 
-def _fusions(workload: Workload, cost: LinearCost) -> Iterator[tuple[int, ...]]:
-    problem = FusionProblem(workload=workload, cost=cost)
+def _problem(workload: Workload) -> FusionProblem:
+    """What costs are put into."""
+    nothing = LinearCost(startup_s=0.0, s_per_byte=0.0)
+    return FusionProblem(workload=workload, cost=nothing)
+
+
+def _fusions(problem: FusionProblem, cost: LinearCost) -> Iterator[tuple[int, ...]]:
+    workload, problem = problem.workload, problem.at(cost)
     end_s = max(problem.finish_s(), workload.backward_s)
     step_s = workload.forward_s + end_s
     for later_ratio in (0.0, NEAR_RATIO / 2, 2 * NEAR_RATIO):
