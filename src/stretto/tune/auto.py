@@ -19,6 +19,7 @@ What is known when a run ends before 4 is kept by rank 0 (`stretto.tune.unfinish
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import statistics
@@ -118,6 +119,9 @@ class AutoPlan:
             if self._options.memory and self._options.model and self._board.rank == 0
             else None
         )
+        if self._board.rank == 0:
+            # What a fit needs: a quarter of a second that no step shall wait for.
+            importlib.import_module("scipy.optimize")
         self._clock = StepClock()
         self._known = Known(name=name)
         self._end: weakref.finalize[..., Any] | None = None

@@ -55,6 +55,11 @@ class Finals:
         self._rounds = 0
         self._waiting: list[Trial] = []
 
+    @property
+    def rounds_done(self) -> int:
+        """Rounds in which every finalist had its turn; 0 within one."""
+        return 0 if self._waiting else self._rounds
+
     def next(self) -> Trial | None:
         """Whose turn it is; ``None``: it is decided."""
         while not self._waiting:

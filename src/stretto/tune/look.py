@@ -38,7 +38,7 @@ MAX_SPREAD_RATIO = 0.35
 """A backward whose quartiles lie further apart, as a share of its median, is profiled
 again over twice as many steps ..."""
 
-MATTERS_RATIO = 0.1
+MATTERS_RATIO = 0.15
 """... if that is more than this share of a step."""
 
 PROBE_STEPS = 1

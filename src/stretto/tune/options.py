@@ -33,7 +33,8 @@ class TuneOptions:
     """Steps in which plans may be tried; 0: the first plan stays."""
 
     lost_ratio: float = 0.05
-    """Time that trials may lose, as a share of ``steps`` steps of the best plan."""
+    """Time that trials may lose, their changes of plan and corrections of the model
+    included, as a share of ``steps`` steps of the best plan."""
 
     techniques: tuple[str, ...] = GUIDED
     """Who proposes plans, chosen among by a bandit."""

@@ -44,6 +44,13 @@ incumbent: its median can't win any more."""
 
 _HOPELESS_STEPS = 2
 
+_OUTLIER = 3.0
+"""What a step longer than so many times the incumbent's takes beyond that is not a
+search's doing."""
+
+_FINALS_SHARE = 0.3
+"""Share of the time that may be lost which is kept for the last comparison."""
+
 _MOST_REPEATS = 12
 """Proposals already measured that are passed over before a technique's turn ends."""
 
@@ -56,8 +63,9 @@ class Limits:
     """Steps in which plans may be tried; the last of them compare the best few."""
 
     lost_ratio: float = 0.05
-    """Time that trials may lose against the incumbent, as a share of ``steps`` times
-    the incumbent's step: the bound on what a search costs."""
+    """Time that trials may lose against the incumbent, changes of plan and the pauses
+    for thought between them included, as a share of ``steps`` times the incumbent's
+    step: the bound on what a search costs."""
 
     patience: int | None = None
     """Trials in a row that bring nothing before techniques are asked no more."""
@@ -91,6 +99,9 @@ class Trial:
     steps_s: list[float] = field(default_factory=list)
     """Step times that count, the slowest rank's; the step of the change is left out."""
 
+    uncounted_s: list[float] = field(default_factory=list)
+    """The others: a step of a change, or one that was recorded."""
+
     failed: str | None = None
     """Why the plan could not be run."""
 
@@ -106,6 +117,14 @@ class Trial:
         if self.failed is not None or not self.steps_s:
             return math.inf
         return statistics.median(self.steps_s)
+
+    def lost_s(self, best_s: float) -> float:
+        """What all its steps took beyond as many of ``best_s``.
+
+        Summed before it is compared with 0, so that noise cancels.
+        """
+        steps_s = (*self.steps_s, *self.uncounted_s)
+        return max(0.0, sum(min(s, _OUTLIER * best_s) - best_s for s in steps_s))
 
     @property
     def spread_s(self) -> float:
@@ -176,14 +195,17 @@ class Search:
         """Why the search is over; ``None``: it is not."""
         self._finals: Finals | None = None
         self._why: str | None = None
+        self._paused_s = 0.0
 
     @property
     def lost_s(self) -> float:
-        """Time lost so far: trials' steps against the incumbent's as it is now."""
-        if self.incumbent is None:
-            return 0.0
+        """Time lost so far: trials' steps against the incumbent's as it is now, those
+        of changes included, and pauses.
+        """
+        if self.incumbent is None or math.isinf(self.incumbent.step_s):
+            return self._paused_s
         best_s = self.incumbent.step_s
-        return sum(max(0.0, s - best_s) for trial in self.trials for s in trial.steps_s)
+        return self._paused_s + sum(trial.lost_s(best_s) for trial in self.trials)
 
     @property
     def most_lost_s(self) -> float:
@@ -226,7 +248,9 @@ class Search:
             if trial is not None:
                 return trial
             self._finals = Finals(self._finalists())
-        turn = self._finals.next() if self.steps_used < self._limits.steps else None
+        turn = None
+        if self.steps_used < self._limits.steps and not self._too_dear(self._finals):
+            turn = self._finals.next()
         if turn is None:
             self._crown(self._finals)
             self.ended = self._why
@@ -246,14 +270,21 @@ class Search:
             self._why = "every technique is out of proposals"
         return trial
 
+    def pause(self, seconds: float) -> None:
+        """Counts time in which training waited for a decision."""
+        self._paused_s += seconds
+
     def step(self, step_s: float, *, counts: bool = True) -> bool:
         """Takes a step time of the trial under way; whether the trial is over.
 
-        ``counts`` is false for the step of the change.
+        ``counts`` is false for the step of the change; it is infinite where something
+        else happened in it.
         """
         trial = self.trials[-1]
         self.steps_used += 1
         if not counts:
+            if math.isfinite(step_s):
+                trial.uncounted_s.append(step_s)
             return False
         trial.steps_s.append(step_s)
         steps = len(trial.steps_s)
@@ -294,7 +325,7 @@ class Search:
             return f"{self._limits.patience} trials in a row were no better"
         if best.step_s - self.bound_s <= _noise_s(best):
             return "the incumbent is as fast as the bound, within the noise"
-        if self.lost_s >= self.most_lost_s:
+        if self.lost_s >= (1 - _FINALS_SHARE) * self.most_lost_s:
             return "trials have lost as much time as they may"
         return None
 
@@ -383,6 +414,10 @@ class Search:
         self._tell(trial.technique, proposal, trial.step_s)
 
     # The last comparison.
+
+    def _too_dear(self, finals: Finals) -> bool:
+        """Whether the comparison ends for what has been lost; one round is allowed."""
+        return finals.rounds_done >= 1 and self.lost_s >= self.most_lost_s
 
     def _finalists(self) -> list[Trial]:
         """The incumbent and what may be as fast."""

@@ -232,7 +232,9 @@ class Trials:
             return
         begin_s = perf_counter()
         self._correct(search, guide, trial, timeline, error)
-        self._learning_s += perf_counter() - begin_s
+        learnt_s = perf_counter() - begin_s
+        self._learning_s += learnt_s
+        search.pause(learnt_s)
 
     def _correct(
         self,

@@ -164,12 +164,36 @@ def test_trials_lose_no_more_than_the_limit_and_one_trial(
     best = min(space.points, key=step_s)
     limits = Limits(steps=100, lost_ratio=0.02)
     search = job.run(job.search(ensemble(space), start=best, limits=limits))
-    worst_trial_s = max(
-        sum(trial.steps_s) - len(trial.steps_s) * step_s(best)
-        for trial in search.trials
-    )
-    assert search.lost_s <= 0.02 * 100 * step_s(best) + worst_trial_s
+    before = [trial for trial in search.trials if trial.technique != FINAL]
+    worst_trial_s = max(trial.lost_s(step_s(best)) for trial in before)
+    most_s = 0.02 * 100 * step_s(best)
+    assert sum(trial.lost_s(step_s(best)) for trial in before) <= most_s + worst_trial_s
     assert search.ended == "trials have lost as much time as they may"
+    # Each trial's change was a step of 10 s; no more than twice the best is its doing.
+    assert worst_trial_s >= 2 * step_s(best)
+    assert all(trial.uncounted_s == [10.0] for trial in search.trials)
+
+
+def test_pauses_count_among_what_is_lost(
+    job: Job, space: Space, step_s: StepTime
+) -> None:
+    best = min(space.points, key=step_s)
+    limits = Limits(steps=100, lost_ratio=0.05)
+    search = job.search(ensemble(space), start=best, limits=limits)
+    search.pause(0.05 * 100 * step_s(best))
+    job.run(search)
+    assert search.ended == "trials have lost as much time as they may"
+    assert {trial.technique for trial in search.trials} == {START}
+
+
+def test_noise_about_the_incumbent_is_no_loss() -> None:
+    trial = Trial(technique="grid", key="any", plan=None, wanted_steps=4)  # type: ignore[arg-type]
+    trial.steps_s += [0.9, 1.1, 1.0]
+    assert trial.lost_s(1.0) == pytest.approx(0.0)
+    trial.uncounted_s.append(1.5)
+    assert trial.lost_s(1.0) == pytest.approx(0.5)
+    trial.steps_s.append(50.0)
+    assert trial.lost_s(1.0) == pytest.approx(2.5)
 
 
 def test_a_search_that_can_win_little_costs_little(
