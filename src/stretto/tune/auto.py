@@ -378,12 +378,13 @@ class AutoPlan:
                 wire_dtype=self._wire_dtype,
             )
             starts = self._starts(settled, guide)
+        left = self._known.steps_left(self._options.steps)  # rank 0 alone knows
         self._trials = Trials(
             self._model,
             self._board,
             guide=guide,
             starts=starts,
-            options=self._options,
+            options=replace(self._options, steps=left),
             tell=self._tell,
         )
         self._known.search = self._trials.search

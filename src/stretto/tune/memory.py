@@ -101,7 +101,7 @@ class Remembered:
     """When it was kept, UTC."""
 
     unfinished_steps: int | None = None
-    """Steps of a run that ended before tuning had settled; ``None``: it had."""
+    """Steps of the runs that ended before tuning had settled; ``None``: it had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

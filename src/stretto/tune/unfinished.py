@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+LEAST_STEPS_LEFT = 24
+"""What a search has at least where earlier runs have used its steps up: enough for the
+plans it starts from and the last comparison, so that short runs settle in the end."""
+
 
 @final
 @dataclass(slots=True, kw_only=True)
@@ -65,6 +69,17 @@ class Known:
     def begun_steps(self) -> int:
         """Steps, that under way included."""
         return self.steps + (self.job is not None)
+
+    @property
+    def steps_before(self) -> int:
+        """Steps of earlier runs that ended unfinished and whose search goes on here."""
+        if self.checked is None or self.stale:
+            return 0
+        return self.checked.unfinished_steps or 0
+
+    def steps_left(self, steps: int) -> int:
+        """How many of a search's ``steps`` earlier runs have left it."""
+        return max(min(steps, LEAST_STEPS_LEFT), steps - self.steps_before)
 
     @property
     def so_far(self) -> Settled | None:
@@ -149,7 +164,7 @@ def _end(known: Known, memory: PlanMemory, on_unfinished: OnUnfinished | None) -
                 cluster=so_far.cluster,
                 step_s=so_far.step_s,
                 ddp_step_s=so_far.ddp_step_s,
-                unfinished_steps=known.begun_steps,
+                unfinished_steps=known.steps_before + known.begun_steps,
             ),
             refuted=known.checked.number if known.checked and known.stale else None,
         )

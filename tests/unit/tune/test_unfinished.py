@@ -199,6 +199,27 @@ def test_a_plan_taken_up_stands_until_its_steps_take_longer(
     assert kept == ((7, 0.3) if stale else (None, 0.2))
 
 
+def test_runs_that_are_each_too_short_share_one_search(
+    seen: Seen, tmp_path: Path
+) -> None:
+    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    known = Known(name="s", job=JOB, steps=39, checked=earlier(seen, 30))
+    known.seen, known.search = seen, search_of(seen)
+    assert known.steps_left(100) == 70
+    assert known.steps_left(40) == 24
+    assert known.steps_left(10) == 10
+    steps(known.search, *[0.3] * 3)
+    end(known, memory)
+    found = memory.exact(JOB)
+    assert found is not None
+    assert found.unfinished_steps == 70
+    # What another time contradicts is no beginning.
+    known.stale = True
+    assert known.steps_left(40) == 40
+    # A settled plan's own search takes nothing from this one.
+    assert Known(name="s", checked=earlier(seen, None)).steps_left(100) == 100
+
+
 def test_a_forked_process_and_an_error_at_the_end_are_no_trouble(
     seen: Seen, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
