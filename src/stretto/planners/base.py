@@ -57,6 +57,22 @@ class AbstractPlanner(abc.ABC):
             Infeasible: no plan meets the limits given to the constructor.
         """
 
+    def replan(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        near: Sequence[Plan],
+    ) -> Plan:
+        """The plan after the figures have changed a little, not the tensors.
+
+        ``near`` are good plans from before, of which a planner that searches may begin
+        in order to take less time. Others plan as ever.
+
+        Raises:
+            Infeasible: as `plan`.
+        """
+        return self.plan(workload, cluster)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:

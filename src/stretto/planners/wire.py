@@ -11,6 +11,7 @@ from stretto.schema import NARROWER
 from stretto.schema._rules import DTYPE_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
     from stretto.schema import Cluster, Plan, Workload
@@ -22,9 +23,13 @@ def plan_with_wire(
     planner: str,
     *,
     wire_dtype: str | None = None,
+    near: Sequence[Plan] = (),
     **options: Any,
 ) -> Plan:
     """A plan that sends every gradient it can as ``wire_dtype``; ``None``: as it is.
+
+    ``near`` are plans from before the figures changed a little; with any, it is a
+    `AbstractPlanner.replan`.
 
     The planner is given the workload as it travels, so what its options say in bytes
     counts bytes on the wire.
@@ -34,9 +39,10 @@ def plan_with_wire(
         Infeasible: no plan meets the limits.
     """
     chosen = registry.get(planner, **options)
+    sent = workload if wire_dtype is None else narrowed(workload, wire_dtype)
+    plan = chosen.replan(sent, cluster, near) if near else chosen.plan(sent, cluster)
     if wire_dtype is None:
-        return chosen.plan(workload, cluster)
-    plan = chosen.plan(narrowed(workload, wire_dtype), cluster)
+        return plan
     return replace(plan, workload_digest=workload.digest)
 
 

@@ -8,15 +8,12 @@ rates is never read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _INF = float("inf")
 
-Queue = tuple[tuple[tuple[float, float], ...], int]
+Queue = tuple[Sequence[tuple[float, float]], int]
 """A lane's flows as (ready, bytes), and how many lanes have just these."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, final
 
@@ -52,6 +53,7 @@ class Guide:
         self._planner = planner
         self._wire_dtype = wire_dtype
         self._observations: list[Observation] = []
+        self._replanned: tuple[Plan, ...] = ()
         self._worst_error = 0.0
         sent = workload if wire_dtype is None else narrowed(workload, wire_dtype)
         self.space = Space(sent, max_lanes=max_lanes)
@@ -139,11 +141,21 @@ class Guide:
             sent = narrowed(sent, self._wire_dtype)
         return StepModel(sent, self.cluster)
 
-    def replan(self) -> Plan | None:
-        """The planner's plan under the corrected model; none where it finds none."""
+    def replan(self, *, below_s: float = math.inf) -> Plan | None:
+        """The planner's plan under the corrected model; none where it finds none, nor
+        where no plan's step is shorter than ``below_s``, which costs no search.
+        """
+        if self._bound_s() >= below_s:
+            return None
         try:
-            return planners.plan_with_wire(
-                self.workload, self.cluster, self._planner, wire_dtype=self._wire_dtype
+            plan = planners.plan_with_wire(
+                self.workload,
+                self.cluster,
+                self._planner,
+                wire_dtype=self._wire_dtype,
+                near=[*(seen.plan for seen in self._observations), *self._replanned],
             )
         except (Infeasible, SpecError):
             return None
+        self._replanned = (plan,)
+        return plan

@@ -204,3 +204,34 @@ def test_an_empty_tensor_more_changes_nothing(demo_like) -> None:
     here = planners.get("joint").plan(workload, cluster).predicted.iteration_s
     there = planners.get("joint").plan(longer, cluster).predicted.iteration_s
     assert there == pytest.approx(here, rel=2 * NEAR_RATIO)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_planned_again_it_is_no_slower_than_what_was_known(seed, make_instance) -> None:
+    """Nor much slower than planned anew, and the same each time."""
+    workload, cluster = make_instance(seed, tensors=24, contended=seed % 2 == 1)
+    joint = planners.get("joint")
+    before = joint.plan(workload, cluster)
+    link = cluster.inter_host
+    changed = replace(
+        cluster,
+        inter_host=replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / 2),
+    )
+    again = joint.replan(workload, changed, [before])
+    again_s = again.predicted.iteration_s
+    known_s = simulate_step(workload, changed, before).iteration_s
+    ddp_s = planners.get("ddp").plan(workload, changed).predicted.iteration_s
+    assert again_s <= min(known_s, ddp_s) * (1 + 1e-9)
+    assert again_s <= 1.01 * joint.plan(workload, changed).predicted.iteration_s
+    assert again == joint.replan(workload, changed, [before])
+    # Plans for another order of tensors are no place to begin.
+    turned = replace(before, buckets=before.buckets[::-1])
+    joint.replan(workload, changed, [turned]).check_matches(workload)
+
+
+def test_other_planners_plan_again_as_ever(make_instance) -> None:
+    workload, cluster = make_instance(3, tensors=9)
+    for name in OTHERS:
+        planner = planners.get(name)
+        plan = planner.plan(workload, cluster)
+        assert planner.replan(workload, cluster, [plan]) == plan

@@ -1,13 +1,79 @@
-"""What a search believes of its model."""
+"""What a search believes of its model, and what it plans by it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import pytest
 
+from stretto import planners
+from stretto.sim.step import simulate_step
 from stretto.tune.guide import DOUBT_RATIO, MOST_BOUND_DOUBT_RATIO, Guide
 
+if TYPE_CHECKING:
+    from stretto.schema import Cluster, Workload
 
-def test_one_wrong_prediction_is_not_forgotten_over_many_right_ones(workload, cluster):
+
+@pytest.fixture
+def slower(cluster: Cluster) -> Cluster:
+    """The same cluster with three quarters of its link and much dearer start-ups."""
+    wire, fit = cluster.inter_host, cluster.allreduce
+    assert fit is not None
+    return replace(
+        cluster,
+        inter_host=replace(
+            wire, bandwidth_bytes_per_s=0.75 * wire.bandwidth_bytes_per_s
+        ),
+        allreduce=replace(fit, startup_s=2 * fit.startup_s),
+    )
+
+
+def taught(workload: Workload, cluster: Cluster, truth: Cluster) -> Guide:
+    """A guide that has seen three plans' steps on the true cluster."""
+    guide = Guide(workload, cluster)
+    first = planners.get("joint").plan(workload, cluster)
+    points = guide.space.points
+    plans = [first, *(guide.plan_of(points[i]) for i in (2, len(points) // 2))]
+    for plan in plans:
+        step = simulate_step(workload, truth, plan)
+        guide.learn(plan, step.iteration_s, step.timeline)
+    return guide
+
+
+def test_a_plan_made_again_is_as_good_as_one_made_anew(
+    workload: Workload, cluster: Cluster, slower: Cluster
+) -> None:
+    guide = taught(workload, cluster, slower)
+    again = guide.replan()
+    assert again is not None
+    anew = planners.get("joint").plan(workload, slower)
+    reached_s = simulate_step(workload, slower, again).iteration_s
+    # The corrected model is near the truth, not the truth.
+    assert reached_s <= 1.01 * simulate_step(workload, slower, anew).iteration_s
+    assert again.predicted is not None
+    assert again.predicted.iteration_s == pytest.approx(reached_s, rel=0.03)
+
+
+def test_nothing_is_planned_where_no_plan_can_be_faster(
+    workload: Workload, cluster: Cluster, slower: Cluster
+) -> None:
+    guide = taught(workload, cluster, slower)
+    plan = guide.replan()
+    assert plan is not None
+    assert plan.predicted is not None
+    bound_s = plan.predicted.lower_bound_s
+    assert guide.replan(below_s=0.999 * bound_s) is None
+    above = guide.replan(below_s=1.001 * bound_s)
+    assert above is not None
+    # It begins from the plan before, so it never falls behind that.
+    assert above.predicted is not None
+    assert above.predicted.iteration_s <= plan.predicted.iteration_s * (1 + 1e-9)
+
+
+def test_one_wrong_prediction_is_not_forgotten_over_many_right_ones(
+    workload: Workload, cluster: Cluster
+) -> None:
     guide = Guide(workload, cluster)
     plans = [guide.plan_of(point) for point in guide.space.points[:7]]
     bound_s, predicted_s = guide.bound_s, guide.plan_s(plans[0])

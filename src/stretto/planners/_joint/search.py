@@ -39,16 +39,52 @@ EQUAL_RATIO = 1e-3
 OTHER_PACES = (0.8, 1.5)
 """Durations of backward, over the measured one, at which plans must do well too."""
 
-WORK_LIMIT = 12_000
-"""Collectives that all simulations of one climb may have: a budget that does not depend
-on the machine, so that the plan does not either."""
-
-GAIN_RATIO = 1e-9
 _FEW_TENSORS = 16
 _FEW_LANES = 3
 _FORWARD_WORK = 16
 """The event engine's time for a collective, over the fast models'."""
-_POOL = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much a search tries."""
+
+    climbs: int
+    """Drafts that are climbed from."""
+
+    more_climbs: int
+    """How often the best is climbed from again, as long as that helps."""
+
+    helps_ratio: float
+    """What a climb must bring for another to follow."""
+
+    work_limit: int
+    """Collectives that all simulations of one climb may have: a budget that does not
+    depend on the machine, so that the plan does not either."""
+
+    pool: int
+    """Drafts near the fastest of which the sturdiest is taken."""
+
+    enough_ratio: float
+    """This near the bound that no plan beats, nothing is climbed for any more."""
+
+
+GAIN_RATIO = 1e-9
+
+FULL = Effort(
+    climbs=4,
+    more_climbs=4,
+    helps_ratio=GAIN_RATIO,
+    work_limit=12_000,
+    pool=200,
+    enough_ratio=1e-5,
+)
+
+FEW = replace(FULL, climbs=16, enough_ratio=0.0)
+"""Where there are so few tensors that a climb costs next to nothing."""
+
+AGAIN = replace(FULL, climbs=2, helps_ratio=1e-3, enough_ratio=1e-4)
+"""Where plans for a model much like this one are known."""
 
 
 class _Models:
@@ -78,6 +114,11 @@ class Search:
     cluster: Cluster
 
     space: Space
+
+    effort: Effort = FULL
+
+    floor_s: float = 0.0
+    """What no plan's iteration is shorter than."""
 
     time_limit_s: float | None = None
 
@@ -128,7 +169,7 @@ class Search:
     @property
     def few(self) -> bool:
         """Whether there are so few tensors that more can be tried."""
-        return len(self.workload.tensors) <= _FEW_TENSORS
+        return has_few(self.workload)
 
     @property
     def out_of_time(self) -> bool:
@@ -185,15 +226,20 @@ class Search:
 
         One that sends nothing under backward stays as it is: it has no moves.
         """
-        if draft.overlap != "none":
+        if draft.overlap != "none" and not self.enough:
             self._climbed(draft, self.value_s)
+
+    @property
+    def enough(self) -> bool:
+        """Whether the best is so near the bound that climbing brings nothing."""
+        return self.best_s <= self.floor_s * (1.0 + self.effort.enough_ratio)
 
     def climb_on(self, rounds: int) -> None:
         """Climbs from the fastest draft again, as long as that helps."""
         for _ in range(rounds):
             before_s = self.best_s
             self.climb(self.fastest())
-            if self.best_s >= before_s * (1.0 - GAIN_RATIO):
+            if self.best_s >= before_s * (1.0 - self.effort.helps_ratio):
                 break
 
     def _ranked(self) -> list[Draft]:
@@ -203,7 +249,7 @@ class Search:
         """What climbing reaches: bucket by bucket from the last, again and again, until
         a whole round finds nothing better or the work is used up.
         """
-        limit = self._work + WORK_LIMIT
+        limit = self._work + self.effort.work_limit
         bucket = len(draft.ends) - 1
         fruitless = 0
         while (
@@ -228,7 +274,9 @@ class Search:
         """
         limit_s = min(self.best_s * (1.0 + NEAR_RATIO), ceiling_s)
         near = [draft for draft in self._ranked() if self._values[draft] <= limit_s]
-        draft = min(near[:_POOL], key=lambda d: (self._score(d), plainness(d)))
+        draft = min(
+            near[: self.effort.pool], key=lambda d: (self._score(d), plainness(d))
+        )
         if draft.overlap != "none":
             draft = self._climbed(draft, lambda d: self._score_within(d, limit_s))
         good_s = self._score(draft) * (1.0 + EQUAL_RATIO)
@@ -236,7 +284,7 @@ class Search:
             (d for d, score in self._scores.items() if score <= good_s),
             key=lambda d: (plainness(d), self._scores[d]),
         )
-        limit = self._work + WORK_LIMIT
+        limit = self._work + self.effort.work_limit
         simpler: Draft | None = draft
         while simpler is not None and self._work < limit and not self.out_of_time:
             draft = simpler
@@ -333,6 +381,11 @@ class Search:
         low = bisect_right(self._cuts, begin)
         high = bisect_left(self._cuts, end)
         return self._cuts[low:high]
+
+
+def has_few(workload: Workload) -> bool:
+    """Whether there are so few tensors that more can be tried."""
+    return len(workload.tensors) <= _FEW_TENSORS
 
 
 def _on_all_lanes(draft: Draft, bucket: int) -> Iterator[Draft]:
