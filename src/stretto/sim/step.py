@@ -16,7 +16,6 @@ $r$ over the flows under way. A bucket without a resource has the first of
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -169,6 +168,10 @@ class StepModel:
         if cluster.contention is not None:
             self._load = cluster.contention.resources[0]
             self._caps = curve_caps(cluster.contention, self._load, rates)
+        # Every flow met so far, and its number; by bucket, those of its slices.
+        self._flows: list[tuple[float, float]] = []
+        self._number_of: dict[tuple[float, float], int] = {}
+        self._numbers: dict[tuple[int, int, int], tuple[int, ...]] = {}
         # Per number of flows; index 0 is never read.
         self._rate = [0.0]
         self._idle_rate = [0.0]
@@ -219,32 +222,45 @@ class StepModel:
         slices: Sequence[int],
     ) -> list[Queue]:
         """Each lane's flows, equal lanes once with their number."""
-        elements, wire_bytes, ready_s = self._elements, self._wire_bytes, self._ready_s
-        queues: list[list[tuple[float, float]]] = [[] for _ in range(lanes)]
+        known = self._numbers
+        queues: list[list[int]] = [[] for _ in range(lanes)]
         first = 0
-        for end, lane, parts in zip(ends, bucket_lanes, slices, strict=True):
-            count = elements[end] - elements[first]
-            size = wire_bytes[end] - wire_bytes[first]
+        for bucket in zip(ends, bucket_lanes, slices, strict=True):
+            end, lane, parts = bucket
+            numbers = known.get((first, end, parts))
+            if numbers is None:
+                numbers = self._numbered(first, end, parts)
             first = end
-            if not count:
-                continue
-            at = ready_s[end - 1]
-            if parts == 1:
-                queues[lane].append((at, size))
-                continue
+            for number in numbers:
+                if lane >= lanes:
+                    lane %= lanes
+                queues[lane].append(number)
+                lane += 1
+        # fast: numbers of flows are hashed in half of the time that their floats take.
+        alike: dict[tuple[int, ...], int] = {}
+        for queue in queues:
+            if queue:
+                key = tuple(queue)
+                alike[key] = alike.get(key, 0) + 1
+        flows = self._flows
+        return [([flows[i] for i in key], number) for key, number in alike.items()]
+
+    def _numbered(self, first: int, end: int, parts: int) -> tuple[int, ...]:
+        """Numbers of a bucket's flows, slice by slice; equal flows have one number."""
+        count = self._elements[end] - self._elements[first]
+        size = self._wire_bytes[end] - self._wire_bytes[first]
+        numbers: list[int] = []
+        if count:
             each, extra = divmod(count, parts)
-            flow = (at, size * (each + 1) / count)
-            for j in range(lane, lane + extra):
-                queues[j % lanes].append(flow)
-            if each:
-                flow = (at, size * each / count)
-                for j in range(lane + extra, lane + parts):
-                    queues[j % lanes].append(flow)
-        return [
-            (queue, number)
-            for queue, number in Counter(map(tuple, queues)).items()
-            if queue
-        ]
+            for share, times in ((each + 1, extra), (each, parts - extra)):
+                if share and times:
+                    flow = (self._ready_s[end - 1], size * share / count)
+                    number = self._number_of.setdefault(flow, len(self._flows))
+                    if number == len(self._flows):
+                        self._flows.append(flow)
+                    numbers += [number] * times
+        self._numbers[first, end, parts] = tuple(numbers)
+        return self._numbers[first, end, parts]
 
     def _extend(self, lanes: int) -> None:
         """Rates and speed for up to ``lanes`` flows at once."""
