@@ -126,7 +126,11 @@ class CollectiveCost:
 
 
 def collective_cost(
-    cluster: Cluster, algorithm: str = "ring", *, part: str = "all_reduce"
+    cluster: Cluster,
+    algorithm: str = "ring",
+    *,
+    part: str = "all_reduce",
+    lanes: int = 1,
 ) -> CollectiveCost:
     r"""What one collective over all ranks of a cluster asks of it.
 
@@ -139,6 +143,11 @@ def collective_cost(
     ``hierarchical`` and ``two_level_rails`` add $2\frac{g-1}{g} m$ / (rate of a flow
     within a host) and their latencies there; these count as start-up, for they leave
     the bottleneck free.
+
+    Where all-reduces start on ``lanes`` at the same time, each lane beyond the first
+    adds ``concurrency.startup_per_lane_s`` to the start-up of a ring over as many ranks
+    as the fit's, to others' in proportion to their steps: what the hosts' processors do
+    for one they can't do for another.
 
     ``part`` ``reduce_scatter`` or ``all_gather`` is that half alone: half of the
     latencies and half of the bytes. For ``tree`` and ``in_network``, which have no
@@ -164,6 +173,10 @@ def collective_cost(
         inner = startup_steps("ring", group)
         startup_s = (steps - inner) * latency_s + inner * intra.latency_s
         startup_s_per_byte = wire_factor("ring", group) / intra.flow_bytes_per_s
+    if cluster.concurrency is not None and lanes > 1:
+        of_ranks = ranks if cluster.allreduce is None else cluster.allreduce.ranks
+        share = steps / max(1, startup_steps("ring", of_ranks))
+        startup_s += share * (lanes - 1) * cluster.concurrency.startup_per_lane_s
     share = 1.0 if part == "all_reduce" else 0.5
     return CollectiveCost(
         startup_s=share * startup_s,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from stretto.cost.concurrency import gamma_at
 from stretto.cost.piecewise import fit_piecewise
 from stretto.cost.regression import standard_errors
 from stretto.errors import Infeasible, NoisyProfile, SpecError
@@ -30,6 +32,7 @@ SMALL_BYTES = 64 * 1024
 """Messages below this follow another line (other segments, no pacing yet): the errors
 that are summed up leave them out."""
 
+_STARTUP_BYTES = 32 * 1024  # what takes little more than its start-up
 _FULL_WEIGHT_BYTES = 1024 * 1024
 _LEAST_WEIGHT = 0.02
 _SAME = 0.05  # a flow within this share of the link is not capped
@@ -49,11 +52,15 @@ def fit_cluster(
 ) -> Cluster:
     r"""The cluster whose model comes nearest to measured all-reduce times.
 
-    $T_k(m) = a + \rho m / \min(c,\, B/k) \cdot \epsilon_k$
+    $T_k(m) = a + \max(a' (k - 1) + \rho m / c,\;
+    \epsilon_k \rho m / \min(c,\, B/k))$
 
-    is the time of $k$ simultaneous all-reduces of $m$ bytes each: $a$ the start-up,
-    $c$ what one flow reaches, $B$ the link, both on the wire, $\rho = 2(N-1)/N$ the
-    ring's factor at $N$ ranks, $\epsilon_k \ge 1$ what $k$ lanes take beyond that.
+    is the time of $k$ simultaneous all-reduces of $m$ bytes each: $a$ the start-up of
+    one, $a'$ how much later every further one starts, $c$ what one flow reaches, $B$
+    the link, which those that started first can fill, both on the wire,
+    $\rho = 2(N-1)/N$ the ring's factor at $N$ ranks, $\epsilon_k \ge 1$ what $k$ lanes
+    take beyond that. $a'$ is read off messages of at most 32 KiB, 0 where none was sent
+    on several lanes.
     $a, c, B$ minimise the robust (soft L1) sum of $\log$ (predicted / measured),
     weighted by $m$ up to 1 MiB. Then
     $\gamma_k = \epsilon_k \max(1, kc/B)$, between measured $k$ with $\epsilon$
@@ -76,7 +83,8 @@ def fit_cluster(
     rows = sorted(samples, key=lambda s: (s.lanes, s.size_bytes))
     ranks = _check(rows, hosts * ranks_per_host)
     rho = 2 * (ranks - 1) / ranks
-    startup_s, flow, link, growth, uncertainty = _fit_rates(rows, rho)
+    rates = _fit_rates(rows, rho)
+    startup_s, flow, link = rates.startup_s, rates.flow, rates.link
     widest = rows[-1].lanes
     reached = (1 - _SAME) * widest * flow > link
     if not reached:
@@ -84,7 +92,8 @@ def fit_cluster(
     capped = flow < (1 - _SAME) * link
     if not capped:
         flow = link = max(flow, link)
-    gamma = _fit_gamma(rows, rho, startup_s, flow, link)
+    gamma = _fit_gamma(rows, rho, startup_s, rates.per_lane_s, flow, link)
+    beyond = Concurrency(gamma=gamma, startup_per_lane_s=rates.per_lane_s)
     all_reduce = AllReduceFit(startup_s=startup_s, s_per_byte=rho / flow, ranks=ranks)
     wire = Link(
         latency_s=startup_s / (2 * (ranks - 1)),
@@ -92,7 +101,7 @@ def fit_cluster(
         stream_bytes_per_s=flow if capped else None,
     )
     residuals = [
-        _residual(s, predict_s(s.size_bytes, s.lanes, all_reduce, gamma)) for s in rows
+        _residual(s, predict_s(s.size_bytes, s.lanes, all_reduce, beyond)) for s in rows
     ]
     errors = [abs(r["error"]) for r in residuals if r["size_bytes"] >= SMALL_BYTES]
     error = statistics.median(errors or [abs(r["error"]) for r in residuals])
@@ -110,11 +119,11 @@ def fit_cluster(
                 f"got {sample.ranks}"
             )
     fitted = {
-        "model": "startup + wire_factor * bytes / min(flow, link / lanes) * epsilon",
+        "model": "startup + max(startup_per_lane * (lanes - 1) + wire_factor * bytes "
+        "/ flow, wire_factor * bytes / min(flow, link / lanes) * epsilon)",
         "link_reached": reached,
         "flow_bytes_per_s": flow,
-        "startup_growth_per_lane": growth,
-        "uncertainty_ratio": uncertainty,
+        "uncertainty_ratio": rates.uncertainty,
         "median_error": error,
         "worst_error": max(errors or [0.0]),
         "residuals": residuals,
@@ -128,8 +137,8 @@ def fit_cluster(
         inter_host=wire,
         intra_host=wire,
         allreduce=all_reduce,
-        concurrency=Concurrency(gamma=gamma),
-        contention=_fit_contention(beside, all_reduce, gamma, link),
+        concurrency=beyond,
+        contention=_fit_contention(beside, all_reduce, beyond, link),
         provenance={**(provenance or {}), "fit": fitted},
     )
     check_capacity(cluster)
@@ -137,15 +146,16 @@ def fit_cluster(
 
 
 def predict_s(
-    size_bytes: int, lanes: int, fit: AllReduceFit, gamma: Sequence[float]
+    size_bytes: int, lanes: int, fit: AllReduceFit, beyond: Concurrency
 ) -> float:
     r"""Time of ``lanes`` simultaneous all-reduces of ``size_bytes`` each.
 
-    $T = a + \gamma_k b m$; beyond the list $\gamma$ grows in proportion to $k$.
+    $T = a + \max(a' (k - 1) + b m,\; \gamma_k b m)$; beyond the list $\gamma$ grows in
+    proportion to $k$.
     """
-    last = len(gamma)
-    factor = gamma[lanes - 1] if lanes <= last else gamma[-1] * lanes / last
-    return fit.startup_s + factor * fit.s_per_byte * size_bytes
+    alone_s = fit.s_per_byte * size_bytes
+    last_s = beyond.startup_per_lane_s * (lanes - 1) + alone_s
+    return fit.startup_s + max(last_s, gamma_at(beyond.gamma, lanes) * alone_s)
 
 
 def check_capacity(cluster: Cluster) -> None:
@@ -236,13 +246,61 @@ def _check(rows: Sequence[CollectiveSample], ranks: int) -> int:
     return ranks
 
 
-def _fit_rates(
-    rows: Sequence[CollectiveSample], rho: float
-) -> tuple[float, float, float, float, dict[str, float | None]]:
-    """Start-up, rate of a flow, rate of the link, growth of the start-up per lane; and
-    the standard error of the first three over their value, ``None`` where the samples
-    do not decide it.
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """What large messages say, and how far each figure may be off."""
+
+    startup_s: float
+    flow: float
+    link: float
+    per_lane_s: float
+    uncertainty: dict[str, float | None]
+
+
+def _startup_per_lane_s(
+    rows: Sequence[CollectiveSample], rho: float, found: _Rates
+) -> float:
+    """How much later every further lane starts: read off small messages, for large
+    ones, whose rates are fitted too, would say it of whatever slows them.
     """
+    small = {
+        (s.size_bytes, s.lanes): s.duration_s
+        for s in rows
+        if s.size_bytes <= _STARTUP_BYTES
+    }
+    added_s = []
+    for (size_bytes, lanes), duration_s in small.items():
+        if lanes > 1 and (size_bytes, 1) in small:
+            shared = max(0.0, lanes / found.link - 1 / found.flow)
+            later_s = duration_s - small[size_bytes, 1] - rho * size_bytes * shared
+            added_s.append(later_s / (lanes - 1))
+    return max(0.0, statistics.median(added_s)) if added_s else 0.0
+
+
+def _fit_rates(rows: Sequence[CollectiveSample], rho: float) -> _Rates:
+    """The start-up, the rate of a flow and that of the link."""
+    largest = max((s for s in rows if s.lanes == 1), key=lambda s: s.size_bytes)
+    flow = rho * largest.size_bytes / largest.duration_s
+    link = max(rho * s.size_bytes * s.lanes / s.duration_s for s in rows)
+    startup_s = min(s.duration_s for s in rows)
+    starts = [
+        (start * startup_s, flow, max(wide * link, flow))
+        for start, wide in itertools.product((0.1, 0.5, 1.0), (1.0, 1.3))
+    ]
+    found = _least_squares(rows, rho, starts, 0.0)
+    per_lane_s = _startup_per_lane_s(rows, rho, found)
+    if not per_lane_s:
+        return found
+    again = (found.startup_s, found.flow, found.link)
+    return _least_squares(rows, rho, [again], per_lane_s)
+
+
+def _least_squares(
+    rows: Sequence[CollectiveSample],
+    rho: float,
+    starts: Iterable[tuple[float, float, float]],
+    per_lane_s: float,
+) -> _Rates:
     # Imported here so that reading a cluster file does not wait for SciPy.
     import numpy as np
     from scipy.optimize import least_squares
@@ -255,49 +313,39 @@ def _fit_rates(
     weight = np.clip(size / _FULL_WEIGHT_BYTES, _LEAST_WEIGHT, 1.0)
 
     def times_s(x: Any) -> Any:
-        startup_s, flow, link = np.exp(x[:3])
-        rate = np.minimum(flow, link / lanes)
-        return startup_s * (1 + x[3] * (lanes - 1)) + rho * size / rate
+        startup_s, flow, link = np.exp(x)
+        last_s = per_lane_s * (lanes - 1) + rho * size / np.minimum(flow, link)
+        return startup_s + np.maximum(last_s, rho * size * lanes / link)
 
     def residuals(x: Any) -> Any:
         return weight * np.log(times_s(x) / measured_s)
 
-    largest = max((s for s in rows if s.lanes == 1), key=lambda s: s.size_bytes)
-    flow0 = rho * largest.size_bytes / largest.duration_s
-    link0 = float(np.max(rho * size * lanes / measured_s))
-    startup0 = float(np.min(measured_s))
+    low = [math.log(1e-9), -10.0, -10.0]
+    high = [math.log(max(float(np.max(measured_s)), 1e-8)), 40.0, 40.0]
     best: Any = None
-    for start, wide in itertools.product((0.1, 0.5, 1.0), (1.0, 1.3)):
-        guess = [
-            math.log(start * startup0),
-            math.log(flow0),
-            math.log(max(wide * link0, flow0)),
-            0.1,
-        ]
-        low = [math.log(1e-9), -10.0, -10.0, 0.0]
-        high = [math.log(max(float(np.max(measured_s)), 1e-8)), 40.0, 40.0, 4.0]
+    for start in starts:
+        guess = np.clip(np.log(start), low, high)
         fit = least_squares(
             residuals, guess, bounds=(low, high), loss="soft_l1", f_scale=0.03
         )
         if best is None or fit.cost < best.cost:
             best = fit
-    startup_s, flow, link = (float(v) for v in np.exp(best.x[:3]))
-    # No sample tells a flow that could go faster than the link from one that fills it.
-    flow = min(flow, link)
-    names = ("startup", "flow", "link")
-    errors = standard_errors(best.jac[:, :3], best.fun)
+    startup_s, flow, link = (float(v) for v in np.exp(best.x))
+    errors = standard_errors(best.jac, best.fun)
     # Logarithms are fitted, so that errors are relative.
     uncertainty = {
         name: error if math.isfinite(error) else None
-        for name, error in zip(names, errors, strict=True)
+        for name, error in zip(("startup", "flow", "link"), errors, strict=True)
     }
-    return startup_s, flow, link, float(best.x[3]), uncertainty
+    # No sample tells a flow that could go faster than the link from one that fills it.
+    return _Rates(startup_s, min(flow, link), link, per_lane_s, uncertainty)
 
 
 def _fit_gamma(
     rows: Sequence[CollectiveSample],
     rho: float,
     startup_s: float,
+    per_lane_s: float,
     flow: float,
     link: float,
 ) -> tuple[float, ...]:
@@ -306,10 +354,13 @@ def _fit_gamma(
     for lanes in sorted({s.lanes for s in rows if s.lanes > 1}):
         ideal = rho / min(flow, link / lanes)
         ratios, weights = [], []
+        starting_s = startup_s
+        if lanes * flow < link:
+            starting_s += per_lane_s * (lanes - 1)
         for s in rows:
             if s.lanes == lanes and s.size_bytes >= SMALL_BYTES:
                 sending_s = ideal * s.size_bytes
-                ratios.append((s.duration_s - startup_s) / sending_s)
+                ratios.append((s.duration_s - starting_s) / sending_s)
                 # What is mostly start-up says little of the rate.
                 weights.append(min(1.0, s.size_bytes / (4 * _FULL_WEIGHT_BYTES)))
         if ratios:
@@ -340,7 +391,7 @@ def _weighted_median(values: Sequence[float], weights: Sequence[float]) -> float
 def _fit_contention(
     samples: Sequence[ContentionSample],
     all_reduce: AllReduceFit,
-    gamma: Sequence[float],
+    beyond: Concurrency,
     link: float,
 ) -> Contention | None:
     r"""How computation and all-reduces slow each other, over the useful lanes.
@@ -353,6 +404,7 @@ def _fit_contention(
     """
     if not samples:
         return None
+    gamma = beyond.gamma
     rho = 2 * (all_reduce.ranks - 1) / all_reduce.ranks
     flow = rho / all_reduce.s_per_byte
     feeds = math.ceil((1 - _SAME) * link / flow)
@@ -367,7 +419,7 @@ def _fit_contention(
     def miss(rate: float) -> float:
         total = 0.0
         for s in useful:
-            alone_s = predict_s(s.size_bytes, s.lanes, all_reduce, gamma)
+            alone_s = predict_s(s.size_bytes, s.lanes, all_reduce, beyond)
             slower = max(1.0, s.duration_overlapped_s / s.duration_alone_s)
             sending_s = rho * s.size_bytes / min(rate, flow / gamma[s.lanes - 1])
             ratio = (all_reduce.startup_s + sending_s) / (alone_s * slower)

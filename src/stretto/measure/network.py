@@ -72,6 +72,7 @@ def probe_network(
     lane_group: Callable[[int], ProcessGroup] | None = None,
     sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
     lanes: Sequence[int] = DEFAULT_LANES,
+    points: Sequence[tuple[int, int]] | None = None,
     repetitions: int = 5,
     budget_s: float = 60.0,
     contention: bool = True,
@@ -92,6 +93,8 @@ def probe_network(
             default new groups are made, and destroyed afterwards.
         sizes_bytes: Messages.
         lanes: Numbers of simultaneous all-reduces.
+        points: Pairs of size and number of lanes instead of all of them, what matters
+            most first; at least two sizes on the smallest number of lanes.
         repetitions: At most so many per size and number of lanes.
         budget_s: The probe ends within this.
         contention: Whether computation beside communication is measured as well, in
@@ -107,20 +110,21 @@ def probe_network(
     probe = _Probe(
         group=group,
         lane_group=lane_group,
-        sizes_bytes=sizes_bytes,
-        lanes=lanes,
+        sizes_bytes=sizes_bytes if points is None else [size for size, _ in points],
+        lanes=lanes if points is None else [count for _, count in points],
+        points=points,
         budget_s=budget_s,
         device=device,
         progress=progress or _silent,
     )
     try:
         share = 0.65 if contention else 1.0
-        points = probe.collectives(repetitions, end_s=share * budget_s)
+        collectives = probe.collectives(repetitions, end_s=share * budget_s)
         beside: tuple[ContentionSample, ...] = ()
         if contention:
             beside = probe.contention(load or convolutions(probe.device))
         return NetworkSamples(
-            collectives=points,
+            collectives=collectives,
             contention=beside,
             provenance=probe.provenance(),
         )
@@ -136,6 +140,7 @@ class _Probe:
         lane_group: Callable[[int], ProcessGroup] | None,
         sizes_bytes: Sequence[int],
         lanes: Sequence[int],
+        points: Sequence[tuple[int, int]] | None,
         budget_s: float,
         device: torch.device | None,
         progress: Progress,
@@ -148,6 +153,7 @@ class _Probe:
         self._progress = progress
         self._sizes = sorted(set(sizes_bytes))
         self._lanes = sorted(set(lanes))
+        self._points = list(points or _by_priority(self._sizes, self._lanes))
         if self.ranks < 2:
             raise SpecError(
                 f"a network is measured between at least 2 ranks, got {self.ranks}; "
@@ -164,7 +170,8 @@ class _Probe:
         make = lane_group or self._new_group
         self._groups = [make(i) for i in range(self._lanes[-1])]
         self._buffers: list[torch.Tensor] = []
-        self._startup_s = 0.0
+        self._startup_s = 0.0  # of one all-reduce
+        self._widest_startup_s = 0.0  # of one on each lane
         self._alone_s_per_byte = 0.0  # per byte of one message, nothing else running
         self._shared_s_per_byte = 0.0  # per byte of all messages, all lanes running
 
@@ -245,7 +252,10 @@ class _Probe:
         """Connects every lane and estimates what a collective costs."""
         widest = self._lanes[-1]
         self._time(4, widest, 1)
-        self._startup_s = self._time(4, widest, 1)
+        self._widest_startup_s = self._time(4, widest, 1)
+        self._startup_s = self._widest_startup_s
+        if widest > 1:
+            self._startup_s = min(self._startup_s, self._time(4, 1, 1))
         short = self._budget_s < _SHORT_BUDGET_S
         small = _SHORT_PILOT_BYTES if short else _PILOT_BYTES
         small = min(small, self._sizes[-1]) // 4 * 4
@@ -260,7 +270,9 @@ class _Probe:
         sending_s = size_bytes * max(
             self._alone_s_per_byte, lanes * self._shared_s_per_byte
         )
-        return _MARGIN * (self._startup_s + sending_s)
+        wide = (lanes - 1) / max(1, self._lanes[-1] - 1)
+        more_s = wide * (self._widest_startup_s - self._startup_s)
+        return _MARGIN * (self._startup_s + more_s + sending_s)
 
     def _inner(self, estimate_s: float) -> int:
         return max(1, min(_MAX_INNER, int(_SHORT_S / max(estimate_s, 1e-9))))
@@ -269,7 +281,7 @@ class _Probe:
         """The points that fit in the time left, most useful first, then by order."""
         chosen: list[_Point] = []
         cost_s = 0.0
-        for size_bytes, lanes in _by_priority(self._sizes, self._lanes):
+        for size_bytes, lanes in self._points:
             estimate_s = self._estimate_s(size_bytes, lanes)
             each_s = max(estimate_s, _SHORT_S) + 0.003
             if cost_s + _LEAST_REPETITIONS * each_s > left_s:
@@ -284,12 +296,14 @@ class _Probe:
         self._pilot()
         decided = self._agree(
             self._startup_s,
+            self._widest_startup_s,
             self._alone_s_per_byte,
             self._shared_s_per_byte,
             end_s - self._elapsed_s(),
         )
-        self._startup_s, self._alone_s_per_byte, self._shared_s_per_byte = decided[:3]
-        points = self._choose(decided[3])
+        self._startup_s, self._widest_startup_s = decided[:2]
+        self._alone_s_per_byte, self._shared_s_per_byte = decided[2:4]
+        points = self._choose(decided[4])
         if len({p.size_bytes for p in points if p.lanes == self._lanes[0]}) < 2:
             self._refuse_budget()
         self._rounds(points, repetitions, end_s)

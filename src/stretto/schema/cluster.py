@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.errors import SpecError
 from stretto.schema import _rules, codec
+from stretto.schema._convert import ADDED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +66,12 @@ class Concurrency:
     """``gamma[k-1]``: with k at once each takes ``gamma[k-1]`` times as long per byte
     as alone; the first is 1. Beyond the list the total rate stays as with the last."""
 
+    startup_per_lane_s: float = field(default=0.0, metadata={ADDED: True})
+    """What every further lane adds to each all-reduce's start-up: 0 where hosts and
+    network start them side by side."""
+
     def __post_init__(self) -> None:
+        _rules.finite(".startup_per_lane_s", self.startup_per_lane_s)
         if not self.gamma or not abs(self.gamma[0] - 1.0) <= 1e-9:
             begin = self.gamma[:1]
             raise SpecError(

@@ -55,7 +55,7 @@ class MixedModel:
             0,
             *accumulate(t.bytes // DTYPE_BYTES[t.dtype] for t in tensors),
         ]
-        self._costs: dict[str, tuple[float, float, float]] = {}
+        self._costs: dict[tuple[str, int], tuple[float, float, float]] = {}
         self._rates = flow_rates(cluster)
         contention = cluster.contention
         self._compute = None if contention is None else contention.compute
@@ -125,18 +125,18 @@ class MixedModel:
         """
         if self._silent:
             return 0.0, 0.0
-        startup_s, startup_s_per_byte, factor = self._cost(algorithm)
+        startup_s, startup_s_per_byte, factor = self._cost(algorithm, num_flows)
         counts = [0] * len(self._levels)
         counts[self._level_of[resource]] = num_flows
         rate = self._share(tuple(counts), working=working)[self._level_of[resource]]
         return startup_s, startup_s_per_byte + factor / (num_flows * rate)
 
-    def _cost(self, algorithm: str) -> tuple[float, float, float]:
-        known = self._costs.get(algorithm)
+    def _cost(self, algorithm: str, lanes: int) -> tuple[float, float, float]:
+        known = self._costs.get((algorithm, lanes))
         if known is None:
-            cost = collective_cost(self._cluster, algorithm)
+            cost = collective_cost(self._cluster, algorithm, lanes=lanes)
             known = (cost.startup_s, cost.startup_s_per_byte, cost.wire_factor)
-            self._costs[algorithm] = known
+            self._costs[algorithm, lanes] = known
         return known
 
     def _queues(
@@ -187,7 +187,7 @@ class MixedModel:
             if not count:
                 continue
             at = ready_s[end - 1]
-            startup_s, startup_s_per_byte, factor = self._cost(algorithm)
+            startup_s, startup_s_per_byte, factor = self._cost(algorithm, lanes)
             try:
                 level = self._level_of[resource]
             except KeyError:

@@ -59,7 +59,7 @@ def plan_flows(
         return flows, slices
     rates = flow_rates(cluster)
     costs = {
-        algorithm: collective_cost(cluster, algorithm, part=part)
+        algorithm: collective_cost(cluster, algorithm, part=part, lanes=plan.lanes)
         for algorithm in dict.fromkeys(bucket.algorithm for bucket in plan.buckets)
     }
     tensors = {tensor.name: tensor for tensor in workload.tensors}

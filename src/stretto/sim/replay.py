@@ -95,7 +95,7 @@ class PlanModel:
             return BackwardTimes(end_s=end_s, computed_s=end_s, bucket_ends_s=())
         flow, contention = flow_rates(cluster), cluster.contention
         # In units of backward's pace, in which what was prepared keeps its times.
-        startup = collective_cost(cluster).startup_s / pace
+        startup = collective_cost(cluster, lanes=self._lanes).startup_s / pace
         numbers = range(1, self._lanes + 1)
         rates = [0.0, *(flow.per_flow_bytes_per_s(k) * pace for k in numbers)]
         ended: list[list[float]] = [[] for _ in queues]

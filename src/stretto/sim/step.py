@@ -151,7 +151,9 @@ class StepModel:
         self._num_tensors = len(tensors)
         self._silent = cluster.ranks == 1
         self._work_s = workload.forward_s + workload.backward_s
-        self._startup_s = cost.startup_s
+        self._cluster = cluster
+        # Per number of lanes; index 0 is never read.
+        self._startup_s = [0.0]
         self._ready_s = [workload.forward_s + tensor.ready_s for tensor in tensors]
         self._elements = [
             0,
@@ -203,7 +205,7 @@ class StepModel:
             return self._work_s
         queues = self._queues(ends, lanes, bucket_lanes, slices)
         self._extend(lanes)
-        startup_s, work_s, rates = self._startup_s, self._work_s, self._rate
+        startup_s, work_s, rates = self._startup_s[lanes], self._work_s, self._rate
         if self._contention is not None:
             return beside_contention(
                 queues, startup_s, rates, self._idle_rate, self._speed, work_s
@@ -267,6 +269,8 @@ class StepModel:
         contention = self._contention
         while len(self._rate) <= lanes:
             num = len(self._rate)
+            cost = collective_cost(self._cluster, lanes=num)
+            self._startup_s.append(cost.startup_s)
             rate = self._rates.per_flow_bytes_per_s(num)
             self._rate.append(min(rate, self._caps[0]))
             self._idle_rate.append(min(rate, self._caps[1]))

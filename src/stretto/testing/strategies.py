@@ -186,7 +186,10 @@ def fits(draw: st.DrawFn, bandwidth_bytes_per_s: float) -> AllReduceFit:
 def concurrencies(draw: st.DrawFn) -> Concurrency:
     """Slow-downs from none to more than in proportion."""
     steps = draw(st.lists(st.floats(0.0, 1.5), max_size=7))
-    return Concurrency(gamma=tuple(accumulate(steps, initial=1.0)))
+    return Concurrency(
+        gamma=tuple(accumulate(steps, initial=1.0)),
+        startup_per_lane_s=draw(latencies()),
+    )
 
 
 @st.composite

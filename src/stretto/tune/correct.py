@@ -299,7 +299,11 @@ def _rewired(cluster: Cluster, factors: dict[str, float]) -> Cluster:
             excess = max(1.0, value / max(1.0, k * alone / link))
             excess = 1.0 + (excess - 1.0) * factors["gamma"]
             gamma.append(max(gamma[-1], excess * max(1.0, k * new_alone / new_link)))
-        concurrency = replace(concurrency, gamma=tuple(gamma))
+        concurrency = replace(
+            concurrency,
+            gamma=tuple(gamma),
+            startup_per_lane_s=concurrency.startup_per_lane_s * factors["startup"],
+        )
     between = cluster.hosts > 1
     return replace(
         cluster,

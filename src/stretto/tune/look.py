@@ -49,7 +49,7 @@ WHOLE_PROBE_STEPS = 3
 
 MOST_PROBE_S = 20.0
 
-LEAST_PROBE_S = 0.2
+LEAST_PROBE_S = 0.25
 """Less says nothing; a training of such short steps is over soon or has many."""
 
 PROBE_AGAIN = 3
@@ -62,9 +62,16 @@ CONTENTION_FROM_S = 3.0
 LEAST_BULK_BYTES = 2**21
 """Gradients of less say little of a rate: shapers and socket buffers let them pass."""
 
-SMALL_BYTES = (2**14, 2**16, 2**18, 2**20)
-SMALL_LANES = (1,)
-PROBE_SIZES_BYTES = (*SMALL_BYTES, 2**22)
+SMALL_POINTS = (
+    (2**14, 1),
+    (2**18, 1),
+    (2**14, 4),
+    (2**20, 1),
+)
+"""Sizes and lanes, what matters most first: start-ups alone and beside others, and what
+one flow reaches. What does not fit into the time is left out."""
+
+PROBE_SIZES_BYTES = (2**14, 2**16, 2**18, 2**20, 2**22)
 PROBE_LANES = (1, 2, 4, 8)
 PROBE_REPETITIONS = 3
 
@@ -189,8 +196,9 @@ class Look:
                 samples = probe_network(
                     group=group,
                     lane_group=self._model.lane,
-                    sizes_bytes=SMALL_BYTES if bulk else PROBE_SIZES_BYTES,
-                    lanes=SMALL_LANES if bulk else PROBE_LANES,
+                    sizes_bytes=PROBE_SIZES_BYTES,
+                    lanes=PROBE_LANES,
+                    points=SMALL_POINTS if bulk else None,
                     repetitions=PROBE_REPETITIONS,
                     budget_s=times * budget_s,
                     contention=times * budget_s >= CONTENTION_FROM_S,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.cost import all_reduce_s, flow_rates
+from stretto.cost import all_reduce_s, collective_cost, flow_rates
 from stretto.cost.fit import check_capacity, fit_cluster, predict_s
 from stretto.errors import Infeasible, NoisyProfile, SpecError
 from stretto.schema import (
@@ -77,7 +77,7 @@ def test_a_fit_recovers_what_made_the_samples(truth, seed):
     assert cluster.provenance["fit"]["link_reached"]
     check_capacity(cluster)
     for k in LANES:
-        got = predict_s(2**22, k, cluster.allreduce, cluster.concurrency.gamma)
+        got = predict_s(2**22, k, cluster.allreduce, cluster.concurrency)
         assert got == pytest.approx(truth_s(2**22, k, **truth), rel=0.06)
 
 
@@ -93,6 +93,28 @@ def test_exact_samples_give_exact_coefficients(startup_s):
     gamma = cluster.concurrency.gamma
     expected = [max(1.0, k * truth["flow"] / truth["link"]) for k in range(1, 9)]
     assert gamma == pytest.approx(expected, rel=0.01)
+
+
+def test_start_ups_that_wait_for_each_other_are_told_from_a_slow_link():
+    """Each further lane starts 2 ms later; what is large hides it."""
+
+    def later(sample: CollectiveSample) -> CollectiveSample:
+        alone_s = truth_s(sample.size_bytes, 1, **LAB)
+        last_s = alone_s + 2e-3 * (sample.lanes - 1)
+        return replace(sample, duration_s=max(sample.duration_s, last_s))
+
+    cluster = fitted([later(s) for s in sampled(noise=0.02, **LAB)])
+    beyond = cluster.concurrency
+    assert beyond.startup_per_lane_s == pytest.approx(2e-3, rel=0.06)
+    assert flow_of(cluster) == pytest.approx(LAB["flow"], rel=0.03)
+    wire = cluster.bottleneck.bandwidth_bytes_per_s
+    assert wire == pytest.approx(LAB["link"], rel=0.03)
+    assert cluster.allreduce.startup_s == pytest.approx(LAB["startup_s"], rel=0.3)
+    for lanes in LANES:
+        expected = LAB["startup_s"] + 2e-3 * (lanes - 1)
+        cost = collective_cost(cluster, lanes=lanes)
+        assert cost.startup_s == pytest.approx(expected, rel=0.1)
+    assert fitted(sampled(**LAB)).concurrency.startup_per_lane_s < 1e-5
 
 
 def test_the_cost_formulas_give_the_fitted_times_back():

@@ -94,6 +94,18 @@ def test_known_ends_of_simultaneous_all_reduces(groups, lanes, expected_s):
     assert result.iteration_s == pytest.approx(expected_s, rel=1e-12)
 
 
+@pytest.mark.parametrize(("lanes", "expected_s"), [(1, 18.0), (2, 13.25)])
+def test_a_start_up_grows_with_the_plan_s_lanes(lanes, expected_s):
+    """Two all-reduces of 8 s: one after the other, or at once, each 1.5 times as slow
+    and started a quarter of a second later.
+    """
+    work = workload([(16, 0.0), (16, 0.0)])
+    on = cluster(concurrency=Concurrency(gamma=(1.0, 1.5), startup_per_lane_s=0.25))
+    groups = [((0,), 0), ((1,), 1 % lanes)]
+    result = simulate_step(work, on, plan(work, on, groups, lanes=lanes))
+    assert result.iteration_s == pytest.approx(expected_s, rel=1e-12)
+
+
 def test_without_overlap_everything_comes_after_backward():
     work = workload([(10, 0.0), (6, 1.0)], forward_s=2.0, backward_s=3.0)
     on = cluster()
@@ -371,6 +383,10 @@ def test_time_has_no_scale(data):
             bandwidth_bytes_per_s=on.intra_host.bandwidth_bytes_per_s / 4,
         ),
     )
+    if on.concurrency is not None:
+        per_lane_s = 4 * on.concurrency.startup_per_lane_s
+        longer = replace(on.concurrency, startup_per_lane_s=per_lane_s)
+        slow = replace(slow, concurrency=longer)
     late = replace(
         work,
         forward_s=4 * work.forward_s,
