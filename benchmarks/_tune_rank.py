@@ -355,7 +355,7 @@ def main() -> None:
     chosen = {"grid": best_plan}
     chosen |= {name: run["settled"].carried_out for name, run in runs.items()}
     by_plan = {p.digest: job.planned(p) for p in chosen.values()}
-    times = final({"ddp": job.stock(), **by_plan}, 20)
+    times = final({"ddp": job.stock(), **by_plan}, 16)
     times |= {name: times[p.digest] for name, p in chosen.items()}
     times = {name: times[name] for name in ("ddp", *chosen)}
     best_s = min(times["grid"]["median_s"], times["guided"]["median_s"])

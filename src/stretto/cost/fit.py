@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from dataclasses import dataclass
@@ -285,7 +284,7 @@ def _fit_rates(rows: Sequence[CollectiveSample], rho: float) -> _Rates:
     startup_s = min(s.duration_s for s in rows)
     starts = [
         (start * startup_s, flow, max(wide * link, flow))
-        for start, wide in itertools.product((0.1, 0.5, 1.0), (1.0, 1.3))
+        for start, wide in ((0.1, 1.0), (0.5, 1.3), (1.0, 1.0))
     ]
     found = _least_squares(rows, rho, starts, 0.0)
     per_lane_s = _startup_per_lane_s(rows, rho, found)

@@ -88,6 +88,11 @@ class Space:
         self.points = tuple(self._first.values())
         """One point for every different plan."""
 
+    @property
+    def middle(self) -> Point:
+        """The point in the middle of every axis, for searches that know nothing."""
+        return self.canonical(tuple(length // 2 for length in self.shape))
+
     def canonical(self, point: Point) -> Point:
         """The point that stands for all that mean the same plan.
 

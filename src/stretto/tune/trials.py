@@ -52,7 +52,10 @@ def techniques(guide: Guide, options: TuneOptions) -> dict[str, AbstractTechniqu
         "predicted": lambda: PredictedTechnique(
             space, guide.point_s, doubt_ratio=lambda: guide.doubt_ratio
         ),
-        "coordinate": lambda: CoordinateTechnique(space),
+        # With a model it descends from what the model led to.
+        "coordinate": lambda: CoordinateTechnique(
+            space, None if options.model else space.middle
+        ),
         "grid": lambda: GridTechnique(space),
         "population": lambda: PopulationTechnique(space, rng),
         "bayes": lambda: BayesTechnique(space, seed=options.seed),
@@ -257,12 +260,13 @@ class Trials:
             error_ratio=error,
             **guide.factors,
         )
-        plan = guide.replan()
-        if plan is None or best is None:
+        if best is None:
             return
-        if predicted_s(plan) < (1 - _GAIN_RATIO) * best.step_s and search.offer(
-            "replanned", plan
-        ):
+        worth_s = (1 - _GAIN_RATIO) * best.step_s
+        plan = guide.replan(below_s=worth_s)
+        if plan is None or predicted_s(plan) >= worth_s:
+            return
+        if search.offer("replanned", plan):
             self._tell(
                 "planned",
                 "the corrected model has a faster plan",

@@ -49,3 +49,10 @@ def test_what_lies_outside_is_refused(space: Space, workload: Workload) -> None:
         Space(workload, max_lanes=0)
     with pytest.raises(SpecError, match="axis 'unit_bytes' needs at least one"):
         Space(workload, unit_bytes=())
+
+
+def test_the_middle_is_a_point_with_some_lanes_and_some_buckets(space: Space) -> None:
+    at = space.describe(space.middle)
+    assert space.middle in space.points
+    assert at["lanes"] == 4
+    assert at["overlap"] == "backward"
