@@ -26,7 +26,8 @@ and steps in `tune_*.json`. Bold: its reach was missed.
 """
 
 NOTE = """
-*Lost in trials*: what trials took beyond the settled plan's steps, over 100 of these.
+*Lost in trials*: what trials took beyond the settled plan's steps, over 100 of these,
+steps of changes and pauses for corrections of the model among them.
 *Lost in all* is the whole time of both tuned runs over that of both that knew the plan:
 profiled steps, probe, planning and changes of plan are in it. Ratios to the best of the
 grid are medians over turns in which the plans followed each other, and their quartiles,
