@@ -60,13 +60,18 @@ CONTENTION_FROM_S = 3.0
 """From this budget on, computation beside communication is measured as well."""
 
 LEAST_BULK_BYTES = 2**21
-"""Gradients of less say little of a rate: shapers and socket buffers let them pass."""
+"""Gradients of less say little of a rate, shapers and socket buffers let them pass ...
+"""
+
+LEAST_BULK_S = 0.05
+"""... unless they took so long all the same."""
 
 SMALL_POINTS = (
     (2**14, 1),
     (2**18, 1),
     (2**14, 4),
     (2**20, 1),
+    (2**16, 1),
 )
 """Sizes and lanes, what matters most first: start-ups alone and beside others, and what
 one flow reaches. What does not fit into the time is left out."""
@@ -184,7 +189,7 @@ class Look:
     def _plan(self, workload: Workload, step_s: float) -> Seen:
         """``step_s``, a step with its communication, is equal on all ranks."""
         group = self._model.process_group
-        bulk = [s for s in self._bulk if s.size_bytes * s.lanes >= LEAST_BULK_BYTES]
+        bulk = [sample for sample in self._bulk if tells_a_rate(sample)]
         steps = PROBE_STEPS if bulk else WHOLE_PROBE_STEPS
         budget_s = min(max(steps * step_s, LEAST_PROBE_S), MOST_PROBE_S)
         hosts = count_hosts(group)
@@ -248,6 +253,12 @@ class Look:
         except (Infeasible, NoisyProfile, SpecError) as exc:
             return exc
         return codec.encode(cluster), codec.encode(plan), codec.encode(ddp)
+
+
+def tells_a_rate(sample: CollectiveSample) -> bool:
+    """Whether what a network lets pass at once is little of a sample."""
+    size_bytes = sample.size_bytes * sample.lanes
+    return size_bytes >= LEAST_BULK_BYTES or sample.duration_s >= LEAST_BULK_S
 
 
 def more_lanes_help(samples: Sequence[CollectiveSample]) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from stretto.cost.fit import fit_cluster
 from stretto.errors import Infeasible
 from stretto.schema import CollectiveSample
-from stretto.tune.look import more_lanes_help, plausible
+from stretto.tune.look import more_lanes_help, plausible, tells_a_rate
 
 MB = 1e6
 
@@ -60,6 +60,12 @@ def test_more_lanes_are_asked_for_only_where_the_link_is_not_full(
     flow: float, help_: bool
 ) -> None:
     assert more_lanes_help([bulk(flow, lanes) for lanes in (2, 4)]) is help_
+
+
+def test_gradients_tell_a_rate_where_they_are_large_or_take_long() -> None:
+    assert tells_a_rate(sample(2**20, 4, 0.03))
+    assert tells_a_rate(sample(2**18, 4, 0.1))  # 1 MiB on 100 Mbit/s
+    assert not tells_a_rate(sample(2**18, 4, 0.01))
 
 
 def test_without_half_as_many_lanes_to_compare_with_none_are_asked_for() -> None:
