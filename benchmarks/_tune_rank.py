@@ -147,6 +147,9 @@ def whole_run(trainee: Trainee, steps: int) -> dict:
 
 
 def tuned_run(job: Job, options: TuneOptions, steps: int) -> dict:
+    """A run that tunes itself. Its model goes with it: the threads of idle lanes wake
+    a hundred times a second, and those of many models slow whatever comes after.
+    """
     trainee, settled = job.tuned(options)
     whole = whole_run(trainee, steps)
     more = 0
@@ -163,7 +166,6 @@ def tuned_run(job: Job, options: TuneOptions, steps: int) -> dict:
             {"step": e.step, "what": e.what, "why": e.why, "values": e.values}
             for e in settled[-1].story.events
         ],
-        "trainee": trainee,
     }
 
 

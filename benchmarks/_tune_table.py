@@ -150,7 +150,6 @@ def _ablations(name: str, one: dict) -> str:
             _steps(values["steps_within_5_percent"]),
             str(values["trials"]),
             f"{values['trials_lost_share']:.1%}",
-            f"{values['whole_over_known']:.1%}",
         ]
         for run, values in one["runs"].items()
     ]
@@ -160,7 +159,6 @@ def _ablations(name: str, one: dict) -> str:
         "steps to 5 %",
         "trials",
         "lost in trials",
-        "lost in all",
     ]
     return f"\n## What each part brings: {name.replace('_', ' ')}\n\n" + _table(
         head, rows
