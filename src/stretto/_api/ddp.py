@@ -91,10 +91,9 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         super().__init__(module, *args, plan=plan, **kwargs)
         self._on_settled = on_settled
         if not negotiates:  # what it keeps is by buckets
-            self._keeper = Keeper.of_environment(
-                dist.get_rank(self.process_group), title=title_of(self)
-            )
-            if self._keeper is not None and dist.get_rank(self.process_group) == 0:
+            rank = dist.get_rank(self.process_group)
+            self._keeper = Keeper.of_environment(rank, title=title_of(self))
+            if self._keeper is not None and rank == 0:
                 weakref.finalize(self, self._keeper.end)
         if automatic and self._can_plan():
             name = type(module).__name__.lower()

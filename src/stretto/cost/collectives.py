@@ -175,8 +175,8 @@ def collective_cost(
         startup_s_per_byte = wire_factor("ring", group) / intra.flow_bytes_per_s
     if cluster.concurrency is not None and lanes > 1:
         of_ranks = ranks if cluster.allreduce is None else cluster.allreduce.ranks
-        share = steps / max(1, startup_steps("ring", of_ranks))
-        startup_s += share * (lanes - 1) * cluster.concurrency.startup_per_lane_s
+        of_ring = steps / max(1, startup_steps("ring", of_ranks))
+        startup_s += of_ring * (lanes - 1) * cluster.concurrency.startup_per_lane_s
     share = 1.0 if part == "all_reduce" else 0.5
     return CollectiveCost(
         startup_s=share * startup_s,

@@ -54,7 +54,9 @@ class Guide:
         self._wire_dtype = wire_dtype
         self._observations: list[Observation] = []
         self._replanned: tuple[Plan, ...] = ()
-        self._worst_error = 0.0
+        self.doubt_ratio = 0.0
+        """The largest error of a prediction so far, each before its own trial: what
+        trials near each other then confirm says little of plans far from them."""
         sent = workload if wire_dtype is None else narrowed(workload, wire_dtype)
         self.space = Space(sent, max_lanes=max_lanes)
         self._model = self._prepared()
@@ -105,18 +107,10 @@ class Guide:
         """
         return self.plan_s(plan) / (1 + max(DOUBT_RATIO, self.doubt_ratio))
 
-    @property
-    def doubt_ratio(self) -> float:
-        """The largest error of a prediction so far, each before its own trial.
-
-        What trials near each other then confirm says little of plans far from them.
-        """
-        return self._worst_error
-
     def compare(self, plan: Plan, step_s: float) -> float:
         """How wrong the model's prediction of a tried plan was, a ratio."""
         error = self.plan_s(plan) / step_s - 1
-        self._worst_error = max(self._worst_error, abs(error))
+        self.doubt_ratio = max(self.doubt_ratio, abs(error))
         return error
 
     def learn(self, plan: Plan, step_s: float, timeline: Timeline | None) -> None:

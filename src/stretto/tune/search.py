@@ -195,7 +195,8 @@ class Search:
         """Why the search is over; ``None``: it is not."""
         self._finals: Finals | None = None
         self._why: str | None = None
-        self._paused_s = 0.0
+        self.paused_s = 0.0
+        """Time in which training waited for decisions."""
 
     @property
     def lost_s(self) -> float:
@@ -203,9 +204,9 @@ class Search:
         of changes included, and pauses.
         """
         if self.incumbent is None or math.isinf(self.incumbent.step_s):
-            return self._paused_s
+            return self.paused_s
         best_s = self.incumbent.step_s
-        return self._paused_s + sum(trial.lost_s(best_s) for trial in self.trials)
+        return self.paused_s + sum(trial.lost_s(best_s) for trial in self.trials)
 
     @property
     def most_lost_s(self) -> float:
@@ -272,7 +273,7 @@ class Search:
 
     def pause(self, seconds: float) -> None:
         """Counts time in which training waited for a decision."""
-        self._paused_s += seconds
+        self.paused_s += seconds
 
     def step(self, step_s: float, *, counts: bool = True) -> bool:
         """Takes a step time of the trial under way; whether the trial is over.

@@ -95,7 +95,6 @@ class Trials:
         self._uncounted = 0
         self._recorder: Recorder | None = None
         self._watching = False
-        self._learning_s = 0.0
         self.search: Search | None = None
         if board.rank == 0 and guide is not None:
             arms = techniques(guide, options)
@@ -231,13 +230,11 @@ class Trials:
         if not self._options.model or trial.ended_early or trial.technique == FINAL:
             return
         error = guide.compare(trial.plan, trial.step_s)
-        if self._learning_s > _LEARN_RATIO * self._options.steps * trial.step_s:
+        if search.paused_s > _LEARN_RATIO * self._options.steps * trial.step_s:
             return
         begin_s = perf_counter()
         self._correct(search, guide, trial, timeline, error)
-        learnt_s = perf_counter() - begin_s
-        self._learning_s += learnt_s
-        search.pause(learnt_s)
+        search.pause(perf_counter() - begin_s)
 
     def _correct(
         self,
