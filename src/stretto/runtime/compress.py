@@ -20,7 +20,9 @@ bfloat16 11 and 34 ms; one all-to-all took 2 and 10 ms (an all-gather for the se
 The second way starts when the first has been summed, which needs Python between two
 collectives. Callbacks of Gloo's threads would start second ways in an order that
 differs between ranks. So a lane with narrow slices has one thread that runs its
-collectives, wide ones too, one after another in the order of launch.
+collectives, wide ones too, one after another in the order of launch. The thread
+belongs to the backend, not to a lane and resource: on Gloo all resources of a lane
+share one backend, and whatever is started on it must start in one order on all ranks.
 
 # Note [Error feedback]
 With error feedback each rank adds to a gradient what rounding took from the last one,
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 
 @final
 class NarrowReduce:
-    """Averages one slice over all ranks, in a narrower type on the wire."""
+    """Average one slice over all ranks, in a narrower type on the wire."""
 
     def __init__(
         self, *, lane: Any, wire: torch.dtype, scratch: Scratch, error_feedback: bool
@@ -207,23 +209,25 @@ class NarrowLanes:
     ) -> None:
         self._lanes = lanes
         self._error_feedback = error_feedback
-        needs = {
-            (part.lane, part.resource)
+        backends = {
+            _key(lanes[part.lane, part.resource]): part.lane
             for route in routes
             if route.wire is not None and lanes
             for part in route.parts
         }
-        self._scratches = {need: Scratch() for need in needs}
+        self._scratches = {key: Scratch() for key in backends}
         self._threads = {
-            need: LaneThread(f"stretto-lane-{need[0]}") for need in needs if threads
+            key: LaneThread(f"stretto-lane-{lane}")
+            for key, lane in backends.items()
+            if threads
         }
         self._reduces: dict[tuple[int, int], NarrowReduce] = {}
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def reduce(self, route: Route, part: Part) -> Any:
         """A lane's ``allreduce`` for a slice, conversion included."""
-        thread = self._threads.get((part.lane, part.resource))
         lane = self._lanes[part.lane, part.resource]
+        thread = self._threads.get(_key(lane))
         if thread is None:
             return lane.allreduce
         if route.wire is None:
@@ -232,7 +236,7 @@ class NarrowLanes:
 
     def has_thread(self, part: Part) -> bool:
         """Whether what `reduce` gives is no collective of the lane itself."""
-        return (part.lane, part.resource) in self._threads
+        return _key(self._lanes[part.lane, part.resource]) in self._threads
 
     def launcher_on_streams(self, route: Route, device: torch.device) -> Any:
         """Launches a narrow bucket on CUDA."""
@@ -249,13 +253,19 @@ class NarrowLanes:
         key = (route.index, part.start)
         if key not in self._reduces:
             assert route.wire is not None  # noqa: S101
+            lane = self._lanes[part.lane, part.resource]
             self._reduces[key] = NarrowReduce(
-                lane=self._lanes[part.lane, part.resource],
+                lane=lane,
                 wire=getattr(torch, route.wire),
-                scratch=self._scratches[part.lane, part.resource],
+                scratch=self._scratches[_key(lane)],
                 error_feedback=self._error_feedback,
             )
         return self._reduces[key]
+
+
+def _key(lane: Any) -> int:
+    """Identify a backend; `NarrowLanes` keeps it alive for as long as the key."""
+    return id(lane)
 
 
 def _start_narrow(
