@@ -42,7 +42,8 @@ def plan(
     chosen = planners.plan_with_wire(
         workload, cluster, planner, wire_dtype=wire_dtype, **options
     )
-    return certified(chosen, workload, cluster)
+    scope = planners.get(planner, **options).scope(cluster)
+    return certified(chosen, workload, cluster, scope)
 
 
 def simulate(workload: Workload, cluster: Cluster, plan: Plan) -> StepResult:

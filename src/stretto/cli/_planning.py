@@ -162,6 +162,7 @@ def row_of(plan: Plan) -> dict[str, Any]:
         "exposed_communication_s": prediction.exposed_communication_s,
         "lower_bound_s": prediction.lower_bound_s,
         "gap": prediction.gap,
+        "bound_scope": prediction.bound_scope,
         "lanes": plan.lanes,
         "buckets": len(plan.buckets),
     }

@@ -16,8 +16,8 @@ from stretto.schema import (
     Workload,
 )
 from stretto.schema._rules import DTYPE_BYTES
-from stretto.sim.bounds import lower_bound
-from stretto.sim.forward import forward_bound_s
+from stretto.schema.plan import ALGORITHMS
+from stretto.sim.scope import BoundScope
 from stretto.sim.step import StepModel, simulate_step
 
 if TYPE_CHECKING:
@@ -48,6 +48,10 @@ class AbstractPlanner(abc.ABC):
 
     name: ClassVar[str]
     """Under which the registry and the plan file know the method."""
+
+    def scope(self, cluster: Cluster) -> BoundScope | None:
+        """What was open to this planner; ``None``: its plans say it (`scope_of`)."""
+        return None
 
     @abc.abstractmethod
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
@@ -140,8 +144,16 @@ class Draft:
         return sum(self.slices)
 
 
-def finish(draft: Draft, planner: str, workload: Workload, cluster: Cluster) -> Plan:
+def finish(
+    draft: Draft,
+    planner: str,
+    workload: Workload,
+    cluster: Cluster,
+    scope: BoundScope | None = None,
+) -> Plan:
     """The draft as a plan, with what the simulator predicts for it.
+
+    ``scope`` as in `with_prediction`.
 
     Raises:
         Infeasible: a gradient's type can't be sent.
@@ -177,26 +189,31 @@ def finish(draft: Draft, planner: str, workload: Workload, cluster: Cluster) -> 
         ),
         workload,
         cluster,
+        scope,
     )
 
 
-def with_prediction(plan: Plan, workload: Workload, cluster: Cluster) -> Plan:
-    """The plan with what the simulator predicts for it on this cluster."""
+def with_prediction(
+    plan: Plan, workload: Workload, cluster: Cluster, scope: BoundScope | None = None
+) -> Plan:
+    """The plan with what the simulator predicts for it on this cluster.
+
+    ``scope`` is the family over which its bound holds, `scope_of` the plan if absent.
+    """
     step = simulate_step(workload, cluster, plan)
-    bound_s = _bound_s(plan, workload, cluster, "fast")
-    return Plan(
-        planner=plan.planner,
-        workload_digest=plan.workload_digest,
-        ranks=plan.ranks,
-        overlap=plan.overlap,
-        lanes=plan.lanes,
-        buckets=plan.buckets,
+    sent, scope = _as_sent(plan, workload), scope or scope_of(plan, cluster)
+    if sent is not workload:
+        scope = replace(scope, wire_dtype=_types_sent(plan))
+    bound_s, scope = scope.proved(sent, cluster)
+    return replace(
+        plan,
         predicted=Prediction(
             iteration_s=step.iteration_s,
             backward_s=step.backward_s,
             exposed_communication_s=step.exposed_communication_s,
             lower_bound_s=bound_s,
             gap=step.iteration_s / bound_s - 1.0 if bound_s > 0 else 0.0,
+            bound_scope=scope.text(cluster),
         ),
     )
 
@@ -212,48 +229,62 @@ CERTIFY_GAP = 1e-2
 """Gaps up to this are not worth loading SciPy for a linear programme."""
 
 
-def certified(plan: Plan, workload: Workload, cluster: Cluster) -> Plan:
-    """The plan with the best bound there is.
+def certified(
+    plan: Plan, workload: Workload, cluster: Cluster, scope: BoundScope | None = None
+) -> Plan:
+    """The plan with the best bound there is over a scope, by default `scope_of` it.
 
-    That is a linear programme's where contention leaves the closed forms a gap; without
-    contention, or with overlap ``forward``, it says nothing more, and SciPy, which
-    takes a third of a second to load, is left alone.
+    That is a linear program's where contention or a limit of lanes leaves the closed
+    forms a gap. Otherwise it says nothing more, and SciPy, which takes a third of a
+    second to load, is not imported.
     """
     prediction = plan.predicted
+    scope = scope or scope_of(plan, cluster)
     if (
         prediction is None
-        or cluster.contention is None
+        or (cluster.contention is None and scope.max_lanes is None)
         or cluster.ranks == 1
-        or plan.overlap == "forward"
+        or scope.forward
         or prediction.gap <= CERTIFY_GAP
     ):
         return plan
-    bound_s = _bound_s(plan, workload, cluster, "lp")
+    sent = _as_sent(plan, workload)
+    if sent is not workload:
+        scope = replace(scope, wire_dtype=_types_sent(plan))
+    bound_s, scope = scope.proved(sent, cluster, certificate="lp")
+    if bound_s <= prediction.lower_bound_s:
+        return plan
     return replace(
         plan,
         predicted=replace(
             prediction,
             lower_bound_s=bound_s,
             gap=prediction.iteration_s / bound_s - 1.0,
+            bound_scope=scope.text(cluster),
         ),
     )
 
 
-def _bound_s(
-    plan: Plan, workload: Workload, cluster: Cluster, certificate: str
-) -> float:
-    """What no plan beats that has this one's algorithms, types on the wire and way of
-    overlapping.
+def scope_of(plan: Plan, cluster: Cluster) -> BoundScope:
+    """The plans to compare one with whose planner had no choices open: its algorithms
+    and rings, its way of overlapping, any lanes; and any resource if it chose one.
     """
-    workload = _as_sent(plan, workload)
-    used = sorted({"ring", *(bucket.algorithm for bucket in plan.buckets)})
-    bound_s = lower_bound(
-        workload, cluster, algorithms=used, certificate=certificate
-    ).value_s
-    if plan.overlap == "forward":
-        # Overlap backward is open to it too.
-        bound_s = min(bound_s, forward_bound_s(workload, cluster, algorithms=used))
-    return bound_s
+    algorithms = {"ring", *(bucket.algorithm for bucket in plan.buckets)}
+    levels: tuple[int, ...] | None = None
+    if cluster.contention is not None:
+        default = cluster.contention.resources[0]
+        if {b.resource for b in plan.buckets} <= {None, default}:
+            levels = (default,)
+    return BoundScope(
+        algorithms=tuple(name for name in ALGORITHMS if name in algorithms),
+        forward=plan.overlap == "forward",
+        resources=levels,
+    )
+
+
+def _types_sent(plan: Plan) -> str:
+    """The types in which a plan's gradients travel, as one word for a scope."""
+    return " and ".join(dict.fromkeys(bucket.wire_dtype for bucket in plan.buckets))
 
 
 def _as_sent(plan: Plan, workload: Workload) -> Workload:

@@ -7,7 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, final
 
 from stretto.errors import Infeasible
-from stretto.planners._joint.space import RUNNABLE_DIMS, checked_dims, space_of
+from stretto.planners._joint.space import (
+    RUNNABLE_DIMS,
+    checked_dims,
+    open_scope,
+    space_of,
+)
 from stretto.planners.base import (
     AbstractPlanner,
     Draft,
@@ -15,6 +20,7 @@ from stretto.planners.base import (
     finish,
     positive,
     predicted_s,
+    with_prediction,
 )
 from stretto.planners.ddp import CAP_BYTES, FIRST_CAP_BYTES, capped_ends
 from stretto.planners.single import SinglePlanner
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
 
     from stretto.planners._joint.space import Space
     from stretto.schema import Cluster, Plan, Workload
+    from stretto.sim.scope import BoundScope
 
 MAX_TENSORS = 8
 
@@ -49,6 +56,10 @@ class ExhaustivePlanner(AbstractPlanner):
         positive(self.name, "max_lanes", max_lanes)
         self._max_lanes = max_lanes
         self._dims = checked_dims(self.name, dims)
+
+    def scope(self, cluster: Cluster) -> BoundScope:
+        """All plans in the open dimensions on as many lanes."""
+        return open_scope(self._dims, self._max_lanes, cluster)
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
         """The best of all, the plainest of equals."""
@@ -75,10 +86,11 @@ class ExhaustivePlanner(AbstractPlanner):
                 d.lanes,
             ),
         )
-        plan = finish(best, self.name, workload, cluster)
+        plan = finish(best, self.name, workload, cluster, self.scope(cluster))
         single = SinglePlanner().plan(workload, cluster)
         if space.fusion and predicted_s(single) < predicted_s(plan):
-            return replace(single, planner=self.name)
+            faster = replace(single, planner=self.name)
+            return with_prediction(faster, workload, cluster, self.scope(cluster))
         return plan
 
 

@@ -20,6 +20,7 @@ from stretto.planners._joint.space import (
     DIMS,
     RUNNABLE_DIMS,
     checked_dims,
+    open_scope,
     space_of,
 )
 from stretto.planners._joint.starts import coarse, forward_starts, starts
@@ -40,7 +41,6 @@ from stretto.planners.libra_m import LibraMPlanner
 from stretto.planners.mg_wfbp import MgWfbpPlanner
 from stretto.planners.single import SinglePlanner
 from stretto.planners.wfbp import WfbpPlanner
-from stretto.sim.bounds import lower_bound
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from stretto.planners._joint.search import Effort
     from stretto.planners._joint.space import Space
     from stretto.schema import Cluster, Plan, Workload
+    from stretto.sim.scope import BoundScope
 
 __all__ = [
     "DIMS",
@@ -112,6 +113,10 @@ class JointPlanner(AbstractPlanner):
         self._sturdy = sturdy
         self._time_limit_s = time_limit_s
 
+    def scope(self, cluster: Cluster) -> BoundScope:
+        """All plans in the open dimensions on as many lanes."""
+        return open_scope(self._dims, self._max_lanes, cluster)
+
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
         """The best plan found; on one rank, where nothing is sent, `ddp`'s."""
         if cluster.ranks == 1:
@@ -168,20 +173,21 @@ class JointPlanner(AbstractPlanner):
             for draft in search.leaders(effort.climbs // 2, "forward"):
                 search.climb(draft)
             search.climb_on(1)
-        chosen = search.sturdiest(ceiling_s) if self._sturdy else search.fastest()
-        return finish(chosen, self.name, workload, cluster)
+        # What a sturdy plan is climbed to may be faster than all before it.
+        chosen = search.sturdiest(ceiling_s)
+        if not self._sturdy:
+            chosen = search.fastest()
+        return finish(chosen, self.name, workload, cluster, self.scope(cluster))
 
     def _search(self, workload: Workload, cluster: Cluster, effort: Effort) -> Search:
         """A search in the open dimensions that has seen nothing yet."""
         space = space_of(self._dims, self._max_lanes, workload, cluster)
-        bound = lower_bound(workload, cluster, algorithms=space.algorithms)
         return Search(
             workload,
             cluster,
             space,
             effort=FEW if has_few(workload) else effort,
-            # The bound is for plans that end with backward.
-            floor_s=0.0 if space.forward else bound.value_s,
+            floor_s=self.scope(cluster).bound_s(workload, cluster),
             time_limit_s=self._time_limit_s,
         )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from stretto.errors import SpecError
 from stretto.planners import registry
+from stretto.planners.base import with_prediction
 from stretto.schema import NARROWER
 from stretto.schema._rules import DTYPE_BYTES
 
@@ -43,7 +44,8 @@ def plan_with_wire(
     plan = chosen.replan(sent, cluster, near) if near else chosen.plan(sent, cluster)
     if wire_dtype is None:
         return plan
-    return replace(plan, workload_digest=workload.digest)
+    own = replace(plan, workload_digest=workload.digest)
+    return with_prediction(own, workload, cluster, chosen.scope(cluster))
 
 
 def narrowed(workload: Workload, wire_dtype: str) -> Workload:

@@ -22,8 +22,8 @@ def planners_table(rows: Sequence[Mapping[str, Any]], *, width: int = 100) -> st
     """A comparison of planners, one row each, fastest marked.
 
     Each row holds ``planner, iteration_s, exposed_communication_s, lower_bound_s, gap,
-    lanes, buckets`` (their number) and, where it was timed, ``search_s``: what
-    ``stretto compare --json`` prints.
+    bound_scope, lanes, buckets`` (their number) and, where it was timed, ``search_s``:
+    what ``stretto compare --json`` prints.
     """
     table = _table(
         "planner", "step", "exposed", "over bound", "lanes", "buckets", "search"
@@ -40,9 +40,18 @@ def planners_table(rows: Sequence[Mapping[str, Any]], *, width: int = 100) -> st
             _or_dash(row.get("search_s"), format_s),
             style="bold" if row["iteration_s"] == best_s else None,
         )
-    bounds = {row["lower_bound_s"] for row in rows}
-    if len(bounds) == 1:
-        table.caption = f"no plan can be faster than {format_s(bounds.pop())} per step"
+    of_bound: dict[tuple[float, str], list[str]] = {}
+    for row in rows:
+        bound = (row["lower_bound_s"], row["bound_scope"])
+        of_bound.setdefault(bound, []).append(row["planner"])
+    captions = []
+    for (bound_s, scope), names in of_bound.items():
+        whose = f"{', '.join(names)}: " if len(of_bound) > 1 else ""
+        captions.append(
+            f"{whose}no plan with {scope} can be faster than {format_s(bound_s)} "
+            "per step"
+        )
+    table.caption = "\n".join(captions)
     return _text(table, width)
 
 

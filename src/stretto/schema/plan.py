@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stretto.errors import PlanMismatch, SpecError
 from stretto.schema import _rules, codec
+from stretto.schema._convert import ADDED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,6 +77,9 @@ class Prediction:
 
     gap: float
     """``iteration_s / lower_bound_s - 1``."""
+
+    bound_scope: str = field(default="", metadata={ADDED: True})
+    """The plans that the bound covers, in words that continue "no plan with"."""
 
     def __post_init__(self) -> None:
         for name in (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stretto.cost import collective_cost, curve_bytes_per_s, flow_rates
 from stretto.errors import SpecError
-from stretto.sim.certificate import interval_bound_s
+from stretto.sim.certificate import interval_bound_s, most_bytes_per_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,17 +54,18 @@ def lower_bound(
     - compute: $t_f + t_b$. Contention only slows computation.
     - cut: $\max_l t_f + \tau_l + a + \rho \sum_{j: \tau_j \ge \tau_l} m_j / X$. A
       bucket with one of these gradients starts no earlier than $\tau_l$ and pays a
-      start-up. $X$ is the most that any number of flows reaches together: the link's
-      bandwidth, or less where ``concurrency`` keeps their sum below it.
+      start-up. $X$ is the most that up to ``max_lanes`` flows reach together: the
+      link's bandwidth, or less where ``concurrency``, a flow's own limit or too few
+      lanes keep their sum below it.
     - link: $t_f + \tau_1 + a + \rho \sum_j m_j / B$ with $B$ the link's bandwidth.
 
     - interval, with ``certificate`` = ``"lp"``: a linear programme over intervals of
       computation, which says what contention costs at least; some 10 ms, and a third of
       a second once for loading SciPy. Without contention it says no more than cut.
 
-    Lanes, slices, order and resources are free, but for ``max_lanes``, which the
-    interval bound respects. Holds for plans whose buckets use ``algorithms``, overlap
-    backward at most, and send the gradients in a type no narrower than their own.
+    Lanes up to ``max_lanes`` (``None``: any number), slices, order and resources are
+    free. Holds for plans whose buckets use ``algorithms``, overlap backward at most,
+    and send the gradients in a type no narrower than their own.
 
     Raises:
         SpecError: the certificate is unknown.
@@ -83,7 +84,10 @@ def lower_bound(
     startup_s = min(cost.startup_s for cost in costs)
     factor = min(cost.wire_factor for cost in costs)
     rates = flow_rates(cluster)
-    best_bytes_per_s = rates.best_total_bytes_per_s(_fastest_flow(cluster))
+    flow_bytes_per_s = rates.alone_bytes_per_s
+    if (fastest := _fastest_flow(cluster)) is not None:
+        flow_bytes_per_s = min(flow_bytes_per_s, fastest)
+    best_bytes_per_s = most_bytes_per_s(cluster, flow_bytes_per_s, max_lanes)
     cut_s = 0.0
     size_bytes = 0
     # Backwards over the order of readiness: all that is ready at or after a tensor.
@@ -117,5 +121,5 @@ def _fastest_flow(cluster: Cluster) -> float | None:
     if contention is None:
         return None
     curves = (contention.overlapped, contention.exclusive)
-    most = contention.resources[-1]  # the curves never fall with the resource
-    return max(curve_bytes_per_s(curve, most) for curve in curves)
+    levels = contention.resources
+    return max(curve_bytes_per_s(curve, r) for curve in curves for r in levels)

@@ -19,9 +19,13 @@ from stretto.cost import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from stretto.cost import FlowRates
     from stretto.schema import Cluster, Contention, RateCurve, Workload
 
 INTERVALS = 40
+_MOST_LANES = 32
+"""Up to so many lanes start-ups are counted; with more, any number may run at once."""
+
 _MOST_SETS = 20_000
 _SAFETY = 1e-7
 """Relative error that a solver may leave; bounds are lowered by it."""
@@ -53,7 +57,9 @@ def working_modes(
     contention = cluster.contention
     rates = flow_rates(cluster)
     if contention is None:
-        most = _most(cluster, rates.alone_bytes_per_s, _less(max_lanes, startups))
+        most = most_bytes_per_s(
+            cluster, rates.alone_bytes_per_s, _less(max_lanes, startups)
+        )
         return tuple(
             Mode(compute_rate=1.0, bytes_per_s=rate, startups=startups)
             for rate in dict.fromkeys((0.0, most))
@@ -65,7 +71,7 @@ def working_modes(
             r: _cap(cluster, contention.overlapped, r) for r in contention.resources
         }
         for count in range(1, max_lanes - startups + 1):
-            limit = _flow_limit(cluster, count)
+            limit = flow_limit(rates, count)
             for chosen in combinations_with_replacement(contention.resources, count):
                 total = sum(min(caps[r], limit) for r in chosen)
                 speed = compute_rate(contention.compute, base + sum(chosen))
@@ -81,15 +87,17 @@ def idle_bytes_per_s(cluster: Cluster, max_lanes: int | None = None) -> float:
     cap = flow_rates(cluster).alone_bytes_per_s
     if contention is not None:
         cap = max(_cap(cluster, contention.exclusive, r) for r in contention.resources)
-    return _most(cluster, cap, max_lanes)
+    return most_bytes_per_s(cluster, cap, max_lanes)
 
 
-def _most(cluster: Cluster, cap: float, max_lanes: int | None) -> float:
+def most_bytes_per_s(cluster: Cluster, cap: float, max_lanes: int | None) -> float:
     """The most that up to so many flows of a cap reach together."""
     rates = flow_rates(cluster)
     if max_lanes is None:
         return rates.best_total_bytes_per_s(cap)
-    sums = [k * min(cap, _flow_limit(cluster, k)) for k in range(1, max_lanes + 1)]
+    # Beyond the list of ``gamma`` the sum never falls with the number of flows.
+    counts = {*range(1, min(max_lanes, len(rates.gamma)) + 1), max(0, max_lanes)}
+    sums = [k * min(cap, flow_limit(rates, k)) for k in counts if k]
     return min(rates.link_bytes_per_s, max(sums, default=0.0))
 
 
@@ -132,6 +140,8 @@ def interval_bound_s(
     work_s = workload.forward_s + workload.backward_s
     if cluster.ranks == 1 or not sent:
         return work_s
+    if max_lanes is not None and max_lanes > _MOST_LANES:
+        max_lanes = None
     programme = _Programme(workload, cluster, algorithms, max_lanes, intervals)
     if max_lanes is None or not programme.startup_s:
         return max(work_s, programme.solved_s(1))
@@ -380,9 +390,9 @@ def _cap(cluster: Cluster, curve: RateCurve, resource: int) -> float:
     )
 
 
-def _flow_limit(cluster: Cluster, num_flows: int) -> float:
-    """The most that each of some flows gets by ``gamma``; infinite without it."""
-    limits = flow_rates(cluster).limits_bytes_per_s
+def flow_limit(rates: FlowRates, num_flows: int) -> float:
+    """Return the most that each of some flows gets by ``gamma``; infinite without."""
+    limits = rates.limits_bytes_per_s
     if not limits:
         return float("inf")
     if num_flows <= len(limits):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from stretto.cost import collective_cost
 from stretto.errors import SpecError
 from stretto.sim.fast import MixedModel
+from stretto.sim.scope import BoundScope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,6 +83,26 @@ def space_of(
     )
 
 
+def open_scope(dims: Sequence[str], max_lanes: int, cluster: Cluster) -> BoundScope:
+    """The plans of some dimensions on a cluster, as a bound has to cover them.
+
+    What `space_of` leaves out as useless counts as open.
+    """
+    algorithms: tuple[str, ...] = ("ring",)
+    if "algorithm" in dims and cluster.ranks > 1:
+        algorithms = _open_algorithms(cluster)
+    contention = cluster.contention
+    levels = contention.resources if contention is not None else None
+    if levels is not None and "resource" not in dims:
+        levels = levels[:1]
+    return BoundScope(
+        algorithms=algorithms,
+        forward="forward" in dims and cluster.ranks > 1,
+        max_lanes=max_lanes if "lanes" in dims else 1,
+        resources=levels,
+    )
+
+
 def checked_dims(planner: str, dims: str | Sequence[str]) -> tuple[str, ...]:
     """Dimensions from their names, in the order of `DIMS`; ``"all"``: all.
 
@@ -100,13 +121,14 @@ def checked_dims(planner: str, dims: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in DIMS if name in names)
 
 
+def _open_algorithms(cluster: Cluster) -> tuple[str, ...]:
+    two_levels = cluster.ranks_per_host > 1 and cluster.hosts > 1
+    return tuple(name for name in ALGORITHMS if name != "hierarchical" or two_levels)
+
+
 def _useful_algorithms(cluster: Cluster) -> tuple[str, ...]:
     costs = {}
-    for name in ALGORITHMS:
-        if name == "hierarchical" and (
-            cluster.ranks_per_host == 1 or cluster.hosts == 1
-        ):
-            continue
+    for name in _open_algorithms(cluster):
         cost = collective_cost(cluster, name)
         costs[name] = (cost.startup_s, cost.startup_s_per_byte, cost.wire_factor)
     return _undominated(costs) or ("ring",)

@@ -1,0 +1,103 @@
+"""Which plans a lower bound covers, and the bound over all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from stretto.sim.bounds import lower_bound
+from stretto.sim.forward import forward_bound_s
+
+if TYPE_CHECKING:
+    from stretto.schema import Cluster, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundScope:
+    """A family of plans: whatever it leaves open may be chosen freely."""
+
+    algorithms: tuple[str, ...] = ("ring",)
+
+    forward: bool = False
+    """Whether plans may overlap all-gathers with the next forward too."""
+
+    max_lanes: int | None = None
+    """The most lanes of a plan; ``None``: any number."""
+
+    resources: tuple[int, ...] | None = None
+    """Levels of resource that plans may use; ``None``: all of the cluster's."""
+
+    wire_dtype: str | None = None
+    """The type in which gradients travel; ``None``: their own."""
+
+    def bound_s(
+        self, workload: Workload, cluster: Cluster, *, certificate: str = "fast"
+    ) -> float:
+        """Return a time that no plan of this family can beat.
+
+        ``workload`` has the gradients as they travel. ``certificate`` as in
+        `lower_bound`.
+
+        Raises:
+            SpecError: the certificate is unknown.
+        """
+        cluster = self._limited(cluster)
+        bound_s = lower_bound(
+            workload,
+            cluster,
+            algorithms=self.algorithms,
+            certificate=certificate,
+            max_lanes=self.max_lanes,
+        ).value_s
+        if self.forward:
+            bound_s = min(
+                bound_s, forward_bound_s(workload, cluster, algorithms=self.algorithms)
+            )
+        return bound_s
+
+    def proved(
+        self, workload: Workload, cluster: Cluster, *, certificate: str = "fast"
+    ) -> tuple[float, BoundScope]:
+        """Return the bound and the widest scope for which it holds as it is.
+
+        Raises:
+            SpecError: the certificate is unknown.
+        """
+        bound_s = self.bound_s(workload, cluster, certificate=certificate)
+        scope = self
+        if certificate == "fast":
+            for other in (
+                replace(self, resources=None),
+                replace(self, max_lanes=None),
+                replace(self, resources=None, max_lanes=None),
+            ):
+                if other.bound_s(workload, cluster) == bound_s:
+                    scope = other
+        return bound_s, scope
+
+    def text(self, cluster: Cluster) -> str:
+        """Return the family in words that continue "no plan with"."""
+        names = [name.replace("_", "-") for name in self.algorithms]
+        text = names[0]
+        if len(names) > 1:
+            text = f"{', '.join(names[:-1])} or {names[-1]}"
+        text += " all-reduces overlapped with backward"
+        if self.forward:
+            text += " or the next forward"
+        if self.max_lanes is not None:
+            lanes = "lane" if self.max_lanes == 1 else "lanes"
+            text += f" on at most {self.max_lanes} {lanes}"
+        levels = cluster.contention.resources if cluster.contention else ()
+        if self.resources is not None and set(self.resources) != set(levels):
+            text += f" with resource {' or '.join(map(str, self.resources))}"
+        if self.wire_dtype is not None:
+            text += f" in {self.wire_dtype}"
+        return text
+
+    def _limited(self, cluster: Cluster) -> Cluster:
+        """The cluster with only the levels of resource that plans may use."""
+        contention = cluster.contention
+        if contention is None or self.resources is None:
+            return cluster
+        limited = replace(contention, resources=self.resources)
+        return replace(cluster, contention=limited)
