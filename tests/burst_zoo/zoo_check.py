@@ -1,0 +1,208 @@
+"""What a rank does with a case: train it by a burst plan and by one process."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zoo_models
+import zoo_rank
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from stretto.burst.executor import BurstParallel
+from stretto.burst.graph import capture
+from stretto.errors import RankDisagreement, SpecError
+from stretto.schema.burst import BurstPlan, LayerGpus
+
+STEPS = 3
+
+
+def plan_of(graph: Any, gpus: int, seed: int, *, offset: bool = True) -> BurstPlan:
+    """A random plan for a captured model."""
+    draw = random.Random(seed)
+    layers = []
+    for node in graph.nodes:
+        width = draw.randint(1, gpus)
+        first = draw.randint(0, gpus - width) if offset and draw.random() < 0.4 else 0
+        layers.append(LayerGpus(layer=node.name, first_gpu=first, gpus=width))
+    return BurstPlan(
+        profile_digest=graph.digest,
+        gpus=gpus,
+        batch=8,
+        amplification_limit=None,
+        layers=tuple(layers),
+    )
+
+
+def shares_of(batch: int, size: int, kind: str) -> list[int]:
+    """Each rank's samples: ``even``, ``uneven``, or ``one``: all on the last rank."""
+    if kind == "even":
+        return [batch // size + (r < batch % size) for r in range(size)]
+    if kind == "one":
+        return [0] * (size - 1) + [batch]
+    shares: list[int] = []
+    for r in range(size - 1):
+        shares.append((batch - sum(shares)) * (r + 2) // (size + 2))
+    return [*shares, batch - sum(shares)]
+
+
+def rows(inputs: Any, start: int, end: int) -> Any:
+    """Some rows of every tensor."""
+    return pytree.tree_map_only(Tensor, lambda t: t[start:end], inputs)
+
+
+def loss_of(output: Any) -> Tensor:
+    """A mean over samples of a smooth function of all floating outputs."""
+    leaves = [
+        leaf
+        for leaf in pytree.tree_leaves(_plain(output))
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
+    total: Any = 0.0
+    for i, leaf in enumerate(leaves):
+        flat = leaf.double().flatten(1)
+        weight = torch.linspace(0.5, 1.5, flat.shape[1])
+        total = total + (torch.tanh(flat * weight) + 0.1 * flat**2).mean(1) / (i + 1)
+    loss: Tensor = total.mean()
+    return loss
+
+
+def _plain(output: Any) -> Any:
+    if isinstance(output, dict) or hasattr(output, "to_tuple"):
+        return {k: _plain(v) for k, v in dict(output).items()}
+    return output
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    args, kwargs = inputs
+    return model(*args, **kwargs)
+
+
+def example_of(case: zoo_models.Case) -> Any:
+    return case.data(3, torch.Generator().manual_seed(99))
+
+
+def made(case: zoo_models.Case) -> nn.Module:
+    torch.manual_seed(5)
+    model = case.make()
+    model.train()
+    if case.prepare is not None:
+        case.prepare(model)
+    return model
+
+
+def train(
+    name: str, size: int, seed: int, shares: str, batch: int = 9
+) -> dict[str, Any]:
+    """Differences from one process, or the sentence with which it is refused."""
+    if dist.get_rank() >= size:
+        return {}
+    case = zoo_models.CASES[name]
+    group = zoo_rank.GROUPS[size]
+    model = made(case)
+    reference: Any = copy.deepcopy(model) if case.copies else made(case)
+    args, kwargs = example_of(case)
+    options = {"example_kwargs": kwargs} if kwargs else {}
+    try:
+        graph = capture(
+            copy.deepcopy(model) if case.copies else made(case), args, kwargs
+        )
+    except SpecError as exc:
+        return {"refused": str(exc)}
+    try:
+        burst: Any = BurstParallel(
+            model,
+            plan_of(graph, size, seed),
+            example_inputs=args,
+            process_group=group,
+            **options,
+        )
+        if case.draws:
+            reference = BurstParallel(
+                reference,
+                plan_of(graph, 1, seed),
+                example_inputs=args,
+                process_group=zoo_rank.GROUPS[1],
+                **options,
+            )
+    except (SpecError, RankDisagreement) as exc:
+        return {"refused": str(exc)}
+    mine, plain = burst.module, getattr(reference, "module", reference)
+    if not case.draws:
+        plain = reference
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (mine, plain)
+    ]
+    found = {"output": 0.0, "grad": 0.0}
+    rank, counts = dist.get_rank(group), shares_of(batch, size, shares)
+    start = sum(counts[:rank])
+    for step in range(STEPS):
+        inputs = case.data(batch, torch.Generator().manual_seed(step))
+        try:
+            output = call(burst, rows(inputs, start, start + counts[rank]))
+        except (SpecError, RankDisagreement) as exc:
+            return {"refused": str(exc)}
+        wanted = call(reference, inputs)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(output).backward()
+        loss_of(wanted).backward()
+        found["output"] = max(
+            found["output"],
+            difference(output, rows(_plain(wanted), start, start + counts[rank])),
+        )
+        found["grad"] = max(found["grad"], worst_grad(mine, plain))
+        for optimizer in optimizers:
+            optimizer.step()
+    state = burst.full_state_dict()
+    found["state"] = max(
+        (worst(state[key], value) for key, value in plain.state_dict().items()),
+        default=0.0,
+    )
+    missing = {k for k, p in plain.named_parameters() if p.grad is not None}
+    have = [None] * size
+    dist.all_gather_object(
+        have, {k for k, p in mine.named_parameters() if p.grad is not None}, group
+    )
+    found["gradients on no rank"] = float(len(missing - set().union(*have)))
+    found["gradients too many"] = float(len(set().union(*have) - missing))
+    return found
+
+
+def difference(output: Any, wanted: Any) -> float:
+    mine, truth = (
+        [leaf for leaf in pytree.tree_leaves(_plain(o)) if isinstance(leaf, Tensor)]
+        for o in (output, wanted)
+    )
+    assert len(mine) == len(truth)
+    return max(worst(a, b) for a, b in zip(mine, truth, strict=True))
+
+
+def worst(found: Any, wanted: Any) -> float:
+    """Largest difference, relative to the largest value."""
+    if not isinstance(wanted, Tensor):
+        return float(found != wanted)
+    if found.shape != wanted.shape:
+        return float("inf")
+    if not wanted.numel():
+        return 0.0
+    found, wanted = found.detach().double(), wanted.detach().double()
+    scale = float(wanted.abs().max())
+    return float((found - wanted).abs().max()) / (scale or 1.0)
+
+
+def worst_grad(model: nn.Module, reference: nn.Module) -> float:
+    """Of the gradients that this rank has; relative to the largest of all."""
+    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    grads = [float(q.grad.abs().max()) for _, q in pairs if q.grad is not None]
+    scale = max(grads, default=0.0) or 1.0
+    found = [0.0]
+    for p, q in pairs:
+        if p.grad is not None:
+            want = torch.zeros_like(p) if q.grad is None else q.grad
+            found.append(float((p.grad - want).abs().max()))
+    return max(found) / scale

@@ -1,0 +1,1329 @@
+"""Models, each with the expectation that it trains exactly, or is refused and why.
+
+A factory is a function of no arguments; the decorator names its data. All numbers are
+float64. ``refused`` is a part of the sentence that the user gets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Data = Any  # Callable[[int, torch.Generator], Inputs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    name: str
+    make: Callable[[], nn.Module]
+    data: Data
+    refused: str | None = None
+    names_line: bool = True
+    draws: bool = False
+    """Random numbers follow samples: one process is a burst model on one rank."""
+    prepare: Callable[[nn.Module], Any] | None = None
+    copies: bool = True
+
+
+CASES: dict[str, Case] = {}
+
+
+def right(data: Data, **more: Any) -> Any:
+    """The model must train as one process does."""
+
+    def add(make: Any) -> Any:
+        name = getattr(make, "__name__", str(make))
+        CASES[name] = Case(name=name, make=make, data=data, **more)
+        return make
+
+    return add
+
+
+def refused(data: Data, sentence: str, **more: Any) -> Any:
+    """The model must be refused with such a sentence."""
+    return right(data, refused=sentence, **more)
+
+
+def vectors(*shape: int) -> Data:
+    return lambda batch, draw: (
+        (torch.randn(batch, *shape, generator=draw),),
+        {},
+    )
+
+
+def tokens(length: int = 6, words: int = 20) -> Data:
+    return lambda batch, draw: (
+        (torch.randint(0, words, (batch, length), generator=draw),),
+        {},
+    )
+
+
+def mlp(width: int = 8, out: int = 5) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(width, 12),
+        nn.SiLU(),
+        nn.Linear(12, 12),
+        nn.SiLU(),
+        nn.Linear(12, out),
+    )
+
+
+flat = vectors(8)
+image = vectors(3, 8, 8)
+sequence = vectors(5, 8)
+
+
+# ---------------------------------------------------------------- plain architectures
+
+
+@right(flat)
+def plain_mlp() -> nn.Module:
+    return mlp()
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, before: int, after: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(after)
+        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(after)
+        self.down = (
+            nn.Sequential(nn.Conv2d(before, after, 1, stride), nn.BatchNorm2d(after))
+            if before != after or stride != 1
+            else nn.Identity()
+        )
+        self.act = nn.SiLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.act(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += self.down(x)
+        return self.act(out)
+
+
+@right(image)
+def residual_network() -> nn.Module:
+    return nn.Sequential(
+        ConvBlock(3, 4),
+        ConvBlock(4, 4),
+        ConvBlock(4, 6, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 5),
+    )
+
+
+class DenseNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.BatchNorm2d(3 + 4 * i),
+                nn.SiLU(),
+                nn.Conv2d(3 + 4 * i, 4, 3, padding=1),
+            )
+            for i in range(3)
+        )
+        self.head = nn.Linear(15, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = [x]
+        for layer in self.layers:
+            seen.append(layer(torch.cat(seen, 1)))
+        return self.head(torch.cat(seen, 1).mean((2, 3)))
+
+
+@right(image)
+def dense_network() -> nn.Module:
+    return DenseNet()
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(3, 4, 3, padding=1)
+        self.two = nn.Conv2d(4, 8, 3, padding=1, stride=2)
+        self.up = nn.ConvTranspose2d(8, 4, 2, 2)
+        self.out = nn.Conv2d(8, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        high = functional.silu(self.one(x))
+        low = functional.silu(self.two(high))
+        return self.out(torch.cat((high, self.up(low)), 1))
+
+
+@right(image)
+def u_network() -> nn.Module:
+    return UNet()
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.down, self.up = nn.Linear(8, 2), nn.Linear(2, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        gate = torch.sigmoid(self.up(functional.silu(self.down(x.mean((-1, -2))))))
+        return self.head((x * gate[:, :, None, None]).flatten(2).mean(-1))
+
+
+@right(image)
+def squeeze_and_excite() -> nn.Module:
+    return SqueezeExcite()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, *, batch_first: bool = True, zeros: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 6)
+        self.lstm = nn.LSTM(6, 7, num_layers=2, batch_first=batch_first)
+        self.head = nn.Linear(7, 3)
+        self.zeros = zeros
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        if self.zeros:
+            zeros = torch.zeros(2, x.shape[0], 7)
+            state = (zeros, zeros)
+        out, _ = self.lstm(self.embed(x), state)
+        return self.head(out[:, -1])
+
+
+@right(sequence)
+def lstm_batch_first() -> nn.Module:
+    return Recurrent()
+
+
+@right(sequence)
+def lstm_with_zero_state() -> nn.Module:
+    return Recurrent(zeros=True)
+
+
+class CellLoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 7)
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.size(0), 7)
+        for t in range(x.size(1)):
+            state = self.cell(x[:, t], state)
+        return self.head(state)
+
+
+@right(sequence)
+def gru_cell_loop() -> nn.Module:
+    return CellLoop()
+
+
+class TinyGPT(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 8)
+        self.places = nn.Embedding(16, 8)
+        self.qkv = nn.Linear(8, 24)
+        self.proj = nn.Linear(8, 8)
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 20, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        b, t = ids.size()
+        x = self.words(ids) + self.places(torch.arange(t, device=ids.device))
+        q, k, v = self.qkv(self.norm1(x)).split(8, dim=2)
+        q, k, v = (z.view(b, t, 2, 4).transpose(1, 2) for z in (q, k, v))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).contiguous().view(b, t, 8))
+        return self.head(x + self.mlp(self.norm2(x)))
+
+
+@right(tokens())
+def tiny_gpt() -> nn.Module:
+    return TinyGPT()
+
+
+@right(tokens())
+def tied_embedding_and_head() -> nn.Module:
+    return TinyGPT(tied=True)
+
+
+@right(sequence)
+def torch_encoder_batch_first() -> nn.Module:
+    return nn.Sequential(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        nn.Linear(8, 3),
+    )
+
+
+class PatchTransformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 8, 4, 4)
+        self.cls = nn.Parameter(torch.randn(1, 1, 8))
+        self.places = nn.Parameter(torch.randn(1, 5, 8))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self.gamma = nn.Parameter(torch.zeros(8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat((self.cls.expand(x.shape[0], -1, -1), x), 1) + self.places
+        n = self.norm(x)
+        x = x + self.gamma * self.attention(n, n, n, need_weights=False)[0]
+        return self.head(x[:, 0])
+
+
+@right(image)
+def vision_transformer() -> nn.Module:
+    return PatchTransformer()
+
+
+class Twice(nn.Module):
+    """One module called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.same, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.same(self.first(x)))
+        return self.last(torch.tanh(self.same(x)))
+
+
+@right(flat)
+def module_called_twice() -> nn.Module:
+    return Twice()
+
+
+class Tied(nn.Module):
+    """An autoencoder that decodes by the transposed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.encode = nn.Linear(8, 4)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.encode(torch.tanh(self.first(x))))
+        return self.last(functional.linear(h, self.encode.weight.t()))
+
+
+@right(flat)
+def tied_autoencoder() -> nn.Module:
+    return Tied()
+
+
+# ------------------------------------------------------------ several inputs, outputs
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 6), nn.Linear(4, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.left(x) * self.right(y)))
+
+
+@right(
+    lambda n, g: (
+        (torch.randn(n, 8, generator=g), torch.randn(n, 4, generator=g)),
+        {},
+    )
+)
+def two_inputs() -> nn.Module:
+    return TwoInputs()
+
+
+class ImageAndLabel(nn.Module):
+    """A conditional model: floats and integers, one by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 8)
+        self.body = mlp()
+
+    def forward(self, x: Tensor, *, label: Tensor) -> Tensor:
+        return self.body(x + self.embed(label))
+
+
+@right(
+    lambda n, g: (
+        (torch.randn(n, 8, generator=g),),
+        {"label": torch.randint(0, 5, (n,), generator=g)},
+    )
+)
+def floats_and_integers() -> nn.Module:
+    return ImageAndLabel()
+
+
+class MaskedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+            for _ in range(2)
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        x, mask = self.embed(batch["ids"]), batch["mask"]
+        for layer in self.layers:
+            x = layer(x, src_key_padding_mask=~mask)
+        kept = mask.to(x.dtype)[..., None]
+        pooled = (x * kept).sum(1) / kept.sum(1)
+        return {"logits": self.head(pooled), "pooled": pooled}
+
+
+def masked_tokens(batch: int, draw: torch.Generator) -> Inputs:
+    ids = torch.randint(0, 20, (batch, 6), generator=draw)
+    lengths = torch.randint(2, 7, (batch, 1), generator=draw)
+    return ({"ids": ids, "mask": torch.arange(6) < lengths},), {}
+
+
+@right(masked_tokens)
+def dictionary_with_mask() -> nn.Module:
+    return MaskedAttention()
+
+
+class Auxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(8, 8) for _ in range(3))
+        self.aux, self.main = nn.Linear(8, 4), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.one(x))
+        early = self.aux(x)
+        x = torch.tanh(self.three(torch.tanh(self.two(x))))
+        return self.main(x), early
+
+
+@right(flat)
+def auxiliary_head() -> nn.Module:
+    return Auxiliary()
+
+
+class Variational(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = mlp(8, 8), mlp(4, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        mean, log_var = self.encode(x).chunk(2, dim=1)
+        noise = torch.randn_like(mean)
+        return self.decode(mean + noise * torch.exp(0.5 * log_var)), mean, log_var
+
+
+@right(flat, draws=True)
+def variational_autoencoder() -> nn.Module:
+    return Variational()
+
+
+class LossInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).square().mean()
+
+
+@refused(flat, "mixes samples")
+def loss_inside() -> nn.Module:
+    return LossInside()
+
+
+# --------------------------------------------------------- contexts, functions, hooks
+
+
+class FrozenBackbone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = mlp(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = torch.tanh(self.backbone(x))
+        return self.head(x)
+
+
+@right(flat)
+def backbone_under_no_grad() -> nn.Module:
+    return FrozenBackbone()
+
+
+class Momentum(nn.Module):
+    """A branch whose target has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.online, self.target = nn.Linear(8, 8), mlp(), mlp()
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        wanted = torch.no_grad()(lambda: self.target(x) * 2)()
+        return self.online(x) - wanted
+
+
+@right(flat)
+def target_branch_under_no_grad() -> nn.Module:
+    return Momentum()
+
+
+class HalfCast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = self.one(x)
+        return self.two(h.to(x.dtype))
+
+
+@right(flat)
+def autocast_region() -> nn.Module:
+    return HalfCast().float().requires_grad_()
+
+
+CASES["autocast_region"] = Case(
+    name="autocast_region",
+    make=lambda: HalfCast().float(),
+    data=lambda n, g: ((torch.randn(n, 8, generator=g).float(),), {}),
+    refused=None,
+)
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return -ctx.factor * grad, None
+
+
+class Adversarial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.two = mlp(8, 8), nn.Linear(8, 3), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.body(x)
+        return {"label": self.one(x), "domain": self.two(Reverse.apply(x, 0.3))}
+
+
+@right(flat)
+def gradient_reversal() -> nn.Module:
+    return Adversarial()
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Quantized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = Straight.apply(self.one.weight * 8) / 8
+        x = functional.linear(x, weight, self.one.bias)
+        return self.two(torch.tanh(Straight.apply(x * 16) / 16))
+
+
+@right(flat)
+def straight_through_quantization() -> nn.Module:
+    return Quantized()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(mlp(8, 8) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = x + (
+                block(x)
+                if i == 0
+                else checkpoint(block, x, use_reentrant=self.reentrant)
+            )
+        return x
+
+
+@right(flat)
+def checkpointing() -> nn.Module:
+    return Checkpointed(reentrant=False)
+
+
+@right(flat)
+def reentrant_checkpointing() -> nn.Module:
+    return Checkpointed(reentrant=True)
+
+
+class Dropping(nn.Module):
+    def __init__(self, training: Any) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.flag = training
+
+    def forward(self, x: Tensor) -> Tensor:
+        flag = self.training if self.flag is None else self.flag
+        x = functional.dropout(torch.tanh(self.one(x)), 0.5, training=flag)
+        return self.two(functional.dropout(x, 0.3, flag))
+
+
+@right(flat)
+def functional_dropout_never() -> nn.Module:
+    return Dropping(training=False)
+
+
+@right(flat, draws=True)
+def functional_dropout_in_training() -> nn.Module:
+    return Dropping(training=None)
+
+
+@right(flat, draws=True, prepare=lambda m: m.eval())
+def functional_dropout_always() -> nn.Module:
+    return Dropping(training=True)
+
+
+@right(flat, draws=True)
+def dropout_modules() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 8),
+        nn.Dropout(0.4),
+        nn.Linear(8, 8),
+        nn.AlphaDropout(0.2),
+        nn.Linear(8, 3),
+    )
+
+
+@right(image, prepare=lambda m: m[0].eval())
+def frozen_statistics() -> nn.Module:
+    return nn.Sequential(
+        ConvBlock(3, 4), ConvBlock(4, 4), nn.Flatten(), nn.Linear(256, 3)
+    )
+
+
+@right(flat, prepare=lambda m: m[1].eval())
+def dropout_in_eval() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+@right(flat, prepare=lambda m: m[0].requires_grad_(requires_grad=False))
+def frozen_layer() -> nn.Module:
+    return mlp()
+
+
+@right(flat, prepare=lambda m: m.register_forward_hook(lambda _m, _i, out: out * 3))
+def hook_of_the_root() -> nn.Module:
+    return mlp()
+
+
+@right(
+    flat,
+    prepare=lambda m: m.register_forward_pre_hook(lambda _m, i: (i[0] * 0.5,)),
+)
+def pre_hook_of_the_root() -> nn.Module:
+    return mlp()
+
+
+def _double(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+@right(flat, prepare=lambda m: m[2].register_forward_hook(_double))
+def hook_of_a_layer() -> nn.Module:
+    return mlp()
+
+
+@right(flat, prepare=lambda m: m[1].register_forward_hook(_double))
+def hook_of_a_block() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), mlp(8, 8), nn.Linear(8, 2))
+
+
+def _halve(_module: nn.Module, grads: Any, _outputs: Any) -> Any:
+    return tuple(None if g is None else g / 2 for g in grads)
+
+
+@right(flat, prepare=lambda m: m[1].register_full_backward_hook(_halve))
+def backward_hook_of_a_block() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), mlp(8, 8), nn.Linear(8, 2))
+
+
+@right(flat)
+def weight_norm() -> nn.Module:
+    return nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+        nn.Tanh(),
+        nn.Linear(8, 3),
+    )
+
+
+@right(flat)
+def spectral_norm() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 8),
+        nn.Tanh(),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(8, 3)),
+    )
+
+
+class Adapter(nn.Module):
+    """Low rank, with a zero at its start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(requires_grad=False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        nn.init.zeros_(self.up.weight)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.base(x) + self.up(self.down(x))))
+
+
+@right(flat)
+def low_rank_adapter() -> nn.Module:
+    return Adapter()
+
+
+class Noisy(nn.Module):
+    """Writes into parts of a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        h[:, 2:4] = 0.5 * h[:, 4:6]
+        h.mul_(2).tanh_()
+        h.clamp_(-0.9, 0.9)
+        return self.two(h)
+
+
+@right(flat)
+def writes_in_place() -> nn.Module:
+    return Noisy()
+
+
+class OnlineBuffer(nn.Module):
+    """Output steps collected in a tensor of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Linear(16, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        state = x.new_zeros(b, c)
+        outs = torch.zeros(b, t, 3)
+        for i in range(t):
+            state = torch.tanh(self.cell(torch.cat((x[:, i], state), 1)))
+            outs[:, i] = self.head(state)
+        return outs
+
+
+@right(sequence)
+def fills_zeros() -> nn.Module:
+    return OnlineBuffer()
+
+
+# ----------------------------------------------------------------- folded rows, norms
+
+
+class FoldedNorm(nn.Module):
+    """Per-frame statistics: rows of the norm are frames, not samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = (
+            nn.Linear(8, 6),
+            nn.BatchNorm1d(6),
+            nn.Linear(6, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t = x.shape[:2]
+        h = self.norm(self.one(x).reshape(b * t, 6))
+        return self.two(torch.tanh(h)).view(b, t, 3)
+
+
+@right(sequence)
+def norm_over_folded_rows() -> nn.Module:
+    return FoldedNorm()
+
+
+class Video(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frame = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.SiLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16, 6),
+        )
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t = x.shape[:2]
+        return self.head(self.frame(x.flatten(0, 1)).view(b, t, -1).mean(1))
+
+
+@right(vectors(3, 3, 6, 6))
+def video_frames() -> nn.Module:
+    return Video()
+
+
+@right(flat)
+def batch_norms_of_every_kind() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 6),
+        nn.BatchNorm1d(6, affine=False),
+        nn.Linear(6, 6),
+        nn.BatchNorm1d(6, momentum=None),
+        nn.Linear(6, 6),
+        nn.BatchNorm1d(6, track_running_stats=False),
+        nn.Linear(6, 3),
+    )
+
+
+@right(vectors(6, 4))
+def other_norms() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(6, 6, 1),
+        nn.InstanceNorm1d(6, affine=True),
+        nn.GroupNorm(2, 6),
+        nn.Conv1d(6, 4, 1),
+        nn.LayerNorm(4),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+
+
+class FunctionalNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.batch_norm(self.one(x), None, None, training=True)
+        return self.two(h)
+
+
+@refused(flat, "normali")
+def functional_batch_norm() -> nn.Module:
+    return FunctionalNorm()
+
+
+# ---------------------------------------------------------------------- rows are mixed
+
+
+class Between(nn.Module):
+    """Two layers and a function between them."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.function(torch.tanh(self.one(x))))
+
+
+MIXING: dict[str, Any] = {
+    "softmax": lambda h: torch.softmax(h, 0),
+    "normalize": lambda h: functional.normalize(h, dim=0),
+    "sort": lambda h: h.sort(0).values,
+    "cumsum": lambda h: h.cumsum(0),
+    "flip": lambda h: h.flip(0),
+    "roll": lambda h: h.roll(1, 0),
+    "gram": lambda h: h @ h.t() @ h,
+    "distances": lambda h: torch.cdist(h, h) @ h,
+    "row_numbers": lambda h: h + torch.arange(h.shape[0])[:, None],
+    "divided_by_batch": lambda h: h / h.shape[0],
+    "minus_mean": lambda h: h - h.mean(0),
+    "minus_kept_mean": lambda h: h - h.mean(0, keepdim=True),
+    "global_max": lambda h: h / h.abs().max(),
+    "layer_norm_of_batch": lambda h: functional.layer_norm(h, h.shape),
+    "permuted_rows": lambda h: h[torch.arange(h.shape[0] - 1, -1, -1)],
+    "neighbours": lambda h: torch.nn.functional.conv1d(
+        h.t()[None], torch.ones(8, 8, 3), padding=1
+    )[0].t(),
+    "reshaped": lambda h: h.reshape(8, -1).t(),
+    "in_batch_contrast": lambda h: (
+        h * torch.eye(h.shape[0]).sum(1, keepdim=True) + (h @ h.t()).softmax(1) @ h
+    ),
+    "attention_over_batch": lambda h: functional.scaled_dot_product_attention(
+        h[None], h[None], h[None]
+    )[0],
+}
+for _name, _function in MIXING.items():
+    CASES[f"mixes_{_name}"] = Case(
+        name=f"mixes_{_name}",
+        make=lambda function=_function: Between(function),
+        data=flat,
+        refused="",
+    )
+
+
+@refused(vectors(5, 8), "mixes samples")
+def lstm_over_the_batch() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), LastOf(nn.LSTM(8, 8)), nn.Linear(8, 3))
+
+
+class LastOf(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]
+
+
+@refused(sequence, "mixes samples", names_line=False)
+def encoder_over_the_batch() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 8),
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
+        nn.Linear(8, 3),
+    )
+
+
+class ZeroGate(nn.Module):
+    """Rows mix behind a gate that is zero at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        return self.two(h + self.gate * torch.softmax(h, 0))
+
+
+@refused(flat, "mixes samples")
+def mixes_behind_zero() -> nn.Module:
+    return ZeroGate()
+
+
+# -------------------------------------------------------------- decisions and constants
+
+
+class LayerDrop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if not self.training or random.random() > 0.3:  # noqa: TID251
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+@refused(flat, "")
+def layer_drop() -> nn.Module:
+    return LayerDrop()
+
+
+class TensorDrop(LayerDrop):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) > 0.3:
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+@refused(flat, "")
+def layer_drop_by_torch() -> nn.Module:
+    return TensorDrop()
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.calls = mlp(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.body(x) * math.exp(-0.1 * self.calls)
+
+
+@refused(flat, "call")
+def counter_in_forward() -> nn.Module:
+    return Counter()
+
+
+class CountingBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.body(x) * torch.exp(-0.1 * self.calls)
+
+
+@refused(flat, "buffer")
+def counting_buffer() -> nn.Module:
+    return CountingBuffer()
+
+
+class RunningMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        with torch.no_grad():
+            self.mean.lerp_(h.mean(0), 0.1)
+        return self.two(h - self.mean)
+
+
+@refused(flat, "")
+def running_mean_of_its_own() -> nn.Module:
+    return RunningMean()
+
+
+class ConstantNoise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x + 0.1 * torch.randn(8))
+
+
+@refused(flat, "random")
+def noise_shared_by_samples() -> nn.Module:
+    return ConstantNoise()
+
+
+class ByValue(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        if h.sum() > 0:
+            h = -h
+        return self.two(h)
+
+
+@refused(flat, "value")
+def branches_on_values() -> nn.Module:
+    return ByValue()
+
+
+class RankConstant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.scale = 1.0 + torch.distributed.get_rank()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x * self.scale)
+
+
+@refused(flat, "", names_line=False)
+def constant_that_differs_by_rank() -> nn.Module:
+    return RankConstant()
+
+
+class PlainTensor(nn.Module):
+    """A constant that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.scale = torch.linspace(0.5, 1.5, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x * self.scale)
+
+
+@right(flat)
+def plain_tensor_attribute() -> nn.Module:
+    return PlainTensor()
+
+
+class StoredLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.penalty = mlp(), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x)
+        self.penalty = out.square().mean(1)
+        return out
+
+
+@refused(flat, "penalty")
+def tensor_stored_by_forward() -> nn.Module:
+    return StoredLoss()
+
+
+class HookedTensor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad * 0.1)
+        return self.two(h)
+
+
+@refused(flat, "register_hook")
+def tensor_hook_in_forward() -> nn.Module:
+    return HookedTensor()
+
+
+class Selected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        return self.two(h[h[:, 0] > 0])
+
+
+@refused(flat, "")
+def rows_chosen_by_value() -> nn.Module:
+    return Selected()
+
+
+class Stochastic(nn.Module):
+    """Drops a branch of some samples, as ConvNeXt and ViT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = mlp(8, 8), mlp(8, 8)
+
+    def drop(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        keep = 0.6
+        shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+        mask = keep + torch.rand(shape, dtype=x.dtype, device=x.device)
+        return x.div(keep) * mask.floor_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.one(x))
+        return x + self.drop(self.two(x))
+
+
+@right(flat, draws=True)
+def stochastic_depth() -> nn.Module:
+    return Stochastic()
+
+
+class Experts(nn.Module):
+    """A soft mixture: every expert sees every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(mlp(8, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.softmax(self.gate(x), -1)
+        outs = torch.stack([expert(x) for expert in self.experts], 1)
+        return torch.einsum("be,beo->bo", weights, outs)
+
+
+@right(flat)
+def mixture_of_experts() -> nn.Module:
+    return Experts()
+
+
+# ---------------------------------------------------------------------- Hugging Face
+
+
+def _transformers() -> Any:
+    import transformers
+
+    return transformers
+
+
+def _quiet(model: Any) -> nn.Module:
+    model.config.use_cache = False
+    return model.double()
+
+
+_TEXT = {
+    "vocab_size": 20,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 16,
+}
+_STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def _ids(batch: int, draw: torch.Generator) -> Inputs:
+    return (), {"input_ids": torch.randint(0, 20, (batch, 6), generator=draw)}
+
+
+def _ids_and_mask(batch: int, draw: torch.Generator) -> Inputs:
+    (batched,), _ = masked_tokens(batch, draw)
+    return (), {"input_ids": batched["ids"], "attention_mask": batched["mask"].long()}
+
+
+def _pixels(batch: int, draw: torch.Generator) -> Inputs:
+    return (), {"pixel_values": torch.randn(batch, 3, 32, 32, generator=draw)}
+
+
+@right(_ids)
+def hf_bert() -> nn.Module:
+    hf = _transformers()
+    return _quiet(hf.BertForSequenceClassification(hf.BertConfig(**_TEXT, **_STILL)))
+
+
+@right(_ids_and_mask)
+def hf_bert_with_mask() -> nn.Module:
+    return hf_bert()
+
+
+@right(_ids, draws=True)
+def hf_bert_with_dropout() -> nn.Module:
+    hf = _transformers()
+    return _quiet(
+        hf.BertForSequenceClassification(
+            hf.BertConfig(**_TEXT, attention_probs_dropout_prob=0.0)
+        )
+    )
+
+
+@right(_ids)
+def hf_gpt2() -> nn.Module:
+    hf = _transformers()
+    config = hf.GPT2Config(
+        vocab_size=20,
+        n_positions=16,
+        n_embd=8,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+    )
+    return _quiet(hf.GPT2LMHeadModel(config))
+
+
+@right(_ids)
+def hf_gpt2_untied() -> nn.Module:
+    hf = _transformers()
+    config = hf.GPT2Config(
+        vocab_size=20,
+        n_positions=16,
+        n_embd=8,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
+    return _quiet(hf.GPT2LMHeadModel(config))
+
+
+@right(_ids)
+def hf_llama() -> nn.Module:
+    hf = _transformers()
+    config = hf.LlamaConfig(**_TEXT, num_key_value_heads=2, use_cache=False)
+    return _quiet(hf.LlamaForCausalLM(config))
+
+
+@right(_pixels)
+def hf_vit() -> nn.Module:
+    hf = _transformers()
+    text = {k: v for k, v in _TEXT.items() if "vocab" not in k and "max_" not in k}
+    config = hf.ViTConfig(**text, **_STILL, image_size=32, patch_size=16)
+    return _quiet(hf.ViTForImageClassification(config))
+
+
+@right(_pixels)
+def hf_resnet() -> nn.Module:
+    hf = _transformers()
+    config = hf.ResNetConfig(
+        embedding_size=4,
+        hidden_sizes=[4, 8],
+        depths=[1, 1],
+        layer_type="basic",
+        hidden_act="silu",
+    )
+    return _quiet(hf.ResNetForImageClassification(config))
+
+
+@right(_pixels)
+def hf_convnext() -> nn.Module:
+    hf = _transformers()
+    config = hf.ConvNextConfig(
+        hidden_sizes=[4, 8, 8, 8], depths=[1, 1, 1, 1], num_stages=4
+    )
+    return _quiet(hf.ConvNextForImageClassification(config))
+
+
+@right(_pixels, draws=True)
+def hf_convnext_with_drop_path() -> nn.Module:
+    hf = _transformers()
+    config = hf.ConvNextConfig(
+        hidden_sizes=[4, 8, 8, 8],
+        depths=[1, 1, 1, 1],
+        num_stages=4,
+        drop_path_rate=0.3,
+    )
+    return _quiet(hf.ConvNextForImageClassification(config))
+
+
+__all__ = ["CASES", "Case", "contextlib"]
