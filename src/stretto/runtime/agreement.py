@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import time
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -66,11 +67,59 @@ def ranks_of(group: dist.ProcessGroup, *, timeout_s: float | None) -> Ranks:
     )
 
 
+# Note [One connection per thread that may block]
+# A client of a TCPStore sends one request at a time: while a thread waits in it for a
+# key (as Gloo does when it connects), every other request of this process over the same
+# client waits too, and two ranks whose threads wait for each other's next request hang.
+# So stretto never waits on the process group's own client. All requests for a group
+# share one connection, on which nothing blocks (`missing_after` polls), and whatever
+# opens lanes clones a connection of its own from that one.
+
+_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Store] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def _store_of(group: dist.ProcessGroup) -> Store:
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    found: Store = dist.distributed_c10d._world.pg_map[group][1]  # noqa: SLF001
+    """Return stretto's connection to a group's store."""
+    found = _connections.get(group)
+    if found is None:
+        if hasattr(group, "get_group_store"):
+            theirs = group.get_group_store()
+        else:
+            theirs = dist.distributed_c10d._world.pg_map[group][1]  # noqa: SLF001
+        found = _connections[group] = own_connection(theirs)
     return found
+
+
+def own_connection(store: Store) -> Store:
+    """Return the same store over a connection of its own.
+
+    Use it wherever a thread may block in the store. A store that cannot be cloned, or
+    that does not answer, is returned as it is: the next request reports the failure.
+    """
+    cloned: Any = store
+    try:
+        # A clone connects again, and retries for more than twice the store's time-out
+        # if nobody listens; a request on the open connection fails at once.
+        store.check(["stretto"])
+        return cast("Store", cloned.clone())
+    except (AttributeError, RuntimeError) as exc:
+        _log.debug("the store is not cloned: %s", str(exc).splitlines()[0])
+        return store
+
+
+def missing_after(store: Store, keys: Sequence[str], timeout_s: float) -> list[int]:
+    """Return the positions of the keys that are missing when the time is up."""
+    deadline = time.perf_counter() + timeout_s
+    pause_s = _POLL_S
+    missing = list(range(len(keys)))
+    while True:
+        missing = [i for i in missing if not store.check([keys[i]])]
+        if not missing or time.perf_counter() > deadline:
+            return missing
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _POLL_MOST_S)
 
 
 def _group_timeout_s(group: dist.ProcessGroup) -> float:
@@ -174,7 +223,7 @@ class Agreement:
         meeting, self._meeting = self._meeting, self._meeting + 1
         keys = [f"{meeting}/{rank}" for rank in range(ranks.size)]
         store.set(keys[ranks.rank], mine)
-        missing = self._wait_for(keys)
+        missing = missing_after(store, keys, ranks.timeout_s)
         decision = store.compare_set(f"{meeting}/end", "", "stop" if missing else "go")
         if decision != b"go":
             what = (
@@ -194,18 +243,6 @@ class Agreement:
             if ranks.rank == 0:
                 store.delete_key(f"{meeting - 1}/end")
         return found
-
-    def _wait_for(self, keys: Sequence[str]) -> list[int]:
-        """Ranks that have not come when the time is up."""
-        deadline = time.perf_counter() + self._ranks.timeout_s
-        pause_s = _POLL_S
-        missing = list(range(self._ranks.size))
-        while True:
-            missing = [r for r in missing if not self._store.check([keys[r]])]
-            if not missing or time.perf_counter() > deadline:
-                return missing
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _POLL_MOST_S)
 
 
 def _values(store: Any, keys: list[str]) -> list[bytes]:

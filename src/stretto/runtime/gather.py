@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 
+from stretto.runtime.agreement import own_connection
 from stretto.runtime.clocks import (
     ClockMap,
     ClockPoint,
@@ -144,9 +145,7 @@ class RecordGathering:
             gathered(records, missing)
 
     def _connection(self) -> Store:
-        store: Any = self._ranks.store
-        connection: Store = store.clone()
-        return connection
+        return own_connection(self._ranks.store)
 
     def _compare(self, when: str) -> None:
         """Lays this rank's clock on rank 0's; rank 0 answers all others."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from stretto.runtime.agreement import own_connection
 from stretto.runtime.lanes_gloo import GlooLanes
 from stretto.runtime.lanes_gloo import check_here as check_gloo
 from stretto.runtime.lanes_nccl import NcclLanes
@@ -64,8 +65,12 @@ class LanePool:
     def __init__(
         self, ranks: Ranks, *, serial: int, backend: str, device: torch.device
     ) -> None:
+        # Connecting waits in the store. See Note [One connection per thread that may
+        # block].
+        store = own_connection(ranks.store) if ranks.size > 1 else ranks.store
+
         def store_for(name: str) -> PrefixStore:
-            return PrefixStore(f"lanes/{serial}/{name}", ranks.store)
+            return PrefixStore(f"lanes/{serial}/{name}", store)
 
         kind = NcclLanes if backend == "nccl" else GlooLanes
         self._lanes: Any = kind(ranks=ranks, store_for=store_for, device=device)

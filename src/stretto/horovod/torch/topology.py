@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import socket
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torch.distributed.distributed_c10d import PrefixStore
+
+from stretto.errors import CommTimeout
+from stretto.runtime.agreement import missing_after
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +72,13 @@ def exchange(ranks: Ranks, place: Place | None) -> Topology:
     store = PrefixStore("hosts", ranks.store)
     store.set(str(ranks.rank), json.dumps([host, local_rank]))
     keys = [str(rank) for rank in range(ranks.size)]
-    store.wait(keys, timedelta(seconds=ranks.timeout_s))
+    missing = missing_after(store, keys, ranks.timeout_s)
+    if missing:
+        raise CommTimeout(
+            f"{ranks.name(ranks.rank)}: hvd.init() waited {ranks.timeout_s:g} s for "
+            f"{ranks.name_all(missing)} to report its host. Check the log of "
+            f"{ranks.name_all(missing)}: it exited, hung, or took another code path."
+        )
     table = [json.loads(store.get(key)) for key in keys]
     hosts = [row[0] for row in table]
     local_ranks = [

@@ -1,0 +1,50 @@
+"""Connections to the store: none blocks another thread."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+from time import perf_counter
+
+import pytest
+import torch.distributed as dist
+
+from stretto.runtime.agreement import missing_after, own_connection
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+
+
+def test_a_wait_on_one_connection_leaves_the_other_free(store: dist.TCPStore) -> None:
+    mine = own_connection(dist.PrefixStore("a", store))
+    waiting = threading.Thread(target=lambda: mine.wait(["late"]))
+    waiting.start()
+    store.set("a/late", "")  # waits for the wait's end over one shared connection
+    waiting.join()
+    assert missing_after(mine, ["late", "never"], 0.0) == [1]
+
+
+def test_a_store_that_can_not_be_cloned_is_used_as_it_is() -> None:
+    class Plain(dist.Store):
+        def check(self, _keys: list[str]) -> bool:
+            return False
+
+    plain = Plain()
+    assert own_connection(plain) is plain
+
+
+def test_a_store_that_is_gone_is_not_connected_to_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore(
+        "127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=30)
+    )
+    del server
+    began = perf_counter()
+    assert own_connection(client) is client
+    # A clone would retry for longer than the store's time-out.
+    assert perf_counter() - began < 15
