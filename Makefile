@@ -1,5 +1,5 @@
 # Every target sets itself up: a virtual environment in .venv, once.
-.PHONY: demo test check bench bench-tune conformance release setup
+.PHONY: demo test check bench bench-tune conformance docs release setup
 SHELL := /bin/bash
 
 setup:
@@ -26,6 +26,9 @@ conformance: setup  ## PyTorch's own tests of DDP with our class; ARGS="test_ddp
 bench-tune: setup  ## tuning inside the run on emulated networks, into benchmarks/results/tune_*.json
 	@scripts/packages
 	@OMP_NUM_THREADS=1 .venv/bin/python benchmarks/tune_network.py $(ARGS)
+
+docs: setup  ## the documentation as pages, into site/
+	@scripts/docs $(ARGS)
 
 release: setup  ## build wheel and sdist into dist/ and check them; publishes nothing
 	@scripts/release

@@ -1,0 +1,124 @@
+"""What the documentation shows runs: Python blocks, command lines, links."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto.cli._main import group
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+
+NOT_RUN = re.compile(r"<!-- not run: .+ -->")
+"""Before a block: it isn't run, and why."""
+
+
+def blocks(language):
+    """Return every fenced block of a language that is to be run."""
+    return list(_blocks(language))
+
+
+def _blocks(language):
+    for page in PAGES:
+        lines = page.read_text().splitlines()
+        begin = None
+        for number, line in enumerate(lines):
+            if begin is None and line.strip() == f"```{language}":
+                begin = number
+            elif begin is not None and line.strip() == "```":
+                before = next((x for x in reversed(lines[:begin]) if x.strip()), "")
+                if not NOT_RUN.search(before):
+                    yield pytest.param(
+                        "\n".join(lines[begin + 1 : number]),
+                        id=f"{page.relative_to(ROOT)}:{begin + 1}",
+                    )
+                begin = None
+
+
+@pytest.fixture
+def one_rank(tmp_path, monkeypatch):
+    """A process group of one rank, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STRETTO_MEMORY", "off")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_a_python_block_runs(text, one_rank):
+    names = {"model": torch.nn.Linear(4, 2), "torch": torch, "x": torch.ones(4, 4)}
+    exec(compile(text, "<block>", "exec"), names)
+
+
+def command_lines(text):
+    """Every call of `stretto` in a block of shell lines."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while "stretto" in words:
+            words = words[words.index("stretto") + 1 :]
+            if "--" in words:
+                cut = words.index("--")
+                yield words[:cut]
+                words = words[cut + 1 :]
+            else:
+                yield words
+                break
+
+
+def option_names(command):
+    return {
+        name
+        for parameter in command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    } | {"--help", "-h"}
+
+
+TORCHRUN = {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"}
+
+
+@pytest.mark.parametrize("text", blocks("bash"))
+def test_a_command_line_names_commands_and_options_that_exist(text):
+    for words in command_lines(text):
+        command, name = group, "stretto"
+        context = click.Context(group)
+        words = list(words)
+        while isinstance(command, click.Group) and words:
+            found = command.get_command(context, words[0])
+            assert found is not None, f"no command {words[0]!r} in {command.name}"
+            command, name = found, words.pop(0)
+        known = option_names(command)
+        for word in words:
+            if word.endswith(".py"):
+                break  # what follows belongs to the script
+            option = word.split("=")[0]
+            if not option.startswith("-") or option.lstrip("-")[:1].isdigit():
+                continue
+            allowed = known | (TORCHRUN if name == "run" else set())
+            assert option in allowed, f"stretto {name} has no option {option}"
+
+
+def test_blocks_of_both_kinds_are_found():
+    assert len(blocks("python")) >= 3
+    assert len(blocks("bash")) >= 10
+    assert list(command_lines("torchrun --no-python stretto run a.py  # x")) == [
+        ["run", "a.py"]
+    ]
+
+
+def test_links_between_pages_lead_somewhere():
+    missing = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text()):
+            if not (page.parent / target).exists():
+                missing.append(f"{page.relative_to(ROOT)}: {target}")
+    assert missing == []
