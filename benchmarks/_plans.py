@@ -28,7 +28,7 @@ def equal_buckets(model: nn.Module, unit_bytes: int, ranks: int, lanes: int) -> 
         overlap="backward",
         lanes=lanes,
         buckets=tuple(
-            Bucket(tensors=tuple(names), lane=i % lanes)
+            Bucket(tensors=tuple(names), lane=i % lanes, wire_dtype="float32")
             for i, names in enumerate(buckets)
         ),
     )

@@ -46,7 +46,7 @@ def every_tensor_alone(workload, cluster, *, lanes: int, overlap: str) -> Plan:
         overlap=overlap,
         lanes=lanes,
         buckets=tuple(
-            Bucket(tensors=(tensor.name,), lane=i % lanes)
+            Bucket(tensors=(tensor.name,), lane=i % lanes, wire_dtype="float32")
             for i, tensor in enumerate(workload.tensors)
         ),
     )

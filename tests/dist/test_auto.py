@@ -178,8 +178,8 @@ def test_a_plan_file_is_carried_out_and_a_wrong_one_stops_every_rank(ranks, tmp_
         overlap="backward",
         lanes=2,
         buckets=(
-            Bucket(tensors=tuple(names[:3]), slices=2),
-            Bucket(tensors=tuple(names[3:]), lane=1),
+            Bucket(tensors=tuple(names[:3]), slices=2, wire_dtype="float32"),
+            Bucket(tensors=tuple(names[3:]), lane=1, wire_dtype="float32"),
         ),
     )
     good = tmp_path / "plan.json"

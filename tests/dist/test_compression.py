@@ -381,7 +381,7 @@ def rank_of_power_sgd(rank: int, size: int) -> dict[str, Any]:
                 overlap="backward",
                 lanes=1,
                 buckets=(
-                    Bucket(tensors=tuple(n for n, _ in net().named_parameters())),
+                    Bucket(tensors=tuple(n for n, _ in net().named_parameters()), wire_dtype="float32"),
                 ),
             )
         )

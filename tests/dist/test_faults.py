@@ -31,6 +31,7 @@ def plan_for(
         for n, p in model.named_parameters()
     ][::-1]
     names = [row[0] for row in rows]
+    bucket = {"wire_dtype": "float32"} | bucket
     return Plan(
         planner="test",
         workload_digest=tensors_digest(rows),
@@ -119,7 +120,7 @@ def rank_asks_too_much(rank: int, size: int) -> dict[str, tuple[str, str]]:
         ranks=size,
         overlap="backward",
         lanes=1,
-        buckets=(Bucket(tensors=tuple(names)),),
+        buckets=(Bucket(tensors=tuple(names), wire_dtype="float32"),),
     )
     found["dtypes"] = message(make, mixed, plan=plan)
     forward = Plan(
@@ -128,7 +129,7 @@ def rank_asks_too_much(rank: int, size: int) -> dict[str, tuple[str, str]]:
         ranks=size,
         overlap="forward",
         lanes=1,
-        buckets=(Bucket(tensors=tuple(names)),),
+        buckets=(Bucket(tensors=tuple(names), wire_dtype="float32"),),
     )
     found["overlap"] = message(make, model, plan=forward)
     return found

@@ -36,7 +36,7 @@ def plan_for(ranks: int, lanes: int) -> Plan:
         overlap="backward",
         lanes=lanes,
         buckets=tuple(
-            Bucket(tensors=tuple(group), lane=i % lanes, slices=2)
+            Bucket(tensors=tuple(group), lane=i % lanes, slices=2, wire_dtype="float32")
             for i, group in enumerate((names[:2], names[2:]))
         ),
     )

@@ -79,7 +79,7 @@ def make_plan(
         overlap=overlap,
         lanes=lanes,
         buckets=tuple(
-            Bucket(tensors=tuple(group), lane=i % lanes, slices=slices)
+            Bucket(tensors=tuple(group), lane=i % lanes, slices=slices, wire_dtype="float32")
             for i, group in enumerate(groups)
         ),
     )
@@ -205,7 +205,7 @@ def rank_takes_branches(rank: int, size: int) -> dict[str, bool]:
         overlap="backward",
         lanes=2,
         buckets=tuple(
-            Bucket(tensors=tuple(rows[i : i + 2]), lane=i // 2 % 2, slices=2)
+            Bucket(tensors=tuple(rows[i : i + 2]), lane=i // 2 % 2, slices=2, wire_dtype="float32")
             for i in range(0, len(rows), 2)
         ),
     )
@@ -270,7 +270,7 @@ def rank_has_mixed_types(rank: int, size: int) -> bool:
         lanes=2,
         buckets=(
             Bucket(tensors=tuple(names[:2]), slices=3, wire_dtype="float64"),
-            Bucket(tensors=tuple(names[2:]), lane=1, slices=2),
+            Bucket(tensors=tuple(names[2:]), lane=1, slices=2, wire_dtype="float32"),
         ),
     )
     seen = []

@@ -47,10 +47,10 @@ def resourceful(size: int, **more: Any) -> Plan:
         overlap=more.get("overlap", "backward"),
         lanes=2,
         buckets=(
-            Bucket(tensors=("2.bias",), lane=0, resource=4),
-            Bucket(tensors=("2.weight",), lane=1, slices=2, resource=3),
-            Bucket(tensors=("0.bias",), lane=0),
-            Bucket(tensors=("0.weight",), lane=0, resource=2),
+            Bucket(tensors=("2.bias",), lane=0, resource=4, wire_dtype="float32"),
+            Bucket(tensors=("2.weight",), lane=1, slices=2, resource=3, wire_dtype="float32"),
+            Bucket(tensors=("0.bias",), lane=0, wire_dtype="float32"),
+            Bucket(tensors=("0.weight",), lane=0, resource=2, wire_dtype="float32"),
         ),
     )
 

@@ -39,7 +39,7 @@ def plan_of(module: nn.Module, ranks: int) -> Plan:
         overlap="backward",
         lanes=3,
         buckets=tuple(
-            Bucket(tensors=tuple(group), lane=i % 3, slices=2)
+            Bucket(tensors=tuple(group), lane=i % 3, slices=2, wire_dtype="float32")
             for i, group in enumerate(groups)
         ),
     )

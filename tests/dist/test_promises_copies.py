@@ -49,7 +49,7 @@ def plan_of(ranks: int) -> Plan:
         overlap="backward",
         lanes=3,
         buckets=tuple(
-            Bucket(tensors=tuple(group), lane=i, slices=2)
+            Bucket(tensors=tuple(group), lane=i, slices=2, wire_dtype="float32")
             for i, group in enumerate(groups)
         ),
     )

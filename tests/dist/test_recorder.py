@@ -55,8 +55,8 @@ def plan_of(ranks: int) -> Plan:
         overlap="backward",
         lanes=2,
         buckets=(
-            Bucket(tensors=("second.weight", "second.bias")),
-            Bucket(tensors=("first.weight", "first.bias"), lane=1, slices=2),
+            Bucket(tensors=("second.weight", "second.bias"), wire_dtype="float32"),
+            Bucket(tensors=("first.weight", "first.bias"), lane=1, slices=2, wire_dtype="float32"),
         ),
     )
 

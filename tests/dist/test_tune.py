@@ -82,7 +82,7 @@ def planned(model: Any, size: int) -> Plan:
         ranks=size,
         overlap="backward",
         lanes=2,
-        buckets=(Bucket(tensors=names, slices=2),),
+        buckets=(Bucket(tensors=names, slices=2, wire_dtype="float32"),),
     )
 
 

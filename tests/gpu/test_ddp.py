@@ -32,7 +32,13 @@ def plan(size: int, *, overlap: str, resources: tuple[int | None, ...]) -> Plan:
         overlap=overlap,
         lanes=2,
         buckets=tuple(
-            Bucket(tensors=names, lane=i % 2, slices=i + 1, resource=resources[i % 2])
+            Bucket(
+                tensors=names,
+                lane=i % 2,
+                slices=i + 1,
+                resource=resources[i % 2],
+                wire_dtype="float32",
+            )
             for i, names in enumerate(tensors)
         ),
     )

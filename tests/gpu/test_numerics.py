@@ -24,8 +24,8 @@ def rank_finds(rank: int, size: int) -> str:
         overlap="backward",
         lanes=2,
         buckets=(
-            Bucket(tensors=("1.bias", "1.weight"), lane=0),
-            Bucket(tensors=("0.bias", "0.weight"), lane=1),
+            Bucket(tensors=("1.bias", "1.weight"), lane=0, wire_dtype="float32"),
+            Bucket(tensors=("0.bias", "0.weight"), lane=1, wire_dtype="float32"),
         ),
     )
     model = DistributedDataParallel(module, device_ids=[0], plan=plan, nan="raise")

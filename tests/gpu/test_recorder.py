@@ -23,7 +23,12 @@ def rank_records(rank: int, size: int) -> dict[str, Any]:
         overlap="backward",
         lanes=2,
         buckets=tuple(
-            Bucket(tensors=(f"{i}.bias", f"{i}.weight"), lane=i % 2, slices=2)
+            Bucket(
+                tensors=(f"{i}.bias", f"{i}.weight"),
+                lane=i % 2,
+                slices=2,
+                wire_dtype="float32",
+            )
             for i in (3, 2, 1, 0)
         ),
     )

@@ -16,7 +16,7 @@ from stretto.schema import (
     Workload,
 )
 from stretto.schema._rules import DTYPE_BYTES
-from stretto.schema.plan import ALGORITHMS
+from stretto.schema.plan import ALGORITHMS, WIRE_DTYPES
 from stretto.sim.scope import BoundScope
 from stretto.sim.step import StepModel, simulate_step
 
@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.schema import Cluster
-
-WIRE_DTYPE_OF = {
-    "float64": "float64",
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    # A complex gradient travels as pairs of its real type.
-    "complex64": "float32",
-    "complex128": "float64",
-}
-"""Type on the wire of a gradient's own type: nothing is converted."""
 
 
 class AbstractPlanner(abc.ABC):
@@ -310,19 +299,18 @@ def _as_sent(plan: Plan, workload: Workload) -> Workload:
 
 
 def wire_dtype(tensor: TensorSpec) -> str:
-    """The type in which a tensor's gradient travels unconverted.
+    """Return the type in which a tensor's gradient travels unconverted.
 
     Raises:
         Infeasible: the type has no average.
     """
-    try:
-        return WIRE_DTYPE_OF[tensor.dtype]
-    except KeyError:
+    if tensor.dtype not in WIRE_DTYPES:
         raise Infeasible(
             f"tensor {tensor.name!r} is of type {tensor.dtype}: only gradients of type "
-            f"{', '.join(WIRE_DTYPE_OF)} can be averaged over ranks. "
+            f"{', '.join(WIRE_DTYPES)} can be averaged over ranks. "
             "Leave it out of the workload."
-        ) from None
+        )
+    return tensor.dtype
 
 
 def dtype_starts(workload: Workload) -> tuple[int, ...]:

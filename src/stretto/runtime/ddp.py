@@ -26,7 +26,7 @@ from stretto.runtime.negotiated.front import (
 )
 from stretto.runtime.numerics import NumericsWatch, check_words
 from stretto.runtime.reducer import build_reducer
-from stretto.runtime.routes import parameter_rows, routes_of
+from stretto.runtime.routes import parameter_rows, routes_of, sparse_parameters
 from stretto.runtime.surroundings import (
     backend_of,
     process_group_of,
@@ -35,6 +35,7 @@ from stretto.runtime.surroundings import (
 )
 from stretto.runtime.watch import StepWatch
 from stretto.runtime.watched import WatchedGroup
+from stretto.schema import Bucket, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
     from stretto.runtime.recorder import AbstractStepObserver, BucketRow
     from stretto.runtime.routes import Route, TensorRow
-    from stretto.schema import Plan
 
 _log = logging.getLogger(__name__)
 
@@ -274,6 +274,36 @@ class DistributedDataParallel(TorchDDP):
     def tensor_table(self) -> tuple[TensorRow, ...]:
         """Parameters that require gradients, as ``named_parameters()`` orders them."""
         return tuple(row for row, _ in self._table(self.module))
+
+    def deferred_plan(self, lanes: int, *, planner: str) -> Plan:
+        """Return a plan that sends everything after backward, over all lanes.
+
+        One bucket per type and device, in as many slices as lanes. A parameter with
+        sparse gradients is alone in its bucket and in one slice.
+        """
+        rows = self._table(self.module)
+        sparse = sparse_parameters(self.module)
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for row, parameter in reversed(rows):
+            key: tuple[str, ...] = (row.dtype, str(parameter.device))
+            if id(parameter) in sparse:
+                key = (*key, row.name)
+            groups.setdefault(key, []).append(row.name)
+        return Plan(
+            planner=planner,
+            workload_digest="",
+            ranks=self._ranks.size,
+            overlap="none",
+            lanes=lanes,
+            buckets=tuple(
+                Bucket(
+                    tensors=tuple(names),
+                    slices=1 if key[2:] else lanes,
+                    wire_dtype=key[0],
+                )
+                for key, names in groups.items()
+            ),
+        )
 
     def ready_order(self) -> tuple[str, ...]:
         """Names in the order in which the last reduced backward made them ready.

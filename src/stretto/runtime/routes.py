@@ -31,7 +31,10 @@ class TensorRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One collective: elements ``start`` to ``end`` of a bucket, on a lane."""
+    """One collective: elements ``start`` to ``end`` of a bucket, on a lane.
+
+    A complex gradient counts as two real elements, as the Reducer sends it.
+    """
 
     lane: int
 
@@ -61,8 +64,8 @@ class Route:
     """Type on the wire where it is not the gradients' own."""
 
     def row(self, dtype: str) -> BucketRow:
-        """What an observer is told, where gradients are of type ``dtype``."""
-        width_bytes: int = getattr(torch, self.wire or dtype).itemsize
+        """Describe the bucket to an observer; its gradients are of type ``dtype``."""
+        width_bytes: int = getattr(torch, self.wire or dtype).to_real().itemsize
         return BucketRow(
             tensors=self.tensors,
             slices=tuple(
@@ -125,7 +128,7 @@ def routes_of(
     _check_names(plan, index_of)
     _check_digest(plan, [row for row, _ in table], index_of)
     _check_supported(plan, backend, device)
-    sparse = _sparse_parameters(module)
+    sparse = sparse_parameters(module)
     routes = [
         _route(
             i,
@@ -153,8 +156,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _sparse_parameters(module: nn.Module) -> set[int]:
-    """Ids of parameters whose gradients are sparse."""
+def sparse_parameters(module: nn.Module) -> set[int]:
+    """Return the ids of parameters whose gradients are sparse."""
     return {
         id(parameter)
         for owner in module.modules()
@@ -283,18 +286,20 @@ def _route(
         )
     elements = sum(parameter.numel() for _, parameter in rows)
     bounds = slice_bounds(elements, bucket.slices) or ((0, elements),)
+    # The Reducer sends complex gradients as pairs of real numbers.
+    reals = 2 if getattr(torch, dtypes[0]).is_complex else 1
     return Route(
         index=index,
         tensors=bucket.tensors,
         parameters=tuple(positions),
-        elements=elements,
+        elements=reals * elements,
         wire=wire,
         parts=tuple(
             Part(
                 lane=(bucket.lane + i) % plan.lanes,
                 resource=bucket.resource,
-                start=start + first,
-                end=start + last,
+                start=reals * (start + first),
+                end=reals * (start + last),
             )
             for i, (start, end) in enumerate(bounds)
             for first, last in slice_bounds(end - start, pieces) or ((0, 0),)

@@ -24,7 +24,16 @@ ALGORITHMS = (
     "two_level_rails",
     "in_network",
 )
-WIRE_DTYPES = ("float64", "float32", "float16", "bfloat16")
+WIRE_DTYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "complex64",
+    "complex128",
+)
+"""Types of gradients that can be averaged over ranks."""
+
 NARROWER = {"float64": ("float32",), "float32": ("float16", "bfloat16")}
 """Narrower types in which gradients of a type may travel."""
 
@@ -46,8 +55,11 @@ class Bucket:
 
     algorithm: str = "ring"
 
-    wire_dtype: str = "float32"
-    """Type on the wire; equal to the gradients' own type: nothing is converted."""
+    wire_dtype: str
+    """Type on the wire; equal to the gradients' own type: nothing is converted.
+
+    It has no default, for none is right for gradients of every type.
+    """
 
     def __post_init__(self) -> None:
         if not self.tensors:

@@ -46,6 +46,7 @@ def random_plan(model: nn.Module, ranks: int, rng: random.Random) -> Plan:
                 tensors=tuple(names[:size]),
                 lane=rng.randrange(lanes),
                 slices=rng.randint(1, 4),
+                wire_dtype="float32",
             )
         )
         names = names[size:]

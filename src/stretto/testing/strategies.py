@@ -60,6 +60,7 @@ class Choice:
                 lane=lane,
                 slices=slices,
                 algorithm=algorithm,
+                wire_dtype="float32",
             )
             for (first, end), lane, slices in zip(
                 pairwise((0, *self.ends)), self.bucket_lanes, self.slices, strict=True
@@ -259,6 +260,7 @@ def plans(
             slices=slices,
             resource=draw(st.sampled_from(levels)),
             algorithm=draw(st.sampled_from(algorithms)),
+            wire_dtype="float32",
         )
         for (first, end), lane, slices in zip(
             pairwise((0, *choice.ends)),

@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from stretto.measure import StepObserver
 from stretto.runtime import AbstractStepObserver
-from stretto.schema import Bucket, CollectiveSample, Plan
+from stretto.schema import CollectiveSample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.runtime import DistributedDataParallel
     from stretto.runtime.recorder import BucketRow
-    from stretto.schema import Workload
+    from stretto.schema import Plan, Workload
 
 PROFILE_PLANNER = "profile"
 """What the plan file of a deferred step names as its planner."""
@@ -28,26 +28,8 @@ DEFERRED_LANES = 4
 
 
 def deferred_plan(model: DistributedDataParallel, lanes: int = DEFERRED_LANES) -> Plan:
-    """A plan that sends everything after backward, for any model, measured or not.
-
-    One bucket per run of parameters of one type, last declared first, as gradients
-    mostly come, in as many slices as there are lanes.
-    """
-    buckets: list[list[str]] = []
-    last = ""
-    for row in reversed(model.tensor_table()):
-        if row.dtype != last:
-            buckets.append([])
-            last = row.dtype
-        buckets[-1].append(row.name)
-    return Plan(
-        planner=PROFILE_PLANNER,
-        workload_digest="",
-        ranks=dist.get_world_size(model.process_group),
-        overlap="none",
-        lanes=lanes,
-        buckets=tuple(Bucket(tensors=tuple(names), slices=lanes) for names in buckets),
-    )
+    """Return a plan that sends everything after backward, measured or not."""
+    return model.deferred_plan(lanes, planner=PROFILE_PLANNER)
 
 
 @final

@@ -57,8 +57,8 @@ def settled(name: str, *, ddp_step_s: float | None) -> Remembered:
             overlap="backward",
             lanes=2,
             buckets=(
-                Bucket(tensors=("b",), lane=0, slices=2),
-                Bucket(tensors=("a",), lane=1, slices=2),
+                Bucket(tensors=("b",), lane=0, slices=2, wire_dtype="float32"),
+                Bucket(tensors=("a",), lane=1, slices=2, wire_dtype="float32"),
             ),
         ),
         workload=workload,

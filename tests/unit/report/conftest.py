@@ -108,7 +108,7 @@ def method(name, predicted_s, measured_s, workload, **other):
             ranks=4,
             overlap="backward",
             lanes=lanes,
-            buckets=(Bucket(tensors=("b", "a"), slices=lanes),),
+            buckets=(Bucket(tensors=("b", "a"), slices=lanes, wire_dtype="float32"),),
             predicted=Prediction(
                 iteration_s=predicted_s,
                 backward_s=predicted_s - 0.1,

@@ -44,9 +44,9 @@ def ranks() -> Ranks:
 
 def test_a_plan_needs_each_lane_with_each_resource_once_and_in_order():
     made = plan(
-        Bucket(tensors=("a",), lane=1, slices=3),
-        Bucket(tensors=("b",), lane=1, resource=4),
-        Bucket(tensors=("c",), lane=1, resource=4),
+        Bucket(tensors=("a",), lane=1, slices=3, wire_dtype="float32"),
+        Bucket(tensors=("b",), lane=1, resource=4, wire_dtype="float32"),
+        Bucket(tensors=("c",), lane=1, resource=4, wire_dtype="float32"),
         lanes=2,
     )
     assert needs_of(made) == ((1, None), (0, None), (1, 4))

@@ -116,7 +116,11 @@ def test_a_plan_that_can_not_be_opened_is_refused_before_anything_is(device):
             ranks=2,
             overlap="backward",
             lanes=2,
-            buckets=(Bucket(tensors=("a",), slices=2, resource=resource),),
+            buckets=(
+                Bucket(
+                    tensors=("a",), slices=2, resource=resource, wire_dtype="float32"
+                ),
+            ),
         )
 
     check_lanes(plan(33), "nccl", DEVICE)

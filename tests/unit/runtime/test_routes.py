@@ -16,6 +16,7 @@ from stretto.schema import Bucket, Plan
 def routes(module: nn.Module, backend: str = "gloo", **bucket: Any) -> Any:
     table = parameter_rows(module)
     lanes = 2
+    bucket = {"wire_dtype": table[0][0].dtype} | bucket
     plan = Plan(
         planner="test",
         workload_digest="",

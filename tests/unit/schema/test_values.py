@@ -55,7 +55,7 @@ def plan(*buckets, **other):
         "ranks": 2,
         "overlap": "backward",
         "lanes": 2,
-        "buckets": buckets or (Bucket(tensors=("t",)),),
+        "buckets": buckets or (Bucket(tensors=("t",), wire_dtype="float32"),),
     }
     return Plan(**(figures | other))
 
@@ -123,10 +123,13 @@ BROKEN = {
         ),
         ".hosts",
     ),
-    "an empty bucket": (lambda: Bucket(tensors=()), ".tensors"),
-    "no slices": (lambda: Bucket(tensors=("t",), slices=0), ".slices"),
+    "an empty bucket": (lambda: Bucket(tensors=(), wire_dtype="float32"), ".tensors"),
+    "no slices": (
+        lambda: Bucket(tensors=("t",), slices=0, wire_dtype="float32"),
+        ".slices",
+    ),
     "an unknown algorithm": (
-        lambda: Bucket(tensors=("t",), algorithm="star"),
+        lambda: Bucket(tensors=("t",), algorithm="star", wire_dtype="float32"),
         ".algorithm",
     ),
     "an unknown wire type": (
@@ -136,11 +139,14 @@ BROKEN = {
     "no buckets": (lambda: plan(buckets=()), ".buckets"),
     "an unknown overlap": (lambda: plan(overlap="sideways"), ".overlap"),
     "a lane that the plan lacks": (
-        lambda: plan(Bucket(tensors=("t",), lane=2)),
+        lambda: plan(Bucket(tensors=("t",), lane=2, wire_dtype="float32")),
         ".buckets[0].lane",
     ),
     "a tensor in two buckets": (
-        lambda: plan(Bucket(tensors=("a", "b")), Bucket(tensors=("c", "a"))),
+        lambda: plan(
+            Bucket(tensors=("a", "b"), wire_dtype="float32"),
+            Bucket(tensors=("c", "a"), wire_dtype="float32"),
+        ),
         ".buckets[1].tensors[1]",
     ),
     "a span that ends before it starts": (
@@ -191,38 +197,46 @@ def test_the_digest_is_of_the_model_and_not_of_times(data, one):
 
 def test_a_plans_digest_is_of_what_it_does():
     def bucket(**other):
-        return Bucket(**({"tensors": ("a", "b")} | other))
+        return Bucket(**({"tensors": ("a", "b"), "wire_dtype": "float32"} | other))
 
-    one = plan(bucket(), Bucket(tensors=("c",)))
+    one = plan(bucket(), Bucket(tensors=("c",), wire_dtype="float32"))
     same = dataclasses.replace(one, planner="other")
     assert same.digest == one.digest
     others = [
-        plan(bucket(), Bucket(tensors=("c",)), ranks=3),
-        plan(bucket(), Bucket(tensors=("c",)), lanes=3),
-        plan(bucket(), Bucket(tensors=("c",)), overlap="none"),
-        plan(bucket(), Bucket(tensors=("c",)), workload_digest="sha256:1"),
-        plan(bucket(tensors=("b", "a")), Bucket(tensors=("c",))),
-        plan(Bucket(tensors=("c",)), bucket()),
-        plan(bucket(tensors=("a",)), Bucket(tensors=("b", "c"))),
-        plan(bucket(lane=1), Bucket(tensors=("c",))),
-        plan(bucket(slices=2), Bucket(tensors=("c",))),
-        plan(bucket(resource=4), Bucket(tensors=("c",))),
-        plan(bucket(algorithm="tree"), Bucket(tensors=("c",))),
-        plan(bucket(wire_dtype="float16"), Bucket(tensors=("c",))),
+        plan(bucket(), Bucket(tensors=("c",), wire_dtype="float32"), ranks=3),
+        plan(bucket(), Bucket(tensors=("c",), wire_dtype="float32"), lanes=3),
+        plan(bucket(), Bucket(tensors=("c",), wire_dtype="float32"), overlap="none"),
+        plan(
+            bucket(),
+            Bucket(tensors=("c",), wire_dtype="float32"),
+            workload_digest="sha256:1",
+        ),
+        plan(bucket(tensors=("b", "a")), Bucket(tensors=("c",), wire_dtype="float32")),
+        plan(Bucket(tensors=("c",), wire_dtype="float32"), bucket()),
+        plan(bucket(tensors=("a",)), Bucket(tensors=("b", "c"), wire_dtype="float32")),
+        plan(bucket(lane=1), Bucket(tensors=("c",), wire_dtype="float32")),
+        plan(bucket(slices=2), Bucket(tensors=("c",), wire_dtype="float32")),
+        plan(bucket(resource=4), Bucket(tensors=("c",), wire_dtype="float32")),
+        plan(bucket(algorithm="tree"), Bucket(tensors=("c",), wire_dtype="float32")),
+        plan(
+            bucket(wire_dtype="float16"), Bucket(tensors=("c",), wire_dtype="float32")
+        ),
     ]
     assert len({one.digest, *(other.digest for other in others)}) == 1 + len(others)
 
 
 def test_a_plan_for_another_model_is_refused_by_name():
     model = workload(tensor("a"), tensor("b"))
-    fits = plan(Bucket(tensors=("a", "b")), workload_digest=model.digest)
+    fits = plan(
+        Bucket(tensors=("a", "b"), wire_dtype="float32"), workload_digest=model.digest
+    )
     fits.check_matches(model)
     with pytest.raises(PlanMismatch, match="'c'"):
-        plan(Bucket(tensors=("a", "c"))).check_matches(model)
+        plan(Bucket(tensors=("a", "c"), wire_dtype="float32")).check_matches(model)
     with pytest.raises(PlanMismatch, match="'b'"):
-        plan(Bucket(tensors=("a",))).check_matches(model)
+        plan(Bucket(tensors=("a",), wire_dtype="float32")).check_matches(model)
     with pytest.raises(PlanMismatch, match="digest"):
-        plan(Bucket(tensors=("a", "b"))).check_matches(model)
+        plan(Bucket(tensors=("a", "b"), wire_dtype="float32")).check_matches(model)
 
 
 @given(elements=st.integers(0, 10**9), slices=st.integers(1, 64))

@@ -181,6 +181,7 @@ def two_ranks(**changes):
 
 
 def buckets(work, on, groups, **values):
+    values = {"wire_dtype": "float32"} | values
     return Plan(
         planner="p",
         workload_digest=work.digest,

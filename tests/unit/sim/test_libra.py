@@ -45,7 +45,7 @@ def planned(work, on, ends, resources):
         overlap="backward",
         lanes=1,
         buckets=tuple(
-            Bucket(tensors=tuple(names[first:last]), resource=r)
+            Bucket(tensors=tuple(names[first:last]), resource=r, wire_dtype="float32")
             for (first, last), r in zip(pairwise((0, *ends)), resources, strict=True)
         ),
     )

@@ -62,6 +62,7 @@ def cluster(**changes):
 
 def plan(work, on, groups, *, lanes=1, overlap="backward", **bucket):
     """A plan of (tensor indices, lane)."""
+    bucket = {"wire_dtype": "float32"} | bucket
     return Plan(
         planner="p",
         workload_digest=work.digest,
