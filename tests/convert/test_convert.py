@@ -192,6 +192,84 @@ def test_downloads_and_files_are_one_ranks():
     assert "if RANK == 0:\n    with open('log.txt', 'w') as f:\n" in after
 
 
+def test_a_try_at_the_top_that_imports_nothing_is_no_entry():
+    source = TRAINING.replace(
+        "model =", "try:\n    torch.randn(1)\nexcept OSError:\n    pass\nmodel ="
+    )
+    after = convert(source).after
+    assert after.count("\njoin_ranks()\n") == 1
+    compile(after, "train.py", "exec")
+
+
+def test_the_entry_is_found_with_its_comparison_either_way_around():
+    body = "".join(f"    {line}\n" for line in TRAINING.splitlines()[3:])
+    head = "\n".join(TRAINING.splitlines()[:2])
+    for guard in ('__name__ == "__main__"', '"__main__" == __name__'):
+        after = convert(f"{head}\n\nif {guard}:\n{body}").after
+        assert f"if {guard}:\n    join_ranks()\n" in after
+
+
+def trainer_of_tutorial():
+    return (Path(__file__).parent / "scripts/tutorial.py").read_text()
+
+
+def test_a_model_is_wrapped_where_it_is_on_its_device():
+    after = convert(trainer_of_tutorial()).after
+    assert (
+        "        self.model = model.to(device)\n"
+        "        self.model = DistributedDataParallel(self.model)\n"
+    ) in after
+    assert after.count("DistributedDataParallel(") == 1
+    assert "unwrap(self.model).state_dict()" in after
+
+
+def test_a_device_given_as_a_number_becomes_this_ranks():
+    source = trainer_of_tutorial().replace(
+        '"cuda:0" if torch.cuda.is_available() else "cpu"', "0"
+    )
+    assert "    main(LOCAL_RANK, 3, 2, 32)\n" in convert(source).after
+
+
+def test_a_name_taken_before_the_model_is_wrapped_is_wrapped_instead():
+    source = TRAINING.replace("opt =", "net = model\nopt =").replace(
+        "loss = model(x)", "loss = net(x)"
+    )
+    after = convert(source).after
+    assert "\nnet = DistributedDataParallel(net)\n" in after
+    assert "model = DistributedDataParallel(" not in after
+
+
+def test_a_compiled_model_is_the_one_that_is_wrapped():
+    source = TRAINING.replace("opt =", "fast = torch.compile(model)\nopt =").replace(
+        "loss = model(x)", "loss = fast(x)"
+    )
+    assert "\nfast = DistributedDataParallel(fast)\n" in convert(source).after
+    later = TRAINING.replace("loader =", "fast = torch.compile(model)\nloader =")
+    later = later.replace("loss = model(x)", "loss = fast(x)")
+    after = convert(later).after
+    assert "\nmodel = DistributedDataParallel(model)\nfast = torch." in after
+
+
+def test_training_under_two_names_that_no_wrapper_covers_is_refused():
+    source = TRAINING.replace("opt =", "net = model\nopt =").replace(
+        "loss = model(x).mean()", "loss = net(x).mean() + model(x).mean()"
+    )
+    message = refused(source)
+    assert "train.py:10: " in message
+    assert "another name of the trained model" in message
+
+
+def test_a_teacher_from_the_same_function_stays_as_it_is():
+    source = TRAINING.replace(
+        "model = torch.nn.Linear(2, 1)\n",
+        "def build():\n    return torch.nn.Linear(2, 1)\n\n\n"
+        "teacher = build().eval()\nmodel = build()\n",
+    ).replace("model(x)", "(model(x) - teacher(x).detach())")
+    after = convert(source).after
+    assert after.count("DistributedDataParallel(") == 1
+    assert "unwrap" not in after
+
+
 # Refusals: one line that names a line and a next step
 
 

@@ -25,7 +25,7 @@ from stretto.convert import (
 )
 from stretto.lab.ports import free_port
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(2400)]
 
 HERE = Path(__file__).parent
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
@@ -65,6 +65,7 @@ SCRIPTS = [
     Script(name="resume.py", saves="checkpoint.pth.tar"),
     Script(name="gan.py", noise_rows=32),
     Script(name="trainer.py", saves="trainer.pt"),
+    Script(name="tutorial.py", saves="tutorial.pt"),
     Script(name="notebook.ipynb"),
     Script(name="phases.py"),
     Script(name="language_model.py", first_epoch=1),
@@ -106,7 +107,7 @@ def run(jobs, folder, name, size):
         )
         log.close()
     try:
-        end = time.perf_counter() + 300
+        end = time.perf_counter() + 700
         while time.perf_counter() < end:
             codes = [process.poll() for process in processes]
             if None not in codes or any(codes):

@@ -14,12 +14,16 @@ from stretto.convert._tree import argument, arguments_of, dotted, found
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
 
+_NUMBER_NAMES = ("gpu", "gpu_id", "gpu_ids", "gpus", "device_id", "device_num")
+"""Names of settings that usually hold a GPU's number."""
+
 _NUMBERED = re.compile(r"""^[rR]?(["'])cuda:(\d+)\1$""")
 
 
 def convert(work: Work, *, saves: bool) -> None:
     """Maps devices, loads and downloads."""
     _numbers(work)
+    _moves_to_numbers(work)
     _visible(work)
     _loads(work, saves=saves)
     _downloads(work)
@@ -49,6 +53,31 @@ def _numbers(work: Work) -> None:
         if number is not None and of_device:
             work.replace(number, "LOCAL_RANK")
             work.done(call, f"device {tree.text(number)} became this rank's")
+
+
+def _moves_to_numbers(work: Work) -> None:
+    """``model.to(gpu)`` with the number of a device that all ranks would share."""
+    tree = work.tree
+    changed: list[cst.CSTNode] = []
+    for call in tree.calls:
+        given = argument(call, 0, "device")
+        if tree.method_called(call, "to") is None or given is None:
+            continue
+        for origin in work.flow.origins(given, tree.function(call)):
+            made = origin.value
+            if any(made is known for known in changed):
+                continue
+            if isinstance(made, cst.Integer):
+                changed.append(made)
+                work.replace(made, "LOCAL_RANK")
+                work.done(made, f"device {made.value} became this rank's")
+            elif (dotted(made) or "").rpartition(".")[2] in _NUMBER_NAMES:
+                changed.append(made)
+                work.undecided(
+                    call,
+                    f"`{tree.text(made)}` may be one device's number on all ranks: "
+                    "pass LOCAL_RANK where it is a GPU's",
+                )
 
 
 def _visible(work: Work) -> None:

@@ -14,6 +14,38 @@ if TYPE_CHECKING:
 
 _INIT = "__init__"
 
+_DEPTH = 4
+"""Through how many calls of functions with several callers an object is followed."""
+
+Key = tuple[int | None, ...]
+"""What identifies a value: its expression, its place, and calls on the way to it."""
+
+SAME_OBJECT = (
+    "to",
+    "cuda",
+    "cpu",
+    "half",
+    "float",
+    "double",
+    "bfloat16",
+    "train",
+    "eval",
+    "requires_grad_",
+    "apply",
+    "share_memory",
+    "type",
+    "to_empty",
+)
+"""Methods of a module that return the module."""
+
+WRAPPING = (
+    "torch.compile",
+    "torch.nn.DataParallel",
+    "torch.nn.parallel.DataParallel",
+    "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+)
+"""Functions whose result runs the module that they are given."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
@@ -28,7 +60,7 @@ class Origin:
     """Which of several variables that a call's result is unpacked into."""
 
     @property
-    def key(self) -> tuple[int, int | None]:
+    def key(self) -> tuple[int | None, int | None]:
         """What tells this value from others."""
         return id(self.value), self.place
 
@@ -39,6 +71,8 @@ class Flow:
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
+        self._callers: dict[cst.FunctionDef, list[cst.Call]] = {}
+        self._callees: dict[cst.Call, list[cst.FunctionDef]] | None = None
         self._assigned: dict[tuple[cst.CSTNode | None, str], list[Origin]] = {}
         for line in found(tree.module, cst.Assign):
             for target in line.targets:
@@ -68,7 +102,7 @@ class Flow:
             if (path := dotted(part)) is None:
                 continue
             scope = self._tree.function(at)
-            home = self._home(path, scope)
+            home = self.home(path, scope)
             origin = Origin(
                 value=made,
                 scope=scope,
@@ -78,7 +112,7 @@ class Flow:
             )
             self._assigned.setdefault((home, path), []).append(origin)
 
-    def _home(self, path: str, scope: Scope) -> cst.CSTNode | None:
+    def home(self, path: str, scope: Scope) -> cst.CSTNode | None:
         """What a variable belongs to: its class for ``self.x``, else its function."""
         if path.startswith("self."):
             return self._tree.owner(scope)
@@ -87,7 +121,7 @@ class Flow:
     def assigned(self, path: str, scope: Scope) -> list[Origin]:
         """The assignments to a variable that code in a scope sees, in text order."""
         if path.startswith("self."):
-            return self._assigned.get((self._tree.owner(scope), path), [])
+            return self._of_object(self._tree.owner(scope), path)
         here: Scope = scope
         first = path.partition(".")[0]
         while True:
@@ -96,8 +130,21 @@ class Flow:
                 return found_here
             here = self._tree.function(here)
 
+    def _of_object(self, owner: cst.ClassDef | None, path: str) -> list[Origin]:
+        """The assignments to ``self.x`` in a class, its bases and its subclasses."""
+        return [
+            origin
+            for kind in (self._tree.family(owner) if owner is not None else [None])
+            for origin in self._assigned.get((kind, path), [])
+        ]
+
     def calls_of(self, function: cst.FunctionDef) -> list[cst.Call]:
         """Where a function, a method or (of ``__init__``) its class is called."""
+        if function not in self._callers:
+            self._callers[function] = self._find_calls(function)
+        return self._callers[function]
+
+    def _find_calls(self, function: cst.FunctionDef) -> list[cst.Call]:
         name, owner = function.name.value, self._tree.owner(function)
         if owner is not None and name == _INIT:
             name = owner.name.value
@@ -129,7 +176,7 @@ class Flow:
         Plain names are followed to their assignments, parameters to every call, and
         attributes of ``self`` to their class. What is neither is an origin itself.
         """
-        out: dict[tuple[int, int | None], Origin] = {}
+        out: dict[Key, Origin] = {}
         self._follow(node, scope, None, out, set())
         return list(out.values())
 
@@ -138,7 +185,7 @@ class Flow:
         node: cst.BaseExpression,
         scope: Scope,
         via: Origin | None,
-        out: dict[tuple[int, int | None], Origin],
+        out: dict[Key, Origin],
         seen: set[tuple[int, str]],
     ) -> None:
         path = dotted(node)
@@ -166,7 +213,7 @@ class Flow:
         self,
         path: str,
         scope: Scope,
-        out: dict[tuple[int, int | None], Origin],
+        out: dict[Key, Origin],
         seen: set[tuple[int, str]],
     ) -> bool:
         reached = False
@@ -184,22 +231,109 @@ class Flow:
         self,
         node: cst.BaseExpression,
         scope: Scope,
-        out: dict[tuple[int, int | None], Origin],
+        out: dict[Key, Origin],
         seen: set[tuple[int, str]],
     ) -> bool:
         """``trainer.loader`` to ``self.loader`` in the class of ``trainer``."""
+        made = self.of_objects(node, scope)
+        for origin in made:
+            self._follow(origin.value, origin.scope, origin, out, seen)
+        return bool(made)
+
+    def of_objects(self, node: cst.BaseExpression, scope: Scope) -> list[Origin]:
+        """The assignments to ``self.x`` that ``trainer.x`` reads."""
         if not isinstance(node, cst.Attribute) or dotted(node.value) == "self":
-            return False
-        reached = False
+            return []
+        out: list[Origin] = []
         for base in self.origins(node.value, scope):
             made = base.value
             name = dotted(made.func) if isinstance(made, cst.Call) else None
             inside = self._tree.classes.get(name or "")
-            path = f"self.{node.attr.value}"
-            for origin in self._assigned.get((inside, path), []) if inside else []:
-                reached = True
-                self._follow(origin.value, origin.scope, origin, out, seen)
-        return reached
+            if inside is not None:
+                out += self._of_object(inside, f"self.{node.attr.value}")
+        return out
+
+    # Objects, also through calls
+
+    def reached(self, node: cst.BaseExpression, scope: Scope) -> set[Key]:
+        """The keys of every value that an expression's object may be.
+
+        In addition to `origins` this looks through calls that give the same object:
+        methods such as ``to``, wrappers such as ``torch.compile``, and functions of
+        the script by what they return.
+        """
+        out: set[Key] = set()
+        waiting: list[tuple[cst.BaseExpression, Scope, tuple[int, ...]]] = [
+            (node, scope, ())
+        ]
+        seen: set[tuple[int, tuple[int, ...]]] = set()
+        while waiting:
+            value, inner, sites = waiting.pop()
+            for origin in self.origins(value, inner):
+                key = (*origin.key, *sites)
+                if (id(origin.value), sites) in seen and key in out:
+                    continue
+                seen.add((id(origin.value), sites))
+                out.add(key)
+                for more, where, site in self.same_object(
+                    origin.value, origin.scope, origin.place
+                ):
+                    at = sites if site is None else (*sites, site)
+                    if len(at) <= _DEPTH:
+                        waiting.append((more, where, at))
+        return out
+
+    def same_object(
+        self, value: cst.BaseExpression, scope: Scope, place: int | None
+    ) -> list[tuple[cst.BaseExpression, Scope, int | None]]:
+        """The expressions whose object a call, or a conditional expression, gives.
+
+        Each comes with its scope and, of a function that is called from several
+        places, with which of these calls it is.
+        """
+        if isinstance(value, cst.IfExp):
+            return [(value.body, scope, None), (value.orelse, scope, None)]
+        if not isinstance(value, cst.Call):
+            return []
+        on = self._tree.method_called(value, *SAME_OBJECT)
+        if on is not None and place is None:
+            return [(on, scope, None)]
+        if self._tree.called(value) in WRAPPING and value.args and place is None:
+            return [(value.args[0].value, scope, None)]
+        out: list[tuple[cst.BaseExpression, Scope, int | None]] = []
+        for function in self.local(value):
+            several = len(self.calls_of(function)) > 1
+            for given in self.returned(function):
+                part: cst.BaseExpression = given
+                if place is not None:
+                    if not isinstance(given, cst.Tuple | cst.List):
+                        continue
+                    elements = given.elements
+                    if place >= len(elements):
+                        continue
+                    part = elements[place].value
+                elif isinstance(given, cst.Tuple):
+                    continue
+                out.append((part, function, id(value) if several else None))
+        return out
+
+    def local(self, call: cst.Call) -> list[cst.FunctionDef]:
+        """The functions of this script that a call may call."""
+        if self._callees is None:
+            self._callees = {}
+            for function in self._tree.functions:
+                if function.name.value != _INIT:
+                    for caller in self.calls_of(function):
+                        self._callees.setdefault(caller, []).append(function)
+        return self._callees.get(call, [])
+
+    def returned(self, function: cst.FunctionDef) -> list[cst.BaseExpression]:
+        """The values that a function may return."""
+        return [
+            line.value
+            for line in found(function.body, cst.Return)
+            if line.value is not None and self._tree.function(line) is function
+        ]
 
 
 def parameters(function: cst.FunctionDef) -> list[str]:

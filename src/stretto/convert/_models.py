@@ -8,10 +8,11 @@ import libcst as cst
 
 from stretto.convert._edit import theirs
 from stretto.convert._tree import Scope, arguments_of, dotted, found
+from stretto.convert._views import Site, Views
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
-    from stretto.convert._flow import Origin
+    from stretto.convert._flow import Key, Origin
 
 _OF_BOTH = frozenset(
     ["train", "eval", "parameters", "zero_grad", "training", "module", "no_sync"]
@@ -68,6 +69,9 @@ _OF_MODULE = frozenset(
     ]
 )
 
+_MOVING = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "to_empty")
+"""Methods after which a wrapper made before would be wrong."""
+
 _SETTING_UP = frozenset(
     [
         "to",
@@ -95,9 +99,10 @@ class Models:
     def __init__(self, work: Work) -> None:
         self._work = work
         self._tree, self._flow = work.tree, work.flow
-        self._made = {o.key for o in self._every_value(work.job.models)}
+        made = self._every_value(work.job.models)
+        self._made: set[Key] = {o.key for o in made}
         self._known: dict[tuple[int, str], bool] = {}
-        self._last_line: list[tuple[Scope, str, int]] = []
+        self._sites: list[tuple[Origin, Site]] = []
         self.parallel_before = False
 
     def _every_value(self, models: list[Origin]) -> list[Origin]:
@@ -115,7 +120,7 @@ class Models:
         key = (id(scope), path)
         if key not in self._known:
             self._known[key] = any(
-                o.key in self._made for o in self._flow.origins(node, scope)
+                key in self._made for key in self._flow.reached(node, scope)
             )
         return self._known[key]
 
@@ -174,27 +179,101 @@ class Models:
             return False
         return True
 
-    def _anchors(self, model: Origin) -> list[cst.CSTNode]:
-        """The statements that set a model up, up to where training begins."""
-        path = model.path or ""
-        limit = self._training_begins(model.scope)
-        marked = [o.statement for o in self._flow.assigned(path, model.scope)]
+    def _anchors(self, model: Origin, path: str, scope: Scope) -> list[cst.CSTNode]:
+        """The statements that set a model up under one of its names."""
+        limit = self._training_begins(scope)
+        marked = [
+            o.statement
+            for o in self._flow.assigned(path, scope)
+            if self._flow.home(o.path or "", o.scope) is self._flow.home(path, scope)
+        ]
         for call in self._tree.calls:
             on = self._tree.method_called(call, *_SETTING_UP)
-            same = self._tree.function(call) is model.scope
+            same = self._tree.function(call) is scope
             if same and on is not None and f"{dotted(on)}.".startswith(f"{path}."):
                 marked.append(self._tree.statement(call))
         marked += [
             self._tree.statement(o.call)
             for o in self._work.job.optimizers
-            if o.scope is model.scope and any(m.key == model.key for m in o.models)
+            if o.scope is scope and any(m.key == model.key for m in o.models)
         ]
-        marked = [
+        return [
             s
             for s in marked
-            if self._tree.function(s) is model.scope and self._tree.line(s) < limit
+            if self._tree.function(s) is scope and self._tree.line(s) < limit
         ]
-        return marked or [model.statement]
+
+    def _site(self, model: Origin, path: str, scope: Scope) -> Site:
+        """Where a model would be wrapped under one of its names."""
+        anchors = self._anchors(model, path, scope) or [model.statement]
+        at = last_of_common_block(self._work, anchors)
+        last = max(self._tree.line(n) for n in (at, *anchors))
+        return Site(path=path, scope=scope, at=at, last_line=last)
+
+    def _place(self, model: Origin) -> Site:
+        """Where a model is wrapped, so that every call in training sees it wrapped.
+
+        Raises:
+            SpecError: there is no such place.
+        """
+        calls = [c for c in self._calls_of(model) if self._in_training(c)]
+        calls = [c for c in calls if not self._tree.without_gradient(c)]
+        views = Views(self._work)
+        first = self._site(model, model.path or "", model.scope)
+        names = views.names([(c.func, self._tree.function(c)) for c in calls])
+        sites = [first, *(self._site(model, p, s) for p, s in reversed(names))]
+        moves = self._moves(model)
+        hidden: cst.Call | None = None
+        seen: Site | None = None
+        for site in sites:
+            missed = next((c for c in calls if not views.wrapped(c.func, site)), None)
+            if missed is None:
+                if not any(views.wrapped(move, site) for move in moves):
+                    return site
+                seen = seen or site
+            else:
+                hidden = hidden or missed
+        if seen is not None:
+            return seen
+        if hidden is None:
+            return first
+        raise self._work.job.refuse(
+            hidden,
+            f"`{self._tree.text(hidden.func)}` is another name of the trained model "
+            f"`{model.path}`, given before the model is complete, so wrapping "
+            f"`{model.path}` would not reach this call and gradients would not be "
+            "exchanged. Use one name for the model, or assign this one after the "
+            "optimizer is made",
+        )
+
+    def _moves(self, model: Origin) -> list[cst.BaseExpression]:
+        """What is moved to a device or another type while training is set up."""
+        reaching = reaching_training(self._work)
+        owners = {id(self._tree.owner(f)) for f in reaching if self._tree.owner(f)}
+        out = []
+        for call in self._tree.calls:
+            on = self._tree.method_called(call, *_MOVING)
+            scope = self._tree.function(call)
+            if on is None or not self._is(on, scope, model):
+                continue
+            builds = scope is not None and (
+                scope in reaching
+                or (
+                    scope.name.value == "__init__"
+                    and id(self._tree.owner(scope)) in owners
+                )
+            )
+            before = self._tree.line(call) < self._training_begins(scope)
+            if (scope is None or builds) and before:
+                out.append(on)
+        return out
+
+    def _is(self, node: cst.BaseExpression, scope: Scope, model: Origin) -> bool:
+        """Whether an expression is one certain model."""
+        values = {model.key}
+        if model.path is not None:
+            values |= {o.key for o in self._flow.assigned(model.path, model.scope)}
+        return not values.isdisjoint(self._flow.reached(node, scope))
 
     def _training_begins(self, scope: Scope) -> int:
         """The first line of a scope at which a batch may be trained on."""
@@ -218,11 +297,13 @@ class Models:
         return min(lines, default=10**9)
 
     def _wrap(self, model: Origin) -> None:
-        work, path = self._work, model.path or ""
-        anchors = self._anchors(model)
-        at = last_of_common_block(work, anchors)
-        end = max(self._tree.line(n) for n in (at, *anchors))
-        self._last_line.append((model.scope, path, end))
+        work = self._work
+        if work.horovod:
+            site = self._site(model, model.path or "", model.scope)
+        else:
+            site = self._place(model)
+        path, at = site.path, site.at
+        self._sites.append((model, site))
         if work.horovod:
             own = theirs(path)
             work.after(at, f"hvd.broadcast_parameters({own}.state_dict(), root_rank=0)")
@@ -247,18 +328,11 @@ class Models:
         )
 
     def _calls_of(self, model: Origin) -> list[cst.Call]:
-        values = {model.key}
-        if model.path is not None:
-            values |= {o.key for o in self._flow.assigned(model.path, model.scope)}
         return [
             call
             for call in self._tree.calls
             if dotted(call.func) is not None
-            and self.is_model(call.func, self._tree.function(call))
-            and any(
-                o.key in values
-                for o in self._flow.origins(call.func, self._tree.function(call))
-            )
+            and self._is(call.func, self._tree.function(call), model)
         ]
 
     def _check_called(self, model: Origin) -> None:
@@ -306,12 +380,13 @@ class Models:
         return self.parallel_before and node.attr.value in names
 
     def _is_set_up(self, node: cst.Attribute, scope: Scope) -> bool:
-        """Whether the model is not wrapped yet where this is written."""
-        path = dotted(node.value)
+        """Whether the model is not wrapped yet where an expression uses it."""
         line = self._tree.line(node)
         return any(
-            scope is inside and path == known and line <= last
-            for inside, known, last in self._last_line
+            scope is site.scope
+            and line <= site.last_line
+            and self._is(node.value, scope, model)
+            for model, site in self._sites
         )
 
     def _check_method(self, node: cst.Attribute) -> None:
@@ -338,18 +413,11 @@ class Models:
         )
 
     def _in_training(self, node: cst.CSTNode) -> bool:
-        reaching = reaching_training(self._work)
-        inside = any(
-            self._tree.within(node, loop.node) for loop in self._work.job.training
-        )
-        return inside or any(
-            a in self._tree.functions and self._holds_backward(a)
-            for a in self._tree.ancestors(node)
-            if isinstance(a, cst.FunctionDef) and a in reaching
-        )
-
-    def _holds_backward(self, function: cst.FunctionDef) -> bool:
-        return any(self._tree.within(b, function) for b in self._work.job.backwards)
+        """Whether code may run in a training step, also through calls."""
+        if any(self._tree.within(node, loop.node) for loop in self._work.job.training):
+            return True
+        inner = trained_functions(self._work)
+        return any(a in inner for a in self._tree.ancestors(node))
 
     def _computes(self, method: str) -> bool:
         """Whether a method may call layers; one of another file may."""
@@ -382,6 +450,26 @@ def reaching_training(work: Work) -> list[cst.FunctionDef]:
                 out[id(function)] = function
                 inner += work.flow.calls_of(function)
     return list(out.values())
+
+
+def trained_functions(work: Work) -> list[cst.FunctionDef]:
+    """The functions that hold a backward, or that a training step calls."""
+    tree = work.tree
+    out = [
+        a
+        for call in work.job.backwards
+        for a in tree.ancestors(call)
+        if isinstance(a, cst.FunctionDef)
+        and not any(tree.within(loop.node, a) for loop in work.job.training)
+    ]
+    waiting: list[cst.CSTNode] = [*out, *(loop.node for loop in work.job.training)]
+    while waiting:
+        for call in found(waiting.pop(), cst.Call):
+            for function in work.flow.local(call):
+                if function not in out:
+                    out.append(function)
+                    waiting.append(function)
+    return out
 
 
 def last_of_common_block(work: Work, statements: list[cst.CSTNode]) -> cst.CSTNode:

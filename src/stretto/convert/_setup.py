@@ -129,9 +129,12 @@ def _is_fixed(work: Work, call: cst.Call) -> bool:
     )
 
 
-def _is_main(node: cst.If) -> bool:
-    test = node.test
-    return isinstance(test, cst.Comparison) and dotted(test.left) == "__name__"
+def _is_main(node: cst.CSTNode) -> bool:
+    """Whether a statement is ``if __name__ == "__main__":``, either way around."""
+    if not isinstance(node, cst.If) or not isinstance(node.test, cst.Comparison):
+        return False
+    sides = [node.test.left, *(part.comparator for part in node.test.comparisons)]
+    return any(dotted(side) == "__name__" for side in sides)
 
 
 def _last_import(work: Work) -> cst.CSTNode | None:
@@ -147,7 +150,7 @@ def _last_import(work: Work) -> cst.CSTNode | None:
             True for _ in found(line.body, (cst.Import, cst.ImportFrom))
         ):
             last = line
-        elif not isinstance(line, cst.If | cst.Try) or _is_main(line):  # type: ignore[arg-type]
+        elif not isinstance(line, cst.If | cst.Try) or _is_main(line):
             break
     return last
 

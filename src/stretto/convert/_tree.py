@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar, final
 
 import libcst as cst
-from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
+from libcst.metadata import MetadataWrapper, PositionProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,12 +45,25 @@ def argument(call: cst.Call, place: int, name: str) -> cst.BaseExpression | None
     return positional[place] if 0 <= place < len(positional) else None
 
 
+_CHILDREN: dict[cst.CSTNode, tuple[cst.CSTNode, ...]] = {}
+"""The children of the latest tree's nodes: a node visits all it holds to list them."""
+
+
+def _children(node: cst.CSTNode) -> tuple[cst.CSTNode, ...]:
+    known = _CHILDREN.get(node)
+    if known is None:
+        known = _CHILDREN[node] = tuple(node.children)
+    return known
+
+
 def found(node: cst.CSTNode, kind: Kinds[Node]) -> Iterator[Node]:
     """Every node of a kind at or below a node, in the order of the text."""
-    if isinstance(node, kind):
-        yield node
-    for child in node.children:
-        yield from found(child, kind)
+    waiting = [node]
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here, kind):
+            yield here
+        waiting += reversed(_children(here))
 
 
 @final
@@ -60,8 +73,14 @@ class Tree:
     def __init__(self, module: cst.Module) -> None:
         wrapper = MetadataWrapper(module)
         self.module = wrapper.module
-        self._parents = wrapper.resolve(ParentNodeProvider)
+        _CHILDREN.clear()
+        self._parents = {
+            child: node
+            for node in found(self.module, cst.CSTNode)
+            for child in _children(node)
+        }
         self._positions = wrapper.resolve(PositionProvider)
+        self._scopes: dict[cst.CSTNode, Scope] = {}
         self.imported = _imported(self.module)
         self.calls = list(found(self.module, cst.Call))
         self.functions = list(found(self.module, cst.FunctionDef))
@@ -105,6 +124,11 @@ class Tree:
 
     def function(self, node: cst.CSTNode) -> Scope:
         """The function that a node stands in; of a function, the one around it."""
+        if node not in self._scopes:
+            self._scopes[node] = self._function(node)
+        return self._scopes[node]
+
+    def _function(self, node: cst.CSTNode) -> Scope:
         below = node
         for above in self.ancestors(node):
             # A default or a decorator belongs to the scope outside.
@@ -120,6 +144,22 @@ class Tree:
         return next(
             (a for a in self.ancestors(scope) if isinstance(a, cst.ClassDef)), None
         )
+
+    def family(self, kind: cst.ClassDef) -> list[cst.ClassDef]:
+        """A class with its bases and its subclasses in this script."""
+        out = [kind]
+        for node in out:
+            for base in node.bases:
+                other = self.classes.get((dotted(base.value) or "").rpartition(".")[2])
+                if other is not None and other not in out:
+                    out.append(other)
+        below = [kind]
+        for node in below:
+            for other in self.classes.values():
+                bases = {dotted(b.value) for b in other.bases}
+                if node.name.value in bases and other not in below:
+                    below.append(other)
+        return [*out, *below[1:]]
 
     def statement(self, node: cst.CSTNode) -> cst.CSTNode:
         """The smallest whole statement around a node: a line or a block."""
