@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert._tree import Scope, argument, dotted, found
+from stretto.convert._losses import Loss, Losses
+from stretto.convert._tree import dotted, found
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
@@ -52,72 +53,37 @@ class Classifier:
     def __init__(self, work: Work) -> None:
         self._work = work
         self._tree, self._flow = work.tree, work.flow
-        self.sums = [c for c in self._tree.calls if self._is_sum_loss(c)]
+        self.losses = Losses(work)
+        self._kinds: set[Loss] = set()
+        self._kinds_of: dict[str, set[Loss]] = {}
+        for call in work.job.backwards:
+            kind = self.losses.of(call)
+            self._kinds.add(kind)
+            for name in self._names_of(call):
+                self._kinds_of.setdefault(name, set()).add(kind)
 
     def loss_names(self) -> set[str]:
         """The variables that ``backward`` is called on."""
+        return set(self._kinds_of)
+
+    def _names_of(self, call: cst.Call) -> set[str]:
+        """The variables in what one ``backward`` is called on."""
         out = set()
-        for call in self._work.job.backwards:
-            node = call.func.value if isinstance(call.func, cst.Attribute) else None
-            for name in found(node, cst.Name) if node is not None else ():
-                parent = self._tree.parent(name)
-                called = isinstance(parent, cst.Attribute) and parent.value is not name
-                if not called and name.value not in ("self", "scaler"):
-                    out.add(name.value)
-            path = dotted(node)
-            if path is not None:
-                out.add(path)
+        node = call.func.value if isinstance(call.func, cst.Attribute) else None
+        for name in found(node, cst.Name) if node is not None else ():
+            parent = self._tree.parent(name)
+            called = isinstance(parent, cst.Attribute) and parent.value is not name
+            if not called and name.value not in ("self", "scaler"):
+                out.add(name.value)
+        path = dotted(node)
+        if path is not None:
+            out.add(path)
         return out
 
-    def loss(self) -> Amount:
-        """What the training loss is."""
-        return Amount.SUM if self.sums else Amount.MEAN
-
-    def _is_sum_loss(self, call: cst.Call) -> bool:
-        """Whether a call sets a training loss to be a sum over samples."""
-        given = {a.keyword.value: a.value for a in call.args if a.keyword is not None}
-        summed = any(
-            (name == "reduction" and self._tree.text(value).strip("\"'") == "sum")
-            or (name == "size_average" and self._tree.text(value) == "False")
-            for name, value in given.items()
-        )
-        if not summed or self._tree.without_gradient(call):
-            return False
-        scope = self._tree.function(call)
-        if self._evaluates(scope):
-            return False
-        path = None
-        line = self._tree.parent(call)
-        if isinstance(line, cst.Assign):
-            path = dotted(line.targets[0].target)
-        # Used where a step is trained: in its loop, its function, or by a function
-        # that is called there.
-        text = self._step_text()
-        if path is not None and scope is None:
-            return path in text
-        if scope is not None and any(
-            self._tree.within(b, scope) for b in self._work.job.backwards
-        ):
-            return True
-        return scope is None or scope.name.value in text or (path or "") in text
-
-    def _evaluates(self, scope: Scope) -> bool:
-        return scope is not None and any(
-            self._tree.method_called(c, "eval") is not None
-            for c in found(scope.body, cst.Call)
-        )
-
-    def _step_text(self) -> set[str]:
-        out: set[str] = set()
-        for loop in self._work.job.training:
-            out |= {n.value for n in found(loop.node.body, cst.Name)}
-            out |= {dotted(a) or "" for a in found(loop.node.body, cst.Attribute)}
-        for call in self._work.job.backwards:
-            scope = self._tree.function(call)
-            if scope is not None:
-                out |= {n.value for n in found(scope.body, cst.Name)}
-                out |= {dotted(a) or "" for a in found(scope.body, cst.Attribute)}
-        return out
+    def loss(self, name: str | None = None) -> Amount:
+        """What the training loss is, or the one of a name."""
+        kinds = self._kinds if name is None else self._kinds_of.get(name, self._kinds)
+        return Amount.SUM if kinds == {Loss.SUM} else Amount.MEAN
 
     def of(
         self, node: cst.BaseExpression, within: cst.CSTNode, depth: int = 6
@@ -139,8 +105,8 @@ class Classifier:
                 return Amount.SUM
             return Amount.UNKNOWN
         if (path := dotted(node)) is not None:
-            if path in self.loss_names():
-                return self.loss()
+            if path in self._kinds_of:
+                return self.loss(path)
             if isinstance(node, cst.Attribute) and node.attr.value in _THROUGH:
                 return self.of(node.value, within, depth)
             made = [
@@ -187,27 +153,7 @@ class Classifier:
             return Amount.MEAN
         if method in _THROUGH and isinstance(node.func, cst.Attribute):
             return self.of(node.func.value, within, depth)
-        if self._is_criterion(node):
-            return self.loss()
+        kind = self.losses.criterion(node, self._tree.function(node))
+        if kind in (Loss.MEAN, Loss.SUM):
+            return Amount.SUM if kind is Loss.SUM else Amount.MEAN
         return Amount.UNKNOWN
-
-    def _is_criterion(self, call: cst.Call) -> bool:
-        """Whether a call gives a loss of torch.nn or torch.nn.functional."""
-        full = self._tree.called(call)
-        if full.startswith("torch.nn.functional.") and argument(call, 9, "reduction"):
-            return False
-        if full.startswith("torch.nn.functional.") and "loss" in full:
-            return True
-        if full in (
-            "torch.nn.functional.cross_entropy",
-            "torch.nn.functional.binary_cross_entropy",
-            "torch.nn.functional.binary_cross_entropy_with_logits",
-        ):
-            return True
-        scope = self._tree.function(call)
-        return dotted(call.func) is not None and any(
-            isinstance(o.value, cst.Call)
-            and self._tree.called(o.value).startswith("torch.nn.")
-            and self._tree.called(o.value).endswith("Loss")
-            for o in self._flow.origins(call.func, scope)
-        )

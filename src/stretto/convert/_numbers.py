@@ -15,6 +15,7 @@ import libcst as cst
 
 from stretto.convert._classify import Amount, Classifier
 from stretto.convert._edit import theirs
+from stretto.convert._losses import Loss
 from stretto.convert._result import Evaluation
 from stretto.convert._tree import Scope, dotted, found
 
@@ -83,20 +84,40 @@ class Numbers:
                 self._at_source(scope.body, scope)
 
     def _scale_sums(self) -> None:
-        if not self._classify.sums or self._work.choices.per_rank_batch:
+        """Multiplies losses that are sums, and says of which it is not known.
+
+        Raises:
+            SpecError: a sum is added to what is none, which no factor makes right.
+        """
+        if self._work.choices.per_rank_batch:
             return
-        first = self._classify.sums[0]
         ranks = self._work.expression("WORLD_SIZE")
         for call in self._work.job.backwards:
+            loss = self._classify.losses.of(call)
             node = call.func.value if isinstance(call.func, cst.Attribute) else None
             if node is None:
+                continue
+            if loss is Loss.MIXED:
+                raise self._work.job.refuse(
+                    call,
+                    "this loss adds a sum over samples to a mean or to a function of "
+                    "the parameters, and gradients are averaged over ranks. Divide "
+                    "the sum by the number of samples in the batch",
+                )
+            if loss is Loss.UNKNOWN:
+                self._work.undecided(
+                    call,
+                    "whether this loss is a mean over samples: gradients are averaged "
+                    "over ranks, which is right for a mean. Multiply a sum by "
+                    "WORLD_SIZE",
+                )
+            if loss is not Loss.SUM:
                 continue
             self._work.change(node, partial(_times, factor=ranks))
             self._work.done(
                 call,
-                "the loss is a sum over samples (line "
-                f"{self._tree.line(first)}), and gradients are averaged over ranks: "
-                "multiplied by WORLD_SIZE, they are those of the whole batch",
+                "the loss is a sum over samples, and gradients are averaged over "
+                "ranks: multiplied by WORLD_SIZE, they are those of the whole batch",
             )
 
     # Loops over this rank's share

@@ -1,0 +1,453 @@
+"""What a training loss is over samples: a mean, a sum, or something else."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, final
+
+import libcst as cst
+
+from stretto.convert._flow import parameters
+from stretto.convert._tree import Scope, dotted, found
+
+if TYPE_CHECKING:
+    from stretto.convert._edit import Work
+    from stretto.convert._flow import Origin
+
+
+class Loss(enum.Enum):
+    """How a loss grows with the samples of a batch."""
+
+    CONSTANT = "constant"
+    """A number that gradients do not pass through."""
+    PARAMETERS = "parameters"
+    """A function of parameters alone, such as a weight penalty."""
+    MEAN = "mean"
+    SUM = "sum"
+    EACH = "each"
+    """One value for each sample."""
+    MIXED = "mixed"
+    """A sum over samples plus a mean over them or a function of parameters."""
+    UNKNOWN = "unknown"
+
+
+_LINEAR = frozenset(
+    [
+        "float",
+        "double",
+        "half",
+        "to",
+        "cuda",
+        "cpu",
+        "clone",
+        "squeeze",
+        "view",
+        "reshape",
+        "contiguous",
+        "unsqueeze",
+        "flatten",
+        "requires_grad_",
+    ]
+)
+"""Methods that keep what a value is."""
+
+_SCALING = ("scale", "scale_loss")
+
+_DEPTH = 12
+
+
+@final
+class Losses:
+    """Classifies what ``backward`` is called on."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._tree, self._flow = work.tree, work.flow
+
+    def of(self, call: cst.Call) -> Loss:
+        """What the loss of a call of ``backward`` is."""
+        node = call.func.value if isinstance(call.func, cst.Attribute) else None
+        if node is None:
+            return Loss.UNKNOWN
+        if isinstance(node, cst.Call) and node.args:
+            on = self._tree.method_called(node, *_SCALING)
+            if on is not None:
+                node = node.args[0].value
+        return self._of(node, self._tree.function(call), self._tree.line(call), _DEPTH)
+
+    def _of(
+        self, node: cst.BaseExpression, scope: Scope, line: int, depth: int
+    ) -> Loss:
+        if depth == 0:
+            return Loss.UNKNOWN
+        if isinstance(node, cst.Integer | cst.Float | cst.BaseString):
+            return Loss.CONSTANT
+        if isinstance(node, cst.UnaryOperation):
+            return self._of(node.expression, scope, line, depth)
+        if isinstance(node, cst.BinaryOperation):
+            return _combined(
+                node.operator,
+                self._of(node.left, scope, line, depth - 1),
+                self._of(node.right, scope, line, depth - 1),
+                counts=self._counts(node.right, scope),
+            )
+        if isinstance(node, cst.IfExp):
+            return _either(
+                self._of(node.body, scope, line, depth - 1),
+                self._of(node.orelse, scope, line, depth - 1),
+            )
+        if isinstance(node, cst.Call):
+            return self._of_call(node, scope, line, depth - 1)
+        if isinstance(node, cst.Subscript):
+            return self._of_part(node.value, scope, line, depth - 1)
+        if isinstance(node, cst.Attribute) and node.attr.value == "loss":
+            return Loss.MEAN
+        if (path := dotted(node)) is not None:
+            return self._of_name(path, scope, line, depth - 1)
+        return Loss.UNKNOWN
+
+    def _of_part(
+        self, node: cst.BaseExpression, scope: Scope, line: int, depth: int
+    ) -> Loss:
+        """What one element of a result is: of a model's, taken to be its loss."""
+        given = node
+        if (path := dotted(node)) is not None:
+            for origin in self._before(path, scope, line):
+                given = origin.value
+        if isinstance(given, cst.Call) and self._is_module(given, scope):
+            return Loss.MEAN
+        del line, depth
+        return Loss.UNKNOWN
+
+    # Names
+
+    def _of_name(self, path: str, scope: Scope, line: int, depth: int) -> Loss:
+        if path.rpartition(".")[2] in ("weight", "bias"):
+            return Loss.PARAMETERS
+        made = self._before(path, scope, line)
+        if not made:
+            inner = self._parameter(path, scope, depth)
+            return inner or Loss.CONSTANT
+        out: Loss | None = None
+        for origin in made:
+            if self._of_parameters(origin.statement):
+                value = Loss.PARAMETERS
+            elif origin.place is not None:
+                value = self._of_unpacked(origin, depth)
+            else:
+                value = self._of(
+                    origin.value,
+                    origin.scope,
+                    self._tree.line(origin.statement),
+                    depth,
+                )
+            out = value if out is None else _either(out, value)
+        for added in self._added(path, made[-1], scope, line):
+            value = (
+                Loss.PARAMETERS
+                if self._of_parameters(added)
+                else self._of(added.value, scope, self._tree.line(added), depth)
+            )
+            out = _combined(added.operator, out or Loss.CONSTANT, value, counts=False)
+        return out or Loss.UNKNOWN
+
+    def _parameter(self, path: str, scope: Scope, depth: int) -> Loss | None:
+        if scope is None or path not in parameters(scope):
+            return None
+        out: Loss | None = None
+        for call, value in self._flow.passed(scope, path):
+            inner, line = self._tree.function(call), self._tree.line(call)
+            found_here = self._of(value, inner, line, depth)
+            out = found_here if out is None else _either(out, found_here)
+        return out
+
+    def _before(self, path: str, scope: Scope, line: int) -> list[Origin]:
+        """The assignments to a name that may hold on a line, later ones hiding others.
+
+        An assignment in a block around the line hides those before it.
+        """
+        made = [
+            o
+            for o in self._flow.assigned(path, scope)
+            if (o.scope is not scope or self._tree.line(o.statement) < line)
+            and not self._tree.without_gradient(o.statement)
+        ]
+        for place in range(len(made) - 1, -1, -1):
+            block = self._tree.parent(made[place].statement)
+            if made[place].scope is not scope:
+                continue
+            end = [n for n in (block,) if isinstance(n, cst.Module | cst.BaseSuite)]
+            last = max((self._last_line(n) for n in end), default=0)
+            if last >= line:
+                return made[place:]
+        return made
+
+    def _last_line(self, node: cst.CSTNode) -> int:
+        return max(
+            (self._tree.line(n) for n in found(node, cst.BaseExpression)), default=0
+        )
+
+    def _added(
+        self, path: str, after: Origin, scope: Scope, line: int
+    ) -> list[cst.AugAssign]:
+        body: cst.CSTNode = self._tree.module if scope is None else scope.body
+        first = self._tree.line(after.statement)
+        return [
+            a
+            for a in found(body, cst.AugAssign)
+            if dotted(a.target) == path
+            and self._tree.function(a) is scope
+            and (first < self._tree.line(a) < line or after.scope is not scope)
+        ]
+
+    def _of_unpacked(self, origin: Origin, depth: int) -> Loss:
+        made = origin.value
+        if not isinstance(made, cst.Call):
+            return Loss.UNKNOWN
+        functions = self._flow.local(made)
+        functions += self._forwards(made, origin.scope)
+        out: Loss | None = None
+        for function in functions:
+            for given in self._flow.returned(function):
+                if not isinstance(given, cst.Tuple | cst.List):
+                    return Loss.UNKNOWN
+                if origin.place is None or origin.place >= len(given.elements):
+                    return Loss.UNKNOWN
+                part = given.elements[origin.place].value
+                if part.deep_equals(cst.Name("None")):
+                    continue
+                value = self._of(part, function, self._tree.line(part) + 1, depth)
+                out = value if out is None else _either(out, value)
+        if out is None and self._is_module(made, origin.scope):
+            return Loss.MEAN
+        return out or Loss.UNKNOWN
+
+    # Calls
+
+    def _of_call(self, node: cst.Call, scope: Scope, line: int, depth: int) -> Loss:
+        full = self._tree.called(node)
+        method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+        first = node.args[0].value if node.args else None
+        if full == "sum" and first is not None:
+            return self._of_total(first, scope, line, depth)
+        if full.endswith(".Parameter"):
+            return Loss.PARAMETERS
+        if full in ("torch.mean", "torch.sum") and first is not None:
+            return self._reduced(first, full.rpartition(".")[2], scope, line, depth)
+        reduces = method in ("mean", "sum") and isinstance(node.func, cst.Attribute)
+        if reduces and isinstance(node.func, cst.Attribute):
+            return self._reduced(node.func.value, method, scope, line, depth)
+        if (reduction := self.criterion(node, scope)) is not None:
+            return reduction
+        functions = self._flow.local(node) or self._forwards(node, scope)
+        if functions:
+            return self._of_returned(functions, depth)
+        if self._is_module(node, scope):
+            return Loss.MEAN
+        if method in _LINEAR and isinstance(node.func, cst.Attribute):
+            return self._of(node.func.value, scope, line, depth)
+        if self._is_of_parameters(node):
+            return Loss.PARAMETERS
+        inner = [self._of(a.value, scope, line, depth) for a in node.args]
+        if isinstance(node.func, cst.Attribute) and not full.startswith("torch."):
+            inner.append(self._of(node.func.value, scope, line, depth))
+        if inner and set(inner) <= {Loss.CONSTANT}:
+            return Loss.CONSTANT
+        if inner and set(inner) <= {Loss.CONSTANT, Loss.PARAMETERS}:
+            return Loss.PARAMETERS
+        return Loss.UNKNOWN
+
+    def _reduced(
+        self, node: cst.BaseExpression, how: str, scope: Scope, line: int, depth: int
+    ) -> Loss:
+        if self._is_of_parameters(node):
+            return Loss.PARAMETERS
+        if isinstance(node, cst.Call) and self._tree.called(node) == "torch.stack":
+            return Loss.UNKNOWN
+        inner = self._of(node, scope, line, depth)
+        if inner is Loss.PARAMETERS:
+            return inner
+        return Loss.MEAN if how == "mean" else Loss.SUM
+
+    def _of_total(
+        self, node: cst.BaseExpression, scope: Scope, line: int, depth: int
+    ) -> Loss:
+        """``sum(...)`` over a generator or a list of losses."""
+        if isinstance(node, cst.GeneratorExp | cst.ListComp):
+            if self._is_of_parameters(node.for_in.iter):
+                return Loss.PARAMETERS
+            return self._of(node.elt, scope, line, depth)
+        if isinstance(node, cst.List | cst.Tuple) and node.elements:
+            out = Loss.CONSTANT
+            for element in node.elements:
+                value = self._of(element.value, scope, line, depth)
+                out = _combined(cst.Add(), out, value, counts=False)
+            return out
+        return Loss.UNKNOWN
+
+    def _of_returned(self, functions: list[cst.FunctionDef], depth: int) -> Loss:
+        out: Loss | None = None
+        for function in functions:
+            for given in self._flow.returned(function):
+                line = self._tree.line(given) + 1
+                value = self._of(given, function, line, depth)
+                out = value if out is None else _either(out, value)
+        return out or Loss.UNKNOWN
+
+    def criterion(self, call: cst.Call, scope: Scope) -> Loss | None:
+        """What a loss of ``torch.nn`` or ``torch.nn.functional`` gives."""
+        full = self._tree.called(call)
+        if full.startswith("torch.nn.functional."):
+            name = full.rpartition(".")[2]
+            if "loss" in name or "cross_entropy" in name or name == "kl_div":
+                return self._by_reduction(call)
+            return None
+        for made in self._makers(call, scope):
+            name = self._tree.called(made)
+            if name.startswith("torch.nn.") and name.endswith("Loss"):
+                return self._by_reduction(made)
+        return None
+
+    def _by_reduction(self, call: cst.Call) -> Loss:
+        for given in call.args:
+            name = given.keyword.value if given.keyword is not None else ""
+            text = self._tree.text(given.value).strip("\"'")
+            if (name == "reduction" and text == "sum") or (
+                name == "size_average" and text == "False"
+            ):
+                return Loss.SUM
+            if name == "reduction" and text == "none":
+                return Loss.EACH
+            if name == "reduction" and text not in ("mean", "batchmean"):
+                return Loss.UNKNOWN
+            if name == "reduce" and text == "False":
+                return Loss.EACH
+        return Loss.MEAN
+
+    # What is called
+
+    def _forwards(self, call: cst.Call, scope: Scope) -> list[cst.FunctionDef]:
+        """The ``forward`` of the script's class whose object is called."""
+        out = []
+        for made in self._makers(call, scope):
+            kind = self._tree.classes.get(dotted(made.func) or "")
+            if kind is not None:
+                out += [
+                    f
+                    for f in found(kind.body, cst.FunctionDef)
+                    if f.name.value in ("forward", "__call__")
+                ]
+        return out
+
+    def _makers(self, call: cst.Call, scope: Scope) -> list[cst.Call]:
+        """The calls that made the object that is called, or the call itself.
+
+        ``CrossEntropyLoss()(x, y)`` calls what it makes.
+        """
+        if isinstance(call.func, cst.Call):
+            return [call.func]
+        if dotted(call.func) is None:
+            return []
+        out: list[cst.Call] = []
+        waiting = self._flow.origins(call.func, scope)
+        seen: set[int] = set()
+        while waiting:
+            origin = waiting.pop()
+            made = origin.value
+            if not isinstance(made, cst.Call | cst.IfExp) or id(made) in seen:
+                continue
+            seen.add(id(made))
+            same = self._flow.same_object(made, origin.scope, origin.place)
+            if isinstance(made, cst.Call) and not same:
+                out.append(made)
+            for value, inner, _ in same:
+                waiting += self._flow.origins(value, inner)
+        return out
+
+    def _is_module(self, call: cst.Call, scope: Scope) -> bool:
+        """Whether a call is one of a trained model."""
+        if dotted(call.func) is None:
+            return False
+        reached = self._flow.reached(call.func, scope)
+        keys = {m.key for m in self._work.job.models}
+        keys |= {
+            o.key
+            for m in self._work.job.models
+            if m.path is not None
+            for o in self._flow.assigned(m.path, m.scope)
+        }
+        return not keys.isdisjoint(reached)
+
+    def _is_of_parameters(self, node: cst.CSTNode) -> bool:
+        return any(
+            self._tree.method_called(c, "parameters", "named_parameters") is not None
+            for c in found(node, cst.Call)
+        ) or any(a.attr.value in ("weight", "bias") for a in found(node, cst.Attribute))
+
+    def _of_parameters(self, node: cst.CSTNode) -> bool:
+        """Whether a statement stands in a loop over parameters."""
+        return any(
+            isinstance(a, cst.For) and self._is_of_parameters(a.iter)
+            for a in self._tree.ancestors(node)
+        )
+
+    def _counts(self, node: cst.BaseExpression, scope: Scope) -> bool:
+        """Whether an expression is a number of samples or of elements."""
+        if (path := dotted(node)) is not None:
+            made = self._flow.assigned(path, scope)
+            return bool(made) and all(
+                dotted(o.value) is None and self._counts(o.value, o.scope) for o in made
+            )
+        if isinstance(node, cst.Call):
+            method = (
+                node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+            )
+            return self._tree.called(node) == "len" or method in ("size", "numel")
+        if isinstance(node, cst.BinaryOperation):
+            return self._counts(node.left, scope) or self._counts(node.right, scope)
+        if isinstance(node, cst.Subscript):
+            base = node.value
+            return isinstance(base, cst.Attribute) and base.attr.value == "shape"
+        return False
+
+
+def _either(one: Loss, other: Loss) -> Loss:
+    """What a value is that comes from one of two places."""
+    if one is other or other is Loss.CONSTANT:
+        return one
+    if one is Loss.CONSTANT:
+        return other
+    return Loss.UNKNOWN
+
+
+def _combined(operator: cst.CSTNode, left: Loss, right: Loss, *, counts: bool) -> Loss:
+    """What two values joined by an operator are."""
+    both = {left, right}
+    plus = isinstance(operator, cst.Add | cst.Subtract | cst.AddAssign)
+    plus = plus or isinstance(operator, cst.SubtractAssign)
+    divided = isinstance(operator, cst.Divide | cst.DivideAssign)
+    if divided and counts:
+        # A sum over the number of this rank's samples is a mean over them.
+        return Loss.MEAN if left is Loss.SUM else Loss.UNKNOWN
+    if Loss.UNKNOWN in both:
+        return Loss.UNKNOWN
+    if both == {Loss.CONSTANT}:
+        return Loss.CONSTANT
+    rest = both - {Loss.CONSTANT}
+    if plus:
+        if Loss.SUM in rest and len(rest) > 1:
+            return Loss.MIXED
+        if rest == {Loss.MEAN, Loss.PARAMETERS}:
+            return Loss.MEAN
+        return rest.pop() if len(rest) == 1 else Loss.UNKNOWN
+    if isinstance(operator, cst.Multiply | cst.MultiplyAssign) or divided:
+        if divided and right is not Loss.CONSTANT and right is not Loss.PARAMETERS:
+            return Loss.UNKNOWN
+        if len(rest) == 1 and Loss.CONSTANT in both:
+            return rest.pop()
+        if rest == {Loss.PARAMETERS}:
+            return Loss.PARAMETERS
+        if Loss.PARAMETERS in rest and Loss.MIXED not in rest:
+            return (rest - {Loss.PARAMETERS}).pop()
+        return Loss.UNKNOWN
+    return Loss.PARAMETERS if rest == {Loss.PARAMETERS} else Loss.UNKNOWN
