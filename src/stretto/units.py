@@ -43,7 +43,10 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise SpecError(f"a size is a number and one of B, KiB, MiB, GiB; got {text!r}")
     unit = (match[2] or "").lower()
-    return round(float(match[1]) * (_BINARY.get(unit) or _DECIMAL[unit]))
+    size_bytes = float(match[1]) * (_BINARY.get(unit) or _DECIMAL[unit])
+    if size_bytes >= 2**63:
+        raise SpecError(f"a size must be below 2^63 bytes, got {text:.40}")
+    return round(size_bytes)
 
 
 def format_s(duration_s: float) -> str:

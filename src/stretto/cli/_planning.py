@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from stretto import _api
-from stretto.errors import StrettoError
+from stretto import _api, planners
+from stretto.errors import SpecError, StrettoError
 from stretto.planners.joint import DIMS, RUNNABLE_DIMS
 from stretto.units import format_s, parse_bytes
 
@@ -148,6 +148,45 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
         names = DIMS if names == "all" else names.split(",")
         chosen["dims"] = tuple(name for name in names if name not in closed)
     return chosen
+
+
+def check_options(planner: str, chosen: Mapping[str, Any]) -> None:
+    """Require that a planner exists and has the options, in the command line's words.
+
+    Raises:
+        click.UsageError: it lacks one; the message names the flags that it has.
+        SpecError: there is no such planner.
+    """
+    known = planners.options_of(planner)
+    for name in chosen:
+        if name not in known:
+            flags = ", ".join(_flag(option) for option in known)
+            has = f"it has {flags}" if known else "it has no options"
+            raise click.UsageError(
+                f"planner {planner} has no option {_flag(name)}; {has}"
+            )
+
+
+@contextlib.contextmanager
+def in_flags(planner: str) -> Iterator[None]:
+    """Report a planner's error about one of its options by the option's flag."""
+    try:
+        yield
+    except SpecError as error:
+        text = str(error)
+        for name in planners.options_of(planner):
+            if name in _PLANNER_OPTIONS:
+                flag = _PLANNER_OPTIONS[name][0]
+                text = text.replace(f"planner {planner}: {name} ", f"{flag} ")
+        raise SpecError(text, place=error.place) from error
+
+
+def _flag(option: str) -> str:
+    """The command line's name of a planner's option."""
+    if option not in _PLANNER_OPTIONS:
+        return f"{option} (from Python only)"
+    flag = _PLANNER_OPTIONS[option][0]
+    return f"{flag} or --no-..." if option == "dims" else flag
 
 
 def row_of(plan: Plan) -> dict[str, Any]:

@@ -38,16 +38,21 @@ def command(
     Prints the plan's buckets and its predicted times beside the bound that no plan can
     pass; -o keeps the plan for `stretto run --plan`.
     """
+    chosen = _planning.given(options)
+    _planning.check_options(planner, chosen)
     workload = Workload.load(workload_file)
     cluster = Cluster.load(cluster_file)
-    with _planning.progress(f"planning {workload.name} with {planner}"):
+    with (
+        _planning.in_flags(planner),
+        _planning.progress(f"planning {workload.name} with {planner}"),
+    ):
         begin_s = time.perf_counter()
         plan = _api.plan(
             workload,
             cluster,
             planner,
             wire_dtype=wire_dtype,
-            **_planning.given(options),
+            **chosen,
         )
         search_s = time.perf_counter() - begin_s
     if output is not None:

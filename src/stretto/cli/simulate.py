@@ -57,17 +57,22 @@ def command(
     chosen = _planning.given(options)
     if plan_file is not None and chosen:
         raise click.UsageError("a planner's options go with --planner, not with --plan")
+    own = _own_options(names, chosen)
+    for name in names:
+        _planning.check_options(name, own[name])
     workload = Workload.load(workload_file)
     cluster = Cluster.load(cluster_file)
     loaded = Plan.load(plan_file) if plan_file is not None else None
-    own = {} if loaded is not None else _own_options(names, chosen)
 
     def planned_on(sized: Cluster, name: str) -> Plan:
         if loaded is not None:
             # Only a table over numbers of ranks takes a plan to others than its own.
             moved = loaded if sized is cluster else replace(loaded, ranks=sized.ranks)
             return _api.predicted(workload, sized, moved)
-        with _planning.progress(f"{name} plans {workload.name} on {sized.ranks} ranks"):
+        with (
+            _planning.in_flags(name),
+            _planning.progress(f"{name} plans {workload.name} on {sized.ranks} ranks"),
+        ):
             return _api.plan(workload, sized, name, **own[name])
 
     if loaded is not None:

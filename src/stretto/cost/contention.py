@@ -45,9 +45,11 @@ def curve_bytes_per_s(curve: RateCurve, resource: int) -> float:
     Raises:
         SpecError: the curve gives no positive rate there.
     """
-    rate = curve.gamma1 - curve.gamma2 * math.exp(
-        -curve.gamma3 * resource**curve.gamma4
-    )
+    try:
+        exponent = curve.gamma3 * resource**curve.gamma4
+    except OverflowError:
+        exponent = math.inf if curve.gamma3 else 0.0
+    rate = curve.gamma1 - curve.gamma2 * math.exp(-exponent)
     if rate <= 0:
         raise SpecError(
             f"the rate curve must be > 0 at every level of resource in use, got "

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, final
 
-from stretto.planners.base import AbstractPlanner, Draft, finish, positive
+from stretto.errors import SpecError
+from stretto.planners.base import (
+    AbstractPlanner,
+    Draft,
+    finish,
+    lanes_in_range,
+    positive,
+)
 from stretto.planners.ddp import capped_ends
 from stretto.sim.step import StepModel
 
@@ -13,6 +20,8 @@ if TYPE_CHECKING:
 
 UNIT_BYTES = tuple(2**20 * 4**i for i in range(4))
 MAX_LANES = 8
+MOST_UNITS = 100_000
+"""Beyond, one simulated step takes seconds."""
 
 
 @final
@@ -35,22 +44,30 @@ class AiaccPlanner(AbstractPlanner):
         max_lanes: int = MAX_LANES,
     ) -> None:
         """Unit size and lanes; ``None``: chosen, lanes up to ``max_lanes``."""
-        positive(self.name, "max_lanes", max_lanes)
+        lanes_in_range(self.name, "max_lanes", max_lanes)
         if unit_bytes is not None:
             positive(self.name, "unit_bytes", unit_bytes)
         if lanes is not None:
-            positive(self.name, "lanes", lanes)
+            lanes_in_range(self.name, "lanes", lanes)
         self._units = UNIT_BYTES if unit_bytes is None else (unit_bytes,)
         self._lanes = lane_choices(max_lanes) if lanes is None else (lanes,)
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
         """The best of the grid under the simulator, the plainest of equals."""
+        least_bytes = -(-workload.total_bytes // MOST_UNITS)
+        if len(self._units) == 1 and self._units[0] < least_bytes:
+            raise SpecError(
+                f"planner {self.name}: unit_bytes must be at least {least_bytes} for "
+                f"workload {workload.name!r}, so that its gradients are cut into at "
+                f"most {MOST_UNITS} units; got {self._units[0]}"
+            )
+        sizes = [size for size in self._units if size >= least_bytes]
         model = StepModel(workload, cluster)
         drafts = [
             dispatched(
                 workload, capped_ends(workload, unit_bytes, unit_bytes), unit_bytes, k
             )
-            for unit_bytes in self._units
+            for unit_bytes in sizes or self._units[-1:]
             for k in self._lanes
         ]
         best = min(

@@ -380,3 +380,19 @@ def positive(planner: str, option: str, value: float) -> None:
     """
     if not value > 0:
         raise SpecError(f"planner {planner}: {option} must be > 0, got {value:g}")
+
+
+MOST_LANES = 1024
+"""No device or network serves more communicators at once than this."""
+
+
+def lanes_in_range(planner: str, option: str, value: int) -> None:
+    """Require a number of lanes from 1 to `MOST_LANES`.
+
+    Raises:
+        SpecError: naming planner, option and value.
+    """
+    if not 1 <= value <= MOST_LANES:
+        raise SpecError(
+            f"planner {planner}: {option} must be from 1 to {MOST_LANES}, got {value}"
+        )

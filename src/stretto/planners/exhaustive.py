@@ -18,7 +18,7 @@ from stretto.planners.base import (
     Draft,
     dtype_starts,
     finish,
-    positive,
+    lanes_in_range,
     predicted_s,
     with_prediction,
 )
@@ -53,7 +53,7 @@ class ExhaustivePlanner(AbstractPlanner):
         self, *, max_lanes: int = 2, dims: str | Sequence[str] = RUNNABLE_DIMS
     ) -> None:
         """The largest number of lanes to try, and the open dimensions."""
-        positive(self.name, "max_lanes", max_lanes)
+        lanes_in_range(self.name, "max_lanes", max_lanes)
         self._max_lanes = max_lanes
         self._dims = checked_dims(self.name, dims)
 

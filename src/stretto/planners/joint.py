@@ -30,6 +30,7 @@ from stretto.planners.base import (
     AbstractPlanner,
     Draft,
     finish,
+    lanes_in_range,
     positive,
     predicted_s,
 )
@@ -105,7 +106,7 @@ class JointPlanner(AbstractPlanner):
         time_limit_s: float | None = None,
     ) -> None:
         """The most lanes, the open dimensions, and when to stop climbing."""
-        positive(self.name, "max_lanes", max_lanes)
+        lanes_in_range(self.name, "max_lanes", max_lanes)
         if time_limit_s is not None:
             positive(self.name, "time_limit_s", time_limit_s)
         self._max_lanes = max_lanes

@@ -50,21 +50,24 @@ def get(name: str, **options: Any) -> AbstractPlanner:
     Raises:
         SpecError: no planner has this name, or it lacks an option.
     """
-    if name not in _PLANNERS:
-        raise SpecError(
-            f"planner must be one of {', '.join(_PLANNERS)}, got {name!r}",
-            place=".planner",
-        )
-    planner = _PLANNERS[name]
     known = options_of(name)
     for option in options:
         if option not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise SpecError(f"planner {name} has no option {option!r}; {has}")
-    return planner(**options)
+    return _PLANNERS[name](**options)
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    """Names of a planner's options."""
+    """Return the names of a planner's options.
+
+    Raises:
+        SpecError: no planner has this name.
+    """
+    if name not in _PLANNERS:
+        raise SpecError(
+            f"planner must be one of {', '.join(_PLANNERS)}, got {name!r}",
+            place=".planner",
+        )
     parameters = inspect.signature(_PLANNERS[name]).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)

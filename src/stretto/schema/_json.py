@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -51,7 +52,15 @@ def plain(value: Any, source: str, at: str = "$") -> Any:
 
 def _plain_below(value: Any, source: str, at: str) -> Any:
     # Exact types first: a subclass (a NumPy float) may not be what JSON writes.
-    if value is None or type(value) in (bool, int, str):
+    if value is None or type(value) in (bool, str):
+        return value
+    if type(value) is int:
+        if abs(value) >= _MOST:
+            rule = "must be an integer of at most 64 bits"
+            raise SpecError(
+                f"{source}: {at}: {rule}, got one of {value.bit_length()} bits",
+                place=at,
+            )
         return value
     if type(value) is float:
         if not math.isfinite(value):
@@ -89,17 +98,24 @@ def parse(data: bytes, source: str) -> dict[str, Any]:
     """The object that a file's bytes hold.
 
     Raises:
-        SpecError: they are no JSON, no object, or hold a key twice.
+        SpecError: they are not JSON, not an object, hold a key twice, or a number that
+            no field can have.
     """
+    defect: tuple[str, str] | None = None
     try:
         body = msgspec.json.decode(data)
-        repeated = _repeated_key(data)
+        defect = _first_defect(data)
     except (msgspec.DecodeError, ValueError) as exc:
-        raise SpecError(f"{source}: is not JSON: {exc}", place="$") from exc
+        # Python's parser takes numbers that JSON does not have, and so can place them.
+        with contextlib.suppress(ValueError, RecursionError):
+            defect = _first_defect(data)
+        if defect is None:
+            raise SpecError(f"{source}: is not JSON: {exc}", place="$") from exc
     except RecursionError as exc:
         raise SpecError(f"{source}: is nested too deeply", place="$") from exc
-    if repeated is not None:
-        raise SpecError(f"{source}: {repeated}: stands twice", place=repeated)
+    if defect is not None:
+        place, rule = defect
+        raise SpecError(f"{source}: {place}: {rule}", place=place)
     if not isinstance(body, dict):
         raise SpecError(
             f"{source}: $: must be an object, got {type(body).__name__}", place="$"
@@ -107,38 +123,75 @@ def parse(data: bytes, source: str) -> dict[str, Any]:
     return body
 
 
-class _Repeated(str):
-    """Stands, while parsing, for an object with this key twice."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Defect:
+    """Takes the place, while parsing, of a value that a file may not hold."""
 
-    __slots__ = ()
+    rule: str
+
+    key: str = ""
+    """A key that appears twice in the object that this takes the place of."""
 
 
-def _repeated_key(data: bytes) -> str | None:
-    """The place of the first key that stands twice in one object."""
-    any_repeated = False
+def _first_defect(data: bytes) -> tuple[str, str] | None:
+    """The place of the first value that breaks a rule for all files, and the rule: no
+    key twice in an object, only finite numbers, integers of at most 64 bits.
+    """
+    any_defect = False
 
-    def make(pairs: list[tuple[str, Any]]) -> Any:
-        nonlocal any_repeated
-        made = dict(pairs)
-        if len(made) == len(pairs):
-            return made
-        any_repeated = True
+    def defect(rule: str, key: str = "") -> _Defect:
+        nonlocal any_defect
+        any_defect = True
+        return _Defect(rule, key)
+
+    def made(pairs: list[tuple[str, Any]]) -> Any:
+        value = dict(pairs)
+        if len(value) == len(pairs):
+            return value
         keys = [key for key, _ in pairs]
-        return _Repeated(next(k for i, k in enumerate(keys) if k in keys[:i]))
+        repeated = next(k for i, k in enumerate(keys) if k in keys[:i])
+        return defect("appears twice", repeated)
 
-    body = json.loads(data.decode(), object_pairs_hook=make)
-    return _place_of_repeated(body, "$") if any_repeated else None
+    def number(text: str) -> Any:
+        value = float(text)
+        return value if math.isfinite(value) else defect(_not_finite(text))
+
+    def integer(text: str) -> Any:
+        if len(text) < _SAFE_DIGITS:
+            return int(text)
+        # Few digits more are converted: Python refuses thousands of them.
+        if len(text) < 2 * _SAFE_DIGITS and abs(value := int(text)) < _MOST:
+            return value
+        return defect(f"must be an integer of at most 64 bits, got {text:.30}")
+
+    body = json.loads(
+        data.decode(),
+        object_pairs_hook=made,
+        parse_constant=lambda text: defect(_not_finite(text)),
+        parse_float=number,
+        parse_int=integer,
+    )
+    return _found(body, "$") if any_defect else None
 
 
-def _place_of_repeated(value: Any, place: str) -> str | None:
-    if isinstance(value, _Repeated):
-        return f"{place}.{value}"
+_MOST = 2**63
+_SAFE_DIGITS = 19
+
+
+def _not_finite(text: str) -> str:
+    return f"must be a finite number, got {text:.30}"
+
+
+def _found(value: Any, place: str) -> tuple[str, str] | None:
+    """The first defect in a value, and where it is."""
+    if isinstance(value, _Defect):
+        return (f"{place}.{value.key}" if value.key else place), value.rule
     below: list[tuple[str, Any]] = []
     if isinstance(value, dict):
         below = [(f"{place}.{key}", item) for key, item in value.items()]
     elif isinstance(value, list):
         below = [(f"{place}[{i}]", item) for i, item in enumerate(value)]
     for at, item in below:
-        if (found := _place_of_repeated(item, at)) is not None:
+        if (found := _found(item, at)) is not None:
             return found
     return None

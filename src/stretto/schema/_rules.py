@@ -53,6 +53,17 @@ def at_least(place: str, value: int, least: int) -> None:
         raise SpecError(f"{name} must be >= {least}, got {value}", place=place)
 
 
+def at_most(place: str, value: int, most: int) -> None:
+    """Require an integer of at most ``most``.
+
+    Raises:
+        SpecError: naming the place, the rule and the value.
+    """
+    if value > most:
+        name = place.rpartition(".")[2]
+        raise SpecError(f"{name} must be <= {most}, got {value}", place=place)
+
+
 def one_of(place: str, value: str, allowed: Iterable[str]) -> None:
     """Requires one of some words.
 

@@ -24,6 +24,10 @@ ALGORITHMS = (
     "two_level_rails",
     "in_network",
 )
+MOST_LANES = 2**16
+MOST_SLICES = 2**17
+"""More is a broken file: reading a plan must not take the machine's memory."""
+
 WIRE_DTYPES = (
     "float64",
     "float32",
@@ -33,7 +37,6 @@ WIRE_DTYPES = (
     "complex128",
 )
 """Types of gradients that can be averaged over ranks."""
-
 NARROWER = {"float64": ("float32",), "float32": ("float16", "bfloat16")}
 """Narrower types in which gradients of a type may travel."""
 
@@ -66,6 +69,7 @@ class Bucket:
             raise SpecError("a bucket needs at least one tensor", place=".tensors")
         _rules.at_least(".lane", self.lane, 0)
         _rules.at_least(".slices", self.slices, 1)
+        _rules.at_most(".slices", self.slices, MOST_SLICES)
         if self.resource is not None:
             _rules.at_least(".resource", self.resource, 1)
         _rules.one_of(".algorithm", self.algorithm, ALGORITHMS)
@@ -129,6 +133,7 @@ class Plan:
         _rules.at_least(".ranks", self.ranks, 1)
         _rules.one_of(".overlap", self.overlap, OVERLAPS)
         _rules.at_least(".lanes", self.lanes, 1)
+        _rules.at_most(".lanes", self.lanes, MOST_LANES)
         if not self.buckets:
             raise SpecError("a plan needs at least one bucket", place=".buckets")
         seen: dict[str, int] = {}
