@@ -43,7 +43,7 @@ def finite(place: str, value: float, *, above: float | None = None) -> None:
 
 
 def at_least(place: str, value: int, least: int) -> None:
-    """Requires an integer of at least ``least``.
+    """Requires an integer of at least ``least``, and of 64 bits at most.
 
     Raises:
         SpecError: naming the place, the rule and the value.
@@ -51,6 +51,7 @@ def at_least(place: str, value: int, least: int) -> None:
     if value < least:
         name = place.rpartition(".")[2]
         raise SpecError(f"{name} must be >= {least}, got {value}", place=place)
+    at_most(place, value, 2**63 - 1)
 
 
 def at_most(place: str, value: int, most: int) -> None:
