@@ -330,7 +330,7 @@ def rank_with_new_plans(rank: int, size: int) -> Facts:
         except StrettoError as exc:
             found["refused"] += 1
             found["told"] = str(exc)
-        plan = random_plan(model, example, size, seed + 1)
+        plan = random_plan(reference, example, size, seed + 1)
         burst.apply_plan(plan, made[0])
         assert burst.plan is plan
     burst.refresh(made[0])

@@ -3,8 +3,9 @@
 # Note [How a rank's loss counts]
 Each rank calls the model with its share of the global batch and computes the mean loss
 over that share, as with DDP. Where rank r has n_r of N samples, the gradient of its
-output is multiplied by n_r / N, and each layer's gradients are added over its ranks:
-that is the gradient of the mean loss over all N samples, whatever the shares.
+output is multiplied by n_r / N (`boundary.mark_output`), and each layer's gradients are
+added over its ranks: that is the gradient of the mean loss over all N samples, whatever
+the shares. What the loss takes from a parameter directly is weighted the same way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -20,32 +23,51 @@ from torch import Tensor, nn
 
 from stretto._version import __version__
 from stretto.burst import parameters as params
+from stretto.burst import torch_calls
+from stretto.burst.boundary import in_checkpoint, mark_input, mark_output
 from stretto.burst.clock import StepClock
 from stretto.burst.forward import Forward
 from stretto.burst.freshness import Freshness
-from stretto.burst.graph import LayerGraph, capture
+from stretto.burst.graph import LayerGraph, LayerNode, capture
 from stretto.burst.links import Links, Width
 from stretto.burst.norm import KINDS
 from stretto.burst.redistribute import Mover
+from stretto.burst.replicas import Replicas
+from stretto.burst.shadows import Shadows
 from stretto.burst.shares import Shares
 from stretto.burst.steps import Steps, steps_of, widths_of
+from stretto.burst.structure import Structure, number_of
 from stretto.burst.sync import GradientSync, SyncedLayer
 from stretto.burst.timings import Timings
 from stretto.errors import PlanMismatch, RankDisagreement, SpecError, StrettoError
 from stretto.runtime.agreement import Agreement, ranks_of
+from stretto.schema.burst import BurstPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from torch.optim import Optimizer
 
-    from stretto.schema.burst import BurstPlan, LayerTiming
+    from stretto.schema.burst import LayerTiming
 
 _log = logging.getLogger(__name__)
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 
 BUCKET_BYTES = 4 * 2**20
+
+_LOOSE = "(none)"
+"""In place of a layer, for parameters that no layer uses."""
+
+_NO_COPY = (
+    "a BurstParallel holds connections and can't be copied or pickled: call refresh() "
+    "on all ranks, then copy or save its .module, or save full_state_dict()"
+)
+
+_MOST_SYNCS = 4
+"""Sets of trained parameters whose buffers are kept: a GAN freezes and unfreezes one
+model in every step."""
 
 
 @final
@@ -60,7 +82,7 @@ class BurstParallel(nn.Module):
 
     Args:
         module: reads one tensor and gives one, both with a row for each sample.
-        plan: made for this module's layers, see `stretto.burst.graph.capture`.
+        plan: made for this module's layers by `stretto burst plan`, or its file.
         example_inputs: ``forward``'s arguments, of which only shapes and types count;
             ``None``: those of the first forward.
         process_group: the ranks; ``None``: all of the job.
@@ -83,7 +105,7 @@ class BurstParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        plan: BurstPlan,
+        plan: BurstPlan | str | Path,
         *,
         example_inputs: tuple[Any, ...] | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -102,7 +124,7 @@ class BurstParallel(nn.Module):
             if value < 1:
                 raise SpecError(f"{name} must be >= 1, got {value}")
         self.module = module
-        self.plan = plan
+        self.plan = plan if isinstance(plan, BurstPlan) else BurstPlan.load(plan)
         self._settings = (
             f"batch_norm={batch_norm}, seed={seed}, bucket_bytes={bucket_bytes}, "
             f"lanes={lanes}"
@@ -134,6 +156,19 @@ class BurstParallel(nn.Module):
         self._sync: GradientSync | None = None
         self._queued = False
         self._freshness = Freshness(module, self._ranks)
+        self._replicas = Replicas(self._ranks)
+        self._shadows = Shadows(self._gradient_arrived)
+        self._structure = Structure(module)
+        self._graphs: dict[bool, LayerGraph] = {}
+        self._patterns: dict[tuple[bool, ...], dict[bool, Steps]] = {}
+        self._syncs: OrderedDict[tuple[bool, ...], GradientSync] = OrderedDict()
+        self._trained: tuple[bool, ...] | None = None
+        self._width_of: dict[int, Width] = {}
+        self._layer_of: dict[int, str] = {}
+        self._loose: tuple[nn.Parameter, ...] = ()
+        self._direct_handles: list[Any] = []
+        self._share = 1 / self._ranks.size
+        torch_calls.add(self)
         if example_inputs is not None:
             self._set_up(example_inputs)
 
@@ -151,9 +186,12 @@ class BurstParallel(nn.Module):
             trouble = exc
         self._meet("build a burst-parallel model", graph, self.plan, trouble)
         assert graph is not None  # noqa: S101
-        self._carry_out(graph, widths)
+        self._follow(graph, widths)
         roots = dict.fromkeys(widths, 0)
-        params.bring(self._links, graph, roots, "sending the first rank's state")
+        with self._freshness.opened():
+            place = "sending the first rank's state"
+            params.bring(self._links, graph, roots, place)
+            params.bring_tensors(self._links, self._loose, 0, place)
 
     def _capture(self, *, training: bool) -> LayerGraph:
         assert self._example is not None  # noqa: S101
@@ -161,11 +199,12 @@ class BurstParallel(nn.Module):
         try:
             for part, _ in was:
                 part.training = training
-            graph = capture(self.module, self._example)
-            names = [entry.layer for entry in self.plan.layers]
-            # The layers of an evaluation may be fewer: those that only training reads.
-            whole = training or set(names) == {node.name for node in graph.nodes}
-            return graph.joined(names) if whole else graph
+            with self._freshness.opened():
+                graph = capture(self.module, self._example)
+                names = [entry.layer for entry in self.plan.layers]
+                # An evaluation may have fewer layers: some are read in training alone.
+                whole = training or set(names) == {node.name for node in graph.nodes}
+                return graph.joined(names) if whole else graph
         finally:
             for part, flag in was:
                 part.training = flag
@@ -176,6 +215,8 @@ class BurstParallel(nn.Module):
         graph: LayerGraph | None,
         plan: BurstPlan,
         trouble: StrettoError | None,
+        *,
+        more: str = "",
     ) -> None:
         """Requires that all ranks have come with the same model, plan and settings."""
         if self._ranks.size > 1:
@@ -186,7 +227,9 @@ class BurstParallel(nn.Module):
                 "torch": torch.__version__,
                 "model": f"layers {digest}, {trained.count(True)} trained parameters",
                 "plan": _digest(plan),
-                "settings": f"{self._settings}, timeout_s={self._ranks.timeout_s:g}",
+                "settings": (
+                    f"{self._settings}, timeout_s={self._ranks.timeout_s:g}{more}"
+                ),
             }
             if trouble is not None:
                 values["trouble"] = str(trouble)
@@ -198,35 +241,101 @@ class BurstParallel(nn.Module):
         if trouble is not None:
             raise trouble
 
-    def _carry_out(self, graph: LayerGraph, widths: dict[str, Width]) -> None:
-        steps = steps_of(graph, widths)
+    def _follow(self, graph: LayerGraph, widths: dict[str, Width]) -> None:
+        """Run these layers on these ranks from now on."""
+        _refuse_sparse(graph)
         self._shares.forget_courses()
-        self._links.open(widths.values())
-        if self._sync is not None:
-            self._sync.close()
-        self._steps, self._widths = {True: steps}, widths
+        self._graphs, self._widths = {True: graph}, widths
+        self._structure = Structure(self.module)
+        everywhere = (0, self._ranks.size)
+        self._width_of, self._layer_of = {}, {}
+        for node in graph.nodes:
+            for parameter in node.module.parameters():
+                self._width_of[id(parameter)] = widths[node.name]
+                self._layer_of[id(parameter)] = node.name
+        # Parameters that no layer uses may be used by the loss, on every rank.
+        self._loose = tuple(
+            p for _, p in self._structure.parameters if id(p) not in self._width_of
+        )
+        for parameter in self._loose:
+            self._width_of[id(parameter)] = everywhere
+            self._layer_of[id(parameter)] = _LOOSE
+        self._links.open([*widths.values(), *([everywhere] if self._loose else [])])
         self._forward.prepare(graph, widths, self._batch_norm)
+        self._replicas.watch(graph, widths)
         mine = [node for node in graph.nodes if self._runs(node.name)]
         self._freshness.runs(
-            [p for node in mine for p in node.module.parameters()],
-            [node.name for node in graph.nodes if not self._runs(node.name)],
+            [
+                *(p for node in mine for p in node.module.parameters()),
+                *self._loose,
+            ],
+            [
+                (node.name, list(node.module.parameters()))
+                for node in graph.nodes
+                if not self._runs(node.name)
+            ],
         )
-        self._sync = GradientSync(
+        self._patterns, self._trained = {}, None
+        self._syncs.clear()
+        self._shadows.clear()
+        self._use_trained(self._structure.trained())
+
+    def _use_trained(self, trained: tuple[bool, ...]) -> None:
+        """Follow which parameters need a gradient; local to this rank."""
+        is_on = True
+        if self._sync is not None and self._trained is not None:
+            is_on = self._sync.is_on
+            self._sync.require_nothing_kept()
+        self._trained = trained
+        graph = self._graphs[True]
+        mine = [node for node in graph.nodes if self._runs(node.name)]
+        for handle in self._direct_handles:
+            handle.remove()
+        self._direct_handles = []
+        for _, parameter in self._structure.parameters:
+            if parameter.requires_grad:
+                hook = _DirectHook(partial(self._direct_gradient, parameter))
+                self._direct_handles.append(parameter.register_hook(hook))
+        self._shadows.use_for(
+            (part for node in mine for part in node.module.modules()),
+            (p for p in self._loose if p.requires_grad),
+        )
+        if trained not in self._syncs:
+            self._syncs[trained] = self._make_sync(mine)
+            while len(self._syncs) > _MOST_SYNCS:
+                self._syncs.popitem(last=False)
+        self._syncs.move_to_end(trained)
+        self._sync = self._forward.sync = self._syncs[trained]
+        self._sync.is_on = is_on
+        self._steps = self._patterns.setdefault(
+            trained, {True: steps_of(graph, self._widths)}
+        )
+
+    def _make_sync(self, mine: list[LayerNode]) -> GradientSync:
+        layers = [
+            SyncedLayer(
+                name=node.name,
+                width=self._widths[node.name],
+                parameters=tuple(
+                    p for p in node.module.parameters() if p.requires_grad
+                ),
+            )
+            for node in mine
+        ]
+        layers.append(
+            SyncedLayer(
+                name=_LOOSE,
+                width=(0, self._ranks.size),
+                parameters=tuple(p for p in self._loose if p.requires_grad),
+            )
+        )
+        return GradientSync(
             self._links,
             self._clock,
-            [
-                SyncedLayer(
-                    name=node.name,
-                    width=widths[node.name],
-                    parameters=tuple(
-                        p for p in node.module.parameters() if p.requires_grad
-                    ),
-                )
-                for node in mine
-            ],
+            self._shadows,
+            layers,
             bucket_bytes=self._bucket_bytes,
         )
-        self._forward.sync = self._sync
 
     def _runs(self, layer: str) -> bool:
         first, width = self._widths[layer]
@@ -235,16 +344,30 @@ class BurstParallel(nn.Module):
     def _steps_now(self) -> Steps:
         training = self.module.training
         if training not in self._steps:
-            graph = self._capture(training=training)
-            unknown = [n.name for n in graph.nodes if n.name not in self._widths]
-            if unknown:
-                raise PlanMismatch(
-                    f"layer {unknown[0]!r} runs in evaluation alone, so the plan does "
-                    "not place it: let the module run the same layers in both modes"
-                )
-            self._forward.prepare(graph, self._widths, self._batch_norm)
-            self._steps[training] = steps_of(graph, self._widths)
+            if training not in self._graphs:
+                graph = self._capture(training=training)
+                unknown = [n.name for n in graph.nodes if n.name not in self._widths]
+                if unknown:
+                    raise PlanMismatch(
+                        f"layer {unknown[0]!r} runs in evaluation alone, so the plan "
+                        "does not place it: let the module run the same layers in both "
+                        "modes"
+                    )
+                self._forward.prepare(graph, self._widths, self._batch_norm)
+                self._graphs[training] = graph
+            self._steps[training] = steps_of(self._graphs[training], self._widths)
         return self._steps[training]
+
+    def _trouble(self) -> StrettoError | None:
+        """Return why the model can't run as it is now."""
+        changed = self._structure.changed()
+        if changed is None:
+            return None
+        return StrettoError(
+            f"{changed!r} was replaced or moved after the burst model was built, which "
+            "goes on with what it had: build BurstParallel again after changing the "
+            "module"
+        )
 
     # Running.
 
@@ -258,31 +381,49 @@ class BurstParallel(nn.Module):
         """
         if self._links.desk.error is not None:
             raise self._links.desk.error
+        if in_checkpoint():
+            raise StrettoError(
+                "a burst model can't run again inside a backward, so it can't be "
+                "wrapped in torch.utils.checkpoint: checkpoint modules inside the model"
+            )
         if not self._steps:
             self._set_up((batch,))
+        trouble = self._trouble()
+        if trouble is None and (trained := self._structure.trained()) != self._trained:
+            self._use_trained(trained)
         steps = self._steps_now()
         if self._timings.is_on:
             self._clock.other()
         self._cut_short()
         self._mover.settle()
+        assert self._trained is not None  # noqa: S101
         layouts, input_needs = self._shares.exchange(
             steps.graph,
             batch,
             is_training=self.module.training,
             step=self._forward.draws.step,
+            trained=number_of(self._trained),
+            replicas=self._replicas,
+            trouble=trouble,
         )
-        train = torch.is_grad_enabled()
+        grad = torch.is_grad_enabled()
         self._freshness.is_stale |= self.module.training and self._ranks.size > 1
-        output = self._forward(
-            steps,
-            self._shares.course(steps, layouts),
-            batch,
-            input_needs=input_needs,
-            stamp=self._timings.is_on,
-        )
-        if train and output.requires_grad:
-            share = layouts.shares[self._ranks.rank] / layouts.num_samples
-            output.register_hook(lambda grad: self._output_grad(grad, share))
+        with self._freshness.opened(), self._shadows.in_place():
+            output = self._forward(
+                steps,
+                self._shares.course(steps, layouts),
+                mark_input(batch, self._ranks.size),
+                input_needs=input_needs,
+                stamp=self._timings.is_on,
+            )
+        if grad and output.requires_grad:
+            self._share = layouts.shares[self._ranks.rank] / layouts.num_samples
+            output = mark_output(
+                output,
+                self._share,
+                self._begin_backward,
+                [p for p in self._own_parameters() if p.requires_grad],
+            )
         if self._timings.is_on:
             self._clock.other()
             self._timings.forward_ended(
@@ -293,11 +434,41 @@ class BurstParallel(nn.Module):
             )
         return output
 
-    def _output_grad(self, grad: Tensor, share: float) -> Tensor:
+    def _own_parameters(self) -> Iterator[nn.Parameter]:
+        rank = self._ranks.rank
+        for _, parameter in self._structure.parameters:
+            first, width = self._width_of[id(parameter)]
+            if first <= rank < first + width:
+                yield parameter
+
+    def _begin_backward(self) -> None:
         if not self._queued:
             self._queued = True
+            assert self._sync is not None  # noqa: S101
+            self._sync.begin()
             _queue_callback(self._backward_ended)
-        return grad * share
+
+    def _gradient_arrived(self, parameter: nn.Parameter) -> None:
+        assert self._sync is not None  # noqa: S101
+        self._sync.arrived(parameter)
+
+    def _direct_gradient(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
+        """Take the gradient of the loss's own use of a parameter.
+
+        Raises:
+            StrettoError: not every rank runs the parameter's layer.
+        """
+        if self._width_of[id(parameter)] != (0, self._ranks.size):
+            raise StrettoError(
+                f"the loss uses a parameter of layer {self._layer_of[id(parameter)]!r} "
+                "by itself, but not every rank runs this layer: use the optimizer's "
+                "weight_decay, or after backward() add the penalty's gradient to "
+                ".grad where that is not None, or give the layer all ranks"
+            )
+        self._begin_backward()
+        assert self._sync is not None  # noqa: S101
+        self._sync.add_direct(parameter, grad * self._share)
+        return torch.zeros_like(grad)
 
     def _backward_ended(self) -> None:
         if self._timings.is_on:
@@ -332,46 +503,62 @@ class BurstParallel(nn.Module):
     # Parameters.
 
     def refresh(self, *optimizers: Optimizer) -> None:
-        """Gives this rank the parameters and buffers of layers that it does not run.
+        """Give this rank the parameters and buffers of layers that it does not run.
 
         Every rank must call it, after the optimizer's step. With optimizers their
         states come too, so that ``optimizer.state_dict()`` is whole.
         """
-        roots = {name: first for name, (first, _) in self._widths.items()}
         if not self._steps:
             return
+        self._require_equal_copies()
+        roots = {name: first for name, (first, _) in self._widths.items()}
         self._bring(roots, optimizers, "bringing parameters")
-        self._freshness.refreshed()
+        self._freshness.refreshed(optimizers)
 
     def _bring(
         self, roots: dict[str, int], optimizers: tuple[Optimizer, ...], place: str
     ) -> None:
-        graph = self._steps[True].graph
-        params.bring(self._links, graph, roots, place)
-        params.bring_states(self._links, graph, roots, optimizers, self._device_used)
+        graph = self._graphs[True]
+        with self._freshness.opened():
+            params.bring(self._links, graph, roots, place)
+            params.bring_states(
+                self._links, graph, roots, optimizers, self._device_used
+            )
+
+    def _require_equal_copies(self) -> None:
+        """Compare some of every parameter that several ranks hold. Collective."""
+        values = self._replicas.all_values()
+        if values:
+            with self._links.guard("comparing the ranks' copies"):
+                rows = self._links.exchange(values)
+            self._replicas.require_all_equal(rows)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The module's whole state; every rank must call it."""
+        """Return the module's whole state; every rank must call it."""
         self.refresh()
         return self.module.state_dict()
 
-    def apply_plan(self, plan: BurstPlan, *optimizers: Optimizer) -> None:
-        """Follows another plan from the next forward on; every rank must call it.
+    def apply_plan(self, plan: BurstPlan | str | Path, *optimizers: Optimizer) -> None:
+        """Follow another plan from the next forward on; every rank must call it.
 
         Layers that a rank runs from now on come to it with their parameters, buffers
-        and the optimizers' states. Call it between ``optimizer.step()`` and the next
-        forward: gradients of layers that a rank does not run any more are dropped.
+        and the optimizers' states: those given, and those that have taken a step. Call
+        it between ``optimizer.step()`` and the next forward: gradients of layers that
+        a rank does not run any more are dropped.
 
         Raises:
             PlanMismatch: it is for another model or more ranks; the old one stays.
-            RankDisagreement: ranks came with different plans.
+            RankDisagreement: ranks came with different plans or optimizers.
         """
+        plan = plan if isinstance(plan, BurstPlan) else BurstPlan.load(plan)
         if not self._steps:
             self.plan = plan
             return
+        known = [o for o in self._freshness.optimizers() if o not in optimizers]
+        every = (*optimizers, *known)
         trouble: StrettoError | None = None
         before, old = self.plan, self._widths
-        graph, widths = self._steps[True].graph, old
+        graph, widths = self._graphs[True], old
         self.plan = plan
         try:
             graph = self._capture(training=True)
@@ -379,46 +566,80 @@ class BurstParallel(nn.Module):
         except StrettoError as exc:
             trouble = exc
         try:
-            self._meet("apply a burst plan", graph, plan, trouble)
+            more = f", {len(every)} optimizers"
+            self._meet("apply a burst plan", graph, plan, trouble, more=more)
         except StrettoError:
             self.plan = before
             raise
-        names = self._steps[True].graph
+        names = self._graphs[True]
         same = [n.name for n in names.nodes] == [n.name for n in graph.nodes]
         if not same:  # other layers are joined: bring all, by the old plan
             self._bring(
                 {name: first for name, (first, _) in old.items()},
-                optimizers,
+                every,
                 "bringing parameters",
             )
-        self._carry_out(graph, widths)
+        self._follow(graph, widths)
         if same:
             grown = {
                 name: old[name][0]
                 for name, (first, width) in widths.items()
                 if first < old[name][0] or first + width > sum(old[name])
             }
-            self._bring(grown, optimizers, "bringing parameters")
+            self._bring(grown, every, "bringing parameters")
         for node in graph.nodes:
             if not self._runs(node.name):
                 for parameter in node.module.parameters():
                     parameter.grad = None
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales all gradients so that their norm together is at most ``max_norm``.
+        """Scale all gradients so that their norm together is at most ``max_norm``.
 
-        As `torch.nn.utils.clip_grad_norm_`, which would see this rank's gradients
-        alone. Every rank must call it; the norm before is returned.
+        The same as `torch.nn.utils.clip_grad_norm_` on ``parameters()``. Every rank
+        must call it; the norm before is returned.
         """
         if not self._steps:
             raise StrettoError("there are no gradients before the first forward")
-        graph = self._steps[True].graph
-        total = params.gradient_norm(
-            self._links, graph, self._widths, float(norm_type), self._device_used
-        )
+        held = list(self.module.parameters())
+        total = torch_calls.joint_norm(held, [self], float(norm_type))
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        params.scale_gradients(self.module.parameters(), factor)
+        params.scale_gradients(held, factor)
         return total
+
+    # What PyTorch's functions ask, see `torch_calls`.
+
+    @property
+    def order(self) -> int:
+        """A number by which every rank sorts its models alike."""
+        return self._agreement.serial
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether a parameter is the model's, and ranks differ in what they know."""
+        return self._ranks.size > 1 and id(parameter) in self._width_of
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether this rank is the first that holds the parameter's gradient."""
+        width = self._width_of.get(id(parameter))
+        return width is not None and width[0] == self._ranks.rank
+
+    def is_whole(self) -> bool:
+        """Whether every rank runs every layer."""
+        return all(width == (0, self._ranks.size) for width in self._widths.values())
+
+    def reduce_number(self, value: Tensor, operation: Any, place: str) -> None:
+        """All-reduce a number over the model's ranks in place."""
+        with self._links.guard(place):
+            self._links.reduce_number(value, operation)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer of the model's parameters takes a step."""
+        self._freshness.before_step(optimizer)
+
+    def __deepcopy__(self, _memo: Any) -> Any:
+        raise StrettoError(_NO_COPY)
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise StrettoError(_NO_COPY)
 
     # Measuring.
 
@@ -443,6 +664,30 @@ class BurstParallel(nn.Module):
     def widths(self) -> dict[str, Width]:
         """Each layer's ranks: the first, and how many. Empty before a first forward."""
         return dict(self._widths)
+
+
+@final
+class _DirectHook:
+    """Receives what reaches a parameter itself, not by way of a layer."""
+
+    is_stretto = True
+
+    def __init__(self, take: Callable[[Tensor], Tensor]) -> None:
+        self._take = take
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        """Return what autograd shall add to ``.grad``."""
+        return None if grad is None else self._take(grad)
+
+
+def _refuse_sparse(graph: LayerGraph) -> None:
+    for node in graph.nodes:
+        for part in node.module.modules():
+            if getattr(part, "sparse", False) is True:
+                raise SpecError(
+                    f"layer {node.name!r} has sparse gradients, which can't be added "
+                    f"over ranks: pass sparse=False to {type(part).__name__}"
+                )
 
 
 def _digest(plan: BurstPlan) -> str:

@@ -1,21 +1,55 @@
-"""Whether a rank's parameters of layers that it does not run are current.
+"""Guards a rank's parameters of layers that it does not run against being read.
 
-A state that is read while they are not is refused: it would hold old values.
+Their values are those of an earlier refresh. Where they are not current, reading them
+raises, whatever reads: ``state_dict``, the module itself, an exponential average.
+
+# Note [Guarded parameters]
+The class of such a parameter is replaced by a subclass whose ``__torch_function__``
+sees every operation. Overwriting a value and asking for shapes, types and gradients is
+allowed, so that optimizers and ``load_state_dict`` work.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
 
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from torch import nn
+    from torch.optim import Optimizer
 
     from stretto.runtime.agreement import Ranks
+
+_READING = tuple(
+    getattr(torch.Tensor, name).__get__
+    for name in ("data", "T", "mT", "H", "mH", "real", "imag")
+)
+"""Attributes that give values; all others give facts about the tensor."""
+
+_FACTS = frozenset(
+    (
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size"),
+        *("storage_offset", "is_contiguous", "is_floating_point", "is_complex"),
+        *("is_signed", "is_set_to", "is_same_size", "is_shared", "is_inference"),
+        *("is_conj", "is_neg", "_is_view", "has_names", "get_device", "data_ptr"),
+        *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+        *("retain_grad", "__len__", "__hash__", "__repr__", "__str__", "__format__"),
+        *("grad", "backward"),  # of autograd, see `boundary`
+        *("new", "new_zeros", "new_empty", "new_ones", "new_full", "zeros_like"),
+        *("empty_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    )
+)
+
+_WRITES = frozenset(
+    ("copy_", "fill_", "zero_", "normal_", "uniform_", "set_", "__set__")
+)
 
 
 @final
@@ -26,34 +60,68 @@ class Freshness:
         self._ranks = ranks
         self._own: tuple[nn.Parameter, ...] = ()
         self._foreign: tuple[str, ...] = ()
+        self._guarded: list[nn.Parameter] = []
+        self._guard = _guard_of(self)
         self._own_versions = -1
+        self._open = 0
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.is_stale = False
         """Whether there was a training forward since others' parameters came."""
         for part in module.modules():
-            part.register_state_dict_pre_hook(_Told(self, "check"))
-        module.register_load_state_dict_post_hook(_Told(self, "loaded"))
+            part.register_state_dict_pre_hook(_Callback(self, "check"))
+        module.register_load_state_dict_post_hook(_Callback(self, "loaded"))
 
-    def runs(self, own: Sequence[nn.Parameter], foreign: Sequence[str]) -> None:
-        """The parameters of layers run here, and the names of the other layers."""
-        self._own, self._foreign = tuple(own), tuple(foreign)
+    def runs(
+        self,
+        own: Sequence[nn.Parameter],
+        foreign: Sequence[tuple[str, Sequence[nn.Parameter]]],
+    ) -> None:
+        """Note the parameters of layers run here, and the other layers with theirs."""
+        self.release()
+        self._own = tuple(own)
+        self._foreign = tuple(name for name, _ in foreign)
+        mine = {id(p) for p in own}
+        for _, parameters in foreign:
+            for parameter in parameters:
+                if type(parameter) is nn.Parameter and id(parameter) not in mine:
+                    parameter.__class__ = self._guard
+                    self._guarded.append(parameter)
 
-    def refreshed(self) -> None:
-        """All parameters have come."""
+    def release(self) -> None:
+        """Make the guarded parameters usual ones again."""
+        for parameter in self._guarded:
+            parameter.__class__ = nn.Parameter
+        self._guarded = []
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Allow reading, for what brings or captures parameters."""
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    def refreshed(self, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Note that all parameters, and these optimizers' states, have come."""
         self.is_stale = False
         self._own_versions = self._versions()
+        for optimizer in optimizers:
+            self._stepped.discard(optimizer)
 
     def loaded(self) -> None:
-        """A whole state was loaded."""
+        """Note that a whole state was loaded."""
         self.is_stale = False
         self._own_versions = -1
 
     def check(self) -> None:
-        """Refuses a state that is not current.
+        """Require that all values are current.
 
         Raises:
-            StrettoError: naming a layer of which it is not.
+            StrettoError: naming a layer of which they are not.
         """
-        if not self._foreign:
+        if not self._foreign or self._open:
             return
         stepped = self._own_versions >= 0 and self._own_versions != self._versions()
         if self.is_stale or stepped:
@@ -63,22 +131,109 @@ class Freshness:
                 "ranks call full_state_dict(), or refresh() after optimizer.step()"
             )
 
+    def check_reading(self) -> None:
+        """Require that a guarded parameter may be read.
+
+        Raises:
+            StrettoError: its values are not current.
+        """
+        try:
+            self.check()
+        except StrettoError as exc:
+            raise StrettoError(
+                f"{exc}. For a penalty on parameters use the optimizer's weight_decay "
+                "or add its gradient to .grad where that is not None"
+            ) from None
+
     def _versions(self) -> int:
         return sum(parameter._version for parameter in self._own)  # noqa: SLF001
 
+    # Optimizers.
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer of these parameters takes a step."""
+        self._stepped.add(optimizer)
+        if all(known is not optimizer for known in self.optimizers()):
+            self._optimizers.append(weakref.ref(optimizer))
+            optimizer.register_state_dict_pre_hook(_Callback(self, "check_optimizer"))
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that have taken a step, in the order of their first."""
+        return [found for known in self._optimizers if (found := known()) is not None]
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Require that an optimizer's state is whole.
+
+        Raises:
+            StrettoError: it lacks the current state of a layer.
+        """
+        if self._foreign and not self._open and optimizer in self._stepped:
+            raise StrettoError(
+                f"{self._ranks.name(self._ranks.rank)} does not run layer "
+                f"{self._foreign[0]!r} and has no current optimizer state of it: let "
+                "all ranks call refresh(optimizer) after optimizer.step()"
+            )
+
+
+def _guard_of(freshness: Freshness) -> Any:
+    """Return a parameter class whose values are read only when current."""
+    ref = weakref.ref(freshness)
+
+    class GuardedParameter(nn.Parameter):
+        """A parameter of a layer that this rank does not run."""
+
+        @classmethod
+        def __torch_function__(
+            cls,
+            func: Any,
+            types: Any,
+            args: Any = (),
+            kwargs: Any = None,
+        ) -> Any:
+            owner = ref()
+            if owner is not None and _reads(func, args, cls):
+                owner.check_reading()
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                return func(*args, **(kwargs or {}))
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            if id(self) not in memo:
+                values = self.data.clone(memory_format=torch.preserve_format)
+                memo[id(self)] = nn.Parameter(values, self.requires_grad)
+            found: nn.Parameter = memo[id(self)]
+            return found
+
+    GuardedParameter.__name__ = GuardedParameter.__qualname__ = "Parameter"
+    return GuardedParameter
+
+
+def _reads(func: Any, args: Any, guarded: type) -> bool:
+    if func in _READING:
+        return True
+    name = getattr(func, "__name__", "")
+    if name == "__get__" or name in _FACTS:
+        return False
+    if name not in _WRITES:
+        return True
+    return any(isinstance(arg, guarded) for arg in args[1:])
+
 
 @final
-class _Told:
-    """Calls a method while its object is there; a copied module calls none."""
+class _Callback:
+    """Calls a method while its object lives; a copied module's calls nothing."""
 
-    def __init__(self, told: Freshness | None, method: str) -> None:
-        self._told = None if told is None else weakref.ref(told)
+    def __init__(self, target: Freshness | None, method: str) -> None:
+        self._target = None if target is None else weakref.ref(target)
         self._method = method
 
-    def __call__(self, *_args: Any) -> None:
-        told = None if self._told is None else self._told()
-        if told is not None:
-            getattr(told, self._method)()
+    def __call__(self, *args: Any) -> None:
+        target = None if self._target is None else self._target()
+        if target is None:
+            return
+        if self._method == "check_optimizer":
+            target.check_optimizer(args[0])
+        else:
+            getattr(target, self._method)()
 
     def __reduce__(self) -> Any:
-        return _Told, (None, self._method)
+        return _Callback, (None, self._method)

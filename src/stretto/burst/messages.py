@@ -20,6 +20,7 @@ from stretto.burst.clock import StepClock
 from stretto.burst.layout import Transfer
 from stretto.burst.links import Links
 from stretto.burst.redistribute import Mover
+from stretto.burst.shares import NUM_NUMBERS
 from stretto.runtime.agreement import Agreement, ranks_of
 from stretto.schema.burst_host import HostCosts
 
@@ -53,7 +54,7 @@ def measure_host(
 
     def exchange() -> None:
         with links.guard("measuring the exchange of the ranks' shares"):
-            links.exchange([0] * 5)
+            links.exchange([0] * NUM_NUMBERS)
 
     def ready() -> None:
         exchange()

@@ -1,4 +1,4 @@
-"""Parameters that live on some ranks: bringing them to others, and their norm.
+"""Brings parameters that live on some ranks to others.
 
 A rank trains the layers that it runs. Of others it has what they were at first, or when
 they were last brought here; their gradients are ``None``, so optimizers pass them over.
@@ -7,13 +7,9 @@ they were last brought here; their gradients are ``None``, so optimizers pass th
 from __future__ import annotations
 
 import io
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-
-from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stretto.burst.graph import LayerGraph, LayerNode
-    from stretto.burst.links import Links, Width
+    from stretto.burst.links import Links
 
 
 def tensors_of(node: LayerNode) -> list[Tensor]:
@@ -35,16 +31,25 @@ def bring(
     links: Links, graph: LayerGraph, roots: Mapping[str, int], place: str
 ) -> None:
     """Gives all ranks the parameters and buffers that each layer's root has."""
-    if links.ranks.size == 1:
-        return
     for node in graph.nodes:
         if node.name in roots:
-            for tensor in tensors_of(node):
-                whole = tensor.contiguous()
-                with links.guard(f"{place} of layer {node.name!r}"):
-                    links.broadcast(whole, roots[node.name])
-                if whole is not tensor:
-                    tensor.copy_(whole)
+            where = f"{place} of layer {node.name!r}"
+            bring_tensors(links, tensors_of(node), roots[node.name], where)
+
+
+@torch.no_grad()
+def bring_tensors(
+    links: Links, tensors: Iterable[Tensor], root: int, place: str
+) -> None:
+    """Give all ranks the values that ``root`` has of some tensors."""
+    if links.ranks.size == 1:
+        return
+    for tensor in tensors:
+        whole = tensor.detach().contiguous()
+        with links.guard(place):
+            links.broadcast(whole, root)
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.copy_(whole)
 
 
 def bring_states(
@@ -94,43 +99,6 @@ def _broadcast_states(
     file = io.BytesIO(body.cpu().numpy().tobytes())
     found: list[Any] = torch.load(file, map_location=device, weights_only=True)
     return found
-
-
-@torch.no_grad()
-def gradient_norm(
-    links: Links,
-    graph: LayerGraph,
-    widths: Mapping[str, Width],
-    norm_type: float,
-    device: torch.device,
-) -> Tensor:
-    r"""The norm of all gradients together, each counted once: the same on all ranks.
-
-    $(\sum_i |g_i|^p)^{1/p}$ with $p$ = ``norm_type``, the largest $|g_i|$ for infinity.
-    """
-    if norm_type <= 0:
-        raise SpecError(f"norm_type must be > 0, got {norm_type}")
-    mine = [
-        p.grad
-        for node in graph.nodes
-        if widths[node.name][0] == links.ranks.rank
-        for p in node.module.parameters()
-        if p.grad is not None
-    ]
-    norms = [torch.linalg.vector_norm(g, norm_type).double() for g in mine]
-    if math.isinf(norm_type):
-        total = torch.zeros(1, dtype=torch.float64, device=device)
-        if norms:
-            total[0] = torch.stack(norms).max()
-        operation = dist.ReduceOp.MAX
-    else:
-        total = torch.zeros(1, dtype=torch.float64, device=device)
-        if norms:
-            total[0] = torch.stack(norms).pow(norm_type).sum()
-        operation = dist.ReduceOp.SUM
-    with links.guard("the norm of all gradients"):
-        links.reduce_number(total, operation)
-    return total[0] if math.isinf(norm_type) else total[0] ** (1.0 / norm_type)
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:

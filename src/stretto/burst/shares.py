@@ -1,4 +1,4 @@
-"""What every forward begins with: how many samples each rank came with."""
+"""What every forward begins with: the ranks exchange and compare a few numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,24 @@ from stretto.burst.layout import Layouts
 from stretto.errors import RankDisagreement, SpecError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from stretto.burst.clock import StepClock
     from stretto.burst.graph import LayerGraph
     from stretto.burst.links import Links
+    from stretto.burst.replicas import Replicas
     from stretto.burst.steps import Steps
+    from stretto.errors import StrettoError
 
 _KEPT = 8
 """Global batches whose layouts are kept: of the usual step, of the last of an epoch, of
 an evaluation's."""
+
+
+NUM_NUMBERS = 8
+"""Numbers that each rank sends."""
+
+_BAD_SAMPLE, _TROUBLE = -1, -2
 
 
 @final
@@ -33,28 +43,47 @@ class Shares:
         self._courses: OrderedDict[tuple[int, tuple[int, ...]], Course] = OrderedDict()
 
     def exchange(
-        self, graph: LayerGraph, batch: torch.Tensor, *, is_training: bool, step: int
+        self,
+        graph: LayerGraph,
+        batch: torch.Tensor,
+        *,
+        is_training: bool,
+        step: int,
+        trained: int,
+        replicas: Replicas,
+        trouble: StrettoError | None,
     ) -> tuple[Layouts, bool]:
-        """The layouts of this global batch, and whether a rank's input needs gradients.
+        """Return this batch's layouts, and whether a rank's input needs gradients.
 
-        All ranks must be about to do the same.
+        Args:
+            graph: the layers that run.
+            batch: this rank's samples.
+            is_training: the model's mode.
+            step: how many training forwards there were.
+            trained: a number for the set of parameters that need a gradient.
+            replicas: compares a layer's copies.
+            trouble: why this rank can't go on; the others are informed.
 
         Raises:
             SpecError: a sample has another shape or type than the example's.
-            RankDisagreement: ranks came in different modes, or one with bad input.
+            RankDisagreement: ranks differ in mode, parameters or step, or one of them
+                has bad input.
             CommTimeout: a rank was lost.
         """
         fits = (
             tuple(batch.shape[1:]) == graph.input_shape
             and batch.dtype == graph.input_dtype
         )
-        mode = [
+        count = len(batch) if fits and batch.dim() else _BAD_SAMPLE
+        mine = [
+            count if trouble is None else _TROUBLE,
             int(is_training),
             int(torch.is_grad_enabled()),
             int(batch.requires_grad),
             step,
+            trained,
+            *replicas.next_values(),
         ]
-        mine = [len(batch) if fits and batch.dim() else -1, *mode]
         rows: list[list[int]] = []
 
         def ask() -> None:
@@ -62,6 +91,8 @@ class Shares:
 
         with self._links.guard("the exchange of the ranks' shares"):
             self._clock.wait("counts", ask)
+        if trouble is not None:
+            raise trouble
         if not fits:
             raise SpecError(
                 f"a sample must have shape {graph.input_shape} and type "
@@ -70,12 +101,21 @@ class Shares:
             )
         shares = tuple(row[0] for row in rows)
         self._require_alike(rows, shares)
+        replicas.require_equal([(row[6], row[7]) for row in rows])
         if not sum(shares):
             raise SpecError("the global batch has no sample on any rank")
         return self._layouts_of(shares), any(row[3] for row in rows)
 
-    def _require_alike(self, rows: list[list[int]], shares: tuple[int, ...]) -> None:
+    def _require_alike(
+        self, rows: Sequence[Sequence[int]], shares: tuple[int, ...]
+    ) -> None:
         name_all = self._links.ranks.name_all
+        bad = [rank for rank, share in enumerate(shares) if share == _TROUBLE]
+        if bad:
+            raise RankDisagreement(
+                f"{name_all(bad)} can't go on, for the reason in its own error. Change "
+                "the model in the same way on every rank."
+            )
         bad = [rank for rank, share in enumerate(shares) if share < 0]
         if bad:
             raise RankDisagreement(
@@ -93,6 +133,12 @@ class Shares:
             raise RankDisagreement(
                 "ranks have trained different numbers of steps: "
                 f"{[row[4] for row in rows]} by rank. Call the model equally often."
+            )
+        other = [rank for rank, row in enumerate(rows) if row[5] != rows[0][5]]
+        if other:
+            raise RankDisagreement(
+                f"{name_all(other)} and {name_all([0])} train different parameters. "
+                "Freeze and unfreeze the same ones on every rank."
             )
 
     def _layouts_of(self, shares: tuple[int, ...]) -> Layouts:

@@ -1,32 +1,36 @@
 """Adds a layer's gradients over the ranks that ran it, while backward goes on.
 
-As in data parallel training gradients are copied into buckets as they come, and a full
-bucket goes to a lane, those of one set of ranks in one order on all of them. Added, not
-averaged: each rank's loss already counts with its share of the global batch.
+As in data parallel training gradients are copied into buckets as they arrive, and a
+full bucket goes to a lane; the buckets of one set of ranks go in one order on all of
+them. Gradients are added, not averaged: each rank's loss is already weighted with its
+share of the global batch.
 
-# Note [What the sum is put back into]
-A gradient from before this backward (accumulation over micro-steps) is the same on all
-ranks of the layer already and must not be added over them once more. It is set aside
-when the first new gradient comes, and the sum is added to it. After `no_sync` the
-gradient is this rank's own and goes into the sum.
+# Note [Where the sum goes]
+Gradients arrive in shadows, see Note [Two gradients of one parameter], so ``.grad`` is
+untouched while backward runs. When it has ended, the sum is added to ``.grad``, which
+is the same on all ranks of the layer. After `no_sync` the shadow keeps this rank's own
+part until the next backward that sends it, and ``.grad`` shows what one rank can know:
+the earlier sum and its own part. If the user drops or zeroes it, the part is dropped.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch import Tensor, nn
 
 from stretto.burst.links import Width
+from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from stretto.burst.clock import StepClock
     from stretto.burst.links import GroupLinks, Links
+    from stretto.burst.shadows import Shadows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,20 +41,23 @@ class SyncedLayer:
 
     width: Width
 
-    parameters: tuple[torch.nn.Parameter, ...]
+    parameters: tuple[nn.Parameter, ...]
 
 
 @final
 class _Slot:
-    """One parameter's place in its bucket."""
+    """One parameter's gradient, and its place in a bucket if ranks add theirs."""
 
-    def __init__(self, parameter: torch.nn.Parameter) -> None:
+    def __init__(self, layer: str, parameter: nn.Parameter) -> None:
+        self.layer = layer
         self.parameter = parameter
-        self.before: torch.Tensor | None = None
-        self.is_own = False
+        self.bucket: _Bucket | None = None
         self.ready = False
-        self.view: torch.Tensor
-        self.mark: torch.Tensor
+        self.before: Tensor | None = None
+        self.shown: tuple[Tensor, int] | None = None
+        """What ``.grad`` showed after `no_sync`, and its version."""
+        self.view: Tensor
+        self.mark: Tensor
 
 
 @final
@@ -65,6 +72,7 @@ class _Bucket:
         self.lane = lane
         self.group = group
         self.missing = len(slots)
+        self.is_sent = False
         self.work: Any = None
         sizes = [slot.parameter.numel() for slot in slots]
         first = slots[0].parameter
@@ -73,6 +81,7 @@ class _Bucket:
         )
         parts = self.buffer.split([*sizes, *(1 for _ in slots)])
         for i, slot in enumerate(slots):
+            slot.bucket = self
             slot.view = parts[i].view(slot.parameter.shape)
             slot.mark = parts[len(slots) + i]
 
@@ -94,100 +103,133 @@ class GradientSync:
         self,
         links: Links,
         clock: StepClock,
+        shadows: Shadows,
         layers: Sequence[SyncedLayer],
         *,
         bucket_bytes: int,
     ) -> None:
         self._links = links
         self._clock = clock
+        self._shadows = shadows
         self._groups: list[_Group] = []
-        self._by_layer: dict[str, list[tuple[_Bucket, _Slot]]] = {}
+        self._slots: dict[int, _Slot] = {}
+        self._by_layer: dict[str, list[_Slot]] = {}
         self._launched: list[_Bucket] = []
-        self._handles: list[Any] = []
+        self._holds_own = False
         self.is_on = True
-        rows: dict[Width, list[tuple[str, torch.nn.Parameter]]] = {}
+        rows: dict[Width, list[_Slot]] = {}
         for layer in reversed(layers):
-            if links.group(layer.width) is not None:
-                rows.setdefault(layer.width, []).extend(
-                    (layer.name, p) for p in reversed(layer.parameters)
-                )
+            for parameter in reversed(layer.parameters):
+                slot = _Slot(layer.name, parameter)
+                self._slots[id(parameter)] = slot
+                self._by_layer.setdefault(layer.name, []).append(slot)
+                if links.group(layer.width) is not None:
+                    rows.setdefault(layer.width, []).append(slot)
         for width in sorted(rows):
             self._add_group(width, rows[width], bucket_bytes)
 
-    def _add_group(
-        self,
-        width: Width,
-        rows: list[tuple[str, torch.nn.Parameter]],
-        bucket_bytes: int,
-    ) -> None:
+    def _add_group(self, width: Width, rows: list[_Slot], bucket_bytes: int) -> None:
         lanes: GroupLinks | None = self._links.group(width)
         assert lanes is not None  # noqa: S101
         group = _Group()
         self._groups.append(group)
         names = self._links.ranks.name_all(range(width[0], sum(width)))
-        for some in _cut(rows, bucket_bytes):
+        for slots in _cut(rows, bucket_bytes):
             index = len(group.buckets)
-            slots = [_Slot(parameter) for _, parameter in some]
-            place = f"the all-reduce of bucket {index} of {names}, from layer "
-            bucket = _Bucket(
-                f"{place}{some[0][0]!r} on",
-                slots,
-                lanes.lanes[index % len(lanes.lanes)],
-                group,
+            place = (
+                f"the all-reduce of bucket {index} of {names}, from layer "
+                f"{slots[0].layer!r} on"
             )
-            group.buckets.append(bucket)
-            for (layer, parameter), slot in zip(some, slots, strict=True):
-                self._by_layer.setdefault(layer, []).append((bucket, slot))
-                self._handles += (
-                    parameter.register_hook(partial(self._before, slot)),
-                    parameter.register_post_accumulate_grad_hook(
-                        partial(self._after, bucket, slot)
-                    ),
-                )
-
-    def close(self) -> None:
-        """Takes the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+            lane = lanes.lanes[index % len(lanes.lanes)]
+            group.buckets.append(_Bucket(place, slots, lane, group))
 
     # While backward runs.
 
-    def _before(self, slot: _Slot, _grad: torch.Tensor) -> None:
-        held = slot.parameter.grad
-        if held is None:
-            slot.before, slot.is_own = None, False
-        elif not slot.is_own:
-            slot.before, slot.parameter.grad = held, None
+    def begin(self) -> None:
+        """Drop what `no_sync` kept where the user has dropped or zeroed ``.grad``.
 
-    def _after(self, bucket: _Bucket, slot: _Slot, parameter: torch.Tensor) -> None:
-        if not self.is_on:
-            slot.is_own = True
+        Raises:
+            StrettoError: a gradient was changed in another way since `no_sync`.
+        """
+        if not self._holds_own:
             return
-        self._fill(slot, parameter.grad)
-        bucket.missing -= 1
-        self._launch_ready(bucket.group)
+        for slot in self._slots.values():
+            if slot.shown is None:
+                continue
+            (shown, version), slot.shown = slot.shown, None
+            held = slot.parameter.grad
+            before, slot.before = slot.before, None
+            if held is None:
+                self._shadows.set_grad(slot.parameter, None)
+            elif held is shown and held._version == version:  # noqa: SLF001
+                slot.parameter.grad = before
+            elif not bool(held.count_nonzero()):
+                self._shadows.set_grad(slot.parameter, None)
+            else:
+                raise StrettoError(
+                    f"a gradient of layer {slot.layer!r} was changed after a backward "
+                    "in no_sync(): change gradients after a backward outside of it"
+                )
+        self._holds_own = False
+
+    def require_nothing_kept(self) -> None:
+        """Require that `no_sync` has kept nothing.
+
+        Raises:
+            StrettoError: it has; the parameters that train can't change now.
+        """
+        if self._holds_own:
+            raise StrettoError(
+                "parameters were frozen or unfrozen between a backward in no_sync() "
+                "and the one that sends its gradients: do it after optimizer.step()"
+            )
+
+    def arrived(self, parameter: nn.Parameter) -> None:
+        """The layers' gradient of a parameter is complete on this rank."""
+        slot = self._slots.get(id(parameter))
+        if not self.is_on or slot is None or slot.bucket is None:
+            return
+        self._fill(slot)
+        slot.bucket.missing -= 1
+        self._launch_ready(slot.bucket.group)
+
+    def add_direct(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        """Add what the loss's own use of a parameter gave, weighted.
+
+        Raises:
+            StrettoError: the parameter's gradient is on its way already.
+        """
+        held = self._shadows.grad(parameter)
+        self._shadows.set_grad(parameter, grad if held is None else held + grad)
+        slot = self._slots[id(parameter)]
+        if not self.is_on or not slot.ready:
+            return
+        assert slot.bucket is not None  # noqa: S101
+        if slot.bucket.is_sent:
+            raise StrettoError(
+                f"the loss uses a parameter of layer {slot.layer!r} in a term that was "
+                "computed before the model's forward, so its gradient came too late: "
+                "compute such terms after the forward"
+            )
+        self._fill(slot)
 
     def absent(self, layer: str) -> None:
-        """Backward came by a layer of which this rank has no samples."""
+        """Backward passed a layer of which this rank has no samples."""
         if not self.is_on:
             return
-        for bucket, slot in self._by_layer.get(layer, ()):
-            if not slot.ready:
-                self._fill_without(slot)
-                bucket.missing -= 1
-                self._launch_ready(bucket.group)
+        for slot in self._by_layer.get(layer, ()):
+            if slot.bucket is not None and not slot.ready:
+                self._fill(slot)
+                slot.bucket.missing -= 1
+                self._launch_ready(slot.bucket.group)
 
-    def _fill_without(self, slot: _Slot) -> None:
-        """Fills in for a parameter that got no gradient in this backward."""
-        held = slot.parameter.grad
-        if slot.is_own or held is None:
-            self._fill(slot, held)
-        else:
-            slot.before, slot.parameter.grad = held, None
-            self._fill(slot, None)
-
-    def _fill(self, slot: _Slot, grad: torch.Tensor | None) -> None:
+    def _fill(self, slot: _Slot) -> None:
+        grad = self._shadows.grad(slot.parameter)
+        if grad is not None and grad.layout != torch.strided:
+            raise StrettoError(
+                f"layer {slot.layer!r} has a sparse gradient, which can't be added "
+                "over ranks: use sparse=False"
+            )
         with torch.no_grad():
             if grad is None:
                 slot.view.zero_()
@@ -204,66 +246,104 @@ class GradientSync:
             group.next += 1
             with self._links.guard(bucket.place):
                 bucket.work = bucket.lane.allreduce([bucket.buffer])
+            bucket.is_sent = True
             self._launched.append(bucket)
 
     # When backward has ended.
 
     def finish(self) -> None:
-        """Sends what is left, waits for all of it and puts the sums in place."""
+        """Send what is left, wait for all of it and add the sums to ``.grad``."""
         if not self.is_on:
+            self._show_own()
             return
         for group in self._groups:
             for bucket in group.buckets[group.next :]:
                 for slot in bucket.slots:
                     if not slot.ready:
-                        self._fill_without(slot)
+                        self._fill(slot)
                 bucket.missing = 0
             self._launch_ready(group)
         for bucket in self._launched:
             with self._links.guard(bucket.place):
                 self._clock.wait("synchronisation", bucket.work.wait)
-            self._put_back(bucket)
-        self.reset()
+            for slot in bucket.slots:
+                self._deliver_sum(slot)
+        for slot in self._slots.values():
+            if slot.bucket is None:
+                self._deliver(slot.parameter, self._shadows.grad(slot.parameter))
+        self._reset_buckets()
 
     @torch.no_grad()
-    def _put_back(self, bucket: _Bucket) -> None:
-        for slot in bucket.slots:
-            parameter = slot.parameter
-            held, before = parameter.grad, slot.before
-            slot.before, slot.is_own = None, False
-            if held is None and not bool(slot.mark.item() > 0):
-                parameter.grad = before
+    def _deliver_sum(self, slot: _Slot) -> None:
+        own = self._shadows.grad(slot.parameter)
+        if own is None and not bool(slot.mark.item() > 0):
+            return
+        own = slot.view.clone() if own is None else own.copy_(slot.view)
+        self._deliver(slot.parameter, own)
+
+    @torch.no_grad()
+    def _deliver(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
+        """Add a whole gradient to ``.grad``, by way of the parameter's own hooks.
+
+        Autograd does not call them: it never reaches the parameter itself.
+        """
+        if grad is None:
+            return
+        self._shadows.set_grad(parameter, None)
+        for hook in list((parameter._backward_hooks or {}).values()):  # noqa: SLF001
+            if not getattr(hook, "is_stretto", False):
+                changed = hook(grad)
+                grad = grad if changed is None else changed
+        if parameter.grad is None:
+            parameter.grad = grad
+        else:
+            parameter.grad.add_(grad)
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for hook in list(after.values()):
+            hook(parameter)
+
+    @torch.no_grad()
+    def _show_own(self) -> None:
+        for slot in self._slots.values():
+            own = self._shadows.grad(slot.parameter)
+            if own is None:
                 continue
-            if held is None:
-                held = slot.view.clone()
-            else:
-                held.copy_(slot.view)
-            parameter.grad = held if before is None else before.add_(held)
+            slot.before = before = slot.parameter.grad
+            shown = own.clone() if before is None else before + own
+            slot.parameter.grad = shown
+            slot.shown = (shown, shown._version)  # noqa: SLF001
+            self._holds_own = True
 
     def reset(self) -> None:
-        """Makes ready for the next backward, also after one that was cut short."""
+        """Make ready for the next backward after one that was cut short."""
+        self._shadows.clear()
+        for slot in self._slots.values():
+            if slot.shown is not None and slot.parameter.grad is slot.shown[0]:
+                slot.parameter.grad = slot.before
+            slot.before = slot.shown = None
+        self._holds_own = False
+        self._reset_buckets()
+
+    def _reset_buckets(self) -> None:
         self._launched = []
         for group in self._groups:
             group.next = 0
             for bucket in group.buckets:
                 bucket.work, bucket.missing = None, len(bucket.slots)
+                bucket.is_sent = False
                 for slot in bucket.slots:
                     slot.ready = False
-                    if slot.before is not None and slot.parameter.grad is None:
-                        slot.parameter.grad, slot.before = slot.before, None
 
 
-def _cut(
-    rows: Iterable[tuple[str, torch.nn.Parameter]], bucket_bytes: int
-) -> list[list[tuple[str, torch.nn.Parameter]]]:
-    """Rows in buckets of one type, each full when it has the bytes or more."""
-    found: list[list[tuple[str, torch.nn.Parameter]]] = []
-    for _, same in itertools.groupby(rows, key=lambda row: row[1].dtype):
+def _cut(rows: Iterable[_Slot], bucket_bytes: int) -> list[list[_Slot]]:
+    """Split rows into buckets of one type, each full at the given bytes or more."""
+    found: list[list[_Slot]] = []
+    for _, same in itertools.groupby(rows, key=lambda slot: slot.parameter.dtype):
         size = bucket_bytes
-        for row in same:
+        for slot in same:
             if size >= bucket_bytes:
                 found.append([])
                 size = 0
-            found[-1].append(row)
-            size += row[1].nbytes
+            found[-1].append(slot)
+            size += slot.parameter.nbytes
     return found

@@ -1,0 +1,163 @@
+"""The autograd boundary of a burst-parallel model: its outputs and its inputs.
+
+# Note [Scale of a gradient]
+Outside a burst model a gradient belongs to this rank's own mean loss, as in DDP.
+Inside, it belongs to the mean loss over the global batch: it is this rank's gradient
+times n_r / N, where the rank has n_r of N samples. An output therefore multiplies by
+that share. An input that was computed from another burst model's output divides by
+that output's share again, so that a chain D(G(z)) applies the share once; so does an
+input computed from the parameters of an ordinary module, whose gradients DDP averages
+(share 1 / ranks). A leaf, such as images that need a gradient, gets the gradient of
+the global mean loss.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_NO_PARAMETER_GRADIENTS = (
+    "a burst model's parameters can't be named in torch.autograd.grad(loss, "
+    "parameters) or backward(inputs=parameters): layers run on other ranks, so only a "
+    "whole backward() computes their gradients. Call loss.backward() and read .grad"
+)
+
+_NO_DOUBLE_BACKWARD = (
+    "create_graph=True is not supported: a burst model's backward moves gradients "
+    "between ranks and can't be differentiated again. Compute the gradient penalty "
+    "on a model that is not burst parallel"
+)
+
+
+class _Output(torch.autograd.Function):
+    """An output of a burst model; backward multiplies by the share."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        share: float,
+        begin: Callable[[], None],
+        *_parameters: Tensor,
+    ) -> Tensor:
+        ctx.share = share
+        ctx.begin = begin
+        ctx.num_parameters = len(_parameters)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise StrettoError(_NO_DOUBLE_BACKWARD)
+        inner = ctx.next_functions[0][0]
+        if not torch._C._will_engine_execute_node(inner):  # noqa: SLF001
+            raise StrettoError(_NO_PARAMETER_GRADIENTS)
+        ctx.begin()
+        return (grads[0] * ctx.share, None, None, *(None,) * ctx.num_parameters)
+
+
+_OUTPUT_NODE: Any = _Output._backward_cls  # noqa: SLF001
+
+
+class _Input(torch.autograd.Function):
+    """An input that other modules computed; backward multiplies by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.factor, None
+
+
+def mark_output(
+    output: Tensor,
+    share: float,
+    begin: Callable[[], None],
+    parameters: Sequence[Tensor],
+) -> Tensor:
+    """Return the output with a backward that multiplies by this rank's share.
+
+    Args:
+        output: of the model, needs a gradient.
+        share: see Note [Scale of a gradient].
+        begin: called when backward arrives.
+        parameters: parameters to connect to the output without a gradient, so that
+            asking autograd for their gradients alone raises instead of doing nothing.
+    """
+    # Autograd would call a user's hook with None.
+    plain = [p for p in parameters if not _has_user_hooks(p)]
+    found: Tensor = _Output.apply(output, share, begin, *plain)  # type: ignore[no-untyped-call]
+    return found
+
+
+def in_checkpoint() -> bool:
+    """Whether `torch.utils.checkpoint` will run the current forward once more.
+
+    With ``use_reentrant=True`` it is not visible until then.
+    """
+    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003, SLF001
+    return hooks is not None and "_checkpoint_hook" in getattr(
+        hooks[0], "__qualname__", ""
+    )
+
+
+def _has_user_hooks(parameter: Tensor) -> bool:
+    hooks = getattr(parameter, "_backward_hooks", None) or {}
+    return any(not getattr(h, "is_stretto", False) for h in hooks.values()) or bool(
+        getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def mark_input(rows: Tensor, ranks: int) -> Tensor:
+    """Return the input with the backward that its origin requires.
+
+    Raises:
+        StrettoError: it mixes outputs of burst models with different shares.
+    """
+    if rows.grad_fn is None or not torch.is_grad_enabled():
+        return rows
+    shares, has_parameter = _origins(rows)
+    if not shares and not has_parameter:
+        return rows
+    if len(shares) > 1:
+        raise StrettoError(
+            "the input was computed from outputs of burst models in which this rank "
+            f"has different parts of the batch ({', '.join(map(str, sorted(shares)))}"
+            "): give each rank the same part of every batch"
+        )
+    share = shares.pop() if shares else 1 / ranks
+    if share == 0:  # no rows, so nothing to scale
+        return rows
+    found: Tensor = _Input.apply(rows, 1 / share)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _origins(rows: Tensor) -> tuple[set[float], bool]:
+    """Return the shares of burst outputs behind a tensor; whether parameters are."""
+    shares: set[float] = set()
+    has_parameter = False
+    seen: set[Any] = set()
+    left: list[Any] = [rows.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, _OUTPUT_NODE):
+            shares.add(node.share)
+            continue
+        has_parameter |= isinstance(getattr(node, "variable", None), nn.Parameter)
+        left += [behind for behind, _ in node.next_functions]
+    return shares, has_parameter

@@ -1,0 +1,158 @@
+"""Checks that the ranks of a layer hold the same parameters, a little at a time.
+
+Ranks of a layer get the same gradients, so their copies stay equal as long as every
+rank takes the same steps. A norm over one rank's gradients, an exponential average or
+a learning rate that differs by rank lets them drift apart, and the model that trains
+is then no model at all. Each forward compares a few values of one layer.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from stretto.burst.links import Width
+from stretto.errors import RankDisagreement
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from stretto.burst.graph import LayerGraph
+    from stretto.runtime.agreement import Ranks
+
+_VALUES = 4096
+"""About this many values of a layer are compared at a time."""
+
+_EVERY = {"cpu": 1}
+_EVERY_ON_ACCELERATORS = 64
+"""Reading values back waits for the device."""
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""Ranks with other processors may round an optimizer's step differently."""
+_OTHERS_TOLERANCE = 1e-2
+
+
+_Row = tuple[str, Width, list[torch.Tensor]]
+"""A layer, its ranks, and its parameters."""
+
+
+@final
+class Replicas:
+    """The layers of one model that several ranks run."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._rows: list[_Row] = []
+        self._turn = 0
+
+    def watch(self, graph: LayerGraph, widths: Mapping[str, Width]) -> None:
+        """Compare these layers from now on; called alike on every rank."""
+        self._turn = 0
+        self._rows = []
+        for node in graph.nodes:
+            held: list[torch.Tensor] = [
+                p
+                for p in node.module.parameters()
+                if p.is_floating_point() and p.numel()
+            ]
+            if held and widths[node.name][1] > 1:
+                self._rows.append((node.name, widths[node.name], held))
+
+    def next_values(self) -> tuple[int, int]:
+        """Return two numbers to exchange, which differ where copies do."""
+        self._turn += 1
+        row = self._row()
+        if row is None:
+            return 0, 0
+        held = row[2]
+        position = self._turn // len(self._rows)
+        return self._values(row, position % len(held), position // len(held))
+
+    def require_equal(self, values: Sequence[tuple[int, int]]) -> None:
+        """Compare what the ranks exchanged.
+
+        Raises:
+            RankDisagreement: on every rank, naming the layer and the ranks.
+        """
+        row = self._row()
+        if row is not None:
+            self._compare(row, values)
+
+    def all_values(self) -> list[int]:
+        """Return two numbers to exchange for each parameter that several ranks hold."""
+        return [
+            number
+            for row in self._rows
+            for index in range(len(row[2]))
+            for number in self._values(row, index, 0)
+        ]
+
+    def require_all_equal(self, rows: Sequence[Sequence[int]]) -> None:
+        """Compare what the ranks exchanged of `all_values`.
+
+        Raises:
+            RankDisagreement: on every rank, naming the layer and the ranks.
+        """
+        at = 0
+        for row in self._rows:
+            for _ in row[2]:
+                self._compare(row, [(each[at], each[at + 1]) for each in rows])
+                at += 2
+
+    def _values(self, row: _Row, index: int, position: int) -> tuple[int, int]:
+        if not self._runs(row[1]):
+            return 0, 0
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            chunk = _chunk_of(row[2][index], position)
+            return _as_int(float(chunk.sum())), _as_int(float(chunk.abs().sum()))
+
+    def _compare(self, row: _Row, values: Sequence[tuple[int, int]]) -> None:
+        name, (first, width), held = row
+        every = [(_as_float(s), _as_float(m)) for s, m in values[first : first + width]]
+        tolerance = _TOLERANCES.get(held[0].dtype, _OTHERS_TOLERANCE)
+        one, scale = every[0]
+        for offset, (other, other_scale) in enumerate(every):
+            bound = tolerance * max(scale, other_scale)
+            near = abs(one - other) <= bound and abs(scale - other_scale) <= bound
+            same = one == other or (math.isnan(one) and math.isnan(other))
+            if not near and not same:
+                raise RankDisagreement(
+                    f"{self._ranks.name_all((first, first + offset))} hold different "
+                    f"parameters of layer {name!r}, which both run: a step was not "
+                    "the same on both. Clip with clip_grad_norm_, give all ranks one "
+                    "learning rate, change parameters the same way on every rank, and "
+                    "use no optimizer that reads all gradients together"
+                )
+
+    def _row(self) -> _Row | None:
+        if not self._rows:
+            return None
+        row = self._rows[self._turn % len(self._rows)]
+        every = _EVERY.get(row[2][0].device.type, _EVERY_ON_ACCELERATORS)
+        return row if self._turn // len(self._rows) % every == 0 else None
+
+    def _runs(self, width: Width) -> bool:
+        return width[0] <= self._ranks.rank < sum(width)
+
+
+def _chunk_of(tensor: torch.Tensor, position: int) -> torch.Tensor:
+    """Return some consecutive rows of a tensor, others at each position."""
+    whole = tensor.detach()
+    if whole.dim() == 0:
+        return whole.double()
+    rows = max(1, _VALUES * len(whole) // whole.numel())
+    start = position * rows % len(whole)
+    return whole[start : start + rows].double()
+
+
+def _as_int(value: float) -> int:
+    found: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return found
+
+
+def _as_float(number: int) -> float:
+    found: float = struct.unpack("<d", struct.pack("<q", number))[0]
+    return found

@@ -1,0 +1,48 @@
+"""Notices modules and parameters that were replaced after a model was built."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, final
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@final
+class Structure:
+    """A module's submodules and parameters as they were."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._rows: list[tuple[dict[str, Any], str, Any, str]] = []
+        self.parameters: list[tuple[str, nn.Parameter]] = []
+        """Each with its name, once."""
+        self._types: list[Any] = []
+        for prefix, part in module.named_modules():
+            where = f"{prefix}." if prefix else ""
+            for held in (part._modules, part._parameters):  # noqa: SLF001
+                self._rows += [
+                    (held, name, value, where + name) for name, value in held.items()
+                ]
+        self.parameters = list(module.named_parameters())
+        self._types = [(p.dtype, p.device) for _, p in self.parameters]
+
+    def changed(self) -> str | None:
+        """Return the name of something replaced, moved or removed, or None."""
+        for held, name, value, full in self._rows:
+            if held.get(name) is not value:
+                return full
+        for (name, parameter), kind in zip(self.parameters, self._types, strict=True):
+            if (parameter.dtype, parameter.device) != kind:
+                return name
+        return None
+
+    def trained(self) -> tuple[bool, ...]:
+        """Return which parameters need a gradient now."""
+        return tuple(p.requires_grad for _, p in self.parameters)
+
+
+def number_of(pattern: tuple[bool, ...]) -> int:
+    """Return a number that differs for different patterns."""
+    digest = hashlib.sha256(bytes(pattern)).digest()
+    return int.from_bytes(digest[:7], "big")

@@ -1,0 +1,689 @@
+"""Ways to use a burst model: each is one process's result, or refused in one sentence.
+
+Every use is a function of a `Side`, run on all ranks and once more by one process with
+the whole batch. What it returns must be equal, or all ranks must raise the words that
+`REFUSED` names.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from stretto.burst.executor import BurstParallel
+
+sys.path.insert(0, str(Path(__file__).parent))
+from burst_ranks import part, plan_of, shares_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+Widths = list[tuple[int, int]]
+
+
+def net(inputs: int = 6, outputs: int = 4, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(inputs, 8),
+        nn.Tanh(),
+        nn.Linear(8, 7, bias=False),  # a bias would have no gradient but rounding
+        nn.BatchNorm1d(7),
+        nn.Sigmoid(),
+        nn.Linear(7, outputs),
+    )
+
+
+class WithTemperature(nn.Module):
+    """Has a parameter that only the loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def example_of(model: nn.Module) -> torch.Tensor:
+    return torch.zeros(2, next(p for p in model.parameters() if p.dim() > 1).shape[1])
+
+
+class Side:
+    """The ranks' side of a use, or one process's."""
+
+    batch = 7
+
+    def __init__(self, rank: int, size: int, widths: Widths, shares: str) -> None:
+        self.rank, self.size, self.widths = rank, size, widths
+        self.shares = shares_of(self.batch, size, shares)
+
+    def wrap(self, model: nn.Module) -> Any:
+        if not self.size:
+            return model
+        plan = self.plan(model, self.widths)
+        return BurstParallel(model, plan, example_inputs=(example_of(model),))
+
+    def plan(self, model: nn.Module, widths: Widths) -> Any:
+        example = example_of(model)
+        return plan_of(model, example, lambda i: widths[i % len(widths)], self.size)
+
+    def data(self, step: int, features: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+        draw = torch.Generator().manual_seed(100 + step)
+        x = torch.randn(self.batch, features, generator=draw)
+        y = torch.randint(0, 4, (self.batch,), generator=draw)
+        return self.mine(x), self.mine(y)
+
+    def mine(self, rows: torch.Tensor) -> torch.Tensor:
+        return part(rows, self.shares, self.rank) if self.size else rows
+
+    def grads(self, model: Any) -> list[torch.Tensor | None]:
+        """Gradients that this rank holds; one process holds all."""
+        return [
+            None if p.grad is None else p.grad.detach().clone()
+            for p in model.parameters()
+        ]
+
+    def state(self, model: Any) -> list[torch.Tensor]:
+        full = model.full_state_dict() if self.size else model.state_dict()
+        return [value.detach().clone() for value in full.values()]
+
+
+class Alone(Side):
+    def __init__(self) -> None:
+        super().__init__(0, 0, [], "even")
+        self.shares = []
+
+
+def cross(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The mean loss over a rank's samples; 0 where it has none."""
+    total = functional.cross_entropy(out, y, reduction="sum")
+    return total / max(1, len(y))
+
+
+def train(side: Side, model: Any, optimizer: Any, steps: int = 3, **more: Any) -> None:
+    after: Callable[[], Any] = more.get("after", lambda: None)
+    for step in range(steps):
+        x, y = side.data(step)
+        optimizer.zero_grad()
+        cross(model(x), y).backward()
+        after()
+        optimizer.step()
+
+
+# Uses that are right.
+
+
+def chain(side: Side) -> Any:
+    """A generator and a discriminator, both burst, trained in turns."""
+    make = side.wrap(net(6, 5, 1))
+    judge = side.wrap(net(5, 4, 2))
+    both = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (make, judge)]
+    for step in range(2):
+        x, y = side.data(step)
+        both[1].zero_grad()
+        cross(judge(make(x).detach()), y).backward()
+        both[1].step()
+        both[0].zero_grad()
+        judge.requires_grad_(False)
+        cross(judge(make(x)), y).backward()
+        both[0].step()
+        judge.requires_grad_(True)
+    x, y = side.data(7)
+    for optimizer in both:
+        optimizer.zero_grad()
+    made = make(x)
+    (cross(judge(made), y) + 0.3 * made.square().sum() / max(1, len(x))).backward()
+    return side.grads(make), side.grads(judge), side.state(make), side.state(judge)
+
+
+def chain_of_three(side: Side) -> Any:
+    models = [side.wrap(net(6, 6, seed)) for seed in range(2)]
+    models.append(side.wrap(net(6, 4, 2)))
+    x, y = side.data(0)
+    cross(models[2](torch.tanh(models[1](2 * models[0](x)))), y).backward()
+    return [side.grads(m) for m in models]
+
+
+def loss_of_two_models(side: Side) -> Any:
+    one, two = side.wrap(net(6, 4, 1)), side.wrap(net(6, 4, 2))
+    x, y = side.data(0)
+    (cross(one(x), y) + cross(two(x), y) + cross(one(x) * two(x), y)).backward()
+    return side.grads(one), side.grads(two)
+
+
+def output_used_twice(side: Side) -> Any:
+    model = side.wrap(net())
+    x, y = side.data(0)
+    out = model(x)
+    (cross(out, y) + 0.1 * out.square().sum() / max(1, len(x))).backward()
+    return side.grads(model)
+
+
+def several_backwards(side: Side) -> Any:
+    model = side.wrap(net())
+    x, y = side.data(0)
+    out = model(x)
+    cross(out, y).backward(retain_graph=True)
+    (0.5 * cross(2 * out, y)).backward()
+    x, y = side.data(1)
+    cross(model(x), y).backward()
+    return side.grads(model)
+
+
+def ordinary_module_before(side: Side) -> Any:
+    """An ordinary encoder, whose gradients are averaged over ranks as DDP does."""
+    torch.manual_seed(9)
+    encoder = nn.Linear(6, 6)
+    model = side.wrap(net())
+    x, y = side.data(0)
+    cross(model(torch.tanh(encoder(x))), y).backward()
+    grads = [p.grad for p in encoder.parameters()]
+    for grad in grads if side.size else []:
+        dist.all_reduce(grad)
+        grad /= side.size
+    return grads, side.grads(model)
+
+
+def input_gradient(side: Side) -> Any:
+    model = side.wrap(net())
+    x, y = side.data(0)
+    x.requires_grad_()
+    cross(model(x), y).backward()
+    (again,) = torch.autograd.grad(cross(model(x), y), x)
+    if not side.size:
+        return [x.grad, again], side.grads(model)
+    rows = []
+    for grad in (x.grad, again):
+        whole = torch.zeros(side.batch, 6)
+        side.mine(whole).copy_(torch.zeros_like(x) if grad is None else grad)
+        dist.all_reduce(whole)
+        rows.append(whole)
+    return rows, side.grads(model)
+
+
+def temperature(side: Side) -> Any:
+    """A parameter of the module that only the loss uses, with every rank's data."""
+    model = side.wrap(WithTemperature())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for step in range(3):
+        x, y = side.data(step)
+        optimizer.zero_grad()
+        held = model.module.temperature if side.size else model.temperature
+        cross(model(x) / held, y).backward()
+        optimizer.step()
+    return side.state(model)
+
+
+def penalty_by_gradient(side: Side) -> Any:
+    """An L2 penalty added after backward, as the error recommends."""
+    model = side.wrap(net())
+
+    def add() -> None:
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.add_(p.detach(), alpha=0.02)
+
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), after=add)
+    return side.state(model)
+
+
+def clip_by_torch(side: Side) -> Any:
+    model = side.wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    norms = []
+
+    def clip() -> None:
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+        norms.append(
+            nn.utils.clip_grad_norm_(
+                list(model.parameters()), 0.04, norm_type=float("inf"), foreach=False
+            )
+        )
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+    train(side, model, optimizer, after=clip)
+    return norms, side.state(model)
+
+
+def clip_part_and_two_models(side: Side) -> Any:
+    one, two = side.wrap(net(6, 4, 1)), side.wrap(net(6, 4, 2))
+    other = nn.Parameter(torch.ones(3))
+    other.grad = torch.full((3,), 0.2)
+    x, y = side.data(0)
+    (cross(one(x), y) + cross(two(x), y)).backward()
+    every = [*one.parameters(), other, *list(two.parameters())[2:]]
+    norm = nn.utils.clip_grad_norm_(every, 0.01, norm_type=1.5)
+    return norm, side.grads(one), side.grads(two), other.grad
+
+
+def scaled(side: Side, kind: str = "step") -> Any:
+    """A gradient scaler; one layer's gradients overflow in one step."""
+    model = side.wrap(net())
+    last = list(model.parameters())[-2:]
+    rest = list(model.parameters())[:-2]
+    optimizers = [torch.optim.SGD(rest, lr=0.1), torch.optim.SGD(last, lr=0.1)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    scales = []
+    for step in range(5):
+        x, y = side.data(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(cross(model(x), y)).backward()
+        if step == 2:
+            for p in last:
+                if p.grad is not None:
+                    p.grad.fill_(float("inf"))
+        for optimizer in optimizers:
+            if kind == "unscale":
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        scaler.update()
+        scales.append(torch.tensor(scaler.get_scale()))
+    return scales, side.state(model)
+
+
+def scaled_and_clipped(side: Side) -> Any:
+    return scaled(side, "unscale")
+
+
+def freeze_and_unfreeze(side: Side) -> Any:
+    model = side.wrap(net())
+    first = list(model.parameters())[:2]
+    for p in first:
+        p.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(side, model, optimizer)
+    for p in first:
+        p.requires_grad_(True)
+    train(side, model, optimizer)
+    for p in list(model.parameters())[-1:]:
+        p.requires_grad_(False)
+    train(side, model, optimizer)
+    return side.state(model)
+
+
+def accumulate_and_drop(side: Side) -> Any:
+    """Gradients from `no_sync` that the user throws away are gone."""
+    model = side.wrap(net())
+    found = []
+    for to_none in (True, False):
+        context = model.no_sync() if side.size else torch.enable_grad()
+        with context:
+            x, y = side.data(0)
+            cross(model(x), y).backward()
+        model.zero_grad(set_to_none=to_none)
+        for step in (1, 2):
+            context = (
+                model.no_sync() if side.size and step == 1 else torch.enable_grad()
+            )
+            with context:
+                x, y = side.data(step)
+                cross(model(x), y).backward()
+        found.append(side.grads(model))
+        model.zero_grad()
+    return found
+
+
+def triple(parameter: nn.Parameter) -> None:
+    parameter.grad.mul_(3)
+
+
+def gradient_hooks(side: Side) -> Any:
+    """A parameter's own hooks see its whole gradient, once."""
+    model = side.wrap(net())
+    for p in model.parameters():
+        p.register_hook(lambda grad: grad.clamp(-0.01, 0.02) * 2)
+        p.register_post_accumulate_grad_hook(triple)
+    x, y = side.data(0)
+    cross(model(x), y).backward()
+    return side.grads(model)
+
+
+def schedulers_and_groups(side: Side) -> Any:
+    model = side.wrap(net())
+    every = list(model.parameters())
+    groups = [{"params": every[:3], "lr": 0.05}, {"params": every[3:]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1, foreach=True)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+    train(side, model, optimizer, 4, after=cycle.step)
+    return side.state(model)
+
+
+def adafactor_and_fused(side: Side) -> Any:
+    one, two = side.wrap(net(seed=1)), side.wrap(net(seed=2))
+    train(side, one, torch.optim.Adafactor(one.parameters(), lr=0.05))
+    train(side, two, torch.optim.Adam(two.parameters(), lr=0.05, fused=True))
+    return side.state(one), side.state(two)
+
+
+def average(side: Side) -> Any:
+    """An exponential average over refreshed parameters."""
+    model = side.wrap(net())
+    inner = model.module if side.size else model
+    mean = torch.optim.swa_utils.AveragedModel(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    for _ in range(3):
+        train(side, model, optimizer, 1)
+        if side.size:
+            model.refresh()
+        mean.update_parameters(inner)
+    return [p.detach() for p in mean.parameters()]
+
+
+def saved_optimizer(side: Side) -> Any:
+    model = side.wrap(net())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    train(side, model, optimizer)
+    if side.size:
+        model.refresh(optimizer)
+    rows = optimizer.state_dict()["state"]
+    saved = io.BytesIO()
+    torch.save(model.module if side.size else model, saved)
+    saved.seek(0)
+    again = torch.load(saved, weights_only=False)
+    assert all(type(p) is nn.Parameter for p in again.parameters())
+    return [rows[i]["exp_avg"] for i in sorted(rows)], list(again.parameters())
+
+
+def new_plan_keeps_state(side: Side) -> Any:
+    """`apply_plan` finds the optimizers by itself."""
+    model = side.wrap(net())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for step in range(3):
+        train(side, model, optimizer, 2)
+        if side.size:
+            widths = [(step % 2, 1), (0, side.size), (0, 1)]
+            model.apply_plan(side.plan(net(), widths[step:] + widths[:step]))
+    train(side, model, optimizer, 2)
+    return side.state(model)
+
+
+RIGHT = [
+    chain,
+    chain_of_three,
+    loss_of_two_models,
+    output_used_twice,
+    several_backwards,
+    ordinary_module_before,
+    input_gradient,
+    temperature,
+    penalty_by_gradient,
+    clip_by_torch,
+    clip_part_and_two_models,
+    scaled,
+    scaled_and_clipped,
+    freeze_and_unfreeze,
+    accumulate_and_drop,
+    gradient_hooks,
+    schedulers_and_groups,
+    adafactor_and_fused,
+    average,
+    saved_optimizer,
+    new_plan_keeps_state,
+]
+
+
+def rank_of_right_uses(
+    rank: int, size: int, names: list[str], widths: Widths, shares: str
+) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    found: dict[str, Any] = {}
+    for name in names:
+        use = globals()[name]
+        torch.manual_seed(3)
+        try:
+            got = use(Side(rank, size, widths, shares))
+        except Exception as exc:  # noqa: BLE001
+            found[name] = f"{type(exc).__name__}: {exc}"
+            break  # the ranks are no longer in step
+        torch.manual_seed(3)
+        found[name] = worst_of(got, use(Alone()))
+    return found
+
+
+def worst_of(got: Any, wanted: Any) -> float:
+    """Largest relative difference; what this rank does not hold is ``None``."""
+    if got is None:
+        return 0.0
+    if isinstance(got, torch.Tensor):
+        scale = float(wanted.detach().abs().max()) if wanted.numel() else 0.0
+        apart = (got.to(wanted.dtype) - wanted).detach().abs()
+        return float(apart.max()) / max(scale, 1e-6) if apart.numel() else 0.0
+    assert len(got) == len(wanted)
+    pairs = zip(got, wanted, strict=True)
+    return max((worst_of(a, b) for a, b in pairs), default=0.0)
+
+
+PLANS = [
+    (2, [(0, 2), (1, 1), (0, 1)], "uneven"),
+    (3, [(1, 2), (0, 3), (2, 1)], "even"),
+    (2, [(0, 2)], "one"),
+]
+
+
+@pytest.mark.parametrize(("size", "widths", "shares"), PLANS)
+def test_a_use_gives_what_one_process_gives(
+    ranks: Any, size: int, widths: Widths, shares: str
+) -> None:
+    names = [use.__name__ for use in RIGHT]
+    everyone = ranks(
+        rank_of_right_uses, size, names, widths, shares, timeout_s=280, group_s=60
+    )
+    for rank, found in enumerate(everyone):
+        for name, value in found.items():
+            assert isinstance(value, float), (rank, name, value)
+            assert value < 1e-9, (rank, name, value)
+        assert len(found) == len(names)
+
+
+# Uses that are refused, each on all ranks. Layers run on ranks 0 to 1, 1, and 0.
+
+
+def gradient_penalty(side: Side) -> None:
+    model = side.wrap(net())
+    x, _ = side.data(0)
+    x.requires_grad_()
+    torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+def gradients_of_parameters(side: Side) -> None:
+    model = side.wrap(net())
+    x, y = side.data(0)
+    torch.autograd.grad(cross(model(x), y), list(model.parameters()), allow_unused=True)
+
+
+def backward_of_parameters(side: Side) -> None:
+    model = side.wrap(net())
+    x, y = side.data(0)
+    cross(model(x), y).backward(inputs=list(model.parameters()))
+
+
+def penalty_in_the_loss(side: Side) -> None:
+    model = side.wrap(net())
+    x, y = side.data(0)
+    loss = cross(model(x), y)
+    (loss + sum(p.square().sum() for p in model.parameters())).backward()
+
+
+def penalty_of_a_narrow_layer(side: Side) -> None:
+    model = side.wrap(net())
+    penalty = sum(p.square().sum() for p in model.parameters())
+    x, y = side.data(0)
+    (cross(model(x), y) + penalty).backward()
+
+
+def norm_of_some_gradients(side: Side) -> None:
+    model = side.wrap(net())
+    x, y = side.data(0)
+    cross(model(x), y).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    nn.utils.get_total_norm(grads)
+
+
+def norm_by_hand(side: Side) -> None:
+    """Each rank scales by its own norm: copies of a layer drift apart."""
+    model = side.wrap(net())
+
+    def clip() -> None:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        for grad in grads:
+            grad.mul_(0.01 / norm)
+
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.5), after=clip)
+
+
+def rate_by_rank(side: Side) -> None:
+    model = side.wrap(net())
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.1 + side.rank))
+
+
+def rate_by_rank_then_saved(side: Side) -> None:
+    model = side.wrap(net())
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.1 + side.rank), 1)
+    model.full_state_dict()
+
+
+def inner_module(side: Side) -> None:
+    model = side.wrap(net())
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    model.module(side.data(0)[0])
+
+
+def stale_average(side: Side) -> None:
+    model = side.wrap(net())
+    mean = torch.optim.swa_utils.AveragedModel(model.module)
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    mean.update_parameters(model.module)
+
+
+def stale_by_foreach(side: Side) -> None:
+    model = side.wrap(net())
+    mean = [p.detach().clone() for p in model.parameters()]
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    torch._foreach_lerp_(mean, list(model.parameters()), 0.1)
+
+
+def stale_optimizer(side: Side) -> None:
+    model = side.wrap(net())
+    optimizer = torch.optim.Adam(model.parameters())
+    train(side, model, optimizer, 1)
+    model.refresh()
+    optimizer.state_dict()
+
+
+def stale_save(side: Side) -> None:
+    model = side.wrap(net())
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    torch.save(model.module, io.BytesIO())
+
+
+def copied(side: Side) -> None:
+    torch.optim.swa_utils.AveragedModel(side.wrap(net()))
+
+
+def pickled(side: Side) -> None:
+    torch.save(side.wrap(net()), io.BytesIO())
+
+
+def replaced(side: Side) -> None:
+    model = side.wrap(net())
+    model.module[5] = nn.Linear(7, 4)
+    model(side.data(0)[0])
+
+
+def replaced_on_one_rank(side: Side) -> None:
+    model = side.wrap(net())
+    if side.rank == 0:
+        model.module[5] = nn.Linear(7, 4)
+    model(side.data(0)[0])
+
+
+def converted(side: Side) -> None:
+    model = side.wrap(net())
+    model.refresh()
+    model.module.float()
+    model(side.data(0)[0])
+
+
+def frozen_on_one_rank(side: Side) -> None:
+    model = side.wrap(net())
+    model.module[0].requires_grad_(side.rank != 0)
+    model(side.data(0)[0])
+
+
+def checkpointed(side: Side) -> None:
+    model = side.wrap(net())
+    x, y = side.data(0)
+    saved = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    cross(saved, y).backward()
+
+
+def sparse(side: Side) -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 4))
+    example = torch.zeros(2, 2, dtype=torch.long)
+    plan = plan_of(model, example, lambda _i: (0, side.size), side.size)
+    BurstParallel(model, plan, example_inputs=(example,))
+
+
+REFUSED = {
+    gradient_penalty: "create_graph=True is not supported",
+    gradients_of_parameters: "Call loss.backward() and read .grad",
+    backward_of_parameters: "Call loss.backward() and read .grad",
+    penalty_in_the_loss: "use the optimizer's weight_decay",
+    penalty_of_a_narrow_layer: "use the optimizer's weight_decay",
+    norm_of_some_gradients: "use torch.nn.utils.clip_grad_norm_",
+    norm_by_hand: "ranks 0, 1 hold different parameters of layer '0'",
+    rate_by_rank: "ranks 0, 1 hold different parameters of layer '0'",
+    rate_by_rank_then_saved: "ranks 0, 1 hold different parameters of layer '0'",
+    inner_module: "full_state_dict(), or refresh()",
+    stale_average: "full_state_dict(), or refresh()",
+    stale_by_foreach: "full_state_dict(), or refresh()",
+    stale_optimizer: "refresh(optimizer)",
+    stale_save: "full_state_dict(), or refresh()",
+    copied: "can't be copied or pickled",
+    pickled: "can't be copied or pickled",
+    replaced: "'5' was replaced",
+    replaced_on_one_rank: "",
+    converted: "was replaced or moved",
+    frozen_on_one_rank: "train different parameters",
+    checkpointed: "checkpoint modules inside the model",
+    sparse: "pass sparse=False to Embedding",
+}
+
+
+def rank_of_refused_uses(rank: int, size: int) -> dict[str, tuple[str, str]]:
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    for use in REFUSED:
+        try:
+            use(Side(rank, size, [(0, 2), (1, 1), (0, 1)], "even"))
+            found[use.__name__] = ("", "nothing was raised")
+        except Exception as exc:  # noqa: BLE001
+            found[use.__name__] = (type(exc).__name__, str(exc))
+    return found
+
+
+def test_a_use_is_refused_on_all_ranks_in_one_sentence(ranks: Any) -> None:
+    everyone = ranks(rank_of_refused_uses, 2, timeout_s=280, group_s=60)
+    wanted = {use.__name__: words for use, words in REFUSED.items()}
+    for rank, found in enumerate(everyone):
+        for name, (kind, text) in found.items():
+            assert kind in {"StrettoError", "RankDisagreement", "SpecError"}, (
+                rank,
+                name,
+                kind,
+                text,
+            )
+            assert wanted[name] in text, (rank, name, text)
