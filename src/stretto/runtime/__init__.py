@@ -1,5 +1,7 @@
-"""Carries out a plan on torch.distributed."""
+"""Execute a plan on torch.distributed."""
 
+# First, so that what it does at exit comes last.
+from stretto.runtime import quiesce as _quiesce  # noqa: F401
 from stretto.runtime.ddp import DistributedDataParallel
 from stretto.runtime.recorder import AbstractStepObserver, Recorder
 from stretto.runtime.routes import TensorRow

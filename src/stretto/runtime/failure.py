@@ -107,9 +107,14 @@ class FailureDesk:
         trouble: list[str] = []
         # In threads that may be left behind: neither closing connections nor asking
         # a store whose host is gone can be told to end in time.
-        aborting = threading.Thread(target=self._abort, daemon=True)
+        aborting = threading.Thread(
+            target=self._abort, name="stretto-failure-abort", daemon=True
+        )
         asking = threading.Thread(
-            target=self._ask, args=(place, silent, trouble), daemon=True
+            target=self._ask,
+            args=(place, silent, trouble),
+            name="stretto-failure-roll-call",
+            daemon=True,
         )
         deadline = time.perf_counter() + _ROLL_CALL_S
         asking.start()

@@ -237,7 +237,12 @@ class Core:
         mine = threading.current_thread()
         if mine is self._thread or mine.name.startswith("stretto-lane"):
             # The collector may end an engine from any thread, also from its own.
-            threading.Thread(target=self._end, args=(quiet,), daemon=True).start()
+            threading.Thread(
+                target=self._end,
+                args=(quiet,),
+                name="stretto-control-end",
+                daemon=True,
+            ).start()
         else:
             self._end(quiet)
 

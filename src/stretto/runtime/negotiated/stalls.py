@@ -94,7 +94,7 @@ class Notes:
             with contextlib.suppress(RuntimeError):
                 texts.append(ask())
 
-        thread = threading.Thread(target=run, daemon=True)
+        thread = threading.Thread(target=run, name="stretto-store", daemon=True)
         thread.start()
         thread.join(_STORE_S)
         return texts[0] if texts else None

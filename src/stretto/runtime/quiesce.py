@@ -1,0 +1,99 @@
+"""Wait at the interpreter's exit until communication threads are idle.
+
+# Note [Exit while Gloo's threads still work]
+A Gloo worker thread reports a collective as finished and drops its own reference to it
+afterwards. If that is the last one and a tensor of the collective has a Python object,
+the thread needs the interpreter's lock. An interpreter that is being finalized ends
+such a thread by ``pthread_exit``, whose unwinding meets a noexcept destructor: the
+process aborts ("terminate called without an active exception") instead of returning
+its exit status. It happens with plain PyTorch too (docs/known-issues-of-torch.md). The
+same holds for a Python thread that returns from a call that had released the lock.
+
+So before finalization the main thread sleeps, which leaves the lock free, until no
+worker has run between two looks. The threads are found by name and the looks are at
+their states and context switches in /proc, so this covers every group of the process,
+also those that a program destroyed while something still refers to them. A thread that
+waits for a peer sleeps, so a peer that is gone does not delay the exit.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from pathlib import Path
+
+_WORKER = "pt_gloo_runloop"
+_LIMIT_S = 5.0
+_PAUSE_S = 0.01
+_OWN_THREADS_S = 1.0
+_UNKNOWN_S = 0.3
+"""How long to pause where there is no /proc to look into."""
+
+_OWN = ("stretto-control", "stretto-lane", "stretto-failure", "stretto-store")
+"""Names of stretto's daemon threads that call torch, and end by themselves."""
+
+_TASKS = Path("/proc/self/task")
+
+
+def quiesce(limit_s: float = _LIMIT_S) -> bool:
+    """Wait until stretto's threads have ended and Gloo's workers are idle.
+
+    Returns:
+        Whether they are, rather than that ``limit_s`` is over.
+    """
+    deadline = time.perf_counter() + limit_s
+    _join_own(min(deadline, time.perf_counter() + _OWN_THREADS_S))
+    if not _TASKS.is_dir():
+        time.sleep(min(_UNKNOWN_S, limit_s))
+        return True
+    before = _workers()
+    while before:
+        time.sleep(_PAUSE_S)
+        now = _workers()
+        if now == before and all(row.startswith("S") for row in now.values()):
+            return True
+        if time.perf_counter() > deadline:
+            return False
+        before = now
+    return True
+
+
+def _join_own(deadline: float) -> None:
+    """Join stretto's daemon threads, which may be in a call without the lock."""
+    for thread in threading.enumerate():
+        if thread.daemon and thread.name.startswith(_OWN):
+            thread.join(max(0.0, deadline - time.perf_counter()))
+
+
+def _workers() -> dict[str, str]:
+    """Return each worker's state and number of context switches, by thread id.
+
+    A thread that has run between two looks has switched, one that is about to run is
+    not in state S.
+    """
+    found = {}
+    for task in _TASKS.iterdir():
+        try:
+            if (task / "comm").read_text().strip() != _WORKER:
+                continue
+            rows = dict(
+                line.partition(":")[::2]
+                for line in (task / "status").read_text().splitlines()
+            )
+        except OSError:  # the thread has ended
+            continue
+        found[task.name] = " ".join(
+            rows.get(name, "").strip()
+            for name in (
+                "State",
+                "voluntary_ctxt_switches",
+                "nonvoluntary_ctxt_switches",
+            )
+        )
+    return found
+
+
+# Finalizers run in reverse order of their creation: this one comes after those of all
+# engines and lanes, and after what a program registers with atexit later.
+_at_exit = weakref.finalize(quiesce, quiesce)
