@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
-STEPS = 160
+STEPS = 320
 """Enough for a second profile and all trials, where the machine is busy."""
 
 

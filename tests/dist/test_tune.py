@@ -18,7 +18,7 @@ from stretto.tune import TuneOptions, auto, look
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
 
-MOST_STEPS = 250
+MOST_STEPS = 400
 """By then every tuning here has settled, also on a busy machine."""
 
 TorchDDP = nn.parallel.DistributedDataParallel

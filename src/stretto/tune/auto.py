@@ -33,7 +33,7 @@ import torch
 from stretto._version import __version__
 from stretto.errors import Infeasible, NoisyProfile, PlanMismatch, SpecError
 from stretto.measure import count_hosts
-from stretto.planners.base import predicted_s
+from stretto.planners.base import predicted_s, with_prediction
 from stretto.schema import Plan, codec, tensors_digest
 from stretto.schema.tuning import Tuning, TuningEvent
 from stretto.tune.board import Board, StepClock
@@ -48,7 +48,9 @@ from stretto.tune.memory import (
     topology_of,
 )
 from stretto.tune.options import TuneOptions
+from stretto.tune.profiling import deferred_plan
 from stretto.tune.remembered import (
+    ddp_step_s_at,
     decoded,
     encoded,
     nearest_point,
@@ -57,6 +59,7 @@ from stretto.tune.remembered import (
     settled_of,
 )
 from stretto.tune.settled import OnSettled, Settled, summary
+from stretto.tune.starts import PROFILED, starts_of
 from stretto.tune.trials import Trials
 from stretto.tune.unfinished import Known, end
 from stretto.units import format_s
@@ -79,12 +82,6 @@ AGREES_RATIO = 0.10
 
 ALIKE_DISTANCE = 0.25
 """Jobs further apart share no experience."""
-
-DDP_FIRST_RATIO = 1.1
-"""DDP's rule comes first where it is predicted within this of the plan ..."""
-
-DDP_WITHIN_RATIO = 1.5
-"""... and is tried at all within this."""
 
 
 @final
@@ -278,7 +275,8 @@ class AutoPlan:
         offer: Any = None
         found = self._known.checked
         if found is not None:
-            offer = encoded(settled_of(found, now_s)), found.ddp_step_s
+            ddp_step_s = ddp_step_s_at(found, now_s)
+            offer = encoded(settled_of(found, now_s)), ddp_step_s
         parts, ddp_step_s = self._board.shared(offer)
         self._settle(
             Settled(
@@ -378,6 +376,11 @@ class AutoPlan:
                 wire_dtype=self._wire_dtype,
             )
             starts = self._starts(settled, guide)
+        seen_s = {
+            plan.digest: seen.deferred_s
+            for name, plan in starts
+            if name == PROFILED and seen.deferred_s is not None
+        }
         left = self._known.steps_left(self._options.steps)  # rank 0 alone knows
         self._trials = Trials(
             self._model,
@@ -386,6 +389,8 @@ class AutoPlan:
             starts=starts,
             options=replace(self._options, steps=left),
             tell=self._tell,
+            baseline=settled.ddp,
+            seen_s=seen_s,
         )
         self._known.search = self._trials.search
         self._do = self._try_on
@@ -393,27 +398,31 @@ class AutoPlan:
             self._end_trials()
 
     def _starts(self, settled: Settled, guide: Guide) -> list[tuple[str, Plan]]:
-        if not self._options.model:
-            return [("ddp", settled.ddp)]
-        starts = [("planner", settled.plan)]
-        ours, theirs = predicted_s(settled.plan), predicted_s(settled.ddp)
-        if settled.plan.digest == settled.ddp.digest:
-            starts = [("ddp", settled.ddp)]
-        elif theirs < DDP_FIRST_RATIO * ours:
-            # So near a tie the plan has to show that it is better.
-            starts.insert(0, ("ddp", settled.ddp))
-        elif theirs < DDP_WITHIN_RATIO * ours:
-            starts.append(("ddp", settled.ddp))
         checked = self._known.checked
-        if checked is not None:
-            starts = [s for s in starts if s[1].digest != checked.plan.digest]
-            place = len(starts) if self._known.stale else 0
-            starts.insert(place, ("remembered", checked.plan))
-            return starts  # no other job is nearer
-        near = self._from_the_nearest(settled, guide)
-        if near is not None:
-            starts.append(("nearest", near))
-        return starts
+        before = None
+        if self._settled is not None:
+            before = self._settled.carried_out
+        elif checked is not None:
+            before = checked.plan
+        nearest = None
+        if before is None and self._options.model:
+            nearest = self._from_the_nearest(settled, guide)
+        return starts_of(
+            planned=settled.plan,
+            ddp=settled.ddp,
+            model=self._options.model,
+            before=None if before is None else _retargeted(before, settled),
+            stale=self._known.stale,
+            nearest=nearest,
+            profiled=self._profiled(settled),
+        )
+
+    def _profiled(self, settled: Settled) -> Plan | None:
+        """The plan of the profiled steps, whose step time is known."""
+        seen = self._known.seen
+        if seen is None or seen.deferred_s is None or self._wire_dtype is not None:
+            return None
+        return _retargeted(deferred_plan(self._model), settled)
 
     def _from_the_nearest(self, settled: Settled, guide: Guide) -> Plan | None:
         """What the most similar earlier job chose, cut to this one's tensors."""
@@ -462,8 +471,10 @@ class AutoPlan:
         settled = Settled(
             workload=seen.workload, cluster=seen.cluster, plan=seen.plan, ddp=seen.ddp
         )
-        why = "no plan could be run"
+        why = "no plan could be measured"
         spent: dict[str, Any] = {}
+        if outcome is None:
+            settled = replace(settled, plan=settled.ddp)
         if outcome is not None:
             plan, step_s, ddp_step_s, bound_s, why, spent = outcome
             settled = replace(
@@ -574,3 +585,15 @@ class AutoPlan:
         self._known.events.append(
             TuningEvent(step=self._known.steps, what=what, why=why, values=values)
         )
+
+
+def _retargeted(plan: Plan, settled: Settled) -> Plan | None:
+    """A plan made for another workload or none, with its prediction for this one."""
+    try:
+        return with_prediction(
+            replace(plan, workload_digest=settled.workload.digest),
+            settled.workload,
+            settled.cluster,
+        )
+    except (Infeasible, SpecError):
+        return None

@@ -13,7 +13,7 @@ from stretto.cost.fit import fit_cluster
 from stretto.errors import Infeasible, NoisyProfile, SpecError
 from stretto.measure import NetworkSamples, count_hosts, probe_network
 from stretto.schema import Cluster, CollectiveSample, Plan, Workload, codec
-from stretto.tune.profiling import DeferredProfile
+from stretto.tune.profiling import DEFERRED_LANES, DeferredProfile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,6 +99,9 @@ class Seen:
 
     probe_s: float
     """How long training stood still for the probe."""
+
+    deferred_s: float | None = None
+    """Median step of the profiled steps, communication after backward included."""
 
 
 @final
@@ -227,7 +230,13 @@ class Look:
             plan=codec.decode(plan, Plan),
             ddp=codec.decode(ddp, Plan),
             probe_s=probe_s,
+            deferred_s=step_s if self._median_is_of_first_lanes else None,
         )
+
+    @property
+    def _median_is_of_first_lanes(self) -> bool:
+        """Whether most steps ran on the lanes of a plain deferred plan."""
+        return not self._extended and PROFILE_LANES[0] == DEFERRED_LANES
 
     def _plan_on_rank_0(
         self,

@@ -30,11 +30,13 @@ class TuneOptions:
     """How ``plan="auto"`` searches while the training runs."""
 
     steps: int = 100
-    """Steps in which plans may be tried; 0: the first plan stays."""
+    """Steps in which plans may be proposed; the comparison with DDP's buckets that
+    decides may follow. 0: the first plan stays."""
 
-    lost_ratio: float = 0.05
-    """Time that trials may lose, their changes of plan and corrections of the model
-    included, as a share of ``steps`` steps of the best plan."""
+    lost_ratio: float = 0.015
+    """Time that trials may lose, changes of plan and corrections of the model included,
+    as a share of the time trained. Half of what ``steps`` steps allow may be lost at
+    once, the rest is earned step by step."""
 
     techniques: tuple[str, ...] = GUIDED
     """Who proposes plans, chosen among by a bandit."""

@@ -34,9 +34,20 @@ def settled_of(found: Remembered, now_s: float) -> Settled:
         plan=found.plan,
         ddp=planners.get("ddp").plan(found.workload, found.cluster),
         step_s=now_s,
-        ddp_step_s=found.ddp_step_s,
+        ddp_step_s=ddp_step_s_at(found, now_s),
         remembered=True,
     )
+
+
+def ddp_step_s_at(found: Remembered, now_s: float) -> float | None:
+    """DDP's step at the speed at which the plan's step takes ``now_s``.
+
+    What was measured is the ratio of the two, in turns: a step of then compared with
+    one of now would say how busy the machine was.
+    """
+    if found.ddp_step_s is None:
+        return None
+    return found.ddp_step_s * now_s / found.step_s
 
 
 def seen_again(found: Remembered, *, planner: str, wire_dtype: str | None) -> Seen:

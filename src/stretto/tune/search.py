@@ -1,6 +1,6 @@
-"""The search inside a run: which plan the next steps try, and when to stop.
+"""The search inside a run: which plan the next steps execute, and when to stop.
 
-Pure: it is told step times and names plans; it neither runs nor measures anything.
+Pure: it takes step times and names plans; it neither runs nor measures anything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, final
 from stretto.errors import SpecError
 from stretto.schema import Plan
 from stretto.tune.bandit import Bandit
-from stretto.tune.finals import FINAL_RATIO, MOST_FINALISTS, STEPS, Finals
+from stretto.tune.paired import Estimate, Noise, Pair, compare, estimate
 from stretto.tune.space import Point
 from stretto.tune.techniques.base import LEAST_STEPS, Proposal
 
@@ -23,36 +23,85 @@ if TYPE_CHECKING:
     from stretto.tune.techniques.base import AbstractTechnique
 
 START = "start"
-"""What a trial of a plan that was there before the search names as its technique."""
+"""Technique of a plan that was known before the search."""
+
+CONTROL = "control"
+"""Technique of a block of the incumbent between two others."""
 
 FINAL = "final"
-"""What a turn of the last comparison names as its technique."""
+"""Technique of a block of DDP's buckets that a faster plan has to beat."""
 
 TRIAL_S = 0.25
-"""A trial lasts at least so long, for short steps differ more from each other ..."""
+"""A block lasts at least this long, because short steps vary more ..."""
 
 MOST_TRIAL_STEPS = 8
-"""... but not longer than so many steps for that."""
+"""... but for no more steps than this."""
 
-_SURE = 4.5
-"""Spreads (median absolute deviations over the root of the number of steps) between
-two medians that count as a difference: nearly two standard errors of it."""
+LEAST_GAIN_RATIO = 0.02
+"""A plan that saves less of DDP's step than this is a tie, and DDP's buckets stay."""
+
+BETTER_RATIO = 0.005
+"""The same between two plans of which neither is DDP's."""
+
+SURE = 2.0
+"""Standard errors by which a plan must be ahead to replace another."""
+
+_SURE_AT_ONCE = 4.0
+_CLEAR_LOG = 0.3
+"""One pair decides alone where this is exceeded by `_SURE_AT_ONCE` standard errors."""
+
+_HOPE = 1.5
+"""Standard errors: a plan that would not win with this much luck is rejected."""
+
+_LITTLE_HOPE = 0.5
+"""The same for what a technique proposes: there are always more of these."""
+
+_LEAST_PAIRS = 2
+"""Pairs before a plan known before the search, or the incumbent, is rejected."""
+
+START_PAIRS = 16
+"""Pairs after which a plan known before the search has failed to win ..."""
+
+PROPOSAL_PAIRS = 5
+"""... one that a technique proposed ..."""
+
+FINAL_PAIRS = 20
+"""... and pairs in which a plan may show that it beats DDP's buckets."""
 
 _HOPELESS_RATIO = 1.15
-"""A trial ends after its first counted steps when each is slower than this times the
-incumbent: its median can't win any more."""
+"""A block ends after `_HOPELESS_STEPS` when each is slower than this ..."""
 
 _HOPELESS_STEPS = 2
 
-_OUTLIER = 3.0
-"""What a step longer than so many times the incumbent's takes beyond that is not a
-search's doing."""
+_MORE_STEPS = 40
+"""Comparisons under way end after twice the limit of steps, and this many more."""
 
-_FINALS_SHARE = 0.3
-"""Share of the time that may be lost which is kept for the last comparison."""
+_MOST_WITHOUT_CONTROL = 2
+"""Hopeless proposals in a row before the incumbent's speed is measured again."""
+
+_VERY_SLOW_RATIO = 1.5
+"""... and after one when that and the step of the change are slower than this."""
+
+NEAR_BOUND_RATIO = 0.02
+"""The most that noise may widen "as fast as the bound"."""
+
+REFUTED_RATIO = 0.02
+"""A step this much shorter than the bound shows that the bound is wrong."""
+
+_OUTLIER = 3.0
+"""A step longer than this multiple of the incumbent's is not the plan's fault."""
+
+_CHANGE_STEPS = 0.3
+"""What a change of plan costs, in steps, until one was measured."""
+
+_LEVEL_STEPS = 16
+"""Last steps of the incumbent of which the median is its step time."""
+
+_CLEAR_ERROR = 0.06
+"""Error of a pair from which something is learned about a plan."""
 
 _MOST_REPEATS = 12
-"""Proposals already measured that are passed over before a technique's turn ends."""
+"""Known proposals that are skipped before a technique's turn ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +109,16 @@ class Limits:
     """What a search may cost."""
 
     steps: int = 100
-    """Steps in which plans may be tried; the last of them compare the best few."""
+    """Steps in which plans may be proposed. The comparison with DDP's buckets that
+    decides may follow."""
 
-    lost_ratio: float = 0.05
-    """Time that trials may lose against the incumbent, changes of plan and the pauses
-    for thought between them included, as a share of ``steps`` times the incumbent's
-    step: the bound on what a search costs."""
+    lost_ratio: float = 0.015
+    """Time that trials may lose against the incumbent, changes of plan and pauses
+    included, as a share of the time trained. Half of what ``steps`` steps allow may be
+    spent at once; the other half is earned step by step."""
 
     patience: int | None = None
-    """Trials in a row that bring nothing before techniques are asked no more."""
+    """Trials in a row without a better plan before techniques are no longer asked."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -85,12 +135,12 @@ class Limits:
 
 @dataclass(slots=True, kw_only=True)
 class Trial:
-    """A plan that was tried for some steps."""
+    """A block of consecutive steps with one plan."""
 
     technique: str
 
     key: Point | str
-    """A point of the space, or the name of a plan that was there before."""
+    """A point of the space, or the name of a plan known before the search."""
 
     plan: Plan
 
@@ -106,43 +156,69 @@ class Trial:
     """Why the plan could not be run."""
 
     ended_early: bool = False
-    """Whether it was given up as hopeless before all its steps."""
+    """Whether it was stopped as hopeless before all its steps."""
 
     won: bool = False
     """Whether it became the incumbent."""
 
     @property
     def step_s(self) -> float:
-        """The score: the median; infinite where the plan could not be run."""
+        """The median step; infinite where the plan could not be run."""
         if self.failed is not None or not self.steps_s:
             return math.inf
         return statistics.median(self.steps_s)
 
-    def lost_s(self, best_s: float) -> float:
-        """What all its steps took beyond as many of ``best_s``.
-
-        Summed before it is compared with 0, so that noise cancels.
-        """
+    def lost_s(self, reference_s: float) -> float:
+        """Return what its steps took beyond the same number of reference steps."""
         steps_s = (*self.steps_s, *self.uncounted_s)
-        return max(0.0, sum(min(s, _OUTLIER * best_s) - best_s for s in steps_s))
+        return sum(min(s, _OUTLIER * reference_s) - reference_s for s in steps_s)
 
-    @property
-    def spread_s(self) -> float:
-        """Median absolute deviation of the steps: an outlier does not move it."""
-        if not self.steps_s:
-            return 0.0
-        middle_s = statistics.median(self.steps_s)
-        return statistics.median(abs(s - middle_s) for s in self.steps_s)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a plan's step takes, free of what the machine did meanwhile."""
+
+    trial: Trial
+
+    step_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Duel:
+    """A plan against the incumbent."""
+
+    technique: str
+
+    key: Point | str
+
+    plan: Plan
+
+    steps: int
+
+    most_pairs: int
+
+    proposal: Proposal | None = None
+
+    pairs: list[Pair] = field(default_factory=list)
+
+    block: Trial | None = None
+    """The challenger's last block, until its pair is complete."""
 
 
 @final
 class Search:
     """One search: from the first plans to the plan that stays.
 
-    `next_trial` names what to try; every counted step of it goes to `step`, which says
-    whether the trial is over. The incumbent is the best plan so far: it is replaced
-    only by one whose median of at least three steps is faster by more than the noise.
-    At the end the plans that noise left apart are compared once more, in turns.
+    The incumbent trains; other plans run in short blocks between its own, and only
+    these neighbors are what a block is compared with (`stretto.tune.paired`). A plan
+    becomes the incumbent when its pairs show that it is faster, by more than their
+    error. In the end the incumbent must have beaten ``baseline``, DDP's buckets, in
+    pairs, directly or by way of the incumbents between; where that is not shown, DDP's
+    buckets stay.
+
+    `next_trial` names the next block; every step of it goes to `step`, which returns
+    whether the block is over. Between blocks the incumbent trains for as long as it
+    takes to earn what the next one may lose.
     """
 
     def __init__(
@@ -155,19 +231,26 @@ class Search:
         bound_s: float,
         limits: Limits,
         bandit: Bandit | None = None,
+        baseline: Plan | None = None,
+        seen_s: Mapping[str, float] | None = None,
+        trained_s: float = 0.0,
     ) -> None:
-        """A search.
+        """Prepare a search.
 
         Args:
             starts: Plans that are tried first, by name, whatever the bound says; the
                 first is the incumbent until another wins.
             arms: Techniques by name.
-            plan_of: The plan a point of the space means.
+            plan_of: The plan of a point of the space.
             floor_s: What a plan's step takes at least; one above the incumbent is
                 never tried.
             bound_s: What no plan's step can be shorter than.
             limits: What the search may cost.
             bandit: Chooses among the arms; by default one over all of them.
+            baseline: The plan that stays unless another is shown to be faster.
+            seen_s: By digest, step times measured before the search. A start that was
+                slower than the incumbent then is not tried.
+            trained_s: Time trained before the search.
 
         Raises:
             SpecError: there is no plan to start from.
@@ -175,7 +258,6 @@ class Search:
         if not starts:
             raise SpecError("a search needs at least one plan to start from")
         self._starts = list(starts)
-        self._must = len(self._starts)
         self._arms = dict(arms)
         self._bandit = bandit or (Bandit(tuple(self._arms)) if self._arms else None)
         self._plan_of = plan_of
@@ -183,47 +265,74 @@ class Search:
         self.bound_s = bound_s
         """What no plan's step can be shorter than, as it is believed now."""
         self._limits = limits
-        self._proposal: Proposal | None = None
+        self._baseline = baseline
+        self._seen_s = dict(seen_s or {})
+        self._trained_s = trained_s
+        self._noise = Noise()
+        self._duel: _Duel | None = None
         self._by_key: dict[Point | str, Trial] = {}
         self._digests: dict[str, Trial] = {}
+        self._scores: dict[str, float] = {}
+        self._unit_s = 0.0
+        self._ahead: float = 0.0
+        self._lead: Estimate | None = None
+        self._fruitless = 0
+        self._without_control = 0
+        self._tail: tuple[float, ...] = ()
+        self._changes: list[float] = []
+        self._lost_s = 0.0
+        self._findings: list[Finding] = []
         self.trials: list[Trial] = []
-        """All trials, oldest first."""
+        """All blocks, oldest first."""
         self.incumbent: Trial | None = None
+        """The best plan so far, with the steps of its last blocks."""
         self.steps_used = 0
         """Steps spent, those of changes included."""
         self.ended: str | None = None
-        """Why the search is over; ``None``: it is not."""
-        self._finals: Finals | None = None
+        """Why the search is over, or ``None`` while it is not."""
         self._why: str | None = None
         self.paused_s = 0.0
         """Time in which training waited for decisions."""
 
     @property
     def lost_s(self) -> float:
-        """Time lost so far: trials' steps against the incumbent's as it is now, those
-        of changes included, and pauses.
+        """Time lost so far: blocks against their neighbors of the incumbent, steps of
+        changes included, and pauses.
         """
-        if self.incumbent is None or math.isinf(self.incumbent.step_s):
-            return self.paused_s
-        best_s = self.incumbent.step_s
-        return self.paused_s + sum(trial.lost_s(best_s) for trial in self.trials)
+        return self.paused_s + max(0.0, self._lost_s)
 
     @property
     def most_lost_s(self) -> float:
-        """What may be lost: the limit as it is read with the present incumbent."""
-        if self.incumbent is None or math.isinf(self.incumbent.step_s):
+        """What may have been lost by now."""
+        best = self.incumbent
+        if best is None or math.isinf(best.step_s):
             return math.inf
-        step_s = self.incumbent.step_s
-        # Never more than could be won in as many steps again.
-        could_win_s = max(0.0, step_s - self.bound_s) * self._limits.steps
-        return min(self._limits.lost_ratio * self._limits.steps * step_s, could_win_s)
+        earned_s = (self._trained_s + self._limits.steps * best.step_s) / 2
+        allowed_s = self._limits.lost_ratio * earned_s
+        if self.bound_refuted:
+            return allowed_s
+        # Never more than the same number of steps could win back.
+        could_win_s = max(0.0, best.step_s - self.bound_s) * self._limits.steps
+        return min(allowed_s, could_win_s)
+
+    @property
+    def bound_refuted(self) -> bool:
+        """Whether the incumbent is faster than the bound says any plan can be."""
+        best = self.incumbent
+        return best is not None and best.step_s < (1 - REFUTED_RATIO) * self.bound_s
 
     @property
     def noise_s(self) -> float:
-        """A difference of medians below this may be chance."""
-        if self.incumbent is None or len(self.incumbent.steps_s) < LEAST_STEPS:
+        """Standard error of the incumbent's median step."""
+        best = self.incumbent
+        if best is None or math.isinf(best.step_s):
             return 0.0
-        return _noise_s(self.incumbent)
+        return best.step_s * self._noise.of_a_median(len(best.steps_s))
+
+    @property
+    def lead(self) -> Estimate | None:
+        """The incumbent's step over the baseline's, from pairs; ``None``: unknown."""
+        return self._lead
 
     @property
     def credits(self) -> dict[str, float]:
@@ -233,115 +342,358 @@ class Search:
         return {name: self._bandit.credit(name) for name in self._arms}
 
     def offer(self, name: str, plan: Plan) -> bool:
-        """Puts a plan from elsewhere next in line; whether it was new."""
+        """Put a plan from elsewhere next in line; return whether it was new."""
         waiting = [waits.digest for _, waits in self._starts]
+        if self._duel is not None:
+            waiting.append(self._duel.plan.digest)
         if plan.digest in self._digests or plan.digest in waiting:
             return False
         self._starts.append((f"{name} {len(self.trials)}", plan))
         return True
 
     def next_trial(self) -> Trial | None:
-        """What to try next; ``None``: the search is over and `ended` says why."""
+        """Return the next block, or ``None`` when the search is over (see `ended`)."""
         if self.ended is not None:
             return None
-        if self._finals is None:
-            trial = self._next_trial()
-            if trial is not None:
-                return trial
-            self._finals = Finals(self._finalists())
-        turn = None
-        if self.steps_used < self._limits.steps and not self._too_dear(self._finals):
-            turn = self._finals.next()
-        if turn is None:
-            self._crown(self._finals)
-            self.ended = self._why
-            return None
-        return self._open(FINAL, turn.key, turn.plan, STEPS)
-
-    def _next_trial(self) -> Trial | None:
-        """The next trial before the last comparison; ``None``: it is time for that."""
-        if self.trials:
-            self._why = self._why_end()
-            if self._why is not None:
+        best = self.incumbent
+        if best is None:
+            if not self._starts:
+                self.ended = "no plan could be run"
                 return None
-        if self._starts:
             return self._open(START, *self._starts.pop(0), LEAST_STEPS)
-        trial = self._propose()
-        if trial is None:
-            self._why = "every technique is out of proposals"
-        return trial
+        duel = self._duel
+        if duel is not None and duel.block is not None:
+            return self._open(CONTROL, best.key, best.plan, duel.steps)
+        if not self._tail:
+            return self._open(CONTROL, best.key, best.plan, LEAST_STEPS)
+        duel = self._duel = duel or self._next_duel()
+        if duel is None:
+            self._finish()
+            return None
+        if not self._affordable(duel):
+            return self._open(CONTROL, best.key, best.plan, LEAST_STEPS)
+        duel.block = self._open(duel.technique, duel.key, duel.plan, duel.steps)
+        return duel.block
 
     def pause(self, seconds: float) -> None:
-        """Counts time in which training waited for a decision."""
+        """Count time in which training waited for a decision."""
         self.paused_s += seconds
 
-    def step(self, step_s: float, *, counts: bool = True) -> bool:
-        """Takes a step time of the trial under way; whether the trial is over.
+    def findings(self) -> list[Finding]:
+        """Return what was found out about plans since the last call.
 
-        ``counts`` is false for the step of the change; it is infinite where something
-        else happened in it.
+        Only blocks that the machine left alone: their neighbors agree, or, for the
+        first plan, no step before was faster.
+        """
+        found, self._findings = self._findings, []
+        return found
+
+    def step(self, step_s: float, *, counts: bool = True) -> bool:
+        """Take a step time of the block under way; return whether the block is over.
+
+        ``counts`` is false for the step of a change; the time is infinite where
+        something else happened in it.
         """
         trial = self.trials[-1]
         self.steps_used += 1
+        if math.isfinite(step_s):
+            self._trained_s += step_s
         if not counts:
             if math.isfinite(step_s):
                 trial.uncounted_s.append(step_s)
             return False
         trial.steps_s.append(step_s)
-        steps = len(trial.steps_s)
-        if steps >= trial.wanted_steps and (
-            sum(trial.steps_s) >= TRIAL_S or steps >= MOST_TRIAL_STEPS
-        ):
-            self._close(trial)
-            return True
-        best = self.incumbent
-        if (
-            best is not None
-            and trial.technique != FINAL
-            and len(trial.steps_s) >= _HOPELESS_STEPS
-            and min(trial.steps_s) > _HOPELESS_RATIO * best.step_s + _noise_s(best)
-        ):
-            trial.ended_early = True
+        if self._is_incumbents(trial):
+            return self._incumbent_step(trial)
+        if _long_enough(trial) or self._hopeless(trial):
             self._close(trial)
             return True
         return False
 
     def fail(self, reason: str) -> None:
-        """The trial under way can't be run, for instance for lack of memory."""
+        """Give up the block under way, for instance for lack of memory."""
         trial = self.trials[-1]
         trial.failed = reason
+        if self._is_incumbents(trial):
+            self._finish(f"the best plan could not be measured again: {reason}")
+            return
         self._close(trial)
 
-    # Deciding.
+    # The incumbent's blocks.
+
+    def _is_incumbents(self, trial: Trial) -> bool:
+        return trial.technique == CONTROL
+
+    def _incumbent_step(self, trial: Trial) -> bool:
+        """Complete the pair when there are enough steps, then wait for allowance."""
+        best = self.incumbent
+        assert best is not None  # noqa: S101 - a control block follows its first
+        best.steps_s = [*best.steps_s, trial.steps_s[-1]][-_LEVEL_STEPS:]
+        if not _long_enough(trial):
+            return False
+        if self._duel is not None and self._duel.block is not None:
+            self._complete_pair(self._duel, trial)
+            if self.incumbent is not best:
+                self._tail = ()
+                return True
+        wanted = _wanted(trial)
+        self._tail = tuple(trial.steps_s[-wanted:])
+        if len(trial.steps_s) >= 2 * wanted and len(trial.steps_s) % wanted == 0:
+            self._noise.add(self._tail)
+            self._noise.add_jump(trial.steps_s[-2 * wanted : -wanted], self._tail)
+        if self._duel is None:
+            self._duel = self._next_duel()
+        return self._duel is None or self._affordable(self._duel)
+
+    def _affordable(self, duel: _Duel) -> bool:
+        if self.steps_used >= self._limits.steps:
+            return True
+        return self.lost_s + self._cost_s(duel) <= self.most_lost_s
+
+    def _cost_s(self, duel: _Duel) -> float:
+        """What one more block of a challenger is likely to lose."""
+        level_s = statistics.median(self._tail)
+        change = statistics.median(self._changes) if self._changes else _CHANGE_STEPS
+        if duel.pairs:
+            ratio = estimate(duel.pairs).ratio
+        else:
+            ratio = self._floor_s(duel.plan) / level_s
+        slow_steps = 1 if ratio >= _VERY_SLOW_RATIO else duel.steps
+        excess = (1 + slow_steps) * max(0.0, ratio - 1)
+        return level_s * (excess + 2 * change)
+
+    # The challengers' blocks.
+
+    def _hopeless(self, trial: Trial) -> bool:
+        """Whether a challenger is so slow that further steps would change nothing."""
+        if self._duel is None or not self._tail:
+            return False
+        level_s = statistics.median(self._tail)
+        noise = 1 + 2 * self._noise.of_a_median(1)
+        least_s = min(trial.steps_s)
+        hopeless = len(trial.steps_s) >= _HOPELESS_STEPS and (
+            least_s > _HOPELESS_RATIO * noise * level_s
+        )
+        slow_s = _VERY_SLOW_RATIO * noise * level_s
+        very_slow = bool(trial.uncounted_s) and least_s > slow_s
+        trial.ended_early = hopeless or (very_slow and min(trial.uncounted_s) > slow_s)
+        return trial.ended_early
+
+    def _close(self, trial: Trial) -> None:
+        """End a block of a plan that is not the incumbent, or of the first."""
+        self._by_key[trial.key] = trial
+        self._digests[trial.plan.digest] = trial
+        self._noise.add(trial.steps_s)
+        if self.incumbent is None:
+            if trial.failed is None:
+                self._crown_first(trial)
+            return
+        duel = self._duel
+        if trial.failed is not None:
+            self._conclude(won=False, score_s=math.inf)
+        elif (
+            trial.ended_early
+            and duel is not None
+            and duel.proposal is not None
+            and self._without_control < _MOST_WITHOUT_CONTROL
+        ):
+            # There are always more proposals: no pair is spent on a hopeless one.
+            self._without_control += 1
+            level_s = statistics.median(self._tail)
+            self._lost_s += trial.lost_s(level_s)
+            log_ratio = math.log(trial.step_s / level_s)
+            score_s = self._unit_s * math.exp(self._ahead + log_ratio)
+            self._conclude(won=False, score_s=score_s)
+
+    def _crown_first(self, trial: Trial) -> None:
+        trial.won = True
+        self.incumbent = Trial(
+            technique=trial.technique,
+            key=trial.key,
+            plan=trial.plan,
+            wanted_steps=trial.wanted_steps,
+            steps_s=list(trial.steps_s),
+            won=True,
+        )
+        self._tail = tuple(trial.steps_s)
+        self._unit_s = trial.step_s
+        self._lost_s += sum(s - trial.step_s for s in trial.uncounted_s)
+        self._scores[trial.plan.digest] = trial.step_s
+        if self._baseline is not None and trial.plan.digest == self._baseline.digest:
+            self._lead = Estimate(log_ratio=0.0, error=0.0, pairs=0)
+        if trial.step_s <= min(self._seen_s.values(), default=math.inf):
+            self._findings.append(Finding(trial=trial, step_s=trial.step_s))
+
+    def _complete_pair(self, duel: _Duel, control: Trial) -> None:
+        """Compare the challenger's block with its neighbors, and decide."""
+        block, duel.block = duel.block, None
+        self._without_control = 0
+        assert block is not None  # noqa: S101 - the caller has seen it
+        wanted = _wanted(control)
+        before, after = self._tail, control.steps_s[:wanted]
+        self._noise.add(after)
+        self._noise.add_jump(before, after)
+        pair = compare(before, block.steps_s, after, noise=self._noise)
+        duel.pairs.append(pair)
+        found = estimate(duel.pairs)
+        level_s = math.sqrt(statistics.median(before) * statistics.median(after))
+        for part in (block, control):
+            self._lost_s += part.lost_s(level_s)
+            if part.uncounted_s:
+                at_s = part.step_s if part is block else level_s
+                change = (part.uncounted_s[0] - at_s) / level_s
+                self._changes.append(min(max(0.0, change), _OUTLIER - 1))
+        score_s = self._unit_s * math.exp(self._ahead + found.log_ratio)
+        if pair.error <= _CLEAR_ERROR:
+            seen_s = min(statistics.median(before), statistics.median(after))
+            self._findings.append(
+                Finding(trial=block, step_s=seen_s * math.exp(pair.log_ratio))
+            )
+        if duel.technique == FINAL:
+            self._judge_baseline(found, duel)
+            return
+        margin = self._margin(duel.plan)
+        proposed = duel.proposal is not None
+        hope, least = (_LITTLE_HOPE, 1) if proposed else (_HOPE, _LEAST_PAIRS)
+        if _surely_below(found, -margin):
+            self._dethrone(duel, block, found, score_s)
+        elif found.pairs >= least and (
+            found.log_ratio - hope * found.error > -margin
+            or found.pairs >= duel.most_pairs
+            or self._exhausted
+            or (proposed and self.steps_used >= self._limits.steps)
+        ):
+            self._conclude(won=False, score_s=score_s)
+
+    def _margin(self, plan: Plan) -> float:
+        """What a plan must be faster by, as a logarithm."""
+        base = self._baseline
+        best = self.incumbent
+        against = base is not None and (
+            best is not None and base.digest in (best.plan.digest, plan.digest)
+        )
+        return -math.log1p(-(LEAST_GAIN_RATIO if against else BETTER_RATIO))
+
+    def _dethrone(
+        self, duel: _Duel, block: Trial, found: Estimate, score_s: float
+    ) -> None:
+        block.won = True
+        if self._lead is not None:
+            self._lead = found.chained(self._lead)
+        if self._baseline is not None and duel.plan.digest == self._baseline.digest:
+            self._lead = Estimate(log_ratio=0.0, error=0.0, pairs=0)
+        self._ahead += found.log_ratio
+        level_s = [s * found.ratio for s in self._tail]
+        self.incumbent = Trial(
+            technique=block.technique,
+            key=block.key,
+            plan=block.plan,
+            wanted_steps=block.wanted_steps,
+            steps_s=level_s,
+            won=True,
+        )
+        self._conclude(won=True, score_s=score_s)
+
+    def _conclude(self, *, won: bool, score_s: float) -> None:
+        """End the duel under way and pass its result on."""
+        duel, self._duel = self._duel, None
+        assert duel is not None  # noqa: S101 - there is one where this is called
+        self._scores[duel.plan.digest] = score_s
+        if duel.technique not in (START, FINAL):
+            self._fruitless = 0 if won else self._fruitless + 1
+        if duel.proposal is not None:
+            if self._bandit is not None:
+                self._bandit.tell(duel.technique, improved=won)
+            self._tell(duel.technique, duel.proposal, score_s)
+        elif not isinstance(duel.key, str):
+            for technique in self._arms.values():
+                shown = Proposal(point=duel.key, steps=duel.steps)
+                technique.tell(shown, score_s, mine=False)
+
+    @property
+    def _exhausted(self) -> bool:
+        """Whether what is not decided by now never will be."""
+        return self.steps_used >= 2 * self._limits.steps + _MORE_STEPS
+
+    # What comes next.
+
+    def _next_duel(self) -> _Duel | None:
+        """The next challenger, or ``None`` when it is time to end."""
+        best = self.incumbent
+        assert best is not None  # noqa: S101 - there is no duel without
+        while self._starts and self.steps_used < self._limits.steps:
+            name, plan = self._starts.pop(0)
+            seen_s = self._seen_s.get(plan.digest, 0.0)
+            if plan.digest == best.plan.digest or seen_s > best.step_s:
+                continue
+            return _Duel(
+                technique=START,
+                key=name,
+                plan=plan,
+                steps=LEAST_STEPS,
+                most_pairs=START_PAIRS,
+            )
+        unproven = self._unproven()
+        if unproven is not None and self._affordable(unproven):
+            return unproven
+        self._why = self._why or self._why_end()
+        if self._why is None:
+            duel = self._propose()
+            if duel is not None:
+                return duel
+            self._why = "every technique is out of proposals"
+        return unproven
+
+    def _unproven(self) -> _Duel | None:
+        """The comparison with the baseline that the incumbent still owes."""
+        best, base = self.incumbent, self._baseline
+        if base is None or best is None or best.plan.digest == base.digest:
+            return None
+        if self._lead is not None and _surely_below(self._lead, -self._margin(base)):
+            return None
+        return _Duel(
+            technique=FINAL,
+            key="ddp",
+            plan=base,
+            steps=LEAST_STEPS,
+            most_pairs=FINAL_PAIRS,
+        )
+
+    def _judge_baseline(self, found: Estimate, duel: _Duel) -> None:
+        """Decide whether the incumbent has beaten DDP's buckets."""
+        mine = found.inverse()
+        margin = self._margin(duel.plan)
+        score_s = self._unit_s * math.exp(self._ahead + found.log_ratio)
+        if _surely_below(mine, -margin):
+            self._lead = mine
+            self._conclude(won=False, score_s=score_s)
+        elif mine.pairs >= _LEAST_PAIRS and (
+            mine.log_ratio - _HOPE * mine.error > -margin
+            or mine.pairs >= duel.most_pairs
+            or self._exhausted
+        ):
+            block = self._digests[duel.plan.digest]
+            self._dethrone(duel, block, found, score_s)
 
     def _why_end(self) -> str | None:
         best = self.incumbent
-        if best is None or math.isinf(best.step_s):
-            return None if self._starts else "no plan could be run"
-        if self.steps_used >= self._limits.steps - self._reserved:
+        assert best is not None  # noqa: S101 - asked only then
+        if self.steps_used >= self._limits.steps:
             return f"{self.steps_used} steps were used"
-        if len(self.trials) < self._must:
-            return None
-        if self._limits.patience is not None and self._fruitless():
-            return f"{self._limits.patience} trials in a row were no better"
-        if best.step_s - self.bound_s <= _noise_s(best):
-            return "the incumbent is as fast as the bound, within the noise"
-        if self.lost_s >= (1 - _FINALS_SHARE) * self.most_lost_s:
-            return "trials have lost as much time as they may"
+        patience = self._limits.patience
+        if patience is not None and self._fruitless >= patience:
+            return f"{patience} trials in a row were no better"
+        if not self.bound_refuted:
+            near = min(NEAR_BOUND_RATIO * self.bound_s, self.noise_s)
+            if best.step_s - self.bound_s <= near:
+                return "the incumbent is as fast as the bound, within the noise"
+            could_win_s = (best.step_s - self.bound_s) * self._limits.steps
+            if self.lost_s >= could_win_s:
+                return "further trials could not win back what they cost"
         return None
 
-    def _fruitless(self) -> bool:
-        """Whether the last trials, as many as patience allows, brought nothing."""
-        last = self.trials[self._must :][-(self._limits.patience or 0) :]
-        return len(last) == self._limits.patience and not any(t.won for t in last)
-
-    @property
-    def _reserved(self) -> int:
-        """Steps kept for the last comparison: two turns of two plans, at most half."""
-        return min(4 * (STEPS + 1), self._limits.steps // 2)
-
-    def _propose(self) -> Trial | None:
-        """The next proposal that is worth trying, by whoever the bandit chooses."""
+    def _propose(self) -> _Duel | None:
+        """The next proposal that is worth trying, of the arm the bandit chooses."""
         open_arms = list(self._arms)
         while open_arms and self._bandit is not None:
             name = self._bandit.choose(open_arms)
@@ -350,33 +702,41 @@ class Search:
                 if proposal is None:
                     open_arms.remove(name)
                     break
-                trial = self._worth_trying(name, proposal)
-                if trial is not None:
-                    return trial
+                duel = self._worth_trying(name, proposal)
+                if duel is not None:
+                    return duel
             else:
                 open_arms.remove(name)
             self._bandit.tell(name, improved=False)
         return None
 
-    def _worth_trying(self, name: str, proposal: Proposal) -> Trial | None:
-        """The trial of a proposal; a known or hopeless one is answered at once."""
+    def _worth_trying(self, name: str, proposal: Proposal) -> _Duel | None:
+        """The duel for a proposal; a known or hopeless one is answered at once."""
         known = self._by_key.get(proposal.point)
         plan = self._plan_of(proposal.point)
         known = known or self._digests.get(plan.digest)
+        best = self.incumbent
         if known is not None and (
             len(known.steps_s) >= proposal.steps
             or known.failed is not None
             or known.ended_early
+            or (best is not None and best.plan.digest == plan.digest)
         ):
-            self._tell(name, proposal, known.step_s)
+            score_s = self._scores.get(plan.digest, known.step_s)
+            self._tell(name, proposal, score_s)
             return None
         floor_s = self._floor_s(plan)
-        best = self.incumbent
-        if best is not None and floor_s >= best.step_s - _noise_s(best):
+        if best is not None and floor_s >= best.step_s * math.exp(-self._margin(plan)):
             self._tell(name, proposal, floor_s)
             return None
-        self._proposal = proposal
-        return self._open(name, proposal.point, plan, proposal.steps)
+        return _Duel(
+            technique=name,
+            key=proposal.point,
+            plan=plan,
+            steps=max(proposal.steps, LEAST_STEPS),
+            most_pairs=PROPOSAL_PAIRS,
+            proposal=proposal,
+        )
 
     def _open(self, name: str, key: Point | str, plan: Plan, steps: int) -> Trial:
         trial = Trial(
@@ -385,87 +745,60 @@ class Search:
         self.trials.append(trial)
         return trial
 
-    def _close(self, trial: Trial) -> None:
-        if trial.technique == FINAL:
-            assert self._finals is not None  # noqa: S101 - it opened the trial
-            self._finals.add(
-                trial.plan.digest, trial.steps_s, failed=trial.failed is not None
+    def _finish(self, why: str | None = None) -> None:
+        """End the search; what is not shown to beat DDP's buckets does not stay."""
+        unproven = self._unproven()
+        if unproven is not None:
+            best = self.incumbent
+            assert best is not None  # noqa: S101 - it is what is unproven
+            self.incumbent = Trial(
+                technique=FINAL, key="ddp", plan=unproven.plan, wanted_steps=LEAST_STEPS
             )
-            return
-        self._by_key[trial.key] = trial
-        self._digests[trial.plan.digest] = trial
-        best = self.incumbent
-        enough = len(trial.steps_s) >= LEAST_STEPS and trial.failed is None
-        if best is None or math.isinf(best.step_s):
-            trial.won = enough
-        else:
-            margin_s = max(_noise_s(best), _noise_s(trial))
-            trial.won = enough and trial.step_s < best.step_s - margin_s
-        if trial.won or best is None:
-            self.incumbent = trial
-        proposal, self._proposal = self._proposal, None
-        if proposal is None:
-            for technique in self._arms.values():
-                if not isinstance(trial.key, str):
-                    told = Proposal(point=trial.key, steps=trial.wanted_steps)
-                    technique.tell(told, trial.step_s, mine=False)
-            return
-        if self._bandit is not None:
-            self._bandit.tell(trial.technique, improved=trial.won)
-        self._tell(trial.technique, proposal, trial.step_s)
-
-    # The last comparison.
-
-    def _too_dear(self, finals: Finals) -> bool:
-        """Whether the comparison ends for what has been lost; one round is allowed."""
-        return finals.rounds_done >= 1 and self.lost_s >= self.most_lost_s
-
-    def _finalists(self) -> list[Trial]:
-        """The incumbent and what may be as fast."""
-        best = self.incumbent
-        if best is None or math.isinf(best.step_s):
-            return []
-        near = [
-            trial
-            for trial in self._digests.values()
-            if trial.plan.digest != best.plan.digest
-            and not trial.ended_early
-            and trial.step_s <= (1 + FINAL_RATIO) * best.step_s
-        ]
-        near.sort(key=lambda trial: trial.step_s)
-        return [best, *near[: MOST_FINALISTS - 1]]
-
-    def _crown(self, finals: Finals) -> None:
-        """Makes the winner the incumbent, with the steps of its turns."""
-        if not finals.finalists:
-            return
-        best = finals.best
-        steps_s = finals.times_s(best.plan.digest)
-        if steps_s is None:
-            return
-        self.incumbent = Trial(
-            technique=best.technique,
-            key=best.key,
-            plan=best.plan,
-            wanted_steps=len(steps_s),
-            steps_s=steps_s,
-            won=True,
-        )
+            why = f"{why or self._why}; no plan was shown to beat DDP's buckets"
+        self.ended = why or self._why or "every technique is out of proposals"
 
     def step_s_of(self, digest: str) -> float | None:
-        """A plan's median step, from the last comparison where it took part."""
-        steps_s = None if self._finals is None else self._finals.times_s(digest)
-        if steps_s is not None:
-            return statistics.median(steps_s)
-        trial = self._digests.get(digest)
-        return None if trial is None or math.isinf(trial.step_s) else trial.step_s
+        """Return a plan's step time, at the machine's present speed."""
+        best = self.incumbent
+        if best is None or math.isinf(best.step_s):
+            return None
+        if digest == best.plan.digest:
+            return best.step_s
+        base = self._baseline
+        if base is not None and digest == base.digest and self._lead is not None:
+            return best.step_s / self._lead.ratio
+        score_s = self._scores.get(digest)
+        if score_s is None or math.isinf(score_s):
+            return None
+        return best.step_s * score_s / (self._unit_s * math.exp(self._ahead))
 
     def _tell(self, name: str, proposal: Proposal, step_s: float) -> None:
         for other, technique in self._arms.items():
             technique.tell(proposal, step_s, mine=other == name)
 
 
-def _noise_s(trial: Trial) -> float:
-    if len(trial.steps_s) < LEAST_STEPS:
-        return 0.0
-    return _SURE * trial.spread_s / math.sqrt(len(trial.steps_s))
+def _surely_below(found: Estimate, log_ratio: float) -> bool:
+    if found.pairs == 1:
+        return found.log_ratio + _SURE_AT_ONCE * found.error < min(
+            log_ratio, -_CLEAR_LOG
+        )
+    return found.log_ratio + SURE * found.error < log_ratio
+
+
+def _wanted(trial: Trial) -> int:
+    """How many of a long block's steps are one side of a pair."""
+    total_s = 0.0
+    for number, step_s in enumerate(trial.steps_s, start=1):
+        total_s += step_s
+        if number >= trial.wanted_steps and (
+            total_s >= TRIAL_S or number >= MOST_TRIAL_STEPS
+        ):
+            return number
+    return len(trial.steps_s)
+
+
+def _long_enough(trial: Trial) -> bool:
+    steps = len(trial.steps_s)
+    return steps >= trial.wanted_steps and (
+        sum(trial.steps_s) >= TRIAL_S or steps >= MOST_TRIAL_STEPS
+    )

@@ -12,6 +12,10 @@ from stretto.units import format_s
 LEAST_GAIN_RATIO = 0.02
 """A plan predicted to save less than this, and not tried, leaves DDP as it is."""
 
+BOUND_HOLDS_RATIO = 1.10
+"""A step shorter than the bound by more than this shows that the bound is wrong; below
+that it is the error of both."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
@@ -31,7 +35,8 @@ class Settled:
     """Median step of what is carried out, the slowest rank's; ``None``: not tried."""
 
     ddp_step_s: float | None = None
-    """The same of DDP's buckets; ``None``: not tried."""
+    """The same with DDP's buckets, measured in turns with the plan and given at the
+    machine's speed of ``step_s``; ``None``: not measured."""
 
     bound_s: float | None = None
     """What no plan's step can be shorter than under the model."""
@@ -63,8 +68,19 @@ class Settled:
     @property
     def saved_ratio(self) -> float:
         """Share of DDP's step that the plan saves: measured, or else predicted."""
-        if self.step_s is not None and self.ddp_step_s is not None:
-            return 1 - self.step_s / self.ddp_step_s
+        measured = self.measured_saved_ratio
+        return self.predicted_saved_ratio if measured is None else measured
+
+    @property
+    def measured_saved_ratio(self) -> float | None:
+        """The share as measured in turns; ``None`` where one was not measured."""
+        if self.step_s is None or self.ddp_step_s is None:
+            return None
+        return 1 - self.step_s / self.ddp_step_s
+
+    @property
+    def predicted_saved_ratio(self) -> float:
+        """The share as predicted by the model; 0 without a prediction."""
         ours, theirs = self.plan.predicted, self.ddp.predicted
         if ours is None or theirs is None or theirs.iteration_s == 0:
             return 0.0
@@ -75,41 +91,67 @@ OnSettled = Callable[[Settled], None]
 
 
 def summary(settled: Settled) -> str:
-    """One line: what was chosen, what it saves, and how near the bound it is."""
-    figures = _figures(settled)
+    """Return one line: what was chosen, what it saves, and how near the bound it is."""
+    parts = [_gain(settled)]
+    if settled.step_s is not None and settled.bound_s is not None:
+        parts.append(_against_bound(settled.step_s, settled.bound_s))
+    figures = ", ".join(parts)
     if not settled.applied:
         return f"left as DDP does it: {figures}"
     plan = settled.plan
     slices = sorted({bucket.slices for bucket in plan.buckets})
-    parts = "-".join(str(s) for s in (slices[0], slices[-1])[: len(slices)])
+    numbers = "-".join(str(s) for s in (slices[0], slices[-1])[: len(slices)])
     word = "remembered" if settled.remembered else "planned"
     return (
-        f"{word}: {_count(len(plan.buckets), 'bucket')} in {parts} "
+        f"{word}: {_count(len(plan.buckets), 'bucket')} in {numbers} "
         f"slice{'s' if slices[-1] > 1 else ''} on {_count(plan.lanes, 'lane')}; "
         f"{figures}"
     )
 
 
-def _figures(settled: Settled) -> str:
-    ours, theirs = settled.plan.predicted, settled.ddp.predicted
-    if ours is None or theirs is None:
-        return "no prediction"
-    saved = f"({100 * settled.saved_ratio:.0f} % saved)"
-    if settled.step_s is None:
+def _gain(settled: Settled) -> str:
+    """Both numbers on one basis: measured in turns, or predicted."""
+    measured = settled.measured_saved_ratio
+    if measured is not None:
+        assert settled.step_s is not None  # noqa: S101 - the ratio needs both
+        assert settled.ddp_step_s is not None  # noqa: S101
+        if not settled.applied:
+            return (
+                f"measured step {format_s(settled.step_s)} with DDP's buckets, no "
+                "plan was faster by more than the noise"
+            )
+        when = " when it settled" if settled.remembered else ""
         return (
-            f"predicted step {format_s(ours.iteration_s)} against "
-            f"{format_s(theirs.iteration_s)} with DDP's buckets {saved}, no plan can "
-            f"be faster than {format_s(ours.lower_bound_s)}"
+            f"measured step {format_s(settled.step_s)} against "
+            f"{format_s(settled.ddp_step_s)} with DDP's buckets "
+            f"({100 * measured:.0f} % saved{when})"
         )
-    if settled.ddp_step_s is None:
-        ddp = f"{format_s(theirs.iteration_s)} predicted with DDP's buckets"
-    else:
-        ddp = f"{format_s(settled.ddp_step_s)} with DDP's buckets"
-    line = f"measured step {format_s(settled.step_s)} against {ddp} {saved}"
-    if settled.bound_s is not None:
-        share = 100 * settled.bound_s / settled.step_s
-        line += f", {share:.0f} % of the bound"
+    ours, theirs = settled.plan.predicted, settled.ddp.predicted
+    now = ""
+    if settled.step_s is not None:
+        now = f"measured step {format_s(settled.step_s)}; "
+    if ours is None or theirs is None:
+        return f"{now}no prediction"
+    line = (
+        f"{now}predicted step {format_s(ours.iteration_s)} against "
+        f"{format_s(theirs.iteration_s)} predicted with DDP's buckets "
+        f"({100 * settled.predicted_saved_ratio:.0f} % saved)"
+    )
+    if settled.step_s is None:
+        line += f", no plan can be faster than {format_s(ours.lower_bound_s)}"
     return line
+
+
+def _against_bound(step_s: float, bound_s: float) -> str:
+    share = bound_s / step_s
+    if share > BOUND_HOLDS_RATIO:
+        return (
+            f"below the bound of {format_s(bound_s)}: the profile was taken on a "
+            "busier machine, and its bound does not hold"
+        )
+    if share > 1:
+        return "as fast as the bound, within its error"
+    return f"{100 * share:.0f} % of the bound"
 
 
 def _count(number: int, word: str) -> str:

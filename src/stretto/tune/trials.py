@@ -14,7 +14,8 @@ from stretto.planners.base import predicted_s
 from stretto.runtime import Recorder
 from stretto.schema import Plan, codec
 from stretto.tune.bandit import Bandit
-from stretto.tune.search import FINAL, START, Search, Trial
+from stretto.tune.guide import TRUSTED_RATIO
+from stretto.tune.search import CONTROL, START, Search, Trial
 from stretto.tune.techniques import (
     AbstractTechnique,
     BayesTechnique,
@@ -27,13 +28,14 @@ from stretto.tune.techniques import (
 from stretto.units import format_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from stretto.runtime import DistributedDataParallel
     from stretto.schema import Timeline
     from stretto.tune.board import Board
     from stretto.tune.guide import Guide
     from stretto.tune.options import TuneOptions
+    from stretto.tune.search import Finding
 
 _GAIN_RATIO = 0.01
 """A plan made after a correction is tried where this much faster is predicted."""
@@ -81,10 +83,14 @@ class Trials:
         starts: Sequence[tuple[str, Plan]],
         options: TuneOptions,
         tell: Callable[..., None],
+        baseline: Plan | None = None,
+        seen_s: Mapping[str, float] | None = None,
+        trained_s: float = 0.0,
     ) -> None:
-        """Trials of ``starts``, then of what the options' techniques propose.
+        """Prepare trials of ``starts``, then of what the options' techniques propose.
 
-        ``guide`` is rank 0's alone; ``tell(what, why, **values)`` keeps the story.
+        ``guide`` is rank 0's alone; ``tell(what, why, **values)`` records an event. The
+        others go to `Search`.
         """
         self._model = model
         self._board = board
@@ -95,6 +101,7 @@ class Trials:
         self._uncounted = 0
         self._recorder: Recorder | None = None
         self._watching = False
+        self._timelines: dict[str, Timeline] = {}
         self.search: Search | None = None
         if board.rank == 0 and guide is not None:
             arms = techniques(guide, options)
@@ -111,6 +118,9 @@ class Trials:
                 bound_s=guide.bound_s if options.model else 0.0,
                 limits=options.limits,
                 bandit=bandit,
+                baseline=baseline,
+                seen_s=seen_s,
+                trained_s=trained_s,
             )
 
     def begin(self) -> bool:
@@ -157,12 +167,15 @@ class Trials:
             offer = self._board.shared(offer)
             if offer is None:
                 return False
-            plan, recorded = offer
-            trouble = self._apply(codec.decode(plan, Plan))
+            encoded, recorded = offer
+            plan = codec.decode(encoded, Plan)
+            now = self._model.plan
+            changes = now is None or now.digest != plan.digest
+            trouble = self._apply(plan)
             if trouble is None:
-                # The step of the change does not count, nor a recorded one: what
-                # watching costs never enters a score.
-                self._skip = 1 + recorded
+                # The step of a change does not count, nor a recorded one: the cost of
+                # recording never enters a score.
+                self._skip = changes + recorded
                 self._uncounted = 0
                 if recorded:
                     self._watch()
@@ -198,12 +211,25 @@ class Trials:
             self._model.observe(None)
 
     def _learn(self, trial: Trial) -> None:
-        """What a trial says of the model, and whether the planner now knows better."""
+        """Report a block, and learn from what the search found out with it."""
         search, guide = self.search, self._guide
         if search is None or guide is None:
             return
+        timeline = None if self._recorder is None else self._recorder.timeline
+        self._recorder = None
+        if timeline is not None:
+            self._timelines[trial.plan.digest] = timeline
+        if trial.technique != CONTROL:
+            self._report(search, guide, trial)
+        elif trial.failed is not None:
+            self._tell("tried", f"cannot be measured: {trial.failed}")
+        for finding in search.findings():
+            if self._options.model:
+                self._learn_from(search, guide, finding)
+
+    def _report(self, search: Search, guide: Guide, trial: Trial) -> None:
         best = search.incumbent
-        told: dict[str, Any] = {
+        values: dict[str, Any] = {
             "technique": trial.technique,
             "key": str(trial.key),
             "plan": trial.plan.digest,
@@ -218,36 +244,40 @@ class Trials:
             "lost_s": search.lost_s,
             "credits": search.credits,
         }
-        timeline = None if self._recorder is None else self._recorder.timeline
-        self._recorder = None
         if trial.failed is not None or not trial.steps_s:
-            self._tell("tried", f"can't be run: {trial.failed}", **told)
+            self._tell("tried", f"cannot be run: {trial.failed}", **values)
             return
         predicted = guide.plan_s(trial.plan)
-        won = "is the best so far" if trial.won else "is no better"
-        why = f"{format_s(trial.step_s)} against {format_s(predicted)} predicted: {won}"
-        self._tell("tried", why, predicted_s=predicted, **told)
-        if not self._options.model or trial.ended_early or trial.technique == FINAL:
+        why = f"{format_s(trial.step_s)} against {format_s(predicted)} predicted"
+        if best is not None and best.plan.digest != trial.plan.digest:
+            why += f", {format_s(best.step_s)} with the best plan"
+        self._tell("tried", why, predicted_s=predicted, **values)
+
+    def _learn_from(self, search: Search, guide: Guide, finding: Finding) -> None:
+        """Correct the model by one finding, within the time that this may take."""
+        plan, step_s = finding.trial.plan, finding.step_s
+        error = guide.compare(plan, step_s)
+        if search.paused_s > _LEARN_RATIO * self._options.steps * step_s:
             return
-        error = guide.compare(trial.plan, trial.step_s)
-        if search.paused_s > _LEARN_RATIO * self._options.steps * trial.step_s:
-            return
+        # A recorded step describes the plan only if the machine ran at that speed.
+        near = abs(finding.trial.step_s / step_s - 1) <= TRUSTED_RATIO
+        timeline = self._timelines.pop(plan.digest, None) if near else None
         begin_s = perf_counter()
-        self._correct(search, guide, trial, timeline, error)
+        self._correct(search, guide, finding, timeline, error)
         search.pause(perf_counter() - begin_s)
 
     def _correct(
         self,
         search: Search,
         guide: Guide,
-        trial: Trial,
+        finding: Finding,
         timeline: Timeline | None,
         error: float,
     ) -> None:
-        """Corrects the model, and offers the plan that the planner then prefers."""
+        """Correct the model, and offer the plan that the planner then prefers."""
         best = search.incumbent
         before = dict(guide.factors)
-        guide.learn(trial.plan, trial.step_s, timeline)
+        guide.learn(finding.trial.plan, finding.step_s, timeline)
         if guide.factors == before:
             return
         search.bound_s = guide.bound_s
@@ -259,7 +289,7 @@ class Trials:
         )
         if best is None:
             return
-        worth_s = (1 - _GAIN_RATIO) * best.step_s
+        worth_s = (1 - _GAIN_RATIO) * guide.plan_s(best.plan)
         plan = guide.replan(below_s=worth_s)
         if plan is None or predicted_s(plan) >= worth_s:
             return

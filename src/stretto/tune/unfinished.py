@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, final
 from stretto.schema.tuning import Tuning, TuningEvent
 from stretto.tune.look import Seen
 from stretto.tune.memory import Job, Remembered
-from stretto.tune.remembered import settled_of
+from stretto.tune.remembered import ddp_step_s_at, settled_of
 from stretto.tune.search import Search
 from stretto.tune.settled import Settled, summary
 from stretto.tune.techniques.base import LEAST_STEPS
@@ -114,13 +114,18 @@ class Known:
 
     @property
     def ddp_step_s(self) -> float | None:
-        """DDP's step: measured in this run, else in the one whose plan it took up."""
-        step_s = None
+        """DDP's step at the best plan's speed: measured in turns, now or earlier."""
+        best = None
         if self.search is not None and self.seen is not None:
             step_s = self.search.step_s_of(self.seen.ddp.digest)
-        if step_s is None and self.checked is not None and not self.stale:
-            step_s = self.checked.ddp_step_s
-        return step_s
+            if step_s is not None:
+                return step_s
+            best = best_so_far(self.search)
+        if self.checked is None or self.stale or best is None:
+            return None
+        if best.plan.digest != self.checked.plan.digest:
+            return None
+        return ddp_step_s_at(self.checked, best.step_s)
 
 
 def best_so_far(search: Search) -> Trial | None:

@@ -1,0 +1,188 @@
+"""Paired comparison of two plans on a machine whose speed changes under them.
+
+A block of steps of one plan runs between two blocks of another. The ratio of the middle
+block to its neighbors cancels slow changes of the machine; the disagreement of the two
+neighbors shows a fast one, and such a pair counts less.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+LEAST_NOISE = 0.01
+"""Error of a pair's log ratio that is always assumed: two blocks never agree better."""
+
+MOST_NOISE = 1.0
+"""Pairs noisier than this say nothing, so the estimate of noise ends here."""
+
+_NORMAL = 1.4826
+"""Standard deviations in a median absolute deviation, for normal errors."""
+
+_NEIGHBOR_SHARE = 0.5
+"""Share of the neighbors' disagreement that counts as a pair's error."""
+
+_JUMP_SHARE = 0.3
+"""Share of the usual change from block to block that counts as every pair's error: the
+middle block may lie in a fast or slow moment that neither neighbor shows."""
+
+_REMEMBERED_STEPS = 60
+_REMEMBERED_JUMPS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One block between two blocks of the other plan."""
+
+    log_ratio: float
+    """Logarithm of the block's median step over its neighbors'."""
+
+    error: float
+    """Standard error of that, as far as it can be known from one pair."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What all pairs of two plans say: the logarithm of their ratio, and its error."""
+
+    log_ratio: float
+
+    error: float
+
+    pairs: int
+
+    @property
+    def ratio(self) -> float:
+        """The middle plan's step over the other's."""
+        return math.exp(self.log_ratio)
+
+    def inverse(self) -> Estimate:
+        """The same comparison with the plans exchanged."""
+        return Estimate(log_ratio=-self.log_ratio, error=self.error, pairs=self.pairs)
+
+    def chained(self, after: Estimate) -> Estimate:
+        """The ratio of the first plan to the third, by way of the second."""
+        return Estimate(
+            log_ratio=self.log_ratio + after.log_ratio,
+            error=math.hypot(self.error, after.error),
+            pairs=min(self.pairs, after.pairs),
+        )
+
+
+@final
+class Noise:
+    """How much one plan's steps differ: within a block, and from block to block."""
+
+    def __init__(self) -> None:
+        self._residuals: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self._jumps: deque[float] = deque(maxlen=_REMEMBERED_JUMPS)
+
+    def add(self, steps_s: Sequence[float]) -> None:
+        """Take the steps of one block."""
+        if len(steps_s) < 2:
+            return
+        middle = math.log(statistics.median(steps_s))
+        # The median itself deviates by 0 in blocks of an odd length: leave it out.
+        found = sorted(abs(math.log(step_s) - middle) for step_s in steps_s)
+        self._residuals.extend(found[len(steps_s) % 2 :])
+
+    def add_jump(self, before_s: Sequence[float], after_s: Sequence[float]) -> None:
+        """Take two blocks of the same plan, the second a block later or more."""
+        ratio = statistics.median(after_s) / statistics.median(before_s)
+        self._jumps.append(abs(math.log(ratio)))
+
+    @property
+    def of_a_jump(self) -> float:
+        """Usual change of the machine's speed, as a logarithm, from block to block."""
+        return statistics.median(self._jumps) if self._jumps else 0.0
+
+    @property
+    def of_a_step(self) -> float:
+        """Standard deviation of a step's logarithm; outliers hardly move it."""
+        if not self._residuals:
+            return 0.0
+        return _NORMAL * statistics.median(self._residuals)
+
+    def of_a_median(self, steps: int) -> float:
+        """Standard error of the median of so many steps, within the limits."""
+        error = 1.253 * self.of_a_step / math.sqrt(max(1, steps))
+        return min(MOST_NOISE, max(LEAST_NOISE, error))
+
+
+def compare(
+    before_s: Sequence[float],
+    middle_s: Sequence[float],
+    after_s: Sequence[float],
+    *,
+    noise: Noise,
+) -> Pair:
+    """Return the pair that three blocks of steps make."""
+    before, middle, after = (
+        math.log(statistics.median(steps_s))
+        for steps_s in (before_s, middle_s, after_s)
+    )
+    shortest = min(len(before_s), len(middle_s), len(after_s))
+    error = math.sqrt(1.5) * noise.of_a_median(shortest)
+    return Pair(
+        log_ratio=middle - (before + after) / 2,
+        error=math.hypot(
+            error, _NEIGHBOR_SHARE * (after - before), _JUMP_SHARE * noise.of_a_jump
+        ),
+    )
+
+
+def estimate(pairs: Iterable[Pair]) -> Estimate:
+    """Return what pairs say together: a weighted median, which one bad pair can't move.
+
+    The error is the larger of what the pairs' own errors promise and what their
+    disagreement shows.
+    """
+    found = sorted(pairs, key=lambda pair: pair.log_ratio)
+    weights = [pair.error**-2 for pair in found]
+    total = sum(weights)
+    promised = total**-0.5
+    if len(found) < 3:
+        middle = sum(w * p.log_ratio for w, p in zip(weights, found, strict=True))
+        middle /= total
+        spread = found[-1].log_ratio - found[0].log_ratio
+        shown = spread / 2
+    else:
+        middle = _weighted_median(found, weights)
+        deviation = _weighted_median(
+            sorted(
+                (
+                    Pair(log_ratio=abs(pair.log_ratio - middle), error=pair.error)
+                    for pair in found
+                ),
+                key=lambda pair: pair.log_ratio,
+            ),
+        )
+        shown = 1.253 * _NORMAL * deviation / math.sqrt(len(found))
+    return Estimate(log_ratio=middle, error=max(promised, shown), pairs=len(found))
+
+
+def _weighted_median(
+    pairs: Sequence[Pair], weights: Sequence[float] | None = None
+) -> float:
+    """The weighted median of sorted pairs, interpolated between its neighbors."""
+    shares = weights or [pair.error**-2 for pair in pairs]
+    half = sum(shares) / 2
+    passed = 0.0
+    places = []
+    for share in shares:
+        places.append(passed + share / 2)
+        passed += share
+    for i, place in enumerate(places):
+        if place >= half:
+            if i == 0:
+                return pairs[0].log_ratio
+            part = (half - places[i - 1]) / (place - places[i - 1])
+            low, high = pairs[i - 1].log_ratio, pairs[i].log_ratio
+            return low + part * (high - low)
+    return pairs[-1].log_ratio

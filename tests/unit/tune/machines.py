@@ -1,0 +1,201 @@
+"""Simulated machines on which whole searches run in milliseconds.
+
+A machine has a clock of its own, a true step time for every plan, and a load that
+changes over that time. `train` runs a search on it as a training run would.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stretto.schema import Plan
+from stretto.tune.search import Limits, Search
+from stretto.tune.techniques import CoordinateTechnique, PredictedTechnique
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stretto.tune.space import Point
+
+LOADS = ("quiet", "heavy tails", "busy loops", "drift", "slow rank")
+"""Kinds of disturbance."""
+
+
+class Machine:
+    """Steps whose lengths depend on the plan and on what else the machine does."""
+
+    def __init__(self, load: str, *, seed: int, step_s: float = 0.2) -> None:
+        self._load = load
+        self._rng = random.Random(seed)
+        self._step_s = step_s
+        self.now_s = 0.0
+        self._loops = [False, False]
+        self._switch_s = [self._rng.expovariate(1 / self._mean_s) for _ in range(2)]
+        self._phase = self._rng.uniform(0, 2 * math.pi)
+        self._noise = self._rng.uniform(0.005, 0.015)
+
+    @property
+    def _mean_s(self) -> float:
+        """Mean time for which a busy loop runs or pauses."""
+        return 15 * self._step_s
+
+    @property
+    def busy(self) -> int:
+        """Busy loops beside the training now."""
+        for i, at_s in enumerate(self._switch_s):
+            while at_s <= self.now_s:
+                self._loops[i] = not self._loops[i]
+                at_s += self._rng.expovariate(1 / self._mean_s)
+            self._switch_s[i] = at_s
+        return sum(self._loops)
+
+    def slowdown(self) -> float:
+        """The factor on the step that begins now."""
+        gauss = self._rng.gauss
+        factor = math.exp(gauss(0, self._noise))
+        if self._load == "heavy tails":
+            factor = math.exp(gauss(0, 0.04))
+            if self._rng.random() < 0.15:
+                factor *= 1 + self._rng.paretovariate(1.5)
+        elif self._load == "busy loops":
+            factor *= (1 + 0.45 * self.busy) * math.exp(gauss(0, 0.05 * self.busy))
+        elif self._load == "drift":
+            turn = self.now_s / (60 * self._step_s)
+            factor *= 1 + 0.4 * math.sin(turn + self._phase)
+        elif self._load == "slow rank":
+            # The slowest of four ranks counts, and one of them lags at times.
+            factor = max(math.exp(gauss(0, 0.03)) for _ in range(4))
+            if self._rng.random() < 0.1:
+                factor *= 1.3
+        return factor
+
+    def step(self, true_s: float, *, change: bool) -> float:
+        """Train one step; return its length."""
+        step_s = true_s * self.slowdown()
+        if change:
+            step_s += self._rng.uniform(0.05, 0.3) * self._step_s
+        self.now_s += step_s
+        return step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How a search went."""
+
+    search: Search
+
+    chosen: Plan
+
+    over_best: float
+    """The chosen plan's true step over the shortest there is."""
+
+    saved_of_ddp: float
+    """Share of the baseline's step that the best plan saves."""
+
+    kept_ddp: bool
+
+    lost_steps: float
+    """Time lost in the first hundred steps against the best plan of all, in steps."""
+
+    steps: int
+
+
+def train(
+    search: Search,
+    machine: Machine,
+    true_s: Callable[[Plan], float],
+    *,
+    best_s: float,
+    ddp: Plan,
+    observe: Callable[[], None] = lambda: None,
+) -> Run:
+    """Run a search to its end and for a hundred steps at least."""
+    steps = 0
+    lost_s = 0.0
+    before = None
+    while (trial := search.next_trial()) is not None:
+        over = False
+        while not over:
+            change = before != trial.plan.digest
+            before = trial.plan.digest
+            step_s = machine.step(true_s(trial.plan), change=change)
+            if steps < 100:
+                # The load is not the search's doing: count the plan's own time.
+                excess_s = true_s(trial.plan) - best_s
+                lost_s += excess_s + (0.15 * best_s if change else 0.0)
+            steps += 1
+            over = search.step(step_s, counts=not change)
+            assert steps < 5000, "the search does not end"
+        observe()
+    assert search.incumbent is not None
+    chosen = search.incumbent.plan
+    lost_s += max(0, 100 - steps) * (true_s(chosen) - best_s)
+    return Run(
+        search=search,
+        chosen=chosen,
+        over_best=true_s(chosen) / best_s,
+        saved_of_ddp=1 - best_s / true_s(ddp),
+        kept_ddp=chosen.digest == ddp.digest,
+        lost_steps=lost_s / best_s,
+        steps=steps,
+    )
+
+
+class Network:
+    """A space of plans with true step times and a model that is wrong about them."""
+
+    def __init__(
+        self,
+        plans: dict[Point, Plan],
+        truths: dict[Point, float],
+        ddp: Plan,
+        ddp_s: float,
+        *,
+        seed: int,
+        error: float = 0.04,
+    ) -> None:
+        rng = random.Random(seed)
+        self.plans = plans
+        self.ddp = ddp
+        self._true_s = {plans[point].digest: s for point, s in truths.items()}
+        self._true_s[ddp.digest] = ddp_s
+        self.best_s = min(self._true_s.values())
+        self.believed_s = {
+            point: s * math.exp(rng.gauss(0, error)) for point, s in truths.items()
+        }
+        self._ddp_believed_s = ddp_s * math.exp(rng.gauss(0, error))
+        self._by_digest = {
+            plans[point].digest: s for point, s in self.believed_s.items()
+        }
+        self._by_digest[ddp.digest] = self._ddp_believed_s
+
+    def true_s(self, plan: Plan) -> float:
+        """A plan's step on the quiet machine."""
+        return self._true_s[plan.digest]
+
+    def predicted_s(self, plan: Plan) -> float:
+        """The same as the model believes."""
+        return self._by_digest[plan.digest]
+
+    def search(self, space: object, *, limits: Limits | None = None) -> Search:
+        """The default search: the planner's plan, then the model and its neighbors."""
+        first = min(self.believed_s, key=self.believed_s.__getitem__)
+        planned = self.plans[first]
+        starts = [("planner", planned)]
+        if self._ddp_believed_s < 1.1 * self.believed_s[first]:
+            starts.insert(0, ("ddp", self.ddp))
+        return Search(
+            starts=starts,
+            arms={
+                "predicted": PredictedTechnique(space, self.believed_s.__getitem__),  # type: ignore[arg-type]
+                "coordinate": CoordinateTechnique(space),  # type: ignore[arg-type]
+            },
+            plan_of=self.plans.__getitem__,
+            floor_s=lambda plan: self.predicted_s(plan) / 1.05,
+            bound_s=0.85 * self.best_s,
+            limits=limits or Limits(steps=100, patience=6),
+            baseline=self.ddp,
+        )

@@ -1,0 +1,92 @@
+"""The line that says what tuning chose: numbers of one kind, and bounds that hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from stretto import planners
+from stretto.tune.memory import Job, Remembered
+from stretto.tune.remembered import settled_of
+from stretto.tune.settled import Settled, summary
+
+if TYPE_CHECKING:
+    from stretto.schema import Cluster, Workload
+
+
+@pytest.fixture
+def settled(workload: Workload, cluster: Cluster) -> Settled:
+    return Settled(
+        workload=workload,
+        cluster=cluster,
+        plan=planners.get("joint").plan(workload, cluster),
+        ddp=planners.get("ddp").plan(workload, cluster),
+    )
+
+
+def test_measured_is_compared_with_measured(settled: Settled) -> None:
+    line = summary(replace(settled, step_s=0.3, ddp_step_s=0.6, bound_s=0.27))
+    assert "measured step 300 ms against 600 ms with DDP's buckets (50 % saved)" in line
+    assert line.endswith("90 % of the bound")
+    assert "predicted" not in line
+
+
+def test_a_measured_step_is_never_compared_with_a_predicted_one(
+    settled: Settled,
+) -> None:
+    assert settled.plan.predicted is not None
+    assert settled.ddp.predicted is not None
+    ours_s = settled.plan.predicted.iteration_s
+    theirs_s = settled.ddp.predicted.iteration_s
+    line = summary(replace(settled, step_s=0.533))
+    assert "measured step 533 ms; predicted step" in line
+    assert f"({100 * (1 - ours_s / theirs_s):.0f} % saved)" in line
+    assert "predicted with DDP's buckets" in line
+
+
+def test_where_ddp_s_buckets_stay_nothing_is_saved(settled: Settled) -> None:
+    kept = replace(settled, plan=settled.ddp, step_s=0.34, ddp_step_s=0.34)
+    line = summary(kept)
+    assert line.startswith("left as DDP does it: measured step 340 ms")
+    assert "saved" not in line
+    assert kept.saved_ratio == 0
+
+
+@pytest.mark.parametrize(
+    ("bound_s", "ending"),
+    [
+        (0.31, "as fast as the bound, within its error"),
+        (
+            4.85,
+            (
+                "below the bound of 4.85 s: the profile was taken on a busier machine, "
+                "and its bound does not hold"
+            ),
+        ),
+    ],
+)
+def test_no_step_is_more_than_the_whole_of_its_bound(
+    settled: Settled, bound_s: float, ending: str
+) -> None:
+    line = summary(replace(settled, step_s=0.3, ddp_step_s=0.6, bound_s=bound_s))
+    assert line.endswith(ending)
+    assert "% of the bound" not in line
+
+
+def test_a_remembered_plan_saves_what_was_measured_in_turns_then(
+    settled: Settled,
+) -> None:
+    job = Job(name="j", model="m", hosts=4, ranks_per_host=1, surroundings="")
+    found = Remembered(
+        job=job,
+        plan=settled.plan,
+        workload=settled.workload,
+        cluster=settled.cluster,
+        step_s=0.2,
+        ddp_step_s=0.4,
+    )
+    again = settled_of(found, 0.38)  # on a busier machine
+    assert again.saved_ratio == pytest.approx(0.5)
+    assert "(50 % saved when it settled)" in summary(again)
