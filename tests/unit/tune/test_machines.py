@@ -1,24 +1,30 @@
-"""Simulated machines on which whole searches run in milliseconds.
+"""Whole searches on simulated machines, quiet and disturbed, over many seeds.
 
 A machine has a clock of its own, a true step time for every plan, and a load that
-changes over that time. `train` runs a search on it as a training run would.
+changes over that time. `train` runs a search on it as a training run would, in
+milliseconds.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import pytest
+
+from stretto import planners
 from stretto.schema import Plan
 from stretto.tune.search import Limits, Search
+from stretto.tune.space import Point, Space
 from stretto.tune.techniques import CoordinateTechnique, PredictedTechnique
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stretto.tune.space import Point
+    from stretto.schema import Cluster, Workload
 
 LOADS = ("quiet", "heavy tails", "busy loops", "drift", "slow rank")
 """Kinds of disturbance."""
@@ -180,7 +186,7 @@ class Network:
         """The same as the model believes."""
         return self._by_digest[plan.digest]
 
-    def search(self, space: object, *, limits: Limits | None = None) -> Search:
+    def search(self, space: Space, *, limits: Limits | None = None) -> Search:
         """The default search: the planner's plan, then the model and its neighbors."""
         first = min(self.believed_s, key=self.believed_s.__getitem__)
         planned = self.plans[first]
@@ -190,8 +196,8 @@ class Network:
         return Search(
             starts=starts,
             arms={
-                "predicted": PredictedTechnique(space, self.believed_s.__getitem__),  # type: ignore[arg-type]
-                "coordinate": CoordinateTechnique(space),  # type: ignore[arg-type]
+                "predicted": PredictedTechnique(space, self.believed_s.__getitem__),
+                "coordinate": CoordinateTechnique(space),
             },
             plan_of=self.plans.__getitem__,
             floor_s=lambda plan: self.predicted_s(plan) / 1.05,
@@ -199,3 +205,134 @@ class Network:
             limits=limits or Limits(steps=100, patience=6),
             baseline=self.ddp,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truth:
+    """A space of plans and what each of them really takes."""
+
+    space: Space
+
+    plans: dict[Point, Plan]
+
+    times_s: dict[Point, float]
+
+    ddp: Plan
+
+    ddp_s: float
+
+    def runs(
+        self, load: str, seeds: int, *, ddp_ratio: float = 1.0, first: int = 0
+    ) -> list[tuple[Network, Run]]:
+        """Return searches under a load, with DDP's step scaled by a ratio."""
+        found = []
+        for seed in range(first, first + seeds):
+            network = Network(
+                self.plans, self.times_s, self.ddp, self.ddp_s * ddp_ratio, seed=seed
+            )
+            run = train(
+                network.search(self.space),
+                Machine(load, seed=seed, step_s=network.best_s),
+                network.true_s,
+                best_s=network.best_s,
+                ddp=self.ddp,
+            )
+            found.append((network, run))
+        return found
+
+
+def truth_on(workload: Workload, cluster: Cluster, space: Space) -> Truth:
+    plans = {point: space.plan(point, cluster) for point in space.points}
+    ddp = planners.get("ddp").plan(workload, cluster)
+    times_s = {}
+    for point, plan in plans.items():
+        assert plan.predicted is not None
+        times_s[point] = plan.predicted.iteration_s
+    assert ddp.predicted is not None
+    return Truth(
+        space=space,
+        plans=plans,
+        times_s=times_s,
+        ddp=ddp,
+        ddp_s=ddp.predicted.iteration_s,
+    )
+
+
+@pytest.fixture(scope="module")
+def capped(workload: Workload, cluster: Cluster, space: Space) -> Truth:
+    """DDP's step is three times the best."""
+    return truth_on(workload, cluster, space)
+
+
+@pytest.fixture(scope="module")
+def uncapped(workload: Workload, cluster: Cluster, space: Space) -> Truth:
+    """One flow fills the link: DDP's step is 1.2 times the best."""
+    wire, fit = cluster.inter_host, cluster.allreduce
+    assert fit is not None
+    return truth_on(
+        workload,
+        replace(
+            cluster,
+            inter_host=replace(wire, stream_bytes_per_s=None),
+            allreduce=replace(fit, s_per_byte=1.25e-8),
+        ),
+        space,
+    )
+
+
+def share(found: list[tuple[Network, Run]], most_ratio: float) -> float:
+    """Share of searches that chose a plan within a ratio of the best."""
+    return statistics.fmean(run.over_best <= most_ratio for _, run in found)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_search_finds_a_plan_near_the_best_under_any_load(
+    capped: Truth, load: str
+) -> None:
+    found = capped.runs(load, 40)
+    # The spaces's second best lie 5.03 % above: a search may stop between them.
+    assert share(found, 1.053) >= 0.95
+    assert not any(run.kept_ddp for _, run in found)
+    assert not any(network.true_s(run.chosen) > capped.ddp_s for network, run in found)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_gain_of_a_sixth_is_found_under_load(uncapped: Truth, load: str) -> None:
+    found = uncapped.runs(load, 40)
+    assert share(found, 1.053) >= (0.9 if load == "busy loops" else 0.95)
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("ddp_ratio", [0.80, 0.83, 0.84])
+def test_no_search_ends_with_a_plan_slower_than_ddp_s_buckets(
+    uncapped: Truth, load: str, ddp_ratio: float
+) -> None:
+    """DDP's buckets are 3 % faster than the best other plan, as fast, or a tie."""
+    found = uncapped.runs(load, 30, ddp_ratio=ddp_ratio)
+    slower = [
+        network.true_s(run.chosen) / network.true_s(uncapped.ddp)
+        for network, run in found
+    ]
+    assert statistics.fmean(ratio > 1.01 for ratio in slower) <= 0.05
+    assert statistics.fmean(run.kept_ddp for _, run in found) >= 0.75
+    assert share(found, 1.05) >= 0.95
+
+
+@pytest.mark.parametrize("ddp_ratio", [1.0, 0.9, 0.83])
+def test_a_quiet_search_loses_little_of_the_first_hundred_steps(
+    capped: Truth, uncapped: Truth, ddp_ratio: float
+) -> None:
+    for truth in (capped, uncapped):
+        lost = []
+        for network, run in truth.runs("quiet", 30, ddp_ratio=ddp_ratio):
+            # Against a run that knew the plan that was chosen in the end.
+            known_steps = 100 * (network.true_s(run.chosen) / network.best_s - 1)
+            lost.append(run.lost_steps - known_steps)
+        assert statistics.median(lost) <= 2.0
+        assert sorted(lost)[int(0.9 * len(lost))] <= 4.0
+
+
+def test_a_search_ends_in_bounded_time_under_any_load(uncapped: Truth) -> None:
+    for load in LOADS:
+        steps = [run.steps for _, run in uncapped.runs(load, 20, ddp_ratio=0.85)]
+        assert max(steps) <= 2 * 100 + 40 + 2 * 18
