@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, final
 
+from stretto.planners._coarse import coarse
 from stretto.planners._joint.search import (
     AGAIN,
     EQUAL_RATIO,
@@ -23,7 +24,7 @@ from stretto.planners._joint.space import (
     open_scope,
     space_of,
 )
-from stretto.planners._joint.starts import coarse, forward_starts, starts
+from stretto.planners._joint.starts import forward_starts, starts
 from stretto.planners.aiacc import MAX_LANES, AiaccPlanner
 from stretto.planners.asc_wfbp import AscWfbpPlanner
 from stretto.planners.base import (

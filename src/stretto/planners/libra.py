@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, final
 
+from stretto.planners._coarse import coarse
 from stretto.planners._libra.problem import problem_of
 from stretto.planners._libra.search import Search, draft_of
 from stretto.planners.base import AbstractPlanner, Draft, finish, linear_cost
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.schema import Cluster, Plan, Workload
+
+MOST_TENSORS = 320
+"""Up to so many the default search takes about two seconds at most."""
 
 
 @final
@@ -28,6 +33,9 @@ class LibraPlanner(AbstractPlanner):
 
     ``startup``: ``phase`` as the simulator has it, ``mixed`` as Eq. 9-11 spread it over
     the message; the prediction is the simulator's.
+
+    Of more than 320 tensors the default search joins neighbors until about so many are
+    left: its time grows with the square of their number, what it loses does not.
 
     On a cluster without contention all levels are equal and the exact `fusion` is the
     optimum.
@@ -66,11 +74,15 @@ class LibraPlanner(AbstractPlanner):
         if cluster.contention is None and not self._limited:
             draft = Draft.of(FusionPlanner().plan(workload, cluster))
             return finish(draft, self.name, workload, cluster)
+        joined, ends_of = workload, tuple(range(1, len(workload.tensors) + 1))
+        if self._search.may_join:
+            joined, ends_of = coarse(workload, MOST_TENSORS)
         problem, lasts = problem_of(
-            workload, cluster, startup=self._startup, resources=self._resources
+            joined, cluster, startup=self._startup, resources=self._resources
         )
         solution = self._search.solved(problem)
-        fused = FusionProblem(workload=workload, cost=linear_cost(workload, cluster))
+        fused = FusionProblem(workload=joined, cost=linear_cost(workload, cluster))
         ends = fused.with_empty(list(solution.ends))
         draft = draft_of(problem, solution, lasts, ends)
+        draft = replace(draft, ends=tuple(ends_of[end - 1] for end in draft.ends))
         return finish(draft, self.name, workload, cluster)

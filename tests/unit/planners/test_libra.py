@@ -370,3 +370,15 @@ def test_bad_options_are_refused(options, message, make_instance) -> None:
 def test_libra_m_refuses_unknown_fusions() -> None:
     with pytest.raises(SpecError, match=r"mg-wfbp, fusion, .*got 'best'"):
         planners.get("libra-m", fusion="best")
+
+
+def test_many_tensors_are_joined_at_almost_no_loss(make_instance, monkeypatch) -> None:
+    monkeypatch.setattr("stretto.planners.libra.MOST_TENSORS", 30)
+    for seed in range(6):
+        workload, cluster = make_instance(seed, tensors=90, contended=True)
+        joined = planners.get("libra").plan(workload, cluster)
+        exact = planners.get("libra", slack_ratio=1e-3).plan(workload, cluster)
+        names = [name for bucket in joined.buckets for name in bucket.tensors]
+        assert names == [tensor.name for tensor in workload.tensors]
+        ratio = joined.predicted.iteration_s / exact.predicted.iteration_s
+        assert ratio < 1.01, seed

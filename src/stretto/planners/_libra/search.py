@@ -60,6 +60,11 @@ class Search:
         self._chunks = chunks
         self._slack_ratio = slack_ratio
 
+    @property
+    def may_join(self) -> bool:
+        """Whether no fidelity was asked for, so that neighbors may be joined."""
+        return self._search == "pareto" and self._slack_ratio is None
+
     def solved(self, problem: LibraProblem) -> Solution:
         """The groups found, with their exact time, off the grid.
 
