@@ -23,11 +23,14 @@ def main() -> None:
             "reached": done["reached"],
             "missed": done["missed"],
             "figures": [
-                {key: row[key] for key in ("table", "name", "ours", "published")}
+                {
+                    key: row[key]
+                    for key in ("table", "name", "ours", "reference", "source")
+                }
                 | {key: row[key] for key in ("error", "tolerance", "reached")}
                 | ({"note": row["note"]} if row["reached"] is False else {})
                 for row in done["figures"]
-                if row["published"] is not None
+                if row["reference"] is not None
             ],
             "left": done["left"],
         }

@@ -25,10 +25,12 @@ PAPERS = ("asc-wfbp", "libra", "aiacc", "deeppool")
 @click.option("--svg", "drawing", metavar="FILE", help="write the curves as a drawing")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
 def command(paper: str, drawing: str | None, as_json: bool) -> None:
-    """Recomputes the figures of PAPER, ours beside the published ones.
+    """Recomputes the figures of PAPER, ours beside their references.
 
-    A figure outside its tolerance is shown as missed, with the reason; what can't be
-    recomputed is listed with why, and the paper's errors with counterexamples.
+    Each reference is labeled: published (printed in the paper), derived (computed from
+    what is printed), repository (the authors'), target (our own). A figure outside its
+    tolerance is shown as missed, with the reason; what can't be recomputed is listed
+    with why, and the paper's errors with counterexamples.
     """
     from stretto._api.reproduce import reproduce
 
@@ -74,10 +76,26 @@ def _lines(done: Reproduction) -> Iterator[str]:
     yield "not recomputed"
     for left in done.left:
         yield from _wrapped(f"{left.item}: {left.reason}", "  ")
-    reached = sum(f.reached is True for f in done.figures)
-    missed = len(done.missed)
     yield ""
-    yield f"{reached} figures reached, {missed} missed"
+    yield from _totals(done)
+
+
+_LABELS = {
+    "published": "published",
+    "derived": "derived from published figures",
+    "repository": "from the authors' repository",
+    "target": "our targets",
+    "identity": "identities (follow from the same numbers, say nothing of the model)",
+}
+
+
+def _totals(done: Reproduction) -> Iterator[str]:
+    """How many figures of each source are reached."""
+    counts = done.counts()
+    for source, label in _LABELS.items():
+        if source in counts:
+            parts = [f"{number} {state}" for state, number in counts[source].items()]
+            yield f"{label}: {', '.join(sorted(parts))}"
 
 
 def _order(done: Reproduction) -> Any:
@@ -89,26 +107,35 @@ def _order(done: Reproduction) -> Any:
 
 
 def _figures(figures: list[Figure]) -> Iterator[str]:
-    width = max(len(f.name) for f in figures)
+    width = max(6, *(len(f.name) for f in figures))
+    head = f"  {'figure':<{width}}  {'ours':>9}  {'reference':>12}  {'':<2}{'error':>8}"
+    yield f"  {head.strip()}  {'source':<10}  state"
     for figure in figures:
         error = figure.error
-        state = {True: "reached", False: "MISSED", None: ""}[figure.reached]
         row = (
             f"  {figure.name:<{width}}  {_number(figure.ours):>9}"
-            f"  {_published(figure):>12}  {figure.unit:<2}"
-            f"{'' if error is None else f'{error:+.1%}':>8}  {state}"
+            f"  {_reference(figure):>12}  {figure.unit:<2}"
+            f"{'' if error is None else f'{error:+.1%}':>8}"
+            f"  {figure.source or '-':<10}  {_state(figure)}"
         )
         yield row.rstrip()
-        if figure.note and figure.reached is not True:
+        if figure.note:
             yield from _wrapped(figure.note, "      ")
 
 
-def _published(figure: Figure) -> str:
-    if figure.published is None:
+def _state(figure: Figure) -> str:
+    if figure.identity:
+        return {True: "identity", False: "DIFFERS", None: "identity"}[figure.within]
+    return {True: "reached", False: "MISSED", None: ""}[figure.within]
+
+
+def _reference(figure: Figure) -> str:
+    if figure.reference is None:
         return "-"
-    if figure.published_high is None:
-        return _number(figure.published)
-    return f"{_number(figure.published)}..{_number(figure.published_high)}"
+    if figure.reference_high is not None:
+        return f"{_number(figure.reference)}..{_number(figure.reference_high)}"
+    sign = ">" if figure.at_least else "<" if figure.at_most else ""
+    return sign + _number(figure.reference)
 
 
 def _series(series: Series) -> Iterator[str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from stretto import zoo
+from stretto.cost import all_reduce_s
 from stretto.cost.fit import check_capacity
 from stretto.errors import Infeasible, SpecError
 from stretto.planners.base import LinearCost
 from stretto.planners.fusion import FusionProblem
 from stretto.planners.mg_wfbp import greedy_ends
 from stretto.schema import Cluster, Workload
+from stretto.sim.scaling import cluster_at
 
 ASC = LinearCost(startup_s=1.4e-3, s_per_byte=1.7e-9)
 
@@ -146,3 +148,23 @@ def test_wrong_clusters_are_refused():
         zoo.cluster("moon")
     with pytest.raises(SpecError, match=r"known at 1 host\(s\) only, got 4"):
         zoo.cluster("deeppool", 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "one_gpu", "four_gpus", "tolerance"),
+    # Samples per second of HKBU-HPML/ddl-benchmarks, results of 2020-05-29: BSP-A2A
+    # (no overlap) on one host of 4 RTX 2080 Ti, and on one of them.
+    [
+        ("bert-large", 8, 49.0, 53.04, 0.03),
+        ("bert-base", 64, 212.8, 555.52, 0.04),
+        ("resnet50", 64, 253.1, 925.02, 0.05),
+    ],
+)
+def test_asc_within_a_host_is_as_the_laboratory_measured(
+    model, batch, one_gpu, four_gpus, tolerance
+) -> None:
+
+    size_bytes = 4 * zoo.model(model).elements
+    host = cluster_at(zoo.cluster("asc"), 4)
+    step_s = batch / one_gpu + all_reduce_s(size_bytes, host)
+    assert 4 * batch / step_s == pytest.approx(four_gpus, rel=tolerance)

@@ -85,7 +85,9 @@ def _table_1() -> list[Figure]:
                 table="Table I",
                 name=f"{name}: M parameters",
                 ours=graph.elements / 1e6,
-                published=params_m,
+                reference=params_m,
+                source="published",
+                identity=name == "transformer",
                 tolerance=0.005,
                 note=notes.get(name, ""),
             )
@@ -101,7 +103,9 @@ def _table_1() -> list[Figure]:
                 table="Table I",
                 name=f"{name}: G operations, as {unit}",
                 ours=factor * macs / 1e9,
-                published=giga,
+                reference=giga,
+                source="published",
+                identity=name == "transformer",
                 tolerance=0.07,
                 note=heads or notes.get(name, "") * (name == "transformer"),
             )
@@ -114,7 +118,8 @@ def _table_1() -> list[Figure]:
             table="Table I",
             name="bert-large: M parameters of the encoder layers",
             ours=encoder / 1e6,
-            published=302.2,
+            reference=302.2,
+            source="published",
             tolerance=0.001,
         )
     )
@@ -141,60 +146,79 @@ def _halved(workload: Workload) -> Workload:
 
 def _efficiencies(resnet: Workload, vgg: Workload) -> list[Figure]:
     one, many = efficiency(resnet, 4, "fusion"), efficiency(resnet, 4, "aiacc")
-    vgg_many = efficiency(vgg, 4, "aiacc")
+    vgg_one, vgg_many = efficiency(vgg, 4, "fusion"), efficiency(vgg, 4, "aiacc")
     return [
         Figure(
-            table="Fig. 2",
+            table="section III (text on Fig. 2)",
             name="resnet50, 32 GPUs, Horovod: one stream at 30 %",
             ours=one,
-            published=0.75,
+            reference=0.75,
+            source="published",
             tolerance=0.04 / 0.75,
         ),
         Figure(
             table="section III",
             name="resnet50, 32 GPUs, AIACC: many streams at 95 %",
             ours=many,
-            published=0.96,
-            published_high=1.0,
-            tolerance=0.04 / 0.96,
+            reference=0.96,
+            source="published",
+            at_least=True,
+            tolerance=0.0,
+            note="published as over .96",
         ),
         Figure(
             table="section III",
             name="resnet50, 32 GPUs: AIACC over Horovod",
             ours=many / one,
-            published=1.3,
+            reference=1.3,
+            source="published",
             tolerance=0.06,
         ),
         Figure(
-            table="Fig. 2",
+            table="section III (text on Fig. 2)",
             name="vgg16, 32 GPUs, Horovod: one stream, float32",
-            ours=efficiency(vgg, 4, "fusion"),
-            published=0.40,
+            ours=vgg_one,
+            reference=0.40,
+            source="published",
             tolerance=0.2,
             note=".40 lies between float32 and float16 on the wire",
         ),
         Figure(
-            table="Fig. 2",
+            table="section III (text on Fig. 2)",
             name="vgg16, 32 GPUs, Horovod: one stream, float16 on the wire",
             ours=efficiency(_halved(vgg), 4, "fusion"),
-            published=0.40,
+            reference=0.40,
+            source="published",
             tolerance=0.2,
         ),
         Figure(
             table="section III",
             name="vgg16, 32 GPUs, AIACC: many streams, float32",
             ours=vgg_many,
-            published=0.72,
+            reference=0.72,
+            source="derived",
             tolerance=0.05 / 0.72,
-            note="published as 1.8 times .40",
+            note="1.8 times .40, both published",
+        ),
+        Figure(
+            table="section III",
+            name="vgg16, 32 GPUs: AIACC over Horovod",
+            ours=vgg_many / vgg_one,
+            reference=1.8,
+            source="published",
+            tolerance=0.06,
+            note="one stream at 30 % carries VGG-16's float32 gradients at .26, not at "
+            "the .40 published for Horovod, so the ratio is too large",
         ),
         Figure(
             table="section VIII-A",
             name="resnet50, 256 GPUs, AIACC",
             ours=efficiency(resnet, 32, "aiacc"),
-            published=0.95,
-            published_high=1.0,
+            reference=0.95,
+            source="published",
+            at_least=True,
             tolerance=0.0,
+            note="published as over 95 %",
         ),
     ]
 

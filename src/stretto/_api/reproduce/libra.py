@@ -38,7 +38,7 @@ _STUDY = {
     "bert-base": (40.0, 16.5, 9.1),
     "xception": (1.8, 3.7, 7.3),
 }
-_BESIDE = "not in the paper: backward at N = 8, beside a study with these constants"
+_BESIDE = "not in the paper: our study with these constants, backward at N = 8"
 _NCCL_THREADS = 2048
 _LATENCIES_S = (10e-6, 20e-6, 30e-6)
 _GREEDY = f"MG-WFBP greedy, {_NCCL_THREADS} threads"
@@ -91,7 +91,8 @@ def _table_1() -> list[Figure]:
             table="Table I",
             name=f"{name}: M parameters",
             ours=zoo.model(name).elements / 1e6,
-            published=params_m,
+            reference=params_m,
+            source="published",
             tolerance=0.04,
             note="printed without decimals",
         )
@@ -110,7 +111,9 @@ def _contention() -> list[Figure]:
             table="Fig. 1a",
             name="computation beside 2048 threads, longer by",
             ours=100 * slower,
-            published=38.0,
+            reference=38.0,
+            source="published",
+            identity=True,
             unit="%",
             tolerance=0.005,
             note=f"alpha2 = {LIBRA_ALPHA2:g} comes from this figure",
@@ -175,7 +178,8 @@ def _ordering(workloads: dict[str, Workload]) -> list[Figure]:
                     table=_BESIDE,
                     name=f"{name}: MG-WFBP at {threads} threads over {who}",
                     ours=100 * ((greedy_s - made.forward_s) / backward_s - 1),
-                    published=study,
+                    reference=study,
+                    source="target",
                     unit="%",
                 )
             )
@@ -185,8 +189,9 @@ def _ordering(workloads: dict[str, Workload]) -> list[Figure]:
                 table="Fig. 7",
                 name=f"{name}: backward against MG-WFBP, shorter by",
                 ours=100 * (1 - backward_s / greedy_s),
-                published=5.6,
-                published_high=13.0,
+                reference=5.6,
+                source="published",
+                reference_high=13.0,
                 unit="%",
                 tolerance=0.05,
                 note="NCCL at 1024 or 2048 threads, whichever is slower",
@@ -198,8 +203,9 @@ def _ordering(workloads: dict[str, Workload]) -> list[Figure]:
                 table="Fig. 7",
                 name=f"{name}: backward against Horovod, shorter by",
                 ours=100 * (1 - backward_s / (horovod_s - made.forward_s)),
-                published=10.1,
-                published_high=20.4,
+                reference=10.1,
+                source="published",
+                reference_high=20.4,
                 unit="%",
                 tolerance=0.05,
                 note="Horovod's defaults: 64 MiB, 5 ms; where it is missed: what "
@@ -219,8 +225,9 @@ def _ordering(workloads: dict[str, Workload]) -> list[Figure]:
                 table=_BESIDE,
                 name=f"{name}: without overlap at 2048 threads over {who}",
                 ours=100 * (apart_s / backward_s - 1),
-                published=21.0,
-                published_high=43.0,
+                reference=21.0,
+                reference_high=43.0,
+                source="target",
                 unit="%",
             )
         )
@@ -229,7 +236,8 @@ def _ordering(workloads: dict[str, Workload]) -> list[Figure]:
                 table="Fig. 6",
                 name=f"{name}: throughput below contention-free by",
                 ours=100 * (1 - free_s / best_s),
-                published=5.5,
+                reference=5.5,
+                source="published",
                 unit="%",
                 note="the paper's mean over its models",
             )
@@ -287,12 +295,12 @@ def _at_2048(curves: tuple[Series, ...], forward_s: float) -> list[Figure]:
                 table="Fig. 9",
                 name=f"{at}: {best} over MG-WFBP, throughput",
                 ours=100 * (greedy_s / last[best] - 1),
-                published=15.0,
-                published_high=25.0,
+                reference=21.0,
+                source="published",
                 unit="%",
-                tolerance=0.0,
-                note="published 21.0 %; the latency is unpublished: at 10 us the "
-                "greedy does not yet end with one group",
+                tolerance=0.2,
+                note="the latency is unpublished: at 10 us the greedy does not yet end "
+                "with one group",
             ),
             Figure(
                 table="Fig. 9",
