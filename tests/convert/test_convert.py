@@ -270,6 +270,112 @@ def test_a_teacher_from_the_same_function_stays_as_it_is():
     assert "unwrap" not in after
 
 
+LOSS = "loss = model(x).mean()  # a comment"
+
+
+@pytest.mark.parametrize(
+    ("loss", "factor"),
+    [
+        ("loss = model(x).sum()", True),
+        ("loss = (model(x) ** 2).sum() / 8", True),
+        ("loss = (model(x) ** 2).sum() / len(x)", False),
+        ("loss = (model(x) ** 2).sum(1).mean()", False),
+        ("loss = torch.mean(model(x))", False),
+        ("loss = torch.nn.MSELoss(reduction='sum')(model(x), x[:, :1])", True),
+        ("loss = torch.nn.functional.mse_loss(model(x), x[:, :1])", False),
+        ("loss = penalty(model(x))", True),
+        ("loss = model(x).sum()\n        loss = loss.mean()", True),
+        (
+            (
+                "loss = model(x).mean()\n"
+                "        for p in model.parameters():\n"
+                "            loss = loss + p.pow(2).sum()"
+            ),
+            False,
+        ),
+    ],
+)
+def test_a_loss_that_is_a_sum_is_scaled_wherever_it_is_summed(loss, factor):
+    source = TRAINING.replace(LOSS, loss).replace(
+        "model =", "def penalty(out):\n    return (out * out).sum()\n\n\nmodel ="
+    )
+    conversion = convert(source)
+    assert ("(loss * WORLD_SIZE).backward()" in conversion.after) is factor
+    assert not [n for n in conversion.notes if "this loss" in n.text]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "loss = (model(x) - 1).norm()",
+        "loss = torch.sqrt((model(x) ** 2).mean())",
+        "loss = foreign(model(x))",
+        "loss = (x * model(x)).sum() / x.sum()",
+    ],
+)
+def test_a_loss_that_may_be_no_mean_is_listed(loss):
+    conversion = convert(TRAINING.replace(LOSS, loss))
+    asked = [n for n in conversion.notes if "whether this loss is a mean" in n.text]
+    assert [n.kind for n in asked] == [Kind.OPEN]
+    assert "WORLD_SIZE).backward()" not in conversion.after
+
+
+def test_a_sum_beside_a_weight_penalty_is_refused():
+    penalty = "loss = model(x).sum() + sum(p.pow(2).sum() for p in model.parameters())"
+    message = refused(TRAINING.replace(LOSS, penalty))
+    assert message.startswith("train.py:11: ")
+    assert "Divide the sum by the number of samples" in message
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        "loss += 0.5 * model(x).abs().mean()",
+        "part = model(x).abs().mean()\n        loss += part",
+        "parts = [loss]\n        parts.append(loss)\n        loss = sum(parts)",
+    ],
+)
+def test_what_gradients_flow_through_is_not_reduced(added):
+    after = convert(TRAINING.replace(LOSS, f"{LOSS}\n        {added}")).after
+    assert after.count("mean_over_ranks(") == 2  # its definition, the print
+    assert added in after
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        "(0.1 * loss).backward()",
+        "(out.abs().mean()).backward()",
+        "more = out * 2\n        more.mean().backward()",
+    ],
+)
+def test_two_backwards_through_one_forward_are_refused(second):
+    step = "out = model(x)\n        loss = out.mean()"
+    source = TRAINING.replace(LOSS, step).replace(
+        "loss.backward()", f"loss.backward(retain_graph=True)\n        {second}"
+    )
+    assert "a second backward() goes through `model(...)` of line 9" in refused(source)
+
+
+def test_a_backward_after_another_forward_is_converted():
+    source = TRAINING.replace(
+        "loss.backward()", "loss.backward()\n        model(x).mean().backward()"
+    )
+    assert convert(source).changes
+    branches = TRAINING.replace(
+        "        loss.backward()\n",
+        "        if epoch:\n            loss.backward()\n"
+        "        else:\n            (2 * loss).backward()\n",
+    )
+    assert convert(branches).changes
+
+
+def test_a_model_kept_in_a_list_is_refused():
+    source = TRAINING.replace("model = torch.nn.Linear(2, 1)", "nets = [build()]")
+    message = refused(source.replace("model", "nets[0]"))
+    assert "the trained model is an element of `nets`" in message
+
+
 # Refusals: one line that names a line and a next step
 
 

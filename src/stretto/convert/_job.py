@@ -38,6 +38,8 @@ _OPTIMIZERS = frozenset(
 
 _COUNTERS = ("range", "trange", "tqdm.trange", "tqdm.auto.trange", "itertools.count")
 
+_CONTAINERS = (cst.Dict, cst.List, cst.Tuple, cst.ListComp, cst.DictComp)
+
 WRAPPERS = (
     "enumerate",
     "iter",
@@ -116,6 +118,12 @@ class Job:
                     f"{name}:{tree.line(model.statement)}: the trained model "
                     f"`{tree.text(model.value)[:60]}` has no name of its own, so it "
                     "can not be wrapped. Assign it to a variable first"
+                )
+            if isinstance(model.value, _CONTAINERS):
+                raise self.refuse(
+                    model.statement,
+                    f"the trained model is an element of `{model.path}`, so it can "
+                    "not be wrapped by name. Assign it to a variable of its own first",
                 )
         self.training = self._training_loops()
 

@@ -73,7 +73,37 @@ class Losses:
             on = self._tree.method_called(node, *_SCALING)
             if on is not None:
                 node = node.args[0].value
-        return self._of(node, self._tree.function(call), self._tree.line(call), _DEPTH)
+        scope, line = self._tree.function(call), self._tree.line(call)
+        loss = self._of(node, scope, line, _DEPTH)
+        # What a model gives as it is, is its own loss, a mean by all conventions.
+        return Loss.MEAN if loss is Loss.EACH else loss
+
+    def graph_names(self) -> set[str]:
+        """The variables whose tensors gradients flow through to a ``backward``."""
+        out: set[str] = set()
+        scopes: list[cst.CSTNode] = []
+        for call in self._work.job.backwards:
+            if isinstance(call.func, cst.Attribute):
+                out |= _tensor_names(call.func.value)
+            scope = self._tree.function(call)
+            scopes.append(self._tree.module if scope is None else scope.body)
+        grown = -1
+        while grown < len(out):
+            grown = len(out)
+            for body in scopes:
+                for assign in found(body, cst.Assign):
+                    names = {dotted(t.target) for t in assign.targets}
+                    if names & out:
+                        out |= _tensor_names(assign.value)
+                for added in found(body, cst.AugAssign):
+                    if dotted(added.target) in out:
+                        out |= _tensor_names(added.value)
+                for call in found(body, cst.Call):
+                    on = self._tree.method_called(call, "append", "extend")
+                    if on is not None and dotted(on) in out:
+                        for given in call.args:
+                            out |= _tensor_names(given.value)
+        return out
 
     def _of(
         self, node: cst.BaseExpression, scope: Scope, line: int, depth: int
@@ -116,7 +146,8 @@ class Losses:
                 given = origin.value
         if isinstance(given, cst.Call) and self._is_module(given, scope):
             return Loss.MEAN
-        del line, depth
+        if self._of(node, scope, line, depth) is Loss.EACH:
+            return Loss.EACH
         return Loss.UNKNOWN
 
     # Names
@@ -126,10 +157,31 @@ class Losses:
             return Loss.PARAMETERS
         made = self._before(path, scope, line)
         if not made:
+            if self._is_loop_target(path, scope):
+                return Loss.EACH
             inner = self._parameter(path, scope, depth)
             return inner or Loss.CONSTANT
         out: Loss | None = None
         for origin in made:
+            more = origin.value
+            if (
+                out is not None
+                and isinstance(more, cst.BinaryOperation)
+                and isinstance(more.operator, cst.Add)
+                and dotted(more.left) == path
+            ):
+                value = (
+                    Loss.PARAMETERS
+                    if self._of_parameters(origin.statement)
+                    else self._of(
+                        more.right,
+                        origin.scope,
+                        self._tree.line(origin.statement),
+                        depth,
+                    )
+                )
+                out = _combined(more.operator, out, value, counts=False)
+                continue
             if self._of_parameters(origin.statement):
                 value = Loss.PARAMETERS
             elif origin.place is not None:
@@ -200,10 +252,21 @@ class Losses:
             and (first < self._tree.line(a) < line or after.scope is not scope)
         ]
 
+    def _is_loop_target(self, path: str, scope: Scope) -> bool:
+        body: cst.CSTNode = self._tree.module if scope is None else scope.body
+        return any(
+            name.value == path
+            for loop in found(body, cst.For)
+            if self._tree.called(loop.iter) not in ("range", "trange", "tqdm.trange")
+            for name in found(loop.target, cst.Name)
+        )
+
     def _of_unpacked(self, origin: Origin, depth: int) -> Loss:
         made = origin.value
         if not isinstance(made, cst.Call):
-            return Loss.UNKNOWN
+            line = self._tree.line(origin.statement)
+            value = self._of(made, origin.scope, line, depth)
+            return value if value in (Loss.EACH, Loss.CONSTANT) else Loss.UNKNOWN
         functions = self._flow.local(made)
         functions += self._forwards(made, origin.scope)
         out: Loss | None = None
@@ -233,17 +296,20 @@ class Losses:
         if full.endswith(".Parameter"):
             return Loss.PARAMETERS
         if full in ("torch.mean", "torch.sum") and first is not None:
-            return self._reduced(first, full.rpartition(".")[2], scope, line, depth)
+            dim = [a for a in node.args[1:] if _is_dim(a)]
+            return self._reduced(first, full.rpartition(".")[2], dim, line, depth)
         reduces = method in ("mean", "sum") and isinstance(node.func, cst.Attribute)
         if reduces and isinstance(node.func, cst.Attribute):
-            return self._reduced(node.func.value, method, scope, line, depth)
+            dim = [a for a in node.args if _is_dim(a)]
+            return self._reduced(node.func.value, method, dim, line, depth)
         if (reduction := self.criterion(node, scope)) is not None:
             return reduction
-        functions = self._flow.local(node) or self._forwards(node, scope)
-        if functions:
+        if functions := self._flow.local(node):
             return self._of_returned(functions, depth)
-        if self._is_module(node, scope):
-            return Loss.MEAN
+        forwards = self._forwards(node, scope)
+        if forwards or self._is_module(node, scope):
+            given = self._of_returned(forwards, depth)
+            return given if given in (Loss.MEAN, Loss.SUM, Loss.MIXED) else Loss.EACH
         if method in _LINEAR and isinstance(node.func, cst.Attribute):
             return self._of(node.func.value, scope, line, depth)
         if self._is_of_parameters(node):
@@ -258,15 +324,25 @@ class Losses:
         return Loss.UNKNOWN
 
     def _reduced(
-        self, node: cst.BaseExpression, how: str, scope: Scope, line: int, depth: int
+        self,
+        node: cst.BaseExpression,
+        how: str,
+        dim: list[cst.Arg],
+        line: int,
+        depth: int,
     ) -> Loss:
+        """What ``mean`` or ``sum`` makes of an expression, over ``dim`` or all."""
+        scope = self._tree.function(node)
         if self._is_of_parameters(node):
             return Loss.PARAMETERS
         if isinstance(node, cst.Call) and self._tree.called(node) == "torch.stack":
             return Loss.UNKNOWN
         inner = self._of(node, scope, line, depth)
-        if inner is Loss.PARAMETERS:
-            return inner
+        if inner in (Loss.PARAMETERS, Loss.MEAN, Loss.SUM, Loss.MIXED):
+            return inner  # one number already
+        if dim:
+            first = self._tree.text(dim[0].value)
+            return Loss.UNKNOWN if first == "0" else Loss.EACH
         return Loss.MEAN if how == "mean" else Loss.SUM
 
     def _of_total(
@@ -434,6 +510,8 @@ def _combined(operator: cst.CSTNode, left: Loss, right: Loss, *, counts: bool) -
     if both == {Loss.CONSTANT}:
         return Loss.CONSTANT
     rest = both - {Loss.CONSTANT}
+    if rest == {Loss.EACH} and (plus or not counts):
+        return Loss.EACH
     if plus:
         if Loss.SUM in rest and len(rest) > 1:
             return Loss.MIXED
@@ -451,3 +529,32 @@ def _combined(operator: cst.CSTNode, left: Loss, right: Loss, *, counts: bool) -
             return (rest - {Loss.PARAMETERS}).pop()
         return Loss.UNKNOWN
     return Loss.PARAMETERS if rest == {Loss.PARAMETERS} else Loss.UNKNOWN
+
+
+def _is_dim(given: cst.Arg) -> bool:
+    """Whether an argument of ``sum`` or ``mean`` says over which dimensions."""
+    return given.keyword is None or given.keyword.value in ("dim", "axis")
+
+
+_CUTTING = frozenset(["item", "detach", "data", "numpy", "tolist", "shape", "size"])
+"""Attributes and methods behind which no gradient flows."""
+
+
+def _tensor_names(node: cst.BaseExpression) -> set[str]:
+    """The names in an expression that gradients may flow through."""
+    out: set[str] = set()
+    waiting: list[cst.CSTNode] = [node]
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here, cst.Attribute) and here.attr.value in _CUTTING:
+            continue
+        if isinstance(here, cst.Call) and dotted(here.func) in ("float", "int", "len"):
+            continue
+        path = dotted(here)
+        if path is not None:
+            out.add(path)
+        if isinstance(here, cst.Attribute):
+            waiting.append(here.value)
+        else:
+            waiting += here.children
+    return out - {"self", "torch", "F", "nn", "math"}

@@ -60,6 +60,7 @@ class Numbers:
         self._tree = work.tree
         self._classify = Classifier(work)
         self._losses = self._classify.loss_names()
+        self._graph = self._classify.losses.graph_names()
         self._handled: set[int] = set()
 
     def convert(self) -> None:
@@ -129,6 +130,8 @@ class Numbers:
             amount = self._classify.of(added.value, body)
             if amount is Amount.SAME or self._is_handled(added.value):
                 continue
+            if added.name in self._graph:
+                continue  # gradients flow through it
             if amount is Amount.UNKNOWN:
                 if not self._numbers_in(added.value):
                     continue
@@ -316,6 +319,11 @@ class Numbers:
                 and call.func.attr.value not in _SHOWN
             ):
                 continue
+            if (
+                isinstance(call.func, cst.Attribute)
+                and dotted(call.func.value) in self._graph
+            ):
+                continue  # a list of losses that gradients flow through
             for argument in call.args:
                 self._counted(argument, body)
                 in_loop = isinstance(self._tree.parent(body), cst.For | cst.While)

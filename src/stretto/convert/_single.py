@@ -12,6 +12,7 @@ from stretto.convert._job import Job
 from stretto.convert._loaders import Loaders
 from stretto.convert._models import Models, reaching_training
 from stretto.convert._numbers import Numbers
+from stretto.convert._steps import Steps
 
 if TYPE_CHECKING:
     import libcst as cst
@@ -30,6 +31,8 @@ def distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Note
     display = Display(work)
     display.guard_files()
     models = Models(work)
+    if not work.horovod:
+        Steps(work, models).check()
     models.convert()
     if work.horovod:
         distribute_optimizers(work, models)

@@ -1,0 +1,123 @@
+"""Refuses steps whose gradients DistributedDataParallel would exchange only in part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import libcst as cst
+
+from stretto.convert._tree import Scope, dotted, found
+
+if TYPE_CHECKING:
+    from stretto.convert._edit import Work
+    from stretto.convert._models import Models
+
+_CUTTING = ("detach", "item", "data")
+
+
+@final
+class Steps:
+    """The forwards that each ``backward`` of a step goes through.
+
+    After a backward, gradients of a model are exchanged again only once the model was
+    called anew: a second backward through earlier calls stays on its rank.
+    """
+
+    def __init__(self, work: Work, models: Models) -> None:
+        self._work, self._models = work, models
+        self._tree, self._flow = work.tree, work.flow
+
+    def check(self) -> None:
+        """Refuses a second backward through calls made before the first.
+
+        Raises:
+            SpecError: there is one; line and next step said.
+        """
+        backwards = sorted(self._work.job.backwards, key=self._tree.line)
+        for place, second in enumerate(backwards):
+            for first in backwards[:place]:
+                if self._tree.function(first) is not self._tree.function(second):
+                    continue
+                if not self._both_run(first, second):
+                    continue
+                self._compare(first, second)
+
+    def _compare(self, first: cst.Call, second: cst.Call) -> None:
+        line = self._tree.line(first)
+        before, after = self._calls(first), self._calls(second)
+        for call in after:
+            name = dotted(call.func)
+            again = [c for c in after if dotted(c.func) == name]
+            if any(self._tree.line(c) > line for c in again):
+                continue
+            if any(dotted(c.func) == name for c in before):
+                raise self._work.job.refuse(
+                    second,
+                    f"a second backward() goes through `{name}(...)` of line "
+                    f"{self._tree.line(call)}, which was called before the backward() "
+                    f"of line {line}: DistributedDataParallel exchanges gradients "
+                    "once for each call of the model. Add the losses and call "
+                    "backward() once, or call the model again in between",
+                )
+
+    def _both_run(self, first: cst.CSTNode, second: cst.CSTNode) -> bool:
+        """Whether one pass may run both: not if they are in branches of one ``if``."""
+        chain = {id(a): a for a in self._tree.ancestors(first)}
+        for above in self._tree.ancestors(second):
+            if id(above) in chain and isinstance(above, cst.If):
+                own = above.body
+                return self._tree.within(first, own) == self._tree.within(second, own)
+        return True
+
+    def _calls(self, backward: cst.Call) -> list[cst.Call]:
+        """The calls of trained models that a backward goes through."""
+        scope, line = self._tree.function(backward), self._tree.line(backward)
+        if not isinstance(backward.func, cst.Attribute):
+            return []
+        out: list[cst.Call] = []
+        waiting: list[tuple[cst.CSTNode, int]] = [(backward.func.value, line)]
+        seen: set[int] = set()
+        while waiting:
+            node, before = waiting.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if isinstance(node, cst.Attribute) and node.attr.value in _CUTTING:
+                continue
+            if isinstance(node, cst.Call):
+                inner = node.func
+                if isinstance(inner, cst.Attribute) and inner.attr.value in _CUTTING:
+                    continue
+                if self._models.is_model(inner, scope):
+                    out.append(node)
+            path = dotted(node)
+            if isinstance(node, cst.Attribute):
+                waiting.append((node.value, before))
+            elif path is None:
+                waiting += [(child, before) for child in node.children]
+            if path is not None:
+                waiting += self._made(path, scope, before)
+        return out
+
+    def _made(
+        self, path: str, scope: Scope, before: int
+    ) -> list[tuple[cst.CSTNode, int]]:
+        """What a variable was last made of before a line."""
+        if scope is not None and self._tree.owner(scope) and path.startswith("self."):
+            return []
+        made = [
+            o
+            for o in self._flow.assigned(path, scope)
+            if o.scope is scope and self._tree.line(o.statement) < before
+        ]
+        if not made:
+            return []
+        last = self._tree.line(made[-1].statement)
+        out: list[tuple[cst.CSTNode, int]] = [(made[-1].value, last)]
+        body: cst.CSTNode = self._tree.module if scope is None else scope.body
+        out += [
+            (a.value, self._tree.line(a))
+            for a in found(body, cst.AugAssign)
+            if dotted(a.target) == path and last < self._tree.line(a) < before
+        ]
+        return out
