@@ -29,6 +29,8 @@ from stretto.tune import ENSEMBLE, TuneOptions
 from stretto.tune.guide import Guide
 
 TorchDDP = nn.parallel.DistributedDataParallel
+SETTLED_STEPS = 64
+"""Steps between settling and the change of the network: the watch learns the usual."""
 BLIND = TuneOptions(
     model=False,
     techniques=ENSEMBLE,
@@ -247,7 +249,7 @@ def drift(job: Job, interface: str, mbit: int) -> dict:
     trainee, settled = job.tuned(options)
     while not settled:
         trainee.run()
-    timed(trainee, 20)
+    timed(trainee, SETTLED_STEPS)
     first = settled[-1]
     halve_link(interface, mbit)
     dist.barrier()
@@ -271,8 +273,12 @@ def drift(job: Job, interface: str, mbit: int) -> dict:
     replanned = [p for p in planned if changed_at and p > changed_at[0]]
     return {
         "settled": len(settled),
-        "noticed_after": changed_at[0] - settled_steps - 20 if changed_at else None,
-        "planned_after": replanned[0] - settled_steps - 20 if replanned else None,
+        "noticed_after": changed_at[0] - settled_steps - SETTLED_STEPS
+        if changed_at
+        else None,
+        "planned_after": replanned[0] - settled_steps - SETTLED_STEPS
+        if replanned
+        else None,
         "times": times,
         "of_possible": times["best of the grid"]["median_s"]
         / times["settled again"]["median_s"],

@@ -8,6 +8,8 @@ Names are loaded when they are first used, so that planning never loads torch.
 from __future__ import annotations
 
 import importlib
+import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 from stretto._version import __version__
@@ -54,6 +56,26 @@ _HOMES = {
     "TuneOptions": ("stretto.tune", "TuneOptions"),
     "Workload": ("stretto.schema", "Workload"),
 }
+
+
+class _LastResort(logging.Handler):
+    """Prints warnings as `logging.lastResort` does, and names us in front of them.
+
+    Active only where the program has set no logging up.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger = logging.getLogger("stretto")
+        if logging.getLogger().handlers or logger.handlers != [self]:
+            return
+        try:
+            sys.stderr.write(f"stretto: {self.format(record)}\n")
+        except Exception:  # noqa: BLE001 - as every handler of logging
+            self.handleError(record)
+
+
+if not logging.getLogger("stretto").handlers:
+    logging.getLogger("stretto").addHandler(_LastResort(logging.WARNING))
 
 
 def __getattr__(name: str) -> Any:

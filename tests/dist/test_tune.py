@@ -15,6 +15,7 @@ from torch import nn
 import stretto
 from stretto.schema import Bucket, Plan
 from stretto.tune import TuneOptions, auto, look
+from stretto.tune.drift import REFERENCE_WINDOWS, WINDOW_STEPS
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
 
@@ -284,6 +285,7 @@ def drifts(rank: int, size: int) -> dict[str, Any]:
     options = TuneOptions(steps=8, memory=False)
     ours, settled, model = tuned(rank, options)
     ours.until(settled)
+    ours.steps((REFERENCE_WINDOWS + 1) * WINDOW_STEPS)
     while len(settled) < 2 and ours.number < MOST_STEPS:
         ours.steps(1, pause_s=0.3)
     theirs = Training(TorchDDP(net()), rank)

@@ -58,9 +58,10 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
 
 
 def _show_log() -> None:
-    """Lets our few lines be seen where the script sets no logging up itself."""
+    """Show log lines where the script sets up no logging of its own."""
     logger = logging.getLogger("stretto")
-    if not logger.handlers and not logging.getLogger().handlers:
+    own = [h for h in logger.handlers if type(h).__module__ != "stretto"]
+    if not own and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("stretto: %(message)s"))
         logger.addHandler(handler)

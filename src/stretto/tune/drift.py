@@ -1,23 +1,35 @@
-"""After settling: is a step still what it was?"""
+"""Detect lasting changes of the step time after a plan has settled."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from dataclasses import dataclass
 from typing import final
 
 WINDOW_STEPS = 8
-"""Steps whose median is compared with what was settled."""
+"""Steps whose median is compared with the windows before."""
+
+REFERENCE_WINDOWS = 6
+"""Windows after settling that give the reference, before anything is judged: a search
+ends with few steps of each plan, and the machine may have been busy in them."""
+
+REMEMBERED_WINDOWS = 20
+"""Last windows that are the reference."""
 
 CHANGED_RATIO = 0.15
-"""A median further from the settled one than this, either way, is a change."""
+"""A window further than this outside of the reference may be a change."""
 
-WINDOWS = 2
-"""So many windows in a row must say so: a passing disturbance is no reason."""
+USUAL_SHARE = 0.1
+"""Share of the reference's windows, at either end, that are taken for exceptions."""
+
+WINDOWS = 3
+"""Windows in a row that must be outside; fewer are a passing disturbance, which from
+then on belongs to the reference."""
 
 REST_STEPS = 100
-"""After a search that changed nothing, the next waits so long, then twice, ..."""
+"""After a search that changed nothing, the next waits this long, then twice, ..."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,23 +43,27 @@ class Change:
 
 @final
 class Watch:
-    """Watches step times on one rank; what ranks say to each other is the caller's.
+    """Watches step times on one rank; agreement between ranks is the caller's.
 
     `add` collects a window; when it is full the caller has all ranks agree on the
-    slowest rank's median and passes that to `judge`.
+    slowest rank's median and passes that to `judge`. The reference is a range, that of
+    the windows seen: on a machine whose speed varies it is wide.
     """
 
     def __init__(self, settled_s: float | None) -> None:
-        """Watches against a settled step time; ``None``: the first window's median."""
+        """Watch; ``settled_s`` is the step time that the search reported, if any."""
         self.settled_s = settled_s
         self._window_s: list[float] = []
         self._seen = 0
-        self._off: list[float] = []
+        self._reference_s: deque[float] = deque(maxlen=REMEMBERED_WINDOWS)
+        self._levels_s: list[float] = []
+        self._wanted = REFERENCE_WINDOWS
+        self._outside_s: list[float] = []
         self._rest = 0
         self._rests = 0
 
     def add(self, step_s: float) -> float | None:
-        """Takes a step; the window's median when it is full.
+        """Take a step; return the window's median when it is full.
 
         Steps that do not count are infinite; a window with too many is infinite.
         """
@@ -62,35 +78,56 @@ class Watch:
         return statistics.median(kept)
 
     def judge(self, median_s: float) -> Change | None:
-        """Whether all ranks' median, the slowest's, ends a lasting change."""
+        """Return the change that all ranks' median, the slowest's, completes."""
         if math.isinf(median_s):
             return None
-        if self.settled_s is None:
-            self.settled_s = median_s
+        if self._wanted > 0:
+            self._wanted -= 1
+            self._reference_s.append(median_s)
+            self.settled_s = statistics.median(self._reference_s)
             return None
         if self._rest > 0:
             self._rest -= WINDOW_STEPS
+            self._reference_s.append(median_s)
             return None
-        ratio = median_s / self.settled_s
-        low, high = 1 - CHANGED_RATIO, 1 + CHANGED_RATIO
-        if low <= ratio <= high or (self._off and (self._off[-1] > 1) != (ratio > 1)):
-            self._off = []
+        side = self._side(median_s)
+        if side == 0 or (self._outside_s and self._side(self._outside_s[-1]) != side):
+            self._reference_s += [*self._outside_s, median_s]
+            self._outside_s = []
             return None
-        self._off.append(ratio)
-        if len(self._off) < WINDOWS:
+        self._outside_s.append(median_s)
+        if len(self._outside_s) < WINDOWS:
             return None
-        self._off = []
-        change = Change(before_s=self.settled_s, now_s=median_s)
-        self.settled_s = median_s
+        now_s = statistics.median(self._outside_s)
+        change = Change(before_s=statistics.median(self._reference_s), now_s=now_s)
+        self._reference_s += self._outside_s
+        self._outside_s = []
+        self._levels_s += [change.before_s, now_s]
+        self.settled_s = now_s
         return change
 
-    def settled_again(self, step_s: float | None, *, better: bool) -> None:
-        """A search that a change re-opened ended; ``better``: it found another plan.
+    def _side(self, median_s: float) -> int:
+        """1 above the reference, -1 below, 0 within."""
+        usual_s = sorted(self._reference_s)
+        exceptions = int(USUAL_SHARE * len(usual_s))
+        low_s = min([usual_s[exceptions], *self._levels_s])
+        high_s = max([usual_s[-1 - exceptions], *self._levels_s])
+        if median_s > (1 + CHANGED_RATIO) * high_s:
+            return 1
+        return -1 if median_s < (1 - CHANGED_RATIO) * low_s else 0
 
-        Where it did not, the next one waits, each time twice as long: a step time that
-        wanders must not be searched for ever.
+    def settled_again(self, step_s: float | None, *, better: bool) -> None:
+        """Go on after a search that a change re-opened; ``better``: another plan won.
+
+        Where none did, the plan is known to be right at both speeds: neither is a
+        change any more. What lies beyond both waits for a rest, each time twice as
+        long, because a step time that wanders must not be searched for ever.
         """
         self.settled_s = step_s
-        self._window_s, self._seen, self._off = [], 0, []
+        self._window_s, self._seen, self._outside_s = [], 0, []
         self._rests = 0 if better else self._rests + 1
         self._rest = 0 if better else REST_STEPS * 2 ** (self._rests - 1)
+        if better:
+            self._levels_s = []
+            self._reference_s.clear()
+            self._wanted = REFERENCE_WINDOWS
