@@ -112,16 +112,10 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         """Whether measuring can lead to a better plan than DDP's rule."""
         if dist.get_world_size(self.process_group) == 1:
             return False
-        if self.find_unused_parameters and not self.static_graph:
-            if dist.get_rank(self.process_group) == 0:
-                _log.warning(
-                    "left as DDP does it: with find_unused_parameters the gradients of "
-                    "a step are not known before it. If all parameters are used, leave "
-                    "it out; if the same ones are unused in every step, pass "
-                    "static_graph=True."
-                )
-            return False
-        return True
+        reason = self.left_to_ddp()
+        if reason is not None and dist.get_rank(self.process_group) == 0:
+            _log.warning("left as DDP does it: %s", reason)
+        return reason is None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output, as DDP gives it."""

@@ -73,6 +73,8 @@ class StepObserver:
         *,
         group: ProcessGroup | None = None,
         on_step: Callable[[int], None] | None = None,
+        parameters: Sequence[tuple[str, nn.Parameter]] | None = None,
+        unused: bool = False,
     ) -> None:
         """Prepares; nothing is watched before the context is entered.
 
@@ -81,11 +83,18 @@ class StepObserver:
             group: Ranks that begin every step together, so that they load each other
                 as they do in training; absent: nobody is waited for.
             on_step: Called with the number of whole steps seen, after each.
+            parameters: Names and parameters to observe; by default all of the model's
+                that require a gradient.
+            unused: Whether parameters may get no gradient in a step. DDP marks them as
+                ready when the first gradient of the step is.
 
         Raises:
             SpecError: the model has no parameter that wants a gradient.
         """
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        if parameters is None:
+            named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        else:
+            named = list(parameters)
         if not named:
             raise SpecError(
                 f"{type(model).__name__} has no parameter that requires a gradient"
@@ -98,6 +107,7 @@ class StepObserver:
         """First dimension of the first tensor that the model was last called with."""
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
+        self._unused = unused
         self._group = group
         self._on_step = on_step
         self._device = self._parameters[0].device
@@ -124,6 +134,8 @@ class StepObserver:
                 hook = self._module_hook(prefix)
                 self._handles.append(module.register_forward_pre_hook(hook))
         for i, parameter in enumerate(self._parameters):
+            if not parameter.requires_grad:
+                continue  # frozen since the model was wrapped
             hook = self._ready_hook(i)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         return self
@@ -264,6 +276,13 @@ class StepObserver:
         if self._begin is None or not self._ready_order or self._backward_end is None:
             return
         end = self._mark()
+        if self._unused:
+            first = self._ready[self._ready_order[0]]
+            absent = [i for i, moment in enumerate(self._ready) if moment is None]
+            self._ready = [
+                first if moment is None else moment for moment in self._ready
+            ]
+            self._ready_order = [*absent, *self._ready_order]
         missing = [
             name
             for name, moment in zip(self._names, self._ready, strict=True)

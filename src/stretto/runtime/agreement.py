@@ -88,7 +88,9 @@ def _store_of(group: dist.ProcessGroup) -> Store:
             theirs = group.get_group_store()
         else:
             theirs = dist.distributed_c10d._world.pg_map[group][1]  # noqa: SLF001
-        found = _connections[group] = own_connection(theirs)
+        # MPI has no store; whatever needs one is for Gloo and NCCL.
+        found = dist.HashStore() if theirs is None else own_connection(theirs)
+        _connections[group] = found
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from functools import partial
@@ -26,8 +27,16 @@ from stretto.runtime.negotiated.front import (
 )
 from stretto.runtime.numerics import NumericsWatch, check_words
 from stretto.runtime.reducer import build_reducer
-from stretto.runtime.routes import parameter_rows, routes_of, sparse_parameters
+from stretto.runtime.routes import (
+    ignored_names,
+    parameter_rows,
+    routes_of,
+    sparse_parameters,
+    why_unplannable,
+)
 from stretto.runtime.surroundings import (
+    PLANNED_BACKENDS,
+    arguments_of,
     backend_of,
     process_group_of,
     warn_of_whole_compile,
@@ -36,9 +45,10 @@ from stretto.runtime.surroundings import (
 from stretto.runtime.watch import StepWatch
 from stretto.runtime.watched import WatchedGroup
 from stretto.schema import Bucket, Plan
+from stretto.schema.plan import WIRE_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -101,6 +111,10 @@ class DistributedDataParallel(TorchDDP):
         **kwargs: Any,
     ) -> None:
         group = process_group_of(module, args, kwargs)
+        arguments = arguments_of(module, args, kwargs)
+        self._ignored = ignored_names(module, arguments)
+        self._unplannable = why_unplannable(arguments)
+        self._trained: list[tuple[TensorRow, nn.Parameter]] | None = None
         # Plain values may be set before nn.Module is initialised; the Reducer, which
         # needs them, is built within PyTorch's own __init__.
         self._comm_ready = False
@@ -142,12 +156,8 @@ class DistributedDataParallel(TorchDDP):
             super().__init__(module, *args, **kwargs)
         except RuntimeError as exc:
             raise self._named("a collective of the model's set-up", exc) from exc
-        if plan is not None and not hasattr(self, "reducer"):
-            raise PlanMismatch(
-                "no gradient is left for the plan: delay_all_reduce_named_params names "
-                "all of them. Leave plan out, or some parameters in."
-            )
         self._comm_ready = True
+        self._trained = self._table(self.module)
         self._stand_alone()
         if negotiates and self._ranks.size > 1:
             self._negotiate(lanes, unit_bytes)
@@ -237,9 +247,29 @@ class DistributedDataParallel(TorchDDP):
         """Gives the model a new Reducer; the old one keeps its hooks."""
         ddp: Any = self
         self._planned, self._plan = planned, plan
-        parameters, expect_sparse = ddp._build_params_for_reducer()  # noqa: SLF001
-        names = ddp._build_debug_param_to_name_mapping(parameters)  # noqa: SLF001
-        self._ddp_init_helper(parameters, expect_sparse, names, self.static_graph)
+        with self._as_constructed():
+            parameters, expect_sparse = ddp._build_params_for_reducer()  # noqa: SLF001
+            names = ddp._build_debug_param_to_name_mapping(parameters)  # noqa: SLF001
+            self._ddp_init_helper(parameters, expect_sparse, names, self.static_graph)
+
+    @contextlib.contextmanager
+    def _as_constructed(self) -> Iterator[None]:
+        """Let parameters require gradients as they did when the model was built.
+
+        DDP's Reducer keeps the parameters that it was built with, whatever is frozen
+        or unfrozen later; a new Reducer has to keep the same ones.
+        """
+        trained = {id(p) for _, p in self._table(self.module)}
+        changed = [
+            p for p in self.module.parameters() if p.requires_grad != (id(p) in trained)
+        ]
+        try:
+            for p in changed:
+                p.requires_grad_(not p.requires_grad)
+            yield
+        finally:
+            for p in changed:
+                p.requires_grad_(not p.requires_grad)
 
     def _stand_alone(self) -> None:
         """With one rank, takes the Reducer's hooks off: there is nothing to reduce.
@@ -270,6 +300,43 @@ class DistributedDataParallel(TorchDDP):
         lanes tells what the plans that use them will see.
         """
         return self._pool().lane(number)
+
+    def release_unused_lanes(self) -> None:
+        """Close the lanes that the plan in use does not need.
+
+        All ranks must call this at the same place, with no collective in flight.
+        """
+        if self._lane_pool is not None:
+            self._lane_pool.retain(() if self._planned is None else self._planned.needs)
+
+    def left_to_ddp(self) -> str | None:
+        """Return why this model can't be planned automatically; ``None``: it can."""
+        rows = self._table(self.module)
+        device = self._device_used
+        if self._unplannable is not None:
+            return self._unplannable
+        if self._use_python_reducer:
+            return "plans need DDP's own Reducer, not torch._dynamo's python_reducer."
+        if PLANNED_BACKENDS.get(self._backend) != device.type:
+            return (
+                "plans run on gloo with tensors on the CPU and on nccl with tensors on "
+                f"a GPU, here are {self._backend} and {device.type}."
+            )
+        if len(devices := {str(p.device) for _, p in rows}) > 1:
+            return f"the model's parameters are on {' and '.join(sorted(devices))}."
+        sparse = sparse_parameters(self.module)
+        if any(id(p) in sparse for _, p in rows):
+            return "the model has sparse gradients, whose size differs in each step."
+        for row, _ in rows:
+            if row.dtype not in WIRE_DTYPES:
+                return f"parameter {row.name!r} is of type {row.dtype}."
+        if self.mixed_precision is not None:
+            return "mixed_precision changes the type of gradients within the Reducer."
+        return None
+
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return names and parameters in the order of `tensor_table`."""
+        return [(row.name, p) for row, p in self._table(self.module)]
 
     def tensor_table(self) -> tuple[TensorRow, ...]:
         """Parameters that require gradients, as ``named_parameters()`` orders them."""
@@ -360,6 +427,7 @@ class DistributedDataParallel(TorchDDP):
                     partial(watch.gradient_ready, index)
                 )
                 for index, (_, parameter) in enumerate(rows)
+                if parameter.requires_grad  # not frozen since
             ),
         ]
 
@@ -526,6 +594,7 @@ class DistributedDataParallel(TorchDDP):
         attributes: dict[str, Any] = parent.__getstate__()
         attributes["_waiting_plan"] = self.plan
         for name in (
+            "_trained",
             "_plan",
             "_planned",
             "_watched",
@@ -541,6 +610,7 @@ class DistributedDataParallel(TorchDDP):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._trained = None
         self._plan = None
         self._planned = None
         self._negotiated = None
@@ -550,6 +620,7 @@ class DistributedDataParallel(TorchDDP):
         self._attach(self.process_group, self.module, self._timeout_s)
         parent: Any = super()
         parent.__setstate__(state)
+        self._trained = self._table(self.module)
         self._stand_alone()
 
     # Parts.
@@ -589,6 +660,8 @@ class DistributedDataParallel(TorchDDP):
 
     def _meet(self, module: nn.Module, plan: Plan | None, purpose: str) -> None:
         """Requires that all ranks have come with the same plan and model."""
+        if plan is None and self._backend not in PLANNED_BACKENDS:
+            return  # such a group may have no store to meet in
         rows = [row for row, _ in self._table(module)]
         trouble: StrettoError | None = None
         if plan is not None:
@@ -621,13 +694,17 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def _table(self, module: nn.Module) -> list[tuple[TensorRow, nn.Parameter]]:
-        """Rows and parameters in the order of DDP's parameter list."""
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        if "parameters_to_ignore" in self.__dict__:
-            ignored |= self.parameters_to_ignore
-        return parameter_rows(module, ignored)
+        """Return rows and parameters in the order of DDP's parameter list.
+
+        Once DDP has built its Reducer they are those that it was built with.
+        """
+        if self._trained is not None:
+            return self._trained
+        return parameter_rows(module, self._ignored)
 
     def _routes(self, module: nn.Module, plan: Plan) -> list[Route]:
+        if self._unplannable is not None:
+            raise PlanMismatch(f"{self._unplannable} Leave it out, or pass plan=None.")
         return routes_of(
             plan,
             self._table(module),

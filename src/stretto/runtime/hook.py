@@ -121,7 +121,9 @@ class PlannedGroup(dist.ProcessGroup):
         self._held: list[tuple[Any, torch.Tensor, Any, Future[Any]]] = []
         self._rebuild_rows: list[list[int]] = []
         self._nothing = self._closing([launch_nothing] * len(self._routes))
-        needs = ((p.lane, p.resource) for route in routes for p in route.parts)
+        needs = {(p.lane, p.resource): None for route in routes for p in route.parts}
+        self.needs = tuple(needs)
+        """The lanes in use, with those of communication hooks."""
         self._lanes = pool.open(needs) if self.size() > 1 else {}
         self._narrow = NarrowLanes(
             routes, self._lanes, error_feedback=error_feedback, threads=not nccl
@@ -184,6 +186,7 @@ class PlannedGroup(dist.ProcessGroup):
         free = 1 + max(part.lane for row in parts for part in row)
         needs = [(free + index, None) for index in range(len(parts))]
         opened = self._pool.open(needs)
+        self.needs = tuple(dict.fromkeys((*self.needs, *needs)))
         return tuple(opened[need] for need in needs)
 
     def begin_step(self) -> None:

@@ -58,8 +58,8 @@ class LanePool:
 
     Opening is collective: every rank must ask for the same in the same order. A pool
     keeps what it opened, so that going back to an earlier plan costs nothing; how many
-    it keeps is bounded by the lanes and levels of resource that plans use. `close`, or
-    the end of the last reference, ends them all.
+    it keeps is bounded by the lanes and levels of resource that plans use. `retain`
+    releases some; `close`, or the end of the last reference, ends them all.
     """
 
     def __init__(
@@ -87,6 +87,14 @@ class LanePool:
     def lane(self, number: int, resource: int | None = None) -> Any:
         """The backend of a lane on its own."""
         return self.open([(number, resource)])[number, resource]
+
+    def retain(self, needs: Iterable[Need]) -> None:
+        """Release the lanes that ``needs`` does not name; on every rank alike.
+
+        A lane ends with its last user. No collective may be in flight on those that
+        end: all ranks must have agreed on something since their last one.
+        """
+        self._lanes.retain({lane for lane, _ in needs})
 
     def abort(self) -> None:
         """Ends every connection, so that no peer waits for this rank any longer."""

@@ -34,6 +34,7 @@ import logging
 import os
 import resource as process_limits
 import socket
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -43,7 +44,7 @@ from stretto.errors import PlanMismatch
 from stretto.runtime.agreement import timeout_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     import torch
     from torch.distributed.distributed_c10d import Store
@@ -126,6 +127,7 @@ class GlooLanes:
         self._store_for = store_for
         self._lanes: dict[tuple[int, int], Any] = {}
         self._sockets: set[tuple[int, str]] = set()
+        self._made: Counter[tuple[int, int]] = Counter()
 
     def open(
         self, needs: Sequence[tuple[int, int | None]]
@@ -151,8 +153,12 @@ class GlooLanes:
         ]
         options._threads = max(LEAST_THREADS, connections)  # noqa: SLF001
         options._timeout = timeout_of(self._ranks.timeout_s)  # noqa: SLF001
+        # A lane that is opened again must not find its first addresses in the store.
+        self._made[number, connections] += 1
+        times = self._made[number, connections]
+        name = f"{number}/{connections}" + (f"/{times}" if times > 1 else "")
         return gloo(
-            self._store_for(f"{number}/{connections}"),
+            self._store_for(name),
             self._ranks.rank,
             self._ranks.size,
             options,
@@ -172,6 +178,11 @@ class GlooLanes:
                 connection.getpeername()  # a listener has none and must stay
                 connection.shutdown(socket.SHUT_RDWR)
                 _log.debug("shut socket %s down", inode)
+
+    def retain(self, lanes: Container[int]) -> None:
+        """Release the backends of other lanes; each ends with its last user."""
+        for key in [key for key in self._lanes if key[0] not in lanes]:
+            del self._lanes[key]
 
     def close(self) -> None:
         """Lets go of the backends: Gloo ends their threads and connections."""

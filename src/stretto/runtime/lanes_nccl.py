@@ -41,6 +41,7 @@ import contextlib
 import logging
 import os
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -58,7 +59,7 @@ from stretto.runtime.nccl_settings import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
@@ -256,6 +257,7 @@ class NcclLanes:
         self._store_for = store_for
         self._device = device
         self._open: dict[Communicator, Any] = {}
+        self._made: Counter[Communicator] = Counter()
 
     def open(
         self, needs: Sequence[tuple[int, int | None]]
@@ -287,8 +289,12 @@ class NcclLanes:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         parent = None if wanted.parent is None else self._open[wanted.parent]
         fill_options(options, wanted, parent, self._ranks)
+        # A communicator that is opened again must not find the first one's id.
+        self._made[wanted] += 1
+        times = self._made[wanted]
+        name = wanted.name + (f"/{times}" if times > 1 else "")
         backend = dist.ProcessGroupNCCL(
-            self._store_for(wanted.name), self._ranks.rank, self._ranks.size, options
+            self._store_for(name), self._ranks.rank, self._ranks.size, options
         )
         # Now rather than at the first collective, which would wait within a step.
         backend.eager_connect_single_device(self._device)
@@ -300,10 +306,16 @@ class NcclLanes:
         if not within(_END_S, lambda: abort_all(backends)):
             _log.error("NCCL communicators could not be aborted in %g s", _END_S)
 
+    def retain(self, lanes: Container[int]) -> None:
+        """End the communicators of other lanes. Not yet run on a GPU."""
+        self._end([c for c in self._open if c.lane not in lanes])
+
     def close(self) -> None:
         """Ends communicators whose collectives are done, within a time limit."""
-        backends = list(self._open.values())
-        self._open.clear()
+        self._end(list(self._open))
+
+    def _end(self, communicators: Sequence[Communicator]) -> None:
+        backends = [self._open.pop(communicator) for communicator in communicators]
         if not backends:
             return
 

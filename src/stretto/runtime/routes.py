@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -85,6 +85,30 @@ class Route:
             f"the all-reduce of bucket {self.index} ({names}) on {word} "
             f"{', '.join(map(str, lanes))}"
         )
+
+
+def ignored_names(module: nn.Module, arguments: dict[str, Any]) -> frozenset[str]:
+    """Return the names that DDP ignores, given its arguments by name."""
+    delayed = arguments.get("delay_all_reduce_named_params") or ()
+    return frozenset(
+        (
+            *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
+            *(name for name, _ in delayed),
+        )
+    )
+
+
+def why_unplannable(arguments: dict[str, Any]) -> str | None:
+    """Return why DDP's arguments, by name, leave no room for a plan, if they do."""
+    if arguments.get("skip_all_reduce_unused_params"):
+        return "skip_all_reduce_unused_params=True omits buckets in some steps."
+    if arguments.get("delay_all_reduce_named_params"):
+        # DDP does not wait for it: the buckets behind it on the same group do.
+        return (
+            "the all-reduce of delay_all_reduce_named_params relies on DDP's buckets "
+            "being sent behind it on one process group."
+        )
+    return None
 
 
 def parameter_rows(

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from stretto.runtime.agreement import Ranks
 
+PLANNED_BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
+"""Backends that plans run on, each with the type of device that it is for."""
+
 _F = TypeVar("_F", bound="Callable[..., Any]")
 
 _log = logging.getLogger(__name__)
@@ -39,15 +42,21 @@ def without_dynamo(function: _F) -> _F:
     return cast("_F", disable(function))
 
 
+def arguments_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments given to DDP, by name."""
+    signature = inspect.signature(TorchDDP.__init__)
+    return signature.bind_partial(None, module, *args, **kwargs).arguments
+
+
 def process_group_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dist.ProcessGroup:
     """The process group DDP will take from its arguments."""
-    bound = inspect.signature(TorchDDP.__init__).bind_partial(
-        None, module, *args, **kwargs
-    )
-    given = bound.arguments.get("process_group")
-    mesh = bound.arguments.get("device_mesh")
+    arguments = arguments_of(module, args, kwargs)
+    given = arguments.get("process_group")
+    mesh = arguments.get("device_mesh")
     if given is not None:
         return cast("dist.ProcessGroup", given)
     if mesh is not None and mesh.ndim == 1:

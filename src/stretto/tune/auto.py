@@ -496,6 +496,7 @@ class AutoPlan:
         now = self._model.plan
         if now is None or now.digest != chosen.digest:
             self._model.apply_plan(chosen)
+        self._model.release_unused_lanes()
         self._tell(
             "settled",
             why,

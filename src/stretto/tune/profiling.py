@@ -61,7 +61,12 @@ class DeferredProfile:
         self._disturbed = False
         self._reduces = self._next_reduces = True
         self._under_way = False
-        self._observer = StepObserver(model.module, on_step=self._step_ended)
+        self._observer = StepObserver(
+            model.module,
+            on_step=self._step_ended,
+            parameters=model.trained_parameters(),
+            unused=True,
+        )
         self._waits = _Waits(self._observer)
 
     @property
