@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from stretto._version import __version__
 
 if TYPE_CHECKING:
+    from stretto._api.burst import plan_layers
+    from stretto._api.burst import profile_on_ranks as profile_layers
     from stretto._api.ddp import DistributedDataParallel
     from stretto._api.ddp import DistributedDataParallel as DDP  # noqa: N817
     from stretto._api.measuring import probe
@@ -22,13 +24,16 @@ if TYPE_CHECKING:
     from stretto.burst.executor import BurstParallel
     from stretto.measure import profile_model as profile
     from stretto.schema import Cluster, Plan, Timeline, Workload
+    from stretto.schema.burst import BurstPlan, LayerProfile
     from stretto.tune import TuneOptions
 
 __all__ = [
     "DDP",
     "BurstParallel",
+    "BurstPlan",
     "Cluster",
     "DistributedDataParallel",
+    "LayerProfile",
     "Plan",
     "Timeline",
     "TuneOptions",
@@ -36,13 +41,19 @@ __all__ = [
     "__version__",
     "compare",
     "plan",
+    "plan_layers",
     "probe",
     "profile",
+    "profile_layers",
     "simulate",
 ]
 
 _HOMES = {
     "BurstParallel": ("stretto.burst.executor", "BurstParallel"),
+    "BurstPlan": ("stretto.schema.burst", "BurstPlan"),
+    "LayerProfile": ("stretto.schema.burst", "LayerProfile"),
+    "profile_layers": ("stretto._api.burst", "profile_on_ranks"),
+    "plan_layers": ("stretto._api.burst", "plan_layers"),
     "DDP": ("stretto._api.ddp", "DistributedDataParallel"),
     "DistributedDataParallel": ("stretto._api.ddp", "DistributedDataParallel"),
     "probe": ("stretto._api.measuring", "probe"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+import stretto
 from stretto.burst.executor import BurstParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -409,7 +411,25 @@ def new_plan_keeps_state(side: Side) -> Any:
     return side.state(model)
 
 
+def plan_from_file(side: Side) -> Any:
+    model = net()
+    optimizer_of = torch.optim.Muon
+    if side.size:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "burst.json"
+            side.plan(model, side.widths).save(path)
+            assert stretto.BurstPlan.load(path).gpus == side.size
+            wrapped = BurstParallel(model, str(path), example_inputs=(example_of(model),))
+            wrapped.apply_plan(path)
+    else:
+        wrapped = model
+    matrices = [p for p in wrapped.parameters() if p.dim() == 2]
+    train(side, wrapped, optimizer_of(matrices, lr=0.05))
+    return side.state(wrapped)
+
+
 RIGHT = [
+    plan_from_file,
     chain,
     chain_of_three,
     loss_of_two_models,

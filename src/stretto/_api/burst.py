@@ -16,14 +16,14 @@ from stretto.sim.burst import BUCKET_BYTES, BurstStep, simulate_burst
 from stretto.sim.scaling import cluster_at
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch.distributed as dist
     from torch import nn
 
     from stretto.planners.burst.scaling import ScaledGpus
     from stretto.schema import Cluster
-    from stretto.schema.burst import BurstPlan, LayerProfile
+    from stretto.schema.burst import BurstPlan, LayerProfile, LayerTiming
     from stretto.schema.efficiency import SampleEfficiency
 
 _EXPOSED = (1.0, 0.5, 0.25, 0.1, 0.0)
@@ -193,6 +193,53 @@ def plan_on(
     ), step
 
 
+def plan_layers(
+    profile: LayerProfile,
+    *,
+    gpus: int,
+    batch: int,
+    cluster: Cluster | None = None,
+    measured: Iterable[LayerTiming] = (),
+    amplification_limit: float | None = None,
+    widths: str | Sequence[int] = "powers",
+    cores: float | None = None,
+) -> BurstPlan:
+    """Return the burst plan with the shortest step.
+
+    Args:
+        profile: of the model's layers, from `profile_layers` or `stretto burst
+            profile`.
+        gpus: ranks to use.
+        batch: samples of a step over all ranks.
+        cluster: the network, from `stretto.probe` or a file; DeepPool's published
+            constants if ``None``.
+        measured: what ranks measured of layers in training
+            (`BurstParallel.measured`, of all ranks together), used in place of the
+            profile's times.
+        amplification_limit: the most GPU time of a layer against that on one GPU.
+        widths: the numbers of GPUs a layer may get: ``powers``, ``divisors``, ``all``,
+            or numbers.
+        cores: processors that all ranks of an emulated cluster share.
+
+    Raises:
+        Infeasible: no plan keeps the limit.
+        SpecError: an argument is invalid, or a needed time is not profiled.
+        PlanMismatch: a measured layer is not in the profile.
+    """
+    timings = list(measured)
+    task = problem(
+        updated(profile, timings) if timings else profile,
+        gpus=gpus,
+        batch=batch,
+        amplification_limit=amplification_limit,
+        widths=widths,
+        cluster=cluster,
+    )
+    if cluster is None or gpus > MOST_SIMULATED:
+        return plan(task)
+    return plan_on(task, cluster, cores=cores)[0]
+
+
 def scale(
     profile: LayerProfile,
     efficiency: SampleEfficiency,
@@ -241,6 +288,8 @@ def profile_on_ranks(
 ) -> LayerProfile:
     """The layer profile of a module on the ranks that will train it. Collective.
 
+    Without a process group one process measures the layers alone.
+
     The first rank measures the layers while the others wait; then all measure what the
     executor's own calls take and how ranks that compute at once slow each other
     (``LayerProfile.host``), which predictions count. Every rank gets the same profile.
@@ -257,6 +306,9 @@ def profile_on_ranks(
     """
     import torch
     import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return profile(module, example_inputs, **options)
 
     from stretto.burst.measure import steps_of
     from stretto.burst.messages import measure_host

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass, field, replace
+from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -57,6 +57,34 @@ class Rounds:
             self.layers.setdefault((name, count), []).append(pair)
         if whole is not None:
             self.wholes.setdefault(count, []).append(whole)
+
+    def spread_ratio(self, count: int) -> float:
+        """Return the distance between the whole steps' quartiles over their median."""
+        totals = [sum(pair) for pair in self.wholes[count]]
+        low, _, high = quantiles(totals, n=4)
+        return (high - low) / median(totals)
+
+    def closest(self, number: int) -> Rounds:
+        """Return as many rounds as given: those whose whole steps are closest together.
+
+        Other programs only ever make a round longer, and each by another amount, so
+        undisturbed rounds are the ones that agree.
+        """
+        layers, wholes = {}, {}
+        for count, pairs in self.wholes.items():
+            totals = [sum(pair) for pair in pairs]
+            order = sorted(range(len(totals)), key=totals.__getitem__)
+            widths = [
+                totals[last] - totals[first]
+                for first, last in zip(order, order[number - 1 :], strict=False)
+            ]
+            start = widths.index(min(widths))
+            kept = sorted(order[start : start + number])
+            wholes[count] = [pairs[i] for i in kept]
+            for key, times in self.layers.items():
+                if key[1] == count:
+                    layers[key] = [times[i] for i in kept]
+        return replace(self, layers=layers, wholes=wholes)
 
     def layer_s(self, name: str, count: int) -> tuple[float, float]:
         """Medians of forward and backward."""

@@ -11,6 +11,7 @@ from burst_graphs import chain_of, random_profile
 from click.testing import CliRunner
 from torch import nn
 
+from stretto.burst._rounds import Rounds
 from stretto.burst.factory import made_by
 from stretto.burst.graph import capture
 from stretto.burst.measure import _names_joined, profile
@@ -104,6 +105,38 @@ def test_short_layers_are_joined_along_chains_alone():
     found = profile(model, (x,), batch=2, gpus=1, least_layer_s=99.0, **CALM)
     assert [layer.name for layer in found.layers] == names
     assert found.digest == small.digest
+
+
+def test_rounds_that_a_busy_machine_disturbed_are_left_out():
+    quiet, busy = [1.0, 1.01, 1.02, 1.0], [1.6, 2.4, 3.1, 5.0]
+    totals = [busy[0], quiet[0], busy[1], *quiet[1:3], busy[2], busy[3], quiet[3]]
+    rounds = Rounds(None, None, torch.mean)
+    rounds.wholes[4] = [(total / 4, total * 3 / 4) for total in totals]
+    rounds.layers["layer", 4] = [(total, 0.0) for total in totals]
+    assert rounds.spread_ratio(4) > 0.35
+    found = rounds.closest(4)
+    assert found.layers["layer", 4] == [(total, 0.0) for total in quiet]
+    assert found.whole_s(4) == pytest.approx((1.005 / 4, 1.005 * 3 / 4))
+    assert found.spread_ratio(4) < 0.03
+    assert len(rounds.wholes[4]) == 8
+
+
+def test_a_busy_machine_makes_profile_repeat(monkeypatch):
+    """The first rounds differ as on a busy machine; then it is quiet."""
+    real, runs = Rounds.run, []
+
+    def disturbed(self, count, rows, *, keep):
+        real(self, count, rows, keep=keep)
+        if keep and self.whole is not None:
+            runs.append(count)
+            factor = 0.5 + len(runs) if len(runs) <= 4 else 1e-3
+            self.wholes[count][-1] = (factor, factor)
+
+    monkeypatch.setattr(Rounds, "run", disturbed)
+    found = profile(vgg(), (torch.randn(2, 3, 16, 16),), batch=2, gpus=1, warmup=0,
+                    repetitions=4, max_spread_ratio=0.1)  # fmt: skip
+    assert len(runs) == 8
+    assert found.whole[0].forward_s == 1e-3
 
 
 def test_rounds_that_differ_too_much_are_refused():
