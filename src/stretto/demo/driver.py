@@ -21,6 +21,7 @@ from stretto.report import (
     save as save_page,
 )
 from stretto.schema import Cluster, Plan, Timeline, Workload
+from stretto.tune.settled import BOUND_HOLDS_RATIO
 from stretto.units import format_rate, format_s
 
 SETTINGS_FILE = "settings.json"
@@ -153,5 +154,22 @@ def _notes(outcome: Outcome) -> tuple[str, ...]:
         (
             f"Final losses lie {apart:.1e} of their value apart: same seeds, same "
             "data; beyond two ranks the order of the sums rounds them differently."
+        ),
+        *bound_notes(
+            outcome.bound_s, min(statistics.median(m.steps_s) for m in outcome.methods)
+        ),
+    )
+
+
+def bound_notes(bound_s: float, fastest_s: float) -> tuple[str, ...]:
+    """Return a note where the steps show that the lower bound does not hold."""
+    if bound_s <= BOUND_HOLDS_RATIO * fastest_s:
+        return ()
+    return (
+        (
+            f"The fastest method's step, {format_s(fastest_s)}, is below the lower "
+            f"bound of {format_s(bound_s)}: the profile was taken on a machine "
+            f"{bound_s / fastest_s:.1f} times as busy or more, and its bound and "
+            "predictions do not hold. Run the demo again on a quiet machine."
         ),
     )

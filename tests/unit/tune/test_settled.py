@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stretto import planners
+from stretto.demo.driver import bound_notes
 from stretto.tune.memory import Job, Remembered
 from stretto.tune.remembered import settled_of
 from stretto.tune.settled import Settled, summary
@@ -90,3 +91,10 @@ def test_a_remembered_plan_saves_what_was_measured_in_turns_then(
     again = settled_of(found, 0.38)  # on a busier machine
     assert again.saved_ratio == pytest.approx(0.5)
     assert "(50 % saved when it settled)" in summary(again)
+
+
+def test_the_demo_says_where_its_bound_does_not_hold() -> None:
+    assert bound_notes(0.26, 0.25) == ()
+    (note,) = bound_notes(0.5, 0.25)
+    assert "2.0 times as busy" in note
+    assert "do not hold" in note
