@@ -17,7 +17,7 @@ import stretto.horovod.torch as hvd
 if TYPE_CHECKING:
     from tests.dist.conftest import Ranks
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 
 def _model() -> nn.Module:
@@ -94,6 +94,7 @@ def _trains(rank: int, size: int) -> None:
     _unused(rank, size)
     _changing_needs(rank, size)
     _sparse(rank, size)
+    _sparse_adam(rank, size)
     _process_sets(rank, size)
     hvd.shutdown()
 
@@ -197,6 +198,48 @@ def _sparse(rank: int, size: int) -> None:
         _close(
             [p.data for p in whole.parameters()], [p.data for p in twin.parameters()]
         )
+
+
+def _sparse_adam(rank: int, size: int) -> None:
+    """SparseAdam takes only sparse gradients, also of a table that a rank skips."""
+    for as_dense in (True, False):
+        torch.manual_seed(0)
+        tables = nn.ModuleList(nn.Embedding(10, 3, sparse=True) for _ in range(2))
+        twin = copy.deepcopy(tables)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SparseAdam(list(tables.parameters()), lr=0.1),
+            named_parameters=tables.named_parameters(),
+            sparse_as_dense=as_dense,
+        )
+        reference = torch.optim.SparseAdam(list(twin.parameters()), lr=0.1)
+        for step in range(4):
+            for r in range(size):
+                (_looked_up(twin, r, step, skips=as_dense) / size).backward()
+            _looked_up(tables, rank, step, skips=as_dense).backward()
+            optimizer.synchronize()
+            for table in tables:
+                assert table.weight.grad is not None
+                assert table.weight.grad.is_sparse
+                assert table.weight.grad.sparse_dim() == 1
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            reference.step()
+            optimizer.zero_grad()
+            reference.zero_grad()
+        _close(
+            [p.data for p in tables.parameters()], [p.data for p in twin.parameters()]
+        )
+
+
+def _looked_up(
+    tables: nn.ModuleList, rank: int, step: int, *, skips: bool
+) -> torch.Tensor:
+    rows = torch.tensor([rank, rank + 1, step])
+    loss = (tables[0](rows) ** 2).sum()
+    # In every step another rank uses only the first table.
+    if not skips or rank != step % 2:
+        loss = loss + (tables[1](rows + 2) ** 2).sum()
+    return loss
 
 
 def _process_sets(rank: int, size: int) -> None:

@@ -19,7 +19,7 @@ from stretto.horovod.torch import world
 from stretto.horovod.torch.compression import FP16Compressor, NoneCompressor
 from stretto.horovod.torch.reduce_ops import ENGINE_OPS, Average, ReduceOp
 from stretto.horovod.torch.sparse import sparse_allreduce_async
-from stretto.runtime.negotiated import Kind, request_of
+from stretto.runtime.negotiated import Kind, Op, request_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,6 +71,9 @@ class GradientReducer:
         self._sets: list[TensorSet] = []
         self._member_of: dict[int, tuple[TensorSet, int]] = {}
         self._requests: dict[int, Request] = {}
+        self._layouts_known: set[int] = set()
+        self._sparse_dims: dict[int, int] = {}
+        """Sparse dimensions of the gradients that are sparse on some rank."""
         self._hooked: set[int] = set()
         self._hooks: list[Any] = []
         self._begin()
@@ -141,7 +144,8 @@ class GradientReducer:
         gradient = parameter.grad
         if gradient.is_sparse:
             if self._sparse_as_dense or i in self._member_of:
-                gradient = parameter.grad = gradient.to_dense()
+                self._sparse_dims[i] = gradient.sparse_dim()
+                gradient = gradient.to_dense()
             else:
                 self._send_sparse(i, gradient)
                 return
@@ -205,7 +209,7 @@ class GradientReducer:
         except StrettoError as exc:
             error = exc
         if error is None:
-            error = self._finish()
+            error = self._share_layouts() or self._finish()
         self._begin()
         if error is not None:
             raise _as_horovod(error) from error
@@ -218,6 +222,30 @@ class GradientReducer:
             return
         with contextlib.suppress(StrettoError):
             self.synchronize(groups)
+
+    def _share_layouts(self) -> StrettoError | None:
+        """Learn which gradients are sparse on any rank; those come back sparse.
+
+        A rank whose batch does not touch an embedding has no gradient that tells.
+        Needed once, where new gradients were sent: all ranks have the same ones new.
+        """
+        new = [i for i in sorted(self._requests) if i not in self._layouts_known]
+        if not self._sparse_as_dense or not new:
+            return None
+        dims = [self._sparse_dims.get(i, 0) for i in new]
+        # A sum, to which ranks that have joined add zeros.
+        both = torch.tensor([dims, [int(dim > 0) for dim in dims]])
+        name = f"sparse_dims.{self._number}.{len(self._layouts_known)}"
+        request = request_of(name, Kind.ALLREDUCE, both, op=Op.SUM)
+        try:
+            sums, counts = self._require_engine().submit(request, both, both).wait()
+        except StrettoError as exc:
+            return exc
+        self._layouts_known.update(new)
+        for i, total, count in zip(new, sums.tolist(), counts.tolist(), strict=True):
+            if count:
+                self._sparse_dims[i] = total // count
+        return None
 
     def _finish(self) -> StrettoError | None:
         """Waits for all, also after one has failed; the first error."""
@@ -246,7 +274,11 @@ class GradientReducer:
         if i in self._contexts:
             result = self._compression.decompress(result, self._contexts[i])
         gradient = parameter.grad
-        if gradient is None or gradient.is_sparse or result.shape != gradient.shape:
+        sparse_dim = self._sparse_dims.get(i)
+        if sparse_dim is not None and not result.is_sparse:
+            # The optimizer may take only sparse gradients, as SparseAdam does.
+            parameter.grad = result.to_sparse(sparse_dim)
+        elif gradient is None or gradient.is_sparse or result.shape != gradient.shape:
             parameter.grad = result
         elif result.data_ptr() != gradient.data_ptr():
             gradient.copy_(result)

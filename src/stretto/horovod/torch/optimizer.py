@@ -152,7 +152,8 @@ def DistributedOptimizer(  # noqa: N802
         num_groups: Gradients leave in this many groups, each when it is complete; 0:
             each on its own. The engine joins small ones anyway.
         groups: Number of groups, or lists of parameters that leave together.
-        sparse_as_dense: Turns sparse gradients into dense ones before they are sent.
+        sparse_as_dense: Send sparse gradients as dense ones; the optimizer gets sparse
+            ones.
         process_set: Ranks that train together; on others a step stays local.
 
     Raises:
