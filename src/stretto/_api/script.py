@@ -6,15 +6,17 @@ Also a module: torchrun starts ``python -m stretto._api.script SCRIPT ARGS``.
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import runpy
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.nn.parallel
 import torch.nn.parallel.distributed
+from torch import multiprocessing
 
 from stretto._api.ddp import DistributedDataParallel
 from stretto._api.environment import check_interfaces
@@ -23,6 +25,8 @@ from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_log = logging.getLogger(__name__)
 
 CONVERT_VARIABLE = "STRETTO_CONVERT"
 """What `stretto run --convert` sets: scripts for one device are converted first."""
@@ -38,6 +42,33 @@ def replace_ddp() -> None:
     torch.nn.parallel.distributed.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
 
 
+def warn_of_spawn() -> None:
+    """Let ``torch.multiprocessing.spawn`` log a line inside one of several ranks.
+
+    Such a script starts its ranks once in every rank of the launcher; all meet at one
+    address, and hang or fail there. Workers of a DataLoader are started another way.
+    """
+    spawn = multiprocessing.spawn
+
+    @functools.wraps(spawn)
+    def warn_and_spawn(*args: Any, **kwargs: Any) -> Any:
+        ranks, local_rank = (
+            os.environ.get("WORLD_SIZE", "1"),
+            os.environ.get("LOCAL_RANK"),
+        )
+        if ranks != "1" and local_rank in (None, "0"):
+            _log.warning(
+                "the script calls torch.multiprocessing.spawn in each of %s launched "
+                "ranks. If that starts its ranks, it will hang: start it with plain "
+                "`python`, or remove spawn and read RANK and LOCAL_RANK from the "
+                "environment.",
+                ranks,
+            )
+        return spawn(*args, **kwargs)
+
+    multiprocessing.spawn = warn_and_spawn
+
+
 def run_script(script: Path, arguments: Sequence[str]) -> None:
     """Runs a script as ``python SCRIPT ARGUMENTS`` would, on our DDP.
 
@@ -48,6 +79,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
         raise SpecError(f"{script}: no such script")
     check_interfaces(os.environ)
     replace_ddp()
+    warn_of_spawn()
     _show_log()
     sys.argv = [str(script), *arguments]
     sys.path[0:1] = [str(script.resolve().parent)]
