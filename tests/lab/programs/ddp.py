@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -35,4 +36,8 @@ if dist.get_rank() == 0:
             }
         )
     )
+# Without any other reference to the group its threads end here, not under the
+# interpreter's finalization, where they may abort: docs/known-issues-of-torch.md.
+del model
+gc.collect()
 dist.destroy_process_group()
