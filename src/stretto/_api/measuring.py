@@ -47,4 +47,5 @@ def probe(
         ranks_per_host=ranks // count,
         contention_samples=measured.contention,
         provenance=measured.provenance,
+        by_size=True,
     )

@@ -189,6 +189,25 @@ def _flag(option: str) -> str:
     return f"{flag} or --no-..." if option == "dims" else flag
 
 
+def warnings_of(plan: Plan, cluster: Cluster) -> list[str]:
+    """What of a prediction rests on nothing that was measured."""
+    if plan.lanes == 1 or cluster.concurrency is not None or cluster.ranks == 1:
+        return []
+    text = (
+        f"cluster {cluster.name!r} has no measured concurrency: the gain from "
+        f"{plan.lanes} lanes is assumed to be linear up to the link's bandwidth. "
+        "Measure it with stretto probe."
+    )
+    return [text]
+
+
+def print_warnings(plans: Iterable[Plan], cluster: Cluster) -> None:
+    """Print what `warnings_of` the plans says, each once."""
+    found = [text for plan in plans for text in warnings_of(plan, cluster)]
+    if found:
+        click.echo(f"warning: {found[0]}")
+
+
 def row_of(plan: Plan) -> dict[str, Any]:
     """What the commands say about a plan, before anything that was timed."""
     prediction = plan.predicted

@@ -57,6 +57,7 @@ def command(
             plans[name] = _api.plan(workload, cluster, name)
             search_s = time.perf_counter() - begin_s
         rows.append(_planning.row_of(plans[name]) | {"search_s": search_s})
+        rows[-1]["warnings"] = _planning.warnings_of(plans[name], cluster)
     scaling = _scaling(workload, sizes) if ranks else {}
     if report is not None:
         fastest = min(rows, key=lambda row: float(row["iteration_s"]))["planner"]
@@ -78,6 +79,7 @@ def command(
     from stretto.report.tables import planners_table
 
     click.echo(planners_table(rows))
+    _planning.print_warnings(plans.values(), cluster)
     for name, over in scaling.items():
         click.echo(f"\n{name}:")
         click.echo(_planning.scaling_text(over))

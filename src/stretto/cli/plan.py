@@ -58,6 +58,7 @@ def command(
     if output is not None:
         plan.save(output)
     row = _planning.row_of(plan) | {"search_s": search_s}
+    row["warnings"] = _planning.warnings_of(plan, cluster)
     if as_json:
         click.echo(_planning.json_text(row))
         return
@@ -66,3 +67,4 @@ def command(
     click.echo(plan_table(plan, workload))
     click.echo()
     click.echo(planners_table([row]))
+    _planning.print_warnings([plan], cluster)

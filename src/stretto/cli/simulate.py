@@ -80,7 +80,11 @@ def command(
     plans = {name: planned_on(cluster, name) for name in names}
     if trace is not None:
         _api.simulate(workload, cluster, plans[names[0]]).timeline.save(trace)
-    rows = [_planning.row_on_ranks(plan, workload) for plan in plans.values()]
+    rows = [
+        _planning.row_on_ranks(plan, workload)
+        | {"warnings": _planning.warnings_of(plan, cluster)}
+        for plan in plans.values()
+    ]
     sizes = [_api.resized(cluster, number) for number in ranks or ()]
     scaling = {
         name: [
@@ -107,6 +111,7 @@ def command(
     from stretto.report.tables import planners_table
 
     click.echo(planners_table(rows))
+    _planning.print_warnings(plans.values(), cluster)
     for name, over in scaling.items() if ranks else ():
         click.echo(f"\n{name}:" if len(names) > 1 else "")
         click.echo(_planning.scaling_text(over))

@@ -7,6 +7,8 @@ byte of the message (`wire_factor`).
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,8 @@ from stretto.errors import SpecError
 from stretto.schema.plan import ALGORITHMS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from stretto.schema import Cluster, Link
 
 PARTS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -124,6 +128,30 @@ class CollectiveCost:
     wire_factor: float
     """Bytes on the bottleneck link per byte of the message."""
 
+    extra: tuple[tuple[float, float], ...] = ()
+    """Sizes of messages, and how much longer than ``startup_s`` their start-up is:
+    what the cluster's piecewise fit says, linear in between."""
+
+    @property
+    def least_startup_s(self) -> float:
+        """The least start-up of any message, which bounds reckon with."""
+        return max(0.0, self.startup_s + min((e for _, e in self.extra), default=0.0))
+
+    def extra_s(self, size_bytes: float) -> float:
+        """Start-up of a message beyond ``startup_s``, below zero where it is less."""
+        return interpolated(self.extra, size_bytes)
+
+
+def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Return the value between ascending points, the ends' beyond them, 0 of none."""
+    if not points:
+        return 0.0
+    after = bisect_right(points, (at, math.inf))
+    if not after or after == len(points):
+        return points[min(after, len(points) - 1)][1]
+    (low, low_value), (high, high_value) = points[after - 1], points[after]
+    return low_value + (high_value - low_value) * (at - low) / (high - low)
+
 
 def collective_cost(
     cluster: Cluster,
@@ -167,21 +195,30 @@ def collective_cost(
     if cluster.allreduce is not None:
         fit = cluster.allreduce
         latency_s = fit.startup_s / startup_steps("ring", fit.ranks)
+    crossing = steps
     startup_s, startup_s_per_byte = steps * latency_s, 0.0
     if algorithm in _TWO_LEVELS and cluster.hosts > 1 and group > 1:
         intra = cluster.intra_host
         inner = startup_steps("ring", group)
-        startup_s = (steps - inner) * latency_s + inner * intra.latency_s
+        crossing = steps - inner
+        startup_s = crossing * latency_s + inner * intra.latency_s
         startup_s_per_byte = wire_factor("ring", group) / intra.flow_bytes_per_s
     if cluster.concurrency is not None and lanes > 1:
         of_ranks = ranks if cluster.allreduce is None else cluster.allreduce.ranks
         of_ring = steps / max(1, startup_steps("ring", of_ranks))
         startup_s += of_ring * (lanes - 1) * cluster.concurrency.startup_per_lane_s
     share = 1.0 if part == "all_reduce" else 0.5
+    extra: tuple[tuple[float, float], ...] = ()
+    if cluster.allreduce is not None and ranks > 1 and cluster.allreduce.extra:
+        # What a size takes beyond the line it takes in each of its latencies.
+        scale = share * crossing / startup_steps("ring", cluster.allreduce.ranks)
+        points = cluster.allreduce.extra
+        extra = tuple((p.bytes, scale * p.extra_s) for p in points)
     return CollectiveCost(
         startup_s=share * startup_s,
         startup_s_per_byte=share * startup_s_per_byte,
         wire_factor=share * factor,
+        extra=extra,
     )
 
 

@@ -117,6 +117,7 @@ def all_reduce_s(
     alone_bytes_per_s = flow_rates(cluster).per_flow_bytes_per_s(1)
     return (
         cost.startup_s
+        + cost.extra_s(size_bytes)
         + cost.startup_s_per_byte * size_bytes
         + cost.wire_factor * size_bytes / alone_bytes_per_s
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from stretto.cost.collectives import interpolated
 from stretto.cost.concurrency import gamma_at
 from stretto.cost.piecewise import fit_piecewise
 from stretto.cost.regression import standard_errors
@@ -17,6 +18,7 @@ from stretto.schema import (
     ComputeContention,
     Concurrency,
     Contention,
+    ExtraStartup,
     Link,
     RateCurve,
 )
@@ -48,6 +50,7 @@ def fit_cluster(
     ranks_per_host: int = 1,
     contention_samples: Iterable[ContentionSample] = (),
     provenance: Mapping[str, Any] | None = None,
+    by_size: bool = False,
 ) -> Cluster:
     r"""The cluster whose model comes nearest to measured all-reduce times.
 
@@ -65,6 +68,9 @@ def fit_cluster(
     $\gamma_k = \epsilon_k \max(1, kc/B)$, between measured $k$ with $\epsilon$
     interpolated. All are positive by construction and every $k / (\gamma_k b) \le$
     link (`check_capacity`).
+
+    With ``by_size`` the result's ``allreduce.extra`` holds what a piecewise fit of one
+    lane's times says beyond the line, so that planners and the simulator use it.
 
     Where no number of lanes saturates the link, $B$ is what the most lanes reached,
     ``provenance["fit"]["link_reached"]`` is false, and the true link may be faster.
@@ -99,6 +105,8 @@ def fit_cluster(
         bandwidth_bytes_per_s=link,
         stream_bytes_per_s=flow if capped else None,
     )
+    if by_size:
+        all_reduce = replace(all_reduce, extra=_extra(rows, all_reduce))
     residuals = [
         _residual(s, predict_s(s.size_bytes, s.lanes, all_reduce, beyond)) for s in rows
     ]
@@ -152,9 +160,11 @@ def predict_s(
     $T = a + \max(a' (k - 1) + b m,\; \gamma_k b m)$; beyond the list $\gamma$ grows in
     proportion to $k$.
     """
+    extra_s = interpolated([(p.bytes, p.extra_s) for p in fit.extra], size_bytes)
     alone_s = fit.s_per_byte * size_bytes
     last_s = beyond.startup_per_lane_s * (lanes - 1) + alone_s
-    return fit.startup_s + max(last_s, gamma_at(beyond.gamma, lanes) * alone_s)
+    sending_s = max(last_s, gamma_at(beyond.gamma, lanes) * alone_s)
+    return fit.startup_s + extra_s + sending_s
 
 
 def check_capacity(cluster: Cluster) -> None:
@@ -184,11 +194,26 @@ def check_capacity(cluster: Cluster) -> None:
             )
 
 
+def _extra(
+    rows: Sequence[CollectiveSample], line: AllReduceFit
+) -> tuple[ExtraStartup, ...]:
+    """What two or three lines through one lane's times say beyond one line."""
+    alone = [s for s in rows if s.lanes == 1]
+    try:
+        curve = fit_piecewise(alone).value
+    except Infeasible:  # too unsteady for lines of their own
+        return ()
+    if len(curve.segments) == 1:
+        return ()
+    sizes = [s.size_bytes for s in alone]
+    return curve.extra(line.startup_s, line.s_per_byte, sizes)
+
+
 def _piecewise(rows: Sequence[CollectiveSample]) -> dict[str, Any] | None:
     """Lines through one lane's times where one line is not enough, else ``None``.
 
-    Planners reckon with one line, which large messages decide; this says what small
-    ones follow.
+    Large messages decide the one line of `AllReduceFit`; this says what small ones
+    follow, and how well.
     """
     try:
         fit = fit_piecewise(s for s in rows if s.lanes == 1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from stretto.cost.regression import NOISE_RATIO, Fitted, standard_errors
 from stretto.errors import Infeasible, SpecError
-from stretto.schema import AllReduceFit
+from stretto.schema import AllReduceFit, ExtraStartup
 from stretto.units import format_bytes, format_s
 
 if TYPE_CHECKING:
@@ -57,8 +57,29 @@ class PiecewiseTime:
         segment = self.segments[max(0, bisect_right(starts, size_bytes) - 1)]
         return segment.startup_s + segment.s_per_byte * size_bytes
 
+    def extra(
+        self, startup_s: float, s_per_byte: float, sizes: Sequence[int]
+    ) -> tuple[ExtraStartup, ...]:
+        """Return what messages take beyond one line, at the ends of the segments.
+
+        ``sizes`` are those measured: beyond the smallest and the largest one nothing is
+        known, so the ends' figures hold on. A message is not faster than its bytes.
+        """
+        firsts = [max(min(sizes), s.from_bytes) for s in self.segments]
+        lasts = [*(first - 1 for first in firsts[1:]), max(sizes)]
+        points: dict[int, float] = {}
+        for segment, first, last in zip(self.segments, firsts, lasts, strict=True):
+            for size in (first, last):
+                time_s = segment.startup_s + segment.s_per_byte * size
+                line_s = startup_s + s_per_byte * size
+                points.setdefault(size, max(time_s - line_s, -startup_s))
+        return tuple(
+            ExtraStartup(bytes=size, extra_s=extra_s)
+            for size, extra_s in sorted(points.items())
+        )
+
     def linear(self) -> AllReduceFit:
-        """The line of the largest messages, which is what the planners reckon with.
+        """The line of the largest messages, without what others take beyond it.
 
         Its start-up is at least 0.
         """

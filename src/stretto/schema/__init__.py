@@ -6,6 +6,7 @@ from stretto.schema.cluster import (
     ComputeContention,
     Concurrency,
     Contention,
+    ExtraStartup,
     Link,
     RateCurve,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "Concurrency",
     "Contention",
     "ContentionSample",
+    "ExtraStartup",
     "Link",
     "Plan",
     "Prediction",

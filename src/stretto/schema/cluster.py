@@ -41,6 +41,20 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraStartup:
+    """What a message of one size takes beyond the fitted line."""
+
+    bytes: int
+
+    extra_s: float
+    """Below zero where the message is faster than the line."""
+
+    def __post_init__(self) -> None:
+        _rules.at_least(".bytes", self.bytes, 0)
+        _rules.finite(".extra_s", abs(self.extra_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduceFit:
     """Fitted time of one all-reduce alone: ``startup_s + s_per_byte * bytes``."""
 
@@ -52,10 +66,27 @@ class AllReduceFit:
     ranks: int
     """Ranks of the fit; other numbers of ranks are rescaled from it."""
 
+    extra: tuple[ExtraStartup, ...] = field(default=(), metadata={ADDED: True})
+    """By ascending size, what one line leaves out: start-up more or less than
+    ``startup_s``, linear between two sizes and constant beyond the ends."""
+
     def __post_init__(self) -> None:
         _rules.finite(".startup_s", self.startup_s)
         _rules.finite(".s_per_byte", self.s_per_byte, above=0.0)
         _rules.at_least(".ranks", self.ranks, 2)
+        for i, point in enumerate(self.extra):
+            if i and point.bytes <= self.extra[i - 1].bytes:
+                raise SpecError(
+                    f"sizes must ascend, got {point.bytes} after "
+                    f"{self.extra[i - 1].bytes}",
+                    place=f".extra[{i}].bytes",
+                )
+            if point.extra_s < -self.startup_s * (1 + 1e-9):
+                raise SpecError(
+                    f"extra_s must be >= -startup_s ({-self.startup_s:g}), got "
+                    f"{point.extra_s:g}",
+                    place=f".extra[{i}].extra_s",
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,9 @@ from heapq import heappop, heappush
 
 _INF = float("inf")
 
-Queue = tuple[Sequence[tuple[float, float]], int]
-"""A lane's flows as (ready, bytes), and how many lanes have just these."""
+Queue = tuple[Sequence[tuple[float, float, float]], int]
+"""A lane's flows as (ready, bytes, start-up beyond the common one), and how many lanes
+have just these."""
 
 
 def in_turn(
@@ -30,8 +31,8 @@ def in_turn(
     flows, number = queue
     rate = rates[number]
     end = 0.0
-    for ready_s, size in flows:
-        end = (ready_s if ready_s > end else end) + startup_s + size / rate
+    for ready_s, size, extra_s in flows:
+        end = (ready_s if ready_s > end else end) + startup_s + extra_s + size / rate
         if ended_s is not None:
             ended_s.append(end)
     return end
@@ -50,7 +51,10 @@ def at_once(
     """
     position = [0] * len(queues)
     # When start-ups end, and at which count of served bytes flows do.
-    starts = sorted((flows[0][0] + startup_s, c) for c, (flows, _) in enumerate(queues))
+    starts = sorted(
+        (flows[0][0] + startup_s + flows[0][2], c)
+        for c, (flows, _) in enumerate(queues)
+    )
     ends: list[tuple[float, int]] = []
     now = served = 0.0
     sending = 0
@@ -75,10 +79,10 @@ def at_once(
                     served = 0.0  # keeps the count exact over a long step
                 position[c] += 1
                 if position[c] < len(flows):
-                    ready_s = flows[position[c]][0]
+                    ready_s, _, extra_s = flows[position[c]]
                     if ready_s < now:
                         ready_s = now
-                    heappush(starts, (ready_s + startup_s, c))
+                    heappush(starts, (ready_s + startup_s + extra_s, c))
                 continue
         elif starts:
             now = starts[0][0]
@@ -157,6 +161,7 @@ def beside_contention(
             rates = idle_rates
         while waiting and (not working or waiting[0][0] <= done):
             c = heappop(waiting)[1]
-            active += queues[c][1]
-            heappush(starts, (now + startup_s, c))
+            flows, number = queues[c]
+            active += number
+            heappush(starts, (now + startup_s + flows[position[c]][2], c))
     return now, work_end_s

@@ -81,7 +81,7 @@ def lower_bound(
             compute_s=compute_s, cut_s=compute_s, link_s=compute_s, value_s=compute_s
         )
     costs = [collective_cost(cluster, algorithm) for algorithm in algorithms]
-    startup_s = min(cost.startup_s for cost in costs)
+    startup_s = min(cost.least_startup_s for cost in costs)
     factor = min(cost.wire_factor for cost in costs)
     rates = flow_rates(cluster)
     flow_bytes_per_s = rates.alone_bytes_per_s

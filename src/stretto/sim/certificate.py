@@ -172,7 +172,7 @@ class _Programme:
         intervals: int,
     ) -> None:
         costs = [collective_cost(cluster, algorithm) for algorithm in algorithms]
-        self.startup_s = min(cost.startup_s for cost in costs)
+        self.startup_s = min(cost.least_startup_s for cost in costs)
         factor = min(cost.wire_factor for cost in costs)
         self._max_lanes = max_lanes
         counting = max_lanes is not None and self.startup_s > 0

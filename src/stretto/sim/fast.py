@@ -23,6 +23,7 @@ from stretto.sim.flows import bottleneck_link, curve_caps
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from stretto.cost import CollectiveCost
     from stretto.schema import Cluster, Workload
 
 _INF = float("inf")
@@ -55,7 +56,7 @@ class MixedModel:
             0,
             *accumulate(t.bytes // DTYPE_BYTES[t.dtype] for t in tensors),
         ]
-        self._costs: dict[tuple[str, int], tuple[float, float, float]] = {}
+        self._costs: dict[tuple[str, int], CollectiveCost] = {}
         self._rates = flow_rates(cluster)
         contention = cluster.contention
         self._compute = None if contention is None else contention.compute
@@ -125,17 +126,17 @@ class MixedModel:
         """
         if self._silent:
             return 0.0, 0.0
-        startup_s, startup_s_per_byte, factor = self._cost(algorithm, num_flows)
+        cost = self._cost(algorithm, num_flows)
         counts = [0] * len(self._levels)
         counts[self._level_of[resource]] = num_flows
         rate = self._share(tuple(counts), working=working)[self._level_of[resource]]
-        return startup_s, startup_s_per_byte + factor / (num_flows * rate)
+        s_per_byte = cost.startup_s_per_byte + cost.wire_factor / (num_flows * rate)
+        return cost.startup_s, s_per_byte
 
-    def _cost(self, algorithm: str, lanes: int) -> tuple[float, float, float]:
+    def _cost(self, algorithm: str, lanes: int) -> CollectiveCost:
         known = self._costs.get((algorithm, lanes))
         if known is None:
-            cost = collective_cost(self._cluster, algorithm, lanes=lanes)
-            known = (cost.startup_s, cost.startup_s_per_byte, cost.wire_factor)
+            known = collective_cost(self._cluster, algorithm, lanes=lanes)
             self._costs[algorithm, lanes] = known
         return known
 
@@ -187,7 +188,7 @@ class MixedModel:
             if not count:
                 continue
             at = ready_s[end - 1]
-            startup_s, startup_s_per_byte, factor = self._cost(algorithm, lanes)
+            cost = self._cost(algorithm, lanes)
             try:
                 level = self._level_of[resource]
             except KeyError:
@@ -201,12 +202,10 @@ class MixedModel:
             for number, share in ((extra, each + 1), (parts - extra, each)):
                 if share and number:
                     part = size * share / count
-                    flow = (
-                        at,
-                        startup_s + startup_s_per_byte * part,
-                        factor * part,
-                        level,
-                    )
+                    startup_s = cost.startup_s + cost.startup_s_per_byte * part
+                    if cost.extra:
+                        startup_s += cost.extra_s(part)
+                    flow = (at, startup_s, cost.wire_factor * part, level)
                     flows.extend([flow] * number)
             yield lane, flows
 

@@ -85,7 +85,8 @@ def plan_flows(
             if len(bounds) > 1:
                 name += f" slice {j + 1}/{len(bounds)}"
             slices.append(Slice(name, i, j, round(size_bytes), len(held)))
-            startup_s = cost.startup_s + cost.startup_s_per_byte * size_bytes
+            startup_s = cost.startup_s + cost.extra_s(size_bytes)
+            startup_s = max(0.0, startup_s) + cost.startup_s_per_byte * size_bytes
             wire_bytes = cost.wire_factor * size_bytes
             flow_caps = caps
             if startup == "mixed":

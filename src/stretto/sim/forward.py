@@ -118,7 +118,7 @@ def forward_bound_s(
     if cluster.ranks == 1:
         return forward_s + backward_s
     costs = [collective_cost(cluster, algorithm) for algorithm in algorithms]
-    startup_s = min(cost.startup_s for cost in costs)
+    startup_s = min(cost.least_startup_s for cost in costs)
     factor = min(cost.wire_factor for cost in costs)
     best_bytes_per_s = flow_rates(cluster).best_total_bytes_per_s()
     circle_s = max(

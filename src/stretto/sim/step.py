@@ -146,7 +146,7 @@ class StepModel:
 
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         rates = flow_rates(cluster)
-        cost = collective_cost(cluster)
+        cost = self._cost = collective_cost(cluster)
         tensors = workload.tensors
         self._num_tensors = len(tensors)
         self._silent = cluster.ranks == 1
@@ -171,8 +171,8 @@ class StepModel:
             self._load = cluster.contention.resources[0]
             self._caps = curve_caps(cluster.contention, self._load, rates)
         # Every flow met so far, and its number; by bucket, those of its slices.
-        self._flows: list[tuple[float, float]] = []
-        self._number_of: dict[tuple[float, float], int] = {}
+        self._flows: list[tuple[float, float, float]] = []
+        self._number_of: dict[tuple[float, float, float], int] = {}
         self._numbers: dict[tuple[int, int, int], tuple[int, ...]] = {}
         # Per number of flows; index 0 is never read.
         self._rate = [0.0]
@@ -256,7 +256,9 @@ class StepModel:
             each, extra = divmod(count, parts)
             for share, times in ((each + 1, extra), (each, parts - extra)):
                 if share and times:
-                    flow = (self._ready_s[end - 1], size * share / count)
+                    part = size * share / count
+                    extra_s = self._cost.extra_s(part / self._cost.wire_factor)
+                    flow = (self._ready_s[end - 1], part, extra_s)
                     number = self._number_of.setdefault(flow, len(self._flows))
                     if number == len(self._flows):
                         self._flows.append(flow)

@@ -28,6 +28,7 @@ PLAN_KEYS = {
     "lanes",
     "buckets",
     "search_s",
+    "warnings",
 }
 
 
