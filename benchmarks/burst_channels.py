@@ -11,9 +11,10 @@ channels: their kernels are smaller.
 
 For each of the zoo's models and each network, the fastest burst plan is compared with
 one in which every layer with parameters may change to a channel split of any width. The
-bound leaves the conversion of outputs out; the estimate counts it. Both change one layer
-at a time and keep the plan's other costs: pairs of layers that pass a channel split on
-to each other are covered by the bound alone. Stores results/burst_channels.json.
+bound leaves the conversion of outputs out; the estimate counts it. Both change one
+layer at a time and keep the plan's other costs: pairs of layers that pass a channel
+split on to each other are covered by the bound alone. Stores
+results/burst_channels.json.
 """
 
 from __future__ import annotations
