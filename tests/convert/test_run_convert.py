@@ -13,7 +13,7 @@ import pytest
 from stretto.convert import Choices, convert_source
 from stretto.convert._memory import compiled
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(700)]
 
 TRAINING = """\
 import os
@@ -46,7 +46,7 @@ def stretto_run(*arguments, folder):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
 
@@ -104,3 +104,41 @@ def test_code_of_the_script_keeps_its_lines_and_ours_has_another_file():
     spoken = {line for _, _, line in loop.co_lines() if line}
     assert spoken <= set(range(1, len(lines) + 1))
     assert {n + 1 for n, line in enumerate(lines) if "backward" in line} <= spoken
+
+
+RANK_PROGRAM = """\
+import os
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(2, 1))
+model(torch.ones(4, 2)).mean().backward()
+print(type(model).__module__.split(".")[0], __name__, sys.argv[1:], flush=True)
+dist.destroy_process_group()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_module_runs_with_its_arguments_and_exit_status(tmp_path):
+    package = tmp_path / "job"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(RANK_PROGRAM)
+    options = ("--plan", "ddp", "--standalone", "--nproc-per-node", "1")
+    done = stretto_run(*options, "-m", "job.train", "7", "--x", folder=tmp_path)
+    assert done.returncode == 7, done.stderr
+    assert "stretto __main__ ['7', '--x']" in done.stdout
+    missing = stretto_run(*options, "-m", "job.none", folder=tmp_path)
+    assert "-m job.none: no such module" in missing.stderr
+
+
+def test_modules_are_not_converted_and_programs_not_replaced(tmp_path):
+    done = stretto_run("--convert", "-m", "job.train", folder=tmp_path)
+    assert done.returncode == 2
+    assert "needs the path of a script" in done.stderr
+    done = stretto_run("--no-python", "true", folder=tmp_path)
+    assert done.returncode == 2
+    assert "use torchrun" in done.stderr

@@ -1,12 +1,13 @@
-"""Runs a script in this process with every DistributedDataParallel ours.
+"""Run a script in this process with stretto's DistributedDataParallel.
 
-Also a module: torchrun starts ``python -m stretto._api.script SCRIPT ARGS``.
+torchrun starts this as ``python -m stretto._api.script SCRIPT ARGS``.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import importlib.util
 import logging
 import os
 import runpy
@@ -33,7 +34,7 @@ CONVERT_VARIABLE = "STRETTO_CONVERT"
 
 
 def replace_ddp() -> None:
-    """Puts our class where scripts and libraries find DDP's.
+    """Put stretto's class where scripts and libraries find DDP's.
 
     `isinstance` checks against DDP hold either way, since ours is a subclass; code that
     imported the class before this call keeps DDP's own.
@@ -70,7 +71,7 @@ def warn_of_spawn() -> None:
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:
-    """Runs a script as ``python SCRIPT ARGUMENTS`` would, on our DDP.
+    """Run a script as ``python SCRIPT ARGUMENTS`` would, on stretto's DDP.
 
     Raises:
         SpecError: there is no such script, or no such network interface.
@@ -89,6 +90,30 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
         runpy.run_path(str(script), run_name="__main__")
 
 
+def run_module(module: str, arguments: Sequence[str]) -> None:
+    """Run a module as ``python -m MODULE ARGUMENTS`` would, on stretto's DDP.
+
+    Raises:
+        SpecError: there is no such module or network interface, or it would have to
+            be converted.
+    """
+    if os.environ.get(CONVERT_VARIABLE):
+        raise SpecError("--convert needs the path of a script, not a module (-m)")
+    check_interfaces(os.environ)
+    replace_ddp()
+    warn_of_spawn()
+    _show_log()
+    sys.argv = [module, *arguments]
+    sys.path[0:1] = [str(Path.cwd())]
+    try:
+        known = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        known = False
+    if not known:
+        raise SpecError(f"-m {module}: no such module: give a name that is importable")
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
 def _show_log() -> None:
     """Show log lines where the script sets up no logging of its own."""
     logger = logging.getLogger("stretto")
@@ -104,7 +129,10 @@ def main() -> None:
     """``python -m stretto._api.script SCRIPT ARGS``."""
     script, *arguments = sys.argv[1:]
     try:
-        run_script(Path(script), arguments)
+        if script == "-m":
+            run_module(arguments[0], arguments[1:])
+        else:
+            run_script(Path(script), arguments)
     except StrettoError as error:
         sys.stderr.write(f"stretto: error: {error}\n")
         sys.exit(error.exit_code)

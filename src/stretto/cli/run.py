@@ -11,6 +11,8 @@ import click
 
 from stretto.errors import SpecError
 
+MODULE = "-m"
+
 SETTINGS = {
     "plan": "STRETTO_PLAN",
     "save_plan": "STRETTO_SAVE_PLAN",
@@ -32,35 +34,47 @@ SETTINGS = {
     metavar="auto|ddp|FILE",
     default="auto",
     show_default=True,
-    help="Measure and plan in the first steps, leave DDP's rule, or obey a plan file.",
+    help="Plan from the first steps, keep DDP's buckets, or apply a plan file.",
 )
-@click.option("--save-plan", metavar="FILE", help="Keep the plan that was made here.")
-@click.option("--profile", metavar="FILE", help="Keep the measured workload here.")
-@click.option("--cluster", metavar="FILE", help="Keep the measured cluster here.")
-@click.option("--trace", metavar="FILE", help="Keep a measured step's timeline here.")
-@click.option("--report", metavar="FILE", help="Keep an HTML report here.")
-@click.option("--tuning", metavar="FILE", help="Keep what tuning tried and why here.")
+@click.option("--save-plan", metavar="FILE", help="Save the plan to this file.")
+@click.option(
+    "--profile", metavar="FILE", help="Save the measured workload to this file."
+)
+@click.option(
+    "--cluster", metavar="FILE", help="Save the measured cluster to this file."
+)
+@click.option(
+    "--trace", metavar="FILE", help="Save a measured step's timeline to this file."
+)
+@click.option("--report", metavar="FILE", help="Save an HTML report to this file.")
+@click.option(
+    "--tuning", metavar="FILE", help="Save what tuning tried, and why, to this file."
+)
 @click.option(
     "--memory",
     metavar="FILE|off",
-    help="Where settled plans are kept for the next run; a file of the user's cache "
-    "where this is not said.",
+    help="Cache of settled plans for the next run. Default: a file in the user's cache "
+    "folder.",
 )
 @click.option(
     "--convert",
     is_flag=True,
-    help="Convert SCRIPT, or a notebook, from one device to all while it is loaded.",
+    help="Convert SCRIPT, or a notebook, from one device to several as it is loaded.",
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, required=True)
 def command(arguments: tuple[str, ...], convert: bool, **settings: str | None) -> None:
-    """Launch SCRIPT as torchrun does, with every DistributedDataParallel ours.
+    """Launch SCRIPT as torchrun does, with stretto's DistributedDataParallel.
 
     stretto run [OPTIONS] [TORCHRUN OPTIONS] SCRIPT [SCRIPT ARGUMENTS]
+
+    stretto run [OPTIONS] [TORCHRUN OPTIONS] -m MODULE [ARGUMENTS]
 
     No line of the script changes. Where a launcher has already set RANK and
     WORLD_SIZE (torchrun, `stretto lab run`, a scheduler), the script runs as that
     rank in this process; otherwise torchrun starts it with its own options, for
-    instance `stretto run --nproc-per-node 4 train.py`.
+    instance `stretto run --nproc-per-node 4 train.py`. A script that starts its own
+    ranks (torch.multiprocessing.spawn) is started with python instead, after
+    `stretto convert SCRIPT -o NEW` has changed its import.
 
     With --convert the script may be one written for a single device: it is turned into
     a distributed one in memory, as `stretto convert` does, and runs on every GPU of
@@ -79,9 +93,12 @@ def command(arguments: tuple[str, ...], convert: bool, **settings: str | None) -
 
 
 def _run_here(arguments: tuple[str, ...]) -> None:
-    from stretto._api.script import run_script
+    from stretto._api.script import run_module, run_script
 
     script, *rest = arguments
+    if script in ("-m", "--module") and rest:
+        run_module(rest[0], rest[1:])
+        return
     if script.startswith("-"):
         raise click.UsageError(
             f"RANK and WORLD_SIZE are set, so this is one rank of a job that something "
@@ -97,23 +114,31 @@ def _launch(arguments: tuple[str, ...], *, convert: bool) -> None:
 
     parser = get_args_parser()
     parsed = parser.parse_args(list(arguments))
+    if parsed.no_python:
+        raise SpecError(
+            "--no-python starts a program that is not Python, in which "
+            "DistributedDataParallel cannot be replaced: use torchrun"
+        )
     script = Path(parsed.training_script)
-    if not script.is_file():
+    if not parsed.module and not script.is_file():
         raise SpecError(f"{script}: no such script")
     if convert:
+        if parsed.module:
+            raise SpecError("--convert needs the path of a script, not a module (-m)")
         _check_conversion(script)
         _all_local_ranks(parsed, arguments)
+    given = [MODULE, str(script)] if parsed.module else [str(script)]
     parsed.module = True
     parsed.training_script = "stretto._api.script"
-    parsed.training_script_args = [str(script), *parsed.training_script_args]
+    parsed.training_script_args = [*given, *parsed.training_script_args]
     try:
         run(parsed)
     except ChildFailedError as exc:
         rank, failure = exc.get_first_failure()
         code = failure.exitcode
         click.echo(
-            f"stretto run: rank {rank} failed with exit status {code}; its own message "
-            "stands above",
+            f"stretto run: rank {rank} failed with exit status {code}; see its own "
+            "message above",
             err=True,
         )
         sys.exit(code if code > 0 else 128 - code)
