@@ -33,6 +33,8 @@ class Case:
     """Random numbers follow samples: one process is a burst model on one rank."""
     prepare: Callable[[nn.Module], Any] | None = None
     copies: bool = True
+    limit: float = 1e-9
+    """Relative difference; more where the model computes with fewer bits."""
 
 
 CASES: dict[str, Case] = {}
@@ -513,7 +515,7 @@ CASES["autocast_region"] = Case(
     name="autocast_region",
     make=lambda: HalfCast().float(),
     data=lambda n, g: ((torch.randn(n, 8, generator=g).float(),), {}),
-    refused=None,
+    limit=3e-2,
 )
 
 
@@ -733,8 +735,8 @@ class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.one(x)
         h[:, 2:4] = 0.5 * h[:, 4:6]
-        h.mul_(2).tanh_()
-        h.clamp_(-0.9, 0.9)
+        h.mul_(2).clamp_(-0.9, 0.9)
+        h.tanh_()
         return self.two(h)
 
 
@@ -849,7 +851,7 @@ class FunctionalNorm(nn.Module):
         return self.two(h)
 
 
-@refused(flat, "normali")
+@refused(flat, "mixes samples")
 def functional_batch_norm() -> nn.Module:
     return FunctionalNorm()
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional
 
 from stretto.errors import StrettoError
 
@@ -25,34 +24,6 @@ Dropout = nn.modules.dropout._DropoutNd  # noqa: SLF001
 
 _ALPHA = -1.7580993408473766
 """What self-normalising networks drop to (Klambauer et al., 2017)."""
-
-_FUNCTIONS = {
-    torch.rand,
-    torch.randn,
-    torch.randint,
-    torch.rand_like,
-    torch.randn_like,
-    torch.randint_like,
-    torch.bernoulli,
-    torch.normal,
-    torch.dropout,
-    torch.rrelu,
-    functional.rrelu,
-    functional.gumbel_softmax,
-    functional.dropout,
-    functional.feature_alpha_dropout,
-}
-_METHODS = {
-    "bernoulli",
-    "bernoulli_",
-    "cauchy_",
-    "exponential_",
-    "geometric_",
-    "log_normal_",
-    "normal_",
-    "random_",
-    "uniform_",
-}
 
 
 @final
@@ -128,29 +99,9 @@ def dropouts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def draws_otherwise(module: nn.Module) -> bool:
     """Whether a layer draws random numbers other than by dropout modules."""
-    for part in module.modules():
-        if isinstance(part, nn.RReLU):
-            return True
-        if isinstance(part, nn.MultiheadAttention) and part.dropout > 0:
-            return True
-        rate = getattr(part, "dropout", None)
-        if isinstance(part, nn.RNNBase) and isinstance(rate, float) and rate > 0:
-            return True
-        if isinstance(part, fx.GraphModule) and any(map(_draws, part.graph.nodes)):
-            return True
-    return False
-
-
-def _draws(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        return node.target in _METHODS
-    if node.target is functional.scaled_dot_product_attention:
-        rate = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
-        return bool(rate != 0.0)
-    if node.target in (functional.dropout, torch.dropout):
-        rate = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
-        return bool(rate != 0.0)
-    return node.op == "call_function" and node.target in _FUNCTIONS
+    return isinstance(module, fx.GraphModule) and any(
+        node.meta.get("draws") for node in module.graph.nodes
+    )
 
 
 def one_by_one(

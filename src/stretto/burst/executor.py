@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto._version import __version__
+from stretto.burst import hooks, torch_calls
 from stretto.burst import parameters as params
-from stretto.burst import torch_calls
 from stretto.burst.boundary import in_checkpoint, mark_input, mark_output
 from stretto.burst.clock import StepClock
 from stretto.burst.forward import Forward
@@ -44,7 +44,7 @@ from stretto.runtime.agreement import Agreement, ranks_of
 from stretto.schema.burst import BurstPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from torch.optim import Optimizer
@@ -81,10 +81,11 @@ class BurstParallel(nn.Module):
     them over. Every rank must call forward and backward equally often.
 
     Args:
-        module: reads one tensor and gives one, both with a row for each sample.
+        module: reads and gives tensors with a row for each sample.
         plan: made for this module's layers by `stretto burst plan`, or its file.
         example_inputs: ``forward``'s arguments, of which only shapes and types count;
             ``None``: those of the first forward.
+        example_kwargs: further arguments of ``forward``, by name.
         process_group: the ranks; ``None``: all of the job.
         batch_norm: ``"sync"``: statistics of all samples, as one process computes
             them. ``"local"``: of each rank's samples alone, which is another
@@ -108,6 +109,7 @@ class BurstParallel(nn.Module):
         plan: BurstPlan | str | Path,
         *,
         example_inputs: tuple[Any, ...] | None = None,
+        example_kwargs: Mapping[str, Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
         batch_norm: str = "sync",
         seed: int = 0,
@@ -150,7 +152,7 @@ class BurstParallel(nn.Module):
             module, self._links, self._mover, self._clock, device=device, seed=seed
         )
         self._shares = Shares(self._links, self._clock)
-        self._example = example_inputs
+        self._example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
         self._steps: dict[bool, Steps] = {}
         self._widths: dict[str, Width] = {}
         self._sync: GradientSync | None = None
@@ -169,13 +171,13 @@ class BurstParallel(nn.Module):
         self._direct_handles: list[Any] = []
         self._share = 1 / self._ranks.size
         torch_calls.add(self)
-        if example_inputs is not None:
-            self._set_up(example_inputs)
+        if example_inputs is not None or example_kwargs is not None:
+            self._set_up(example_inputs or (), example_kwargs or {})
 
     # Setting up.
 
-    def _set_up(self, example_inputs: tuple[Any, ...]) -> None:
-        self._example = example_inputs
+    def _set_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._example = args, kwargs
         widths: dict[str, Width] = {}
         trouble: StrettoError | None = None
         graph = None
@@ -197,10 +199,11 @@ class BurstParallel(nn.Module):
         assert self._example is not None  # noqa: S101
         was = [(part, part.training) for part in self.module.modules()]
         try:
-            for part, _ in was:
-                part.training = training
+            if self.module.training != training:  # as train() or eval() would
+                for part, _ in was:
+                    part.training = training
             with self._freshness.opened():
-                graph = capture(self.module, self._example)
+                graph = capture(self.module, *self._example)
                 names = [entry.layer for entry in self.plan.layers]
                 # An evaluation may have fewer layers: some are read in training alone.
                 whole = training or set(names) == {node.name for node in graph.nodes}
@@ -221,11 +224,15 @@ class BurstParallel(nn.Module):
         """Requires that all ranks have come with the same model, plan and settings."""
         if self._ranks.size > 1:
             digest = "none" if graph is None else graph.digest
+            operations = "none" if graph is None else graph.semantics
             trained = [p.requires_grad for p in self.module.parameters()]
             values = {
                 "stretto": __version__,
                 "torch": torch.__version__,
-                "model": f"layers {digest}, {trained.count(True)} trained parameters",
+                "model": (
+                    f"layers {digest}, operations {operations}, "
+                    f"{trained.count(True)} trained parameters"
+                ),
                 "plan": _digest(plan),
                 "settings": (
                     f"{self._settings}, timeout_s={self._ranks.timeout_s:g}{more}"
@@ -371,7 +378,7 @@ class BurstParallel(nn.Module):
 
     # Running.
 
-    def forward(self, batch: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output for this rank's share of the global batch.
 
         Raises:
@@ -386,12 +393,15 @@ class BurstParallel(nn.Module):
                 "a burst model can't run again inside a backward, so it can't be "
                 "wrapped in torch.utils.checkpoint: checkpoint modules inside the model"
             )
+        args, kwargs = hooks.before(self.module, args, kwargs)
         if not self._steps:
-            self._set_up((batch,))
+            self._set_up(args, kwargs)
         trouble = self._trouble()
         if trouble is None and (trained := self._structure.trained()) != self._trained:
             self._use_trained(trained)
         steps = self._steps_now()
+        batch, odd = _packed(steps.graph, args, kwargs)
+        trouble = trouble or odd
         if self._timings.is_on:
             self._clock.other()
         self._cut_short()
@@ -432,7 +442,8 @@ class BurstParallel(nn.Module):
                     for step in steps.layers
                 }
             )
-        return output
+        found = steps.graph.results.unpack(output)
+        return hooks.after(self.module, args, kwargs, found)
 
     def _own_parameters(self) -> Iterator[nn.Parameter]:
         rank = self._ranks.rank
@@ -688,6 +699,16 @@ def _refuse_sparse(graph: LayerGraph) -> None:
                     f"layer {node.name!r} has sparse gradients, which can't be added "
                     f"over ranks: pass sparse=False to {type(part).__name__}"
                 )
+
+
+def _packed(
+    graph: LayerGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, SpecError | None]:
+    """The input as one tensor; where arguments are wrong a scalar, and the error."""
+    try:
+        return graph.arguments.pack(args, kwargs), None
+    except SpecError as exc:
+        return torch.zeros(()), exc
 
 
 def _digest(plan: BurstPlan) -> str:

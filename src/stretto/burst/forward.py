@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stretto.burst.clock import FORWARD
 from stretto.burst.dropout import Draws, DropoutDraw, dropouts_of, one_by_one
-from stretto.burst.graph import INPUT
+from stretto.burst.graph import INPUT, norm_calls
 from stretto.burst.norm import BatchNorm, NormSync
 from stretto.burst.redistribute import Move, absent, tied
 from stretto.burst.steps import types_of
@@ -57,7 +57,6 @@ class Forward:
         self.sync: GradientSync | None = None
         self._norms: dict[str, list[NormSync]] = {}
         self._stands_for: dict[Any, Any] = {}
-        self._added: set[nn.Module] = set()
         self._types: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
         # Backward passes through it where a rank has no parameters of its own.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -66,27 +65,26 @@ class Forward:
         self, graph: LayerGraph, widths: Mapping[str, Width], batch_norm: str
     ) -> None:
         """Makes ready for a graph's layers."""
-        own = set(self._module.modules())
         for node in graph.nodes:
             for name, part in dropouts_of(node.module):
-                if part not in own:  # it stands for a function, and has no owner
-                    self._added.add(part)
                 self._stands_for[part] = DropoutDraw(part, name, self.draws)
             self._norms[node.name] = []
             group = self._links.group(widths[node.name])
-            for _, part in node.module.named_modules():
+            made: dict[str, NormSync] = {}
+            for name, part in node.module.named_modules():
                 if isinstance(part, BatchNorm):
                     self._stands_for.pop(part, None)
                     if group is not None and batch_norm == "sync":
-                        norm = NormSync(
+                        made[name] = NormSync(
                             part,
                             layer=node.name,
                             links=self._links,
                             group=group,
                             clock=self._clock,
                         )
-                        self._norms[node.name].append(norm)
-                        self._stands_for[part] = norm
+                        self._stands_for[part] = made[name]
+            if made:  # one module may be called twice
+                self._norms[node.name] = [made[name] for name in norm_calls(node)]
 
     def __call__(
         self,
@@ -111,8 +109,6 @@ class Forward:
         }
         held: dict[str, Held] = {INPUT: batch}
         training = self._module.training
-        for part in self._added:
-            part.training = training
         needs = False
         with self._standing():
             first = self._anchor if grad and input_needs else None
@@ -142,7 +138,7 @@ class Forward:
                     for number in turn.starts:
                         moves[number].begin(output, self._anchor if needs else None)
                 held[step.node.name] = output
-        if training:
+        if training or steps.draws:
             self.draws.step += 1
         self.draws.samples = None
         if course.output_takes is not None:
@@ -162,13 +158,11 @@ class Forward:
     ) -> Tensor:
         """A layer's output on one of its ranks."""
         node = turn.step.node
-        for norm in self._norms[node.name]:
-            norm.samples = turn.shares
         if not len(turn.samples):
             return self._without(turn.step, given, needs, types)
         inputs: list[Tensor] = given  # type: ignore[assignment]  # samples are tensors
         self.draws.samples = turn.samples
-        if turn.step.is_alone and self._module.training:
+        if turn.step.is_alone:
             output = one_by_one(node.module, inputs, node.name, self.draws)
         else:
             output = node.module(*inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
@@ -9,12 +10,14 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import fx, nn
 
-from stretto.burst import _layers, _trace
-from stretto.errors import PlanMismatch, SpecError
+from stretto.burst.tracing import grouping, operations, proof
+from stretto.errors import PlanMismatch
 from stretto.schema.burst import digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from stretto.burst.tracing.packing import Arguments, Results
 
 INPUT = "input"
 """The name under which layers read the model's input."""
@@ -82,9 +85,30 @@ class LayerGraph:
 
     input_dtype: torch.dtype
 
-    _traced: _trace.Traced = field(repr=False)
+    _traced: operations.Traced = field(repr=False)
 
     _groups: tuple[tuple[fx.Node, ...], ...] = field(repr=False)
+
+    @property
+    def arguments(self) -> Arguments:
+        """How a call's arguments become the one tensor that layers read."""
+        return self._traced.arguments
+
+    @property
+    def results(self) -> Results:
+        """How the last layer's output becomes the model's."""
+        return self._traced.results
+
+    @property
+    def uses_half(self) -> bool:
+        """Whether some operation computes with fewer than 32 bits."""
+        return self._traced.uses_half
+
+    @cached_property
+    def semantics(self) -> str:
+        """A digest of all operations and their constants, the same on all ranks."""
+        text = "\n".join(self._traced.semantics)
+        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     @cached_property
     def by_name(self) -> dict[str, LayerNode]:
@@ -153,8 +177,10 @@ def capture(
     module: nn.Module,
     example_inputs: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
+    *,
+    verify: bool = True,
 ) -> LayerGraph:
-    """The layers of a module, by symbolic tracing: nothing is computed.
+    """The layers of a module, by recording its forward on tensors without values.
 
     A layer is one module or operation that multiplies by parameters or matrices, with
     the activations, normalisations, poolings and reshapings that follow it. Where
@@ -162,18 +188,29 @@ def capture(
     tensor between has no row for each sample is one layer: attention's heads.
 
     Args:
-        module: reads one tensor and gives one, both with a row for each sample.
-        example_inputs: the positional arguments of its ``forward``; of the tensor only
-            the shape but for the number of samples counts, and the type.
+        module: reads and gives tensors with a row for each sample.
+        example_inputs: the positional arguments of its ``forward``; of tensors only
+            shapes but for the number of samples count, and types.
         kwargs: further arguments of ``forward``.
+        verify: whether to compute with the layers and compare them with the module.
 
     Raises:
         SpecError: the module can't be traced or split so: the line of its code that is
             in the way is named.
     """
-    traced = _trace.trace(module, example_inputs, kwargs)
-    groups = _layers.groups_of(traced)
-    return _build(traced, groups, type(module).__name__, {})
+    traced = operations.trace(module, example_inputs, kwargs)
+    groups = grouping.groups_of(traced)
+    graph = _build(traced, groups, type(module).__name__, {})
+    if verify:
+        proof.require_equal(graph, module, example_inputs, kwargs)
+    return graph
+
+
+def norm_calls(node: LayerNode) -> list[str]:
+    """The batch norms that a layer calls, in order."""
+    graph = node.module.graph
+    assert isinstance(graph, fx.Graph)  # noqa: S101
+    return [name for op in graph.nodes for name in op.meta.get("norms", ())]
 
 
 def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -185,19 +222,18 @@ def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _build(
-    traced: _trace.Traced,
+    traced: operations.Traced,
     groups: list[tuple[fx.Node, ...]],
     name: str,
     names: Mapping[tuple[fx.Node, ...], str],
 ) -> LayerGraph:
-    layers = _layers.ordered(traced, groups)
-    of = _layers.names_of(traced, layers, names, reserved=INPUT)
+    layers = grouping.ordered(traced, groups)
+    of = grouping.names_of(traced, layers, names, reserved=INPUT)
     number = {op: i for i, group in enumerate(layers) for op in group}
-    _refuse_shared(traced, layers, of)
     nodes = []
     for i, group in enumerate(layers):
-        result = _layers.output_of(traced, group, of[i])
-        module, reads = _layers.module_of(traced, group, result)
+        result = grouping.output_of(traced, group, of[i])
+        module, reads = grouping.module_of(traced, group, result)
         shape, dtype = traced.shapes[result]
         parameters = dict(module.named_parameters())
         nodes.append(
@@ -212,8 +248,8 @@ def _build(
                 parameter_bytes=sum(p.nbytes for p in parameters.values()),
                 output_shape=shape,
                 output_dtype=dtype,
-                num_batch_norms=_layers.count_batch_norms(module),
-                has_dropout=_layers.has_dropout(module),
+                num_batch_norms=grouping.count_batch_norms(module),
+                has_dropout=grouping.has_dropout(module),
             )
         )
     shape, dtype = traced.shapes[traced.source]
@@ -225,23 +261,3 @@ def _build(
         _traced=traced,
         _groups=tuple(layers),
     )
-
-
-def _refuse_shared(
-    traced: _trace.Traced, groups: list[tuple[fx.Node, ...]], of: list[str]
-) -> None:
-    """Parameters must belong to one layer each."""
-    owner: dict[int, str] = {}
-    root = traced.root
-    known = {id(tensor): name for name, tensor in root.named_parameters()}
-    for i, group in enumerate(groups):
-        for op in group:
-            for tensor in _layers.parameters_of(traced, op):
-                first = owner.setdefault(id(tensor), of[i])
-                if first != of[i]:
-                    raise SpecError(
-                        f"layers {first!r} and {of[i]!r} share parameter "
-                        f"{known[id(tensor)]!r}: a parameter must belong to one layer, "
-                        "because layers may run on different ranks. Give each layer "
-                        "its own"
-                    )

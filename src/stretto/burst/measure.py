@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from stretto.burst._rounds import Rounds
 from stretto.burst.graph import INPUT, JOINED, LayerGraph, LayerNode, capture
+from stretto.burst.tracing.packing import Arguments
 from stretto.cost.burst import samples_on, widths_of
 from stretto.errors import NoisyProfile, SpecError
 from stretto.measure.clocks import clock_for
@@ -96,14 +97,22 @@ def profile(
         {samples_on(batch, g) for g in widths_of(widths, gpus, batch)} | {batch}
     )
     graph = capture(module, example_inputs, kwargs)
-    example = next(v for v in _all_of(example_inputs, kwargs) if isinstance(v, Tensor))
-    rows = {count: _rows(example, count) for count in counts}
-    loss = loss or _mean_square
+    arguments, results = graph.arguments, graph.results
+    given = arguments.tensors(example_inputs, dict(kwargs or {}))
+    rows = {count: _packed_rows(arguments, given, count) for count in counts}
+    example = rows[counts[-1]]
+    of_output = loss or _mean_square
+
+    def whole(packed: Tensor) -> Tensor:
+        args, named = arguments.unpack(packed)
+        return results.packed(module(*args, **named), len(packed))
+
+    def loss_of(packed: Tensor) -> Tensor:
+        return of_output(results.unpack(packed))
+
     with _restored(module):
-        graph = _joined(graph, rows[counts[-1]], loss, warmup, least_layer_s)
-        rounds = Rounds(
-            graph, lambda x: module(*_put(example_inputs, x), **_kw(kwargs, x)), loss
-        )
+        graph = _joined(graph, example, loss_of, warmup, least_layer_s)
+        rounds = Rounds(graph, whole, loss_of)
         if example.is_cuda and cuda_graphs:
             rounds.record_graphs(rows)
         for _ in range(warmup):
@@ -148,13 +157,14 @@ def steps_of(
     Takes what `profile` takes. The module is as before afterwards.
     """
     numbers = widths_of(widths, gpus, batch)
-    example = next(v for v in _all_of(example_inputs, kwargs) if isinstance(v, Tensor))
-    rows = {g: _rows(example, samples_on(batch, g)) for g in numbers}
+    arguments = Arguments(tuple(example_inputs), dict(kwargs or {}))
+    given = arguments.tensors(example_inputs, dict(kwargs or {}))
+    rows = {g: _packed_rows(arguments, given, samples_on(batch, g)) for g in numbers}
     to_loss = loss or _mean_square
 
     def step(width: int) -> None:
-        inputs = _put(example_inputs, rows[width])
-        to_loss(module(*inputs, **_kw(kwargs, rows[width]))).backward()
+        args, named = arguments.unpack(rows[width])
+        to_loss(module(*args, **named)).backward()
         for parameter in module.parameters():
             parameter.grad = None
 
@@ -162,17 +172,8 @@ def steps_of(
         yield step, numbers
 
 
-def _all_of(inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
-    return [*inputs, *(kwargs or {}).values()]
-
-
-def _put(inputs: Sequence[Any], rows: Tensor) -> list[Any]:
-    return [rows if isinstance(v, Tensor) else v for v in inputs]
-
-
-def _kw(kwargs: Mapping[str, Any] | None, rows: Tensor) -> dict[str, Any]:
-    given = kwargs or {}
-    return {k: rows if isinstance(v, Tensor) else v for k, v in given.items()}
+def _packed_rows(arguments: Arguments, given: list[Tensor], count: int) -> Tensor:
+    return arguments.packing.pack([_rows(tensor, count) for tensor in given])
 
 
 def _rows(example: Tensor, count: int) -> Tensor:

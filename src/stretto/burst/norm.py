@@ -45,8 +45,6 @@ class NormSync:
         self.links = links
         self.group = group
         self.clock = clock
-        self.samples: tuple[int, ...] = ()
-        """Of each rank of the layer, in this forward."""
 
     @property
     def is_synced(self) -> bool:
@@ -60,16 +58,15 @@ class NormSync:
             given: Tensor = type(norm).forward(norm, x)
             return given
         norm._check_input_dim(x)  # noqa: SLF001
-        each = x[0, 0].numel()
         out: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            x, norm.weight, norm.bias, self, each
+            x, norm.weight, norm.bias, self
         )
         return out
 
     def absent(self, device: torch.device) -> None:
         """Takes part without samples, which the others' statistics wait for."""
         if self.is_synced:
-            self.statistics(None, self._kind(), device, 1)
+            self.statistics(None, self._kind(), device)
 
     def absent_back(self, device: torch.device) -> None:
         """Takes part in backward without samples."""
@@ -83,7 +80,7 @@ class NormSync:
         return torch.float32 if weight is None else accumulate_type(weight.dtype)
 
     def statistics(
-        self, x: Tensor | None, kind: torch.dtype, device: torch.device, each: int
+        self, x: Tensor | None, kind: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor, int]:
         """Mean and variance by channel over all ranks, and the number of values."""
         channels = self.norm.num_features
@@ -93,17 +90,16 @@ class NormSync:
             var, mean = torch.var_mean(x.to(kind), dims, correction=0)
             mine[:channels] = mean
             mine[channels:-1] = var
-            mine[-1] = each
+            # Rows may be more than samples, where a model folds other dimensions in.
+            mine[-1] = x.numel() // channels
         rows = [torch.empty_like(mine) for _ in range(self.group.size)]
         with self.links.guard(self.place):
             work = self.group.norms.allgather([rows], [mine])
             self.clock.wait("batch norm", work.wait)
         every = torch.stack(rows)
-        if x is None:  # who has samples says how many values each is
-            each = int(every[:, -1].max())
-        counts = torch.tensor(self.samples, dtype=kind, device=device)[:, None] * each
+        counts = every[:, -1:]
         means, variances = every[:, :channels], every[:, channels:-1]
-        total = sum(self.samples) * each
+        total = round(float(counts.sum()))
         if total < 2 and self.norm.training:
             raise ValueError(
                 f"{self.place} needs more than one value per channel to train, got one"
@@ -142,10 +138,9 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         sync: NormSync,
-        each: int,
     ) -> Tensor:
         kind = accumulate_type(x.dtype if weight is None else weight.dtype)
-        mean, var, total = sync.statistics(x, kind, x.device, each)
+        mean, var, total = sync.statistics(x, kind, x.device)
         eps = sync.norm.eps
         ctx.save_for_backward(x, weight, mean, var)
         ctx.sync, ctx.total = sync, total
@@ -185,7 +180,7 @@ class _Normalise(torch.autograd.Function):
             to_x = torch.addcmul(to_x, grad, gain.view(shape)).to(x.dtype)
         to_weight = scaled if weight is not None and ctx.needs_input_grad[1] else None
         to_bias = plain if ctx.needs_input_grad[2] else None
-        return to_x, to_weight, to_bias, None, None
+        return to_x, to_weight, to_bias, None
 
 
 def accumulate_type(kind: torch.dtype) -> torch.dtype:

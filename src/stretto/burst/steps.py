@@ -9,10 +9,10 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stretto.burst._trace import given_momenta
-from stretto.burst.dropout import draws_otherwise
+from stretto.burst.dropout import draws_otherwise, dropouts_of
 from stretto.burst.graph import INPUT, LayerGraph, LayerNode
 from stretto.burst.links import Width
+from stretto.burst.tracing.operations import given_momenta
 from stretto.errors import PlanMismatch, SpecError
 
 if TYPE_CHECKING:
@@ -62,6 +62,9 @@ class Steps:
 
     names: tuple[str, ...]
     """The layer that each move's samples come from, by number."""
+
+    draws: bool
+    """Whether a layer draws random numbers."""
 
 
 def widths_of(plan: BurstPlan, graph: LayerGraph, ranks: int) -> dict[str, Width]:
@@ -142,6 +145,11 @@ def steps_of(graph: LayerGraph, widths: Mapping[str, Width]) -> Steps:
         input_starts=tuple(starts.get(INPUT, ())),
         output_takes=output_takes,
         names=tuple(name for name, _ in numbers),
+        draws=any(
+            step.is_alone
+            or any(part.training for _, part in dropouts_of(step.node.module))
+            for step in layers
+        ),
     )
 
 

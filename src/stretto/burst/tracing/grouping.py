@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from stretto.burst._trace import Count, Traced, is_heavy, place_of
+from stretto.burst.tracing.operations import Traced, is_heavy, place_of
+from stretto.burst.tracing.recorder import Context
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -17,19 +18,13 @@ if TYPE_CHECKING:
 
     Group = tuple[fx.Node, ...]
 
-_IN_PLACE = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-}
-"""Operations in place, and the same out of place."""
-
 
 def groups_of(traced: Traced) -> list[Group]:
     """The operations of each layer."""
     joined = _Joined(traced)
     _regions(traced, joined)
+    _share(traced, joined)
+    _random(traced, joined)
     _contract(traced, joined)
     groups = joined.groups()
     readers = [
@@ -82,12 +77,7 @@ def _regions(traced: Traced, joined: _Joined) -> None:
     """
     users = _users(traced)
     order = {op: i for i, op in enumerate(traced.ops)}
-    after: dict[fx.Node, fx.Node | None] = {}
-    for op in reversed(traced.ops):
-        meet: fx.Node | None = None
-        for n, user in enumerate(users[op]):
-            meet = user if n == 0 else _meet(meet, user, after, order)
-        after[op] = meet
+    after = _after(traced, users)
     for op in traced.ops:
         if op in traced.rows:
             continue
@@ -101,6 +91,76 @@ def _regions(traced: Traced, joined: _Joined) -> None:
                 "batch wherever layers meet"
             )
         joined.join(_between(op, end, users, order))
+
+
+def _after(traced: Traced, users: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, Any]:
+    """Where all ways from an operation to the output meet again."""
+    order = {op: i for i, op in enumerate(traced.ops)}
+    after: dict[fx.Node, fx.Node | None] = {}
+    for op in reversed(traced.ops):
+        meet: fx.Node | None = None
+        for n, user in enumerate(users[op]):
+            meet = user if n == 0 else _meet(meet, user, after, order)
+        after[op] = meet
+    return after
+
+
+def _share(traced: Traced, joined: _Joined) -> None:
+    """Joins the operations that read one parameter, with all between them.
+
+    A parameter belongs to one layer, because layers may run on different ranks.
+    """
+    readers: dict[int, list[fx.Node]] = defaultdict(list)
+    for op in traced.ops:
+        for parameter in {id(p): p for p in parameters_of(traced, op)}:
+            readers[parameter].append(op)
+    _join_each(traced, joined, [ops for ops in readers.values() if len(ops) > 1])
+
+
+def _random(traced: Traced, joined: _Joined) -> None:
+    """Joins the operations that read the same random numbers."""
+    readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for op in traced.ops:
+        for node in _fixed_of(traced, op):
+            if node.meta.get("draws"):
+                readers[node].append(op)
+    _join_each(traced, joined, [ops for ops in readers.values() if len(ops) > 1])
+
+
+def _fixed_of(traced: Traced, op: fx.Node) -> Iterator[fx.Node]:
+    """The fixed operations that an operation reads, directly or not."""
+    work, seen = list(op.all_input_nodes), set()
+    while work:
+        node = work.pop()
+        if node in seen or node in traced.before or node is traced.source:
+            continue
+        seen.add(node)
+        yield node
+        if node not in traced.counts:
+            work += node.all_input_nodes
+
+
+def _join_each(traced: Traced, joined: _Joined, sets: list[list[fx.Node]]) -> None:
+    if not sets:
+        return
+    users = _users(traced)
+    order = {op: i for i, op in enumerate(traced.ops)}
+    after = _after(traced, users)
+    for ops in sets:
+        end: fx.Node | None = ops[0]
+        for op in ops[1:]:
+            end = _meet(end, op, after, order)
+        while end is not None and end not in traced.rows:
+            end = after[end]
+        if end is None:
+            raise SpecError(
+                f"{place_of(ops[0])} and {place_of(ops[-1])} share a parameter, and "
+                "what follows them does not meet in one tensor: they can't be one layer"
+            )
+        for op in ops:
+            if op is not end:
+                joined.join(_between(op, end, users, order))
+        joined.join([*ops, end])
 
 
 def _meet(
@@ -184,8 +244,11 @@ def _add_stem(traced: Traced) -> None:
     root.add_submodule("stem_of_input", nn.Identity())
     with root.graph.inserting_after(source):
         stem = root.graph.call_module("stem_of_input", (source,))
-    stem.stack_trace = None
-    source.replace_all_uses_with(stem, delete_user_cb=lambda user: user is not stem)
+    stem.meta["context"] = Context()
+    source.replace_all_uses_with(
+        stem,
+        delete_user_cb=lambda user: user is not stem and user not in traced.counts,
+    )
     traced.ops.insert(0, stem)
     traced.before[stem] = []
     for op in traced.ops[1:]:
@@ -292,37 +355,62 @@ class _Copy:
         for node in self._read:
             self._copies[node] = self._graph.placeholder(f"from_{node.name}")
         self._first: fx.Node = self._copies[self._read[0]]
+        self._context = Context()
+        self._entered: list[fx.Node] = []
 
     def module(self, result: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
         for op in self._group:
             self._copies[op] = self._copy(op)
+        self._into(Context())
         self._graph.output(self._copies[result])
         root = self._traced.root
         module = fx.GraphModule(root, self._graph)
-        module.train(root.training)
+        # Not by train(): submodules keep the mode that the user gave them.
+        module.training = root.training
         return module, self._read
 
     def _copy(self, op: fx.Node) -> fx.Node:
         self._out_of_place(op)
-        copied = self._graph.node_copy(op, self._of)
-        if copied.target in _IN_PLACE:
-            copied.target = _IN_PLACE[copied.target]
-        return copied
+        return self._emit(op)
+
+    def _emit(self, node: fx.Node) -> fx.Node:
+        """Copies an operation, within the modes that the model set around it."""
+        for before in node.all_input_nodes:
+            self._of(before)
+        self._into(node.meta.get("context") or Context())
+        return self._graph.node_copy(node, self._of)
+
+    def _into(self, context: Context) -> None:
+        """Leaves the modes that are set and sets others."""
+        if context == self._context:
+            return
+        for entered in reversed(self._entered):
+            self._graph.call_function(leave_mode, (entered,))
+        self._entered = []
+        for entry in context.autocast:
+            self._entered.append(self._graph.call_function(enter_autocast, entry))
+        if not context.grad:
+            self._entered.append(self._graph.call_function(enter_no_grad))
+        self._context = context
 
     def _out_of_place(self, op: fx.Node) -> None:
-        """What a layer was given is not written to: it may be another layer's too."""
-        if not _writes(op, self._traced.root) or not op.args:
+        """What other operations may read too is copied before it is written to.
+
+        A tensor computed in this layer, and not a part of another, is written itself.
+        """
+        position = op.meta.get("writes")
+        if op.op == "call_module" and position is None:
             return
-        target = op.args[0]
-        if target not in self._read:
+        if position is None:
             return
-        later = list(target.users)  # type: ignore[union-attr]
-        if later[-1] is not op and len(later) > 1:
-            raise SpecError(
-                f"{place_of(op)}: {op.name!r} writes in place into a tensor that other "
-                "layers read: leave out inplace=True or the underscore"
-            )
-        self._copies[target] = self._graph.call_method("clone", (self._of(target),))  # type: ignore[index]
+        target = op.args[position]
+        assert isinstance(target, fx.Node)  # noqa: S101
+        own = target in self._group and not target.meta.get("aliases")
+        if own and all(user is op for user in target.users):
+            return
+        kept = self._of(target)
+        self._into(op.meta.get("context") or Context())
+        self._copies[target] = self._graph.call_method("clone", (kept,))
 
     def _of(self, node: fx.Node | Any) -> Any:
         traced = self._traced
@@ -330,19 +418,11 @@ class _Copy:
             return self._copies[node]
         if node in traced.counts:
             made: Any = self._count(traced.counts[node])
-        elif node in traced.values:
-            made = self._value(traced.values[node])
         else:
-            made = self._graph.node_copy(node, self._of)
+            self._out_of_place(node)
+            made = self._emit(node)
         self._copies[node] = made
         return made
-
-    def _value(self, value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return self._graph.call_function(getattr, (self._first, "device"))
-        if isinstance(value, tuple):
-            return tuple(self._value(v) for v in value)
-        return self._count(value.each) if isinstance(value, Count) else value
 
     def _count(self, each: int) -> fx.Node:
         rows = self._graph.call_method("size", (self._first, 0))
@@ -351,24 +431,30 @@ class _Copy:
         )
 
 
-def _writes(op: fx.Node, root: fx.GraphModule) -> bool:
-    if op.op == "call_module":
-        return bool(getattr(root.get_submodule(str(op.target)), "inplace", False))
-    if op.op == "call_method":
-        return str(op.target).endswith("_") and not str(op.target).endswith("__")
-    return bool(op.kwargs.get("inplace", False)) or op.target in (operator.setitem,)
+def enter_no_grad() -> Any:
+    """Begin a part without gradients and return what ends it."""
+    mode = torch.no_grad()
+    mode.__enter__()
+    return mode
+
+
+def enter_autocast(device: str, dtype: torch.dtype, enabled: Any, cache: Any) -> Any:
+    """Begin an autocast region and return what ends it."""
+    mode = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+    mode.__enter__()
+    return mode
+
+
+def leave_mode(mode: Any) -> None:
+    """End a part that was begun."""
+    mode.__exit__(None, None, None)
 
 
 def parameters_of(traced: Traced, op: fx.Node) -> Iterator[nn.Parameter]:
     """The parameters that an operation reads, itself or through what is fixed."""
     if op.op == "call_module":
         yield from traced.root.get_submodule(str(op.target)).parameters()
-    work, seen = list(op.all_input_nodes), set()
-    while work:
-        node = work.pop()
-        if node in seen or node in traced.before or node is traced.source:
-            continue
-        seen.add(node)
+    for node in _fixed_of(traced, op):
         if node.op == "get_attr":
             path, _, last = str(node.target).rpartition(".")
             value = getattr(traced.root.get_submodule(path), last)
@@ -376,7 +462,6 @@ def parameters_of(traced: Traced, op: fx.Node) -> Iterator[nn.Parameter]:
                 yield value
         if node.op == "call_module":
             yield from traced.root.get_submodule(str(node.target)).parameters()
-        work += node.all_input_nodes
 
 
 def count_batch_norms(module: nn.Module) -> int:

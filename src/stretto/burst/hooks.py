@@ -1,0 +1,42 @@
+"""The whole model's own forward hooks, which run on each rank's share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def before(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as the model's pre-hooks return them."""
+    with_kwargs = module._forward_pre_hooks_with_kwargs  # noqa: SLF001
+    for key, hook in list(module._forward_pre_hooks.items()):  # noqa: SLF001
+        call: Any = hook
+        if key in with_kwargs:
+            found = call(module, args, kwargs)
+            if found is not None:
+                args, kwargs = found
+            continue
+        found = call(module, args)
+        if found is not None:
+            args = found if isinstance(found, tuple) else (found,)
+    return args, kwargs
+
+
+def after(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Any:
+    """The output as the model's hooks return it."""
+    with_kwargs = module._forward_hooks_with_kwargs  # noqa: SLF001
+    for key, hook in list(module._forward_hooks.items()):  # noqa: SLF001
+        call: Any = hook
+        found = (
+            call(module, args, kwargs, output)
+            if key in with_kwargs
+            else call(module, args, output)
+        )
+        output = output if found is None else found
+    return output

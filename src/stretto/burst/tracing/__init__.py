@@ -1,0 +1,1 @@
+"""From a module to operations, and from operations to layers."""

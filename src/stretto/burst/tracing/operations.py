@@ -1,0 +1,717 @@
+"""A module's operations with what each gives, and which of them make a layer.
+
+A traced operation gives one of two: a *fixed* value, the same whatever the input (a
+parameter, a mask); or a tensor computed from the input. Only the latter are places
+where samples can move from one set of ranks to another, and of these only those with a
+row for each sample.
+
+# Note [What follows the batch]
+The module is recorded for two numbers of samples, and twice for one of them. A number
+that differs in the ratio of the batches follows the batch; anything else that differs
+is a decision or a value that layers on other ranks would not repeat, and is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import re
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from stretto.burst.tracing.packing import Arguments, Results
+from stretto.burst.tracing.recorder import (
+    SOURCE,
+    Fakes,
+    Fixed,
+    Record,
+    Recording,
+    Ref,
+    is_user,
+    place_in,
+    record,
+)
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_BATCHES = (7, 11)
+"""Two numbers of samples that no size of a model is likely to be a multiple of: what
+differs between them in this ratio follows the batch."""
+
+NORMS = (
+    nn.modules.batchnorm._NormBase,  # noqa: SLF001
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+"""Modules with parameters that cost little and so follow what they normalise."""
+
+_HEAVY = {
+    functional.linear,
+    functional.embedding,
+    functional.scaled_dot_product_attention,
+    torch.conv1d,
+    torch.conv2d,
+    torch.conv3d,
+    torch.matmul,
+    torch.bmm,
+    torch.einsum,
+    operator.matmul,
+    "matmul",
+    "__matmul__",
+    "bmm",
+}
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+_DROPOUTS: dict[Any, Any] = {
+    functional.dropout: nn.Dropout,
+    torch.dropout: nn.Dropout,
+    functional.dropout1d: nn.Dropout1d,
+    functional.dropout2d: nn.Dropout2d,
+    functional.dropout3d: nn.Dropout3d,
+    functional.alpha_dropout: nn.AlphaDropout,
+}
+
+_SHAPING = {
+    "arange",
+    "broadcast_to",
+    "empty",
+    "expand",
+    "full",
+    "new_empty",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "repeat",
+    "reshape",
+    "unflatten",
+    "view",
+    "zeros",
+    "normal",
+}
+"""Functions in which a number that follows the batch can be a size."""
+
+
+@dataclass
+class Traced:
+    """The operations of a module on one input tensor."""
+
+    root: fx.GraphModule
+
+    ops: list[fx.Node]
+    """Those that give tensors computed from the input, in order; the last gives the
+    model's output."""
+
+    source: fx.Node
+    """The input."""
+
+    before: dict[fx.Node, list[fx.Node]]
+    """For each of ``ops`` those of ``ops`` that it reads."""
+
+    values: dict[fx.Node, Any]
+    """What fixed operations that are no tensors give: numbers, sizes, types."""
+
+    counts: dict[fx.Node, int]
+    """For a count that follows the batch: its value for one sample."""
+
+    rows: set[fx.Node]
+    """Those of ``ops`` that give one tensor with a row for each sample."""
+
+    shapes: dict[fx.Node, tuple[tuple[int, ...], torch.dtype]]
+    """Of the source and of those in ``rows``: shape of a sample, and type."""
+
+    module: nn.Module
+    """What was traced."""
+
+    arguments: Arguments
+
+    results: Results
+
+    uses_half: bool
+    """Whether some operation computes with fewer than 32 bits."""
+
+    semantics: list[str] = field(default_factory=list)
+    """A line for each operation, with its constants: equal on all ranks."""
+
+
+def place_of(node: fx.Node) -> str:
+    """Where in the user's code an operation stands, as ``file:line``."""
+    found = node.meta.get("place")
+    return str(found) if found else f"operation {node.name!r}"
+
+
+def trace(
+    module: nn.Module, example_inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> Traced:
+    """The operations of a module on an input like the example.
+
+    Raises:
+        SpecError: an input or output has no row for each sample, or layers would not
+            repeat what the module does; the line of its code that is in the way is
+            named.
+    """
+    arguments = Arguments(tuple(example_inputs), dict(kwargs or {}))
+    if module._backward_hooks or module._backward_pre_hooks:  # noqa: SLF001
+        raise SpecError(
+            f"{type(module).__name__} has backward hooks on the whole model, which "
+            "layers on other ranks would not call: register them on its layers"
+        )
+    found: Any = [None]
+
+    def run(packed: Tensor) -> Any:
+        args, named = arguments.unpack(packed)
+        output = module.forward(*args, **named)
+        results = Results(output, type(module).__name__)
+        tensor = results.packed(output, packed.shape[0])
+        found[0] = results
+        return tensor
+
+    shape = tuple(_packed_shape(arguments))
+    first, again, other = _recordings(module, run, shape, arguments)
+    build = _graph_of(module, first, again, other)
+    semantics = [_line_of(record) for record in first.records]
+    return _classify(module, build, semantics, arguments, found[0])
+
+
+def _line_of(one: Record) -> str:
+    """An operation and its constants, the same text in every process."""
+    target = one.target if isinstance(one.target, str) else _qualified(one.target)
+    text = f"{target} {one.args} {one.kwargs} {one.context}"
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def _qualified(target: Any) -> str:
+    owner = getattr(target, "__self__", None)
+    return f"{getattr(owner, '__name__', '')}.{getattr(target, '__name__', target)}"
+
+
+def _packed_shape(arguments: Arguments) -> tuple[int, ...]:
+    packing = arguments.packing
+    if packing.is_one:
+        return packing.parts[0].shape
+    return (sum(part.length for part in packing.parts),)
+
+
+def _recordings(
+    module: nn.Module, run: Any, shape: tuple[int, ...], arguments: Arguments
+) -> tuple[Recording, Recording, Recording]:
+    """Records two calls with one batch, and a first call with another."""
+    dtype, device = arguments.packing.dtype, arguments.device
+    fakes = Fakes()
+
+    def once(batch: int) -> Recording:
+        before = _generators()
+        try:
+            found = record(module, run, ((batch, *shape), dtype, device), fakes)
+        except SpecError:
+            raise
+        except Exception as error:
+            where = place_in(error, type(module).__name__)
+            text = (str(error).splitlines() or [type(error).__name__])[0]
+            raise SpecError(
+                f"{where}: the layers of {type(module).__name__} can't be found "
+                f"without values of tensors ({type(error).__name__}: {text}). What "
+                "runs must not depend on a tensor's value: rewrite this line with "
+                "tensor operations, or move it out of the model"
+            ) from error
+        drew = not _same_state(_generators(), before)
+        _set_generators(before)
+        if drew:
+            raise SpecError(
+                f"{_where_drawn(module, run, (batch, *shape), dtype, device)}: forward "
+                "draws from Python's or NumPy's random numbers, so that calls and "
+                "ranks would differ: draw with torch for each sample, or decide "
+                "outside of the model"
+            )
+        return found
+
+    with keep_attributes(module), given_momenta(module):
+        first = once(_BATCHES[0])
+        _refuse_stored(module)
+        again = once(_BATCHES[0])
+    with keep_attributes(module), given_momenta(module):
+        other = once(_BATCHES[1])
+    return first, again, other
+
+
+def _generators() -> tuple[Any, Any]:
+    """The states of Python's and NumPy's own random numbers."""
+    return random.getstate(), np.random.get_state()  # noqa: NPY002 - users' is watched
+
+
+def _set_generators(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+
+
+def _same_state(one: tuple[Any, Any], two: tuple[Any, Any]) -> bool:
+    pairs = zip(tuple(one[1]), tuple(two[1]), strict=True)
+    return one[0] == two[0] and all(np.array_equal(a, b) for a, b in pairs)
+
+
+def _where_drawn(
+    module: nn.Module,
+    run: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str:
+    """The line that draws, found by a second recording that watches each line."""
+    before = _generators()
+    found: list[str] = []
+
+    def watch(frame: Any, _event: str, _arg: Any) -> Any:
+        if not found and not _same_state(_generators(), before):
+            found.append(last[0])
+        file = frame.f_code.co_filename
+        if is_user(file):
+            last[0] = f"{file}:{frame.f_lineno}"
+            return watch
+        return None
+
+    last = [type(module).__name__]
+    was = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        record(module, run, (shape, dtype, device), Fakes())
+    finally:
+        sys.settrace(was)
+        _set_generators(before)
+    return found[0] if found else last[0]
+
+
+@contextmanager
+def keep_attributes(module: nn.Module) -> Iterator[None]:
+    """What forward assigns to attributes of modules is undone."""
+    kept = [(part, dict(part.__dict__)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, attributes in kept:
+            part.__dict__.clear()
+            part.__dict__.update(attributes)
+
+
+def _refuse_stored(module: nn.Module) -> None:
+    """Refuses tensors that forward keeps in attributes: they are of one call."""
+    for name, part in module.named_modules():
+        if type(part).__module__.startswith("torch.nn"):
+            continue
+        for key, value in part.__dict__.items():
+            values = value if isinstance(value, (list, tuple)) else [value]
+            if isinstance(value, dict) and not key.startswith("_"):
+                values = list(value.values())
+            if any(isinstance(v, torch._subclasses.FakeTensor) for v in values):  # noqa: SLF001
+                full = f"{name}.{key}" if name else key
+                raise SpecError(
+                    f"forward of {type(part).__name__} keeps a tensor in its attribute "
+                    f"{full!r}, which ranks that do not run this layer would not have: "
+                    "return it as another output of the model"
+                )
+
+
+# Comparing recordings.
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number that follows the batch."""
+
+    each: int
+    """For one sample."""
+
+
+def _compare(first: Recording, second: Recording, *, batches: bool) -> list[Any]:
+    """Each record's arguments, with `Count` where a number follows the batch.
+
+    Raises:
+        SpecError: the recordings differ in anything else.
+    """
+    found = []
+    for one, two in zip(first.records, second.records, strict=False):
+        same_target = one.target == two.target or (
+            getattr(one.target, "__func__", 1) is getattr(two.target, "__func__", 2)
+            and getattr(one.target, "__self__", 1) is getattr(two.target, "__self__", 2)
+        )
+        if one.kind != two.kind or not same_target or one.context != two.context:
+            raise _differs(one, batches)
+        found.append(
+            (
+                _joined(one.args, two.args, one, batches),
+                _joined(one.kwargs, two.kwargs, one, batches),
+            )
+        )
+    if len(first.records) != len(second.records):
+        longer = max(first.records, second.records, key=len)
+        place = min(len(first.records), len(second.records))
+        raise _differs(longer[place], batches)
+    if first.output != second.output:
+        raise _differs(first.records[-1], batches)
+    return found
+
+
+def _differs(one: Record, batches: bool) -> SpecError:  # noqa: FBT001
+    if batches:
+        return SpecError(
+            f"{one.place}: what runs here depends on the number of samples: a layer's "
+            "work must not depend on how many samples run beside one"
+        )
+    return SpecError(
+        f"{one.place}: what runs here differs from call to call (a counter, a "
+        "schedule, or a random decision), and would be fixed as it was at capture: "
+        "pass it as an input tensor, or change the model outside of forward"
+    )
+
+
+def _joined(one: Any, two: Any, at: Record, batches: bool) -> Any:  # noqa: FBT001
+    if isinstance(one, (Ref, Fixed)) or isinstance(two, (Ref, Fixed)):
+        if one != two:
+            raise _differs(at, batches)
+        return one
+    if type(one) is not type(two):
+        raise _differs(at, batches)
+    if isinstance(one, (tuple, list)):
+        if len(one) != len(two):
+            raise _differs(at, batches)
+        parts = [_joined(a, b, at, batches) for a, b in zip(one, two, strict=True)]
+        if hasattr(one, "_fields"):
+            return type(one)(*parts)
+        return type(one)(parts)
+    if isinstance(one, dict):
+        if list(one) != list(two):
+            raise _differs(at, batches)
+        return {k: _joined(v, two[k], at, batches) for k, v in one.items()}
+    if isinstance(one, slice):
+        return slice(
+            *(
+                _joined(getattr(one, end), getattr(two, end), at, batches)
+                for end in ("start", "stop", "step")
+            )
+        )
+    if isinstance(one, (int, float, complex, str, bool)):
+        return _number(one, two, at, batches)
+    return one
+
+
+def _number(one: Any, two: Any, at: Record, batches: bool) -> Any:  # noqa: FBT001
+    if one == two or (one != one and two != two):
+        return one
+    if not batches:
+        raise _differs(at, batches)
+    if isinstance(one, bool) or not isinstance(one, int):
+        raise SpecError(
+            f"{at.place}: uses the number of samples as a number ({one} for "
+            f"{_BATCHES[0]} samples, {two} for {_BATCHES[1]}), which mixes samples: it "
+            "is another on each rank. Leave what depends on the batch to the loss"
+        )
+    if one * _BATCHES[1] != two * _BATCHES[0] or one % _BATCHES[0]:
+        raise SpecError(
+            f"{at.place}: a size follows the number of samples, but not as a multiple "
+            "of it: a layer's work must not depend on how many samples run beside one"
+        )
+    name = str(getattr(at.target, "__name__", at.target))
+    if name not in _SHAPING:
+        raise SpecError(
+            f"{at.place}: {name} uses the number of samples as a number, which mixes "
+            "samples: it is another on each rank. Leave what depends on the batch to "
+            "the loss"
+        )
+    return Count(one // _BATCHES[0])
+
+
+# The graph.
+
+
+class _Build:
+    """Makes a graph from records."""
+
+    def __init__(self, module: nn.Module, recording: Recording) -> None:
+        self.graph = fx.Graph()
+        self.shapes: dict[fx.Node, tuple[Any, Any]] = {}
+        self.counts: dict[fx.Node, int] = {}
+        self.source = self.graph.placeholder("batch")
+        self._module = module
+        self._constants = recording.constants
+        self._targets: dict[str, Any] = {}
+        self._nodes: dict[Any, fx.Node] = {SOURCE: self.source}
+        self._number = 0
+
+    def root(self) -> fx.GraphModule:
+        """All operations as one module that holds the original's parts."""
+        root = fx.GraphModule(self._targets, self.graph, type(self._module).__name__)
+        root.training = self._module.training
+        return root
+
+    def node(self, name: Ref | Fixed) -> fx.Node:
+        """The node of a tensor."""
+        if name not in self._nodes:
+            if isinstance(name, Fixed):
+                made = self.graph.get_attr(name.name)
+                self._targets[name.name] = self._held(name.name)
+            else:
+                before = self.node(Ref(name.number, name.path[:-1]))
+                made = self.graph.call_function(
+                    operator.getitem, (before, name.path[-1])
+                )
+                made.meta |= {**before.meta, "draws": False, "writes": None}
+                made.meta["norms"] = ()
+            self._nodes[name] = made
+        return self._nodes[name]
+
+    def _held(self, name: str) -> Any:
+        if name in self._constants:
+            return self._constants[name]
+        path, _, last = name.rpartition(".")
+        return getattr(self._module.get_submodule(path), last)
+
+    def add(self, one: Record, two: Record, args: Any, kwargs: Any) -> None:
+        """Adds an operation; ``two`` is the same with the other batch."""
+        number, self._number = self._number, self._number + 1
+        dropout = self._dropout(one, args, kwargs)
+        if dropout is not None:
+            name = f"dropout_{number}"
+            self._targets[name] = dropout
+            node = self.graph.call_module(name, (self._value(args[0]),))
+        else:
+            target = one.target
+            if one.kind == "call_module":
+                self._targets[target] = self._module.get_submodule(target)
+            node = self.graph.create_node(
+                one.kind, target, self._value(args), self._value(kwargs)
+            )
+        node.meta |= {
+            "place": one.place,
+            "context": one.context,
+            "draws": one.draws and dropout is None,
+            "writes": None if dropout is not None else one.writes,
+            "aliases": one.aliases,
+            "norms": one.norms,
+        }
+        self._nodes[Ref(number)] = node
+        for path, tensor in one.tensors.items():
+            made = self.node(Ref(number, path))
+            self.shapes[made] = (tensor, two.tensors[path])
+
+    def _dropout(self, one: Record, args: Any, kwargs: Any) -> nn.Module | None:
+        """A dropout function as a module, so that masks follow samples."""
+        kind = _DROPOUTS.get(one.target)
+        if kind is None or one.kind != "call_function":
+            return None
+        names = ("input", "p", "train" if one.target is torch.dropout else "training")
+        default = {"p": 0.5, "training": True}
+        given = default | dict(zip(names, args, strict=False)) | kwargs
+        if not given.get("train", given["training"]) or not given["p"]:
+            return None
+        made: nn.Module = kind(given["p"])
+        return made.train()
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, (Ref, Fixed)):
+            return self.node(value)
+        if isinstance(value, Count):
+            return self._count(value.each)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._value(v) for v in value))
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._value(v) for v in value)
+        if isinstance(value, dict):
+            return {k: self._value(v) for k, v in value.items()}
+        if isinstance(value, slice):
+            return slice(*(self._value(getattr(value, e)) for e in _ENDS))
+        if value is None or isinstance(value, _PLAIN):
+            return value
+        name = f"value_{len(self._targets)}"
+        self._targets[name] = value
+        return self.graph.get_attr(name)
+
+    def _count(self, each: int) -> fx.Node:
+        node = self.graph.call_method("size", (self.source, 0))
+        self.counts[node] = each
+        return node
+
+
+_ENDS = ("start", "stop", "step")
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+    type(...),
+)
+
+
+def _graph_of(
+    module: nn.Module, first: Recording, again: Recording, other: Recording
+) -> _Build:
+    _compare(first, again, batches=False)
+    arguments = _compare(first, other, batches=True)
+    build = _Build(module, first)
+    for one, two, (args, kwargs) in zip(
+        first.records, other.records, arguments, strict=True
+    ):
+        build.add(one, two, args, kwargs)
+    if not isinstance(first.output, (Ref, Fixed)):
+        raise SpecError(f"{type(module).__name__} gives no tensor")
+    build.graph.output(build.node(first.output))
+    for node in reversed(list(build.graph.nodes)):
+        if node.op not in ("output", "placeholder") and not node.users:
+            build.graph.erase_node(node)
+    return build
+
+
+def _classify(
+    module: nn.Module,
+    build: _Build,
+    semantics: list[str],
+    arguments: Arguments,
+    results: Results,
+) -> Traced:
+    root = build.root()
+    source = build.source
+    traced = Traced(
+        root=root,
+        ops=[],
+        source=source,
+        before={},
+        values={},
+        counts=build.counts,
+        rows={source},
+        shapes={
+            source: (_packed_shape(arguments), arguments.packing.dtype),
+        },
+        module=module,
+        arguments=arguments,
+        results=results,
+        uses_half=any(
+            bool(node.meta["context"].autocast)
+            for node in build.graph.nodes
+            if "context" in node.meta
+        )
+        or any(one.dtype in _HALVES for one, _ in build.shapes.values()),
+        semantics=semantics,
+    )
+    ops = {source}
+    (end,) = (node for node in build.graph.nodes if node.op == "output")
+    result = end.args[0]
+    for node in build.graph.nodes:
+        if node in (source, end) or node in build.counts:
+            continue
+        read = [n for n in node.all_input_nodes if n in ops]
+        if not read:
+            _require_same_for_all(node, build)
+            continue
+        if _is_constant(node, build):
+            continue
+        ops.add(node)
+        traced.ops.append(node)
+        traced.before[node] = [n for n in read if n is not source]
+        if node in build.shapes:
+            _row(traced, node, *build.shapes[node])
+    if result not in traced.rows - {source}:
+        raise SpecError(
+            f"{place_of(result)}: {type(module).__name__} must give tensors with a row "
+            "for each sample, computed from its input; wrap it in a module that does"
+        )
+    return traced
+
+
+def _is_constant(node: fx.Node, build: _Build) -> bool:
+    """Makes ``x.new_zeros(3)`` and the like independent of the tensor they are of."""
+    name = str(node.target)
+    if node.op != "call_method" or name not in ("new_zeros", "new_ones", "new_full"):
+        return False
+    one, two = build.shapes[node]
+    if one.shape != two.shape:
+        return False
+    node.op, node.target = "call_function", getattr(torch, name[4:])
+    size = tuple(one.shape)
+    fill = (node.kwargs.get("fill_value", node.args[-1]),) if "full" in name else ()
+    node.args = (size, *fill)
+    node.kwargs = {"dtype": one.dtype, "device": one.device}
+    return True
+
+
+def _require_same_for_all(node: fx.Node, build: _Build) -> None:
+    """A fixed operation must not draw what all samples share."""
+    if not node.meta.get("draws"):
+        return
+    one, two = build.shapes.get(node, (None, None))
+    if one is None or one.dim() < 1 or one.shape[0] == two.shape[0]:
+        raise SpecError(
+            f"{place_of(node)}: draws random numbers that all samples share, which "
+            "would be others on each rank: draw them for each sample, with a first "
+            "dimension that is the batch"
+        )
+
+
+def _follows(one: int, two: int) -> bool | None:
+    """Whether a number follows the batch; ``None`` where it does so in no ratio."""
+    if one == two:
+        return False
+    if one * _BATCHES[1] == two * _BATCHES[0]:
+        return one % _BATCHES[0] == 0 or None
+    return None
+
+
+def _row(traced: Traced, node: fx.Node, value: Tensor, other: Tensor) -> None:
+    """Notes whether a tensor has a row for each sample."""
+    sides = [_follows(v, w) for v, w in zip(value.shape, other.shape, strict=True)]
+    if not any(side is not False for side in sides):
+        raise SpecError(
+            f"{place_of(node)}: {node.name!r} gives {tuple(value.shape)} whatever the "
+            "number of samples: it mixes samples, which may be on different ranks. "
+            "Leave reductions over the batch to the loss"
+        )
+    if value.shape[0] == _BATCHES[0] and sides == [True, *(False for _ in sides[1:])]:
+        traced.rows.add(node)
+        traced.shapes[node] = (tuple(value.shape[1:]), value.dtype)
+
+
+def is_heavy(node: fx.Node, root: fx.GraphModule) -> bool:
+    """Whether an operation starts a layer: it multiplies by parameters or matrices."""
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        own = next(module.parameters(), None) is not None
+        return own and not isinstance(module, NORMS)
+    return node.target in _HEAVY
+
+
+@contextmanager
+def given_momenta(module: nn.Module) -> Iterator[None]:
+    """Batch norms whose average is cumulative have a number for their momentum.
+
+    They would compute it from how many batches there were, which no fake tensor knows.
+    """
+    norms = [
+        part
+        for part in module.modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase)  # noqa: SLF001
+        and part.momentum is None
+    ]
+    try:
+        for norm in norms:
+            norm.momentum = 0.5
+        yield
+    finally:
+        for norm in norms:
+            norm.momentum = None

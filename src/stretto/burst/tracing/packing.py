@@ -1,0 +1,277 @@
+"""Several tensors with a row for each sample as one, so that layers pass one tensor.
+
+Floats become the widest type among them, which is exact; integers beside floats keep
+their bits. Gradients flow through floats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_EXACT_BITS = {
+    torch.float64: 53,
+    torch.float32: 24,
+    torch.float16: 11,
+    torch.bfloat16: 8,
+}
+_BITS = {torch.bool: 1, torch.uint8: 8, torch.int8: 7, torch.int16: 15, torch.int32: 31}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One tensor's place in a row."""
+
+    shape: tuple[int, ...]
+    """Of one sample."""
+
+    dtype: torch.dtype
+
+    start: int
+
+    length: int
+    """In numbers of the packed type."""
+
+    as_bits: bool
+
+
+@final
+class Packing:
+    """Where tensors of given shapes and types are in one; a single one stays itself."""
+
+    def __init__(
+        self, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]], what: str
+    ) -> None:
+        types = {dtype for _, dtype in kinds}
+        floats = [t for t in types if t.is_floating_point]
+        if len(kinds) == 1:
+            self.dtype = kinds[0][1]
+        elif floats:
+            self.dtype = floats[0]
+            for kind in floats[1:]:
+                self.dtype = torch.promote_types(self.dtype, kind)
+        else:
+            self.dtype = torch.int64
+        self.parts: list[Part] = []
+        start = 0
+        for shape, dtype in kinds:
+            length = 1
+            for side in shape:
+                length *= side
+            as_bits = self._as_bits(dtype, what)
+            if as_bits:
+                length = length * dtype.itemsize // self.dtype.itemsize
+            self.parts.append(
+                Part(
+                    shape=shape,
+                    dtype=dtype,
+                    start=start,
+                    length=length,
+                    as_bits=as_bits,
+                )
+            )
+            start += length
+
+    def _as_bits(self, dtype: torch.dtype, what: str) -> bool:
+        if dtype == self.dtype or (
+            dtype.is_floating_point and self.dtype.is_floating_point
+        ):
+            return False
+        if not self.dtype.is_floating_point and dtype in _BITS:
+            return False
+        if _BITS.get(dtype, 64) <= _EXACT_BITS.get(self.dtype, 0):
+            return False
+        if dtype.is_complex or dtype.itemsize % self.dtype.itemsize:
+            raise SpecError(
+                f"{what} of types {dtype} and {self.dtype} can't travel together: "
+                f"convert the one to int64 or {self.dtype} outside of the model"
+            )
+        return True
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is a single tensor."""
+        return len(self.parts) == 1
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The tensors as one."""
+        if self.is_one:
+            return tensors[0]
+        rows = []
+        for part, tensor in zip(self.parts, tensors, strict=True):
+            flat = tensor.reshape(tensor.shape[0], _count(part.shape))
+            if part.as_bits:
+                flat = flat.contiguous().view(self.dtype)
+            rows.append(flat.to(self.dtype))
+        return torch.cat(rows, 1)
+
+    def unpack(self, packed: Tensor) -> list[Tensor]:
+        """The tensors again."""
+        if self.is_one:
+            return [packed]
+        found = []
+        for part in self.parts:
+            flat = packed[:, part.start : part.start + part.length]
+            if not part.dtype.is_floating_point:
+                flat = flat.detach()
+            if part.as_bits:
+                flat = flat.clone(memory_format=torch.contiguous_format)
+                flat = flat.view(part.dtype)
+            else:
+                flat = flat.to(part.dtype)
+            found.append(flat.reshape(packed.shape[0], *part.shape))
+        return found
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for side in shape:
+        count *= side
+    return count
+
+
+@final
+class Arguments:
+    """Which of a model's arguments are tensors with rows, and what the others are."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self._places = [i for i, v in enumerate(leaves) if isinstance(v, Tensor)]
+        self._others = [None if isinstance(v, Tensor) else v for v in leaves]
+        tensors = [leaves[i] for i in self._places]
+        if not tensors:
+            raise SpecError(
+                "a model must have an input tensor with a row for each sample, got "
+                "none: pass one in example_inputs"
+            )
+        for tensor in tensors:
+            if tensor.dim() < 1:
+                raise SpecError(
+                    "the example input needs a row for each sample, got a scalar"
+                )
+        if len({tensor.shape[0] for tensor in tensors}) > 1:
+            raise SpecError(
+                "every input tensor must have a row for each sample, got shapes "
+                f"{', '.join(str(tuple(t.shape)) for t in tensors)}: keep what all "
+                "samples share in the model, as a buffer"
+            )
+        self.packing = Packing(
+            [(tuple(t.shape[1:]), t.dtype) for t in tensors], "input tensors"
+        )
+        self.device = tensors[0].device
+
+    def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """A call's input tensors as one.
+
+        Raises:
+            SpecError: other arguments are not those of the example.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [v for v in leaves if isinstance(v, Tensor)]
+        others = [None if isinstance(v, Tensor) else v for v in leaves]
+        if spec != self._spec or not _same(others, self._others):
+            raise SpecError(
+                "the model was called with other arguments than the example's: pass "
+                "the same keywords and flags, and as many tensors"
+            )
+        rows = {t.shape[0] if t.dim() else -1 for t in tensors}
+        kinds = [(tuple(t.shape[1:]), t.dtype) for t in tensors]
+        wanted = [(part.shape, part.dtype) for part in self.packing.parts]
+        if not self.packing.is_one and (kinds != wanted or len(rows) > 1):
+            raise SpecError(
+                f"samples must have the example's shapes and types {wanted}, got "
+                f"{kinds}, with one number of samples"
+            )
+        return self.packing.pack(tensors)
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors among a call's arguments, in the order of packing."""
+        leaves, _ = pytree.tree_flatten((args, kwargs))
+        return [v for v in leaves if isinstance(v, Tensor)]
+
+    def unpack(self, packed: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call's arguments."""
+        leaves = list(self._others)
+        for i, tensor in zip(self._places, self.packing.unpack(packed), strict=True):
+            leaves[i] = tensor
+        found: tuple[tuple[Any, ...], dict[str, Any]]
+        found = pytree.tree_unflatten(leaves, self._spec)
+        return found
+
+
+def _same(one: list[Any], two: list[Any]) -> bool:
+    return len(one) == len(two) and all(
+        a is b or (type(a) is type(b) and bool(a == b))
+        for a, b in zip(one, two, strict=True)
+    )
+
+
+@final
+class Results:
+    """A model's result: which of its leaves are tensors with rows."""
+
+    def __init__(self, output: Any, place: str) -> None:
+        leaves, self._rebuild = _taken_apart(output)
+        self._places = [i for i, v in enumerate(leaves) if isinstance(v, Tensor)]
+        self._others = [None if isinstance(v, Tensor) else v for v in leaves]
+        self.tensors: list[Tensor] = [leaves[i] for i in self._places]
+        if not self.tensors:
+            raise SpecError(
+                f"{place}: the model gives no tensor: it must give tensors with a row "
+                "for each sample, alone or in tuples, lists or dictionaries"
+            )
+        self.packing: Packing | None = None
+
+    def packed(self, output: Any, rows: int) -> Tensor:
+        """The result's tensors as one; the first call notes their shapes."""
+        leaves, _ = _taken_apart(output)
+        tensors = [v for v in leaves if isinstance(v, Tensor)]
+        for tensor in tensors:
+            if tensor.dim() < 1 or tensor.shape[0] != rows:
+                return tensors[0] if len(tensors) == 1 else tensor
+        self.packing = Packing(
+            [(tuple(t.shape[1:]), t.dtype) for t in tensors], "output tensors"
+        )
+        return self.packing.pack(tensors)
+
+    def unpack(self, packed: Tensor) -> Any:
+        """The result as the model gives it."""
+        assert self.packing is not None  # noqa: S101
+        leaves = list(self._others)
+        for i, tensor in zip(self._places, self.packing.unpack(packed), strict=True):
+            leaves[i] = tensor
+        return self._rebuild(leaves)
+
+
+def _taken_apart(output: Any) -> tuple[list[Any], Any]:
+    """Leaves, and what makes the output from others in their place."""
+    if hasattr(output, "to_tuple") and isinstance(output, dict):
+        kind, keys = type(output), list(output)
+        parts = [_taken_apart(output[key]) for key in keys]
+        counts = [len(leaves) for leaves, _ in parts]
+
+        def rebuild(leaves: list[Any]) -> Any:
+            found, at = {}, 0
+            for key, count, (_, make) in zip(keys, counts, parts, strict=True):
+                found[key] = make(leaves[at : at + count])
+                at += count
+            return kind(**found)
+
+        return [leaf for leaves, _ in parts for leaf in leaves], rebuild
+    leaves, spec = pytree.tree_flatten(output)
+    # What is no plain value, such as a cache, is for a caller that goes on with it.
+    kept = [
+        v if v is None or isinstance(v, (Tensor, int, float, str)) else None
+        for v in leaves
+    ]
+    return kept, lambda some: pytree.tree_unflatten(some, spec)

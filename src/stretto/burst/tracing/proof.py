@@ -1,0 +1,547 @@
+"""Checks captured layers by computing: are they the model, and does no row see another?
+
+# Note [What is checked]
+On random inputs and perturbed parameters, twice with other numbers: the layers one
+after another give the outputs and gradients of the module itself; and each layer on
+some of the rows, in another order, and on the rest gives these rows of its output and
+of its inputs' gradients, with parameters' gradients that add up. Parameters are
+perturbed because an effect may vanish behind a zero at initialization. Batch norms use
+fixed statistics for the second check, and random numbers are replaced by constants: the
+executor joins the first over ranks and draws the second by sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from stretto.burst.tracing.operations import keep_attributes, place_of
+from stretto.burst.tracing.recorder import BatchNorm, swapped
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from stretto.burst.graph import LayerGraph, LayerNode
+
+_SOME = (3, 0, 4)
+_REST = (2, 1)
+_ROWS = len(_SOME) + len(_REST)
+
+_Found = tuple[Tensor, list[Tensor | None], dict[int, Tensor]]
+"""A layer's output, and gradients of its inputs and of its parameters."""
+
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+_COARSE = 5e-2
+
+_DROPOUTS = {
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    functional.alpha_dropout,
+    functional.feature_alpha_dropout,
+    torch.dropout,
+}
+_CONSTANTS: dict[Any, float] = {
+    torch.rand: 0.6,
+    torch.rand_like: 0.6,
+    torch.randn: 0.3,
+    torch.randn_like: 0.3,
+    torch.normal: 0.3,
+    torch.bernoulli: 1.0,
+}
+_FILLS = {
+    "bernoulli_": 1.0,
+    "cauchy_": 0.4,
+    "exponential_": 0.7,
+    "geometric_": 1.0,
+    "log_normal_": 0.8,
+    "normal_": 0.3,
+    "uniform_": 0.6,
+}
+
+
+@final
+class _Calm(TorchFunctionMode):
+    """Replaces random numbers by constants; dropout scales where it is active."""
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if func in _DROPOUTS:
+            given = {"p": 0.5, "training": True, "train": True}
+            names = ("input", "p", "training", "inplace")
+            given |= dict(zip(names, args, strict=False)) | kwargs
+            x = given["input"]
+            if not given["training"] or not given["train"] or not given["p"]:
+                return x
+            return x * (1.0 - given["p"] / 2)
+        if name == "scaled_dot_product_attention":
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        elif func is functional.multi_head_attention_forward:
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            bound.arguments["dropout_p"] = 0.0
+            args, kwargs = bound.args, bound.kwargs
+        elif name in _FILLS and getattr(Tensor, name, None) is func:
+            return args[0].fill_(_FILLS[name])
+        elif func in _CONSTANTS:
+            return torch.full_like(func(*args, **kwargs), _CONSTANTS[func])
+        return func(*args, **kwargs)
+
+
+def require_equal(
+    graph: LayerGraph,
+    module: nn.Module,
+    example_inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+) -> None:
+    """Check captured layers against the module, and that they keep samples apart.
+
+    Raises:
+        SpecError: naming the line from which they differ.
+    """
+    examples = graph.arguments.tensors(example_inputs, dict(kwargs or {}))
+    device = examples[0].device
+    devices = [device] if device.type == "cuda" else []
+    mixed: list[SpecError] = []
+    with torch.random.fork_rng(devices=devices), keep_attributes(module):
+        for seed in (1, 2):
+            found = _Check(graph, module, examples, seed).run()
+            if found is None:
+                break
+            mixed.append(found)
+    if len(mixed) == 2:
+        raise mixed[0]
+
+
+@final
+class _Check:
+    def __init__(
+        self, graph: LayerGraph, module: nn.Module, examples: list[Tensor], seed: int
+    ) -> None:
+        self._graph, self._module = graph, module
+        self._examples, self._seed = examples, seed
+        self._draw = torch.Generator().manual_seed(seed)
+        self._is_coarse = graph.uses_half
+        self._known: dict[str, _Found] = {}
+
+    def _near(
+        self, found: Tensor, wanted: Tensor, largest: float | None = None
+    ) -> bool:
+        """Whether values are equal but for rounding, relative to the largest."""
+        found, wanted = found.detach(), wanted.detach()
+        if found.shape != wanted.shape or found.dtype != wanted.dtype:
+            return False
+        if not found.is_floating_point():
+            return bool(torch.equal(found, wanted))
+        scale = max(_largest(wanted), 0.0 if largest is None else largest)
+        limit = _COARSE
+        if not self._is_coarse:
+            limit = _TOLERANCES.get(found.dtype, _COARSE)
+        return bool(
+            torch.allclose(
+                found, wanted, rtol=0.0, atol=limit * scale or 1e-30, equal_nan=True
+            )
+        )
+
+    def run(self) -> SpecError | None:
+        """Where samples are mixed, if they are."""
+        parts: dict[int, tuple[str, nn.Module]] = {}
+        for name, part in self._module.named_modules():
+            parts[id(part)] = (name, part)
+        for node in self._graph.nodes:
+            for name, part in node.module.named_modules():
+                parts.setdefault(id(part), (name, part))
+        with (
+            swapped(parts.values(), self._perturbed),
+            _without_inner_dropout(self._module),
+            _Calm(),
+            torch.enable_grad(),
+        ):
+            packed = self._inputs()
+            wanted, whole = self._whole(packed)
+            values, grads, cotangents = self._layers(packed)
+            self._compare(wanted, values[self._graph.output], whole, grads)
+            with _fixed_norms(parts.values()):
+                return self._rows(values, cotangents)
+
+    def _perturbed(self, tensor: Tensor) -> Tensor:
+        with torch.no_grad():
+            made = tensor.detach().clone()
+            if isinstance(tensor, nn.Parameter) and made.is_floating_point():
+                noise = self._randn(made.shape, made)
+                scale = made.abs().mean() if made.numel() else made.new_zeros(())
+                if not bool(torch.isfinite(scale)):
+                    scale = scale.new_zeros(())
+                made += noise * (0.1 * scale if scale > 0 else 0.2)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made
+
+    def _randn(self, shape: Any, like: Tensor) -> Tensor:
+        # float32 on the CPU: one generator, whatever the device and type.
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - really random
+            made = torch.empty(shape).normal_(generator=self._draw)
+        return made.to(device=like.device, dtype=like.dtype)
+
+    def _inputs(self) -> Tensor:
+        pack = self._graph.arguments.packing.pack
+        return pack([self._like(example.detach()) for example in self._examples])
+
+    def _like(self, example: Tensor) -> Tensor:
+        """Random rows such as the example's."""
+        count = max(1, len(example))
+        order = [
+            int(torch.randint(count, (), generator=self._draw)) for _ in range(_ROWS)
+        ]
+        rows = (
+            example[order]
+            if len(example)
+            else example.new_zeros((_ROWS, *example.shape[1:]))
+        )
+        if not example.is_floating_point():
+            same = not example.numel() or bool((example == example.flatten()[0]).all())
+            if same and example.dtype != torch.bool and not example.is_complex():
+                low = torch.randint(2, rows.shape, generator=self._draw)
+                return low.to(device=rows.device, dtype=rows.dtype)
+            flat = rows.reshape(_ROWS, -1)
+            for row in flat:
+                mixed = torch.randperm(len(row), generator=self._draw)
+                row.copy_(row[mixed.to(row.device)])
+            return flat.reshape(rows.shape)
+        least, most = (
+            (float(example.min()), float(example.max()))
+            if example.numel()
+            else (0.0, 0.0)
+        )
+        if 0 <= least < most:  # such as images: not below zero
+            with torch._C.DisableTorchFunction():  # noqa: SLF001 - really random
+                noise = torch.empty(rows.shape)
+                noise.uniform_(0.05, 1.0, generator=self._draw)
+            return noise.to(device=rows.device, dtype=rows.dtype) * most
+        spread = float(example.std()) if example.numel() > 1 else 1.0
+        return self._randn(rows.shape, rows) * (spread if spread > 0 else 1.0)
+
+    # The model and its layers.
+
+    def _whole(self, packed: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        args, kwargs = self._graph.arguments.unpack(packed)
+        with _fresh_buffers(self._module):
+            output = self._module.forward(*args, **kwargs)
+            wanted = self._graph.results.packed(output, len(packed))
+            parameters = self._trained()
+            if not wanted.requires_grad:
+                return wanted, [None for _ in parameters]
+            self._cotangent = self._cotangent_of(wanted)
+            grads = _gradients(wanted, self._cotangent, parameters)
+        return wanted, grads
+
+    def _trained(self) -> list[Tensor]:
+        return [p for p in self._module.parameters() if p.requires_grad]
+
+    def _cotangent_of(self, output: Tensor) -> Tensor:
+        made = self._randn(output.shape, output)
+        packing = self._graph.results.packing
+        assert packing is not None  # noqa: S101
+        for part in packing.parts if not packing.is_one else ():
+            if not part.dtype.is_floating_point:
+                made[:, part.start : part.start + part.length] = 0
+        return made
+
+    def _layers(
+        self, packed: Tensor
+    ) -> tuple[dict[str, Tensor], dict[int, Tensor], dict[str, Tensor]]:
+        """Every layer's output, gradients by parameter, and of layers' outputs."""
+        from stretto.burst.graph import INPUT
+
+        values = {INPUT: packed}
+        runs: dict[str, tuple[list[Tensor], Tensor]] = {}
+        for node in self._graph.nodes:
+            inputs = [_leaf(values[name], name) for name in node.inputs]
+            output = _run(node, inputs)
+            runs[node.name] = inputs, output
+            values[node.name] = output.detach()
+        grads: dict[int, Tensor] = {}
+        cotangents: dict[str, Tensor] = {}
+        if runs[self._graph.output][1].requires_grad:
+            cotangents[self._graph.output] = self._cotangent
+        for node in reversed(self._graph.nodes):
+            inputs, output = runs.pop(node.name)
+            if node.name not in cotangents or not output.requires_grad:
+                continue
+            to_inputs, to_parameters = _grads(node, inputs, output, cotangents)
+            if not node.num_batch_norms:
+                self._known[node.name] = (output.detach(), to_inputs, to_parameters)
+            for name, grad in zip(node.inputs, to_inputs, strict=True):
+                if grad is not None:
+                    had = cotangents.get(name)
+                    cotangents[name] = grad if had is None else had + grad
+            for key, grad in to_parameters.items():
+                grads[key] = grad if key not in grads else grads[key] + grad
+        return values, grads, cotangents
+
+    def _compare(
+        self,
+        wanted: Tensor,
+        found: Tensor,
+        whole: list[Tensor | None],
+        grads: dict[int, Tensor],
+    ) -> None:
+        name = self._graph.name
+        if not self._near(found, wanted):
+            raise SpecError(
+                f"the layers captured of {name} give other outputs than {name} itself: "
+                "its forward does something that is not captured, such as reading or "
+                "changing state that is no tensor of it. Please report the model"
+            )
+        largest = max(
+            (float(g.abs().max()) for g in whole if g is not None and g.numel()),
+            default=0.0,
+        )
+        named = {id(p): n for n, p in self._module.named_parameters()}
+        for parameter, want in zip(self._trained(), whole, strict=True):
+            have = grads.get(id(parameter))
+            zero = torch.zeros_like(parameter)
+            if not self._near(
+                zero if have is None else have, zero if want is None else want, largest
+            ):
+                raise SpecError(
+                    f"the layers captured of {name} give parameter "
+                    f"{named[id(parameter)]!r} another gradient than {name} itself: "
+                    "its forward does something that is not captured. Please report "
+                    "the model"
+                )
+
+    # Rows.
+
+    def _rows(
+        self, values: dict[str, Tensor], cotangents: dict[str, Tensor]
+    ) -> SpecError | None:
+        for node in self._graph.nodes:
+            every = tuple(range(_ROWS))
+            full = self._known.get(node.name)
+            full = full or self._part(node, values, cotangents, every)
+            parts = [self._part(node, values, cotangents, r) for r in (_SOME, _REST)]
+            for rows, (output, to_inputs, _) in zip((_SOME, _REST), parts, strict=True):
+                if output.shape[0] != len(rows) or not self._near(
+                    output, full[0][list(rows)], _largest(full[0])
+                ):
+                    return self._mixes(node, values)
+                for mine, all_rows in zip(to_inputs, full[1], strict=True):
+                    if (mine is None) != (all_rows is None):
+                        return self._mixes(node, values)
+                    if mine is None or all_rows is None:
+                        continue
+                    if not self._near(mine, all_rows[list(rows)], _largest(all_rows)):
+                        return self._mixes(node, values, backward=True)
+            largest = max((_largest(g) for g in full[2].values()), default=0.0)
+            for key, grad in full[2].items():
+                added = sum(
+                    (p[2][key] for p in parts if key in p[2]), torch.zeros_like(grad)
+                )
+                if not self._near(added, grad, largest):
+                    return self._mixes(node, values, backward=True)
+        return None
+
+    def _part(
+        self,
+        node: LayerNode,
+        values: dict[str, Tensor],
+        cotangents: dict[str, Tensor],
+        rows: tuple[int, ...],
+    ) -> _Found:
+        inputs = [_leaf(values[name][list(rows)], name) for name in node.inputs]
+        output = _run(node, inputs)
+        if node.name not in cotangents or not output.requires_grad:
+            return output.detach(), [None for _ in inputs], {}
+        if output.shape[0] != len(rows):
+            return output.detach(), [None for _ in inputs], {}
+        some = {node.name: cotangents[node.name][list(rows)]}
+        to_inputs, to_parameters = _grads(node, inputs, output, some)
+        return output.detach(), to_inputs, to_parameters
+
+    def _mixes(
+        self, node: LayerNode, values: dict[str, Tensor], *, backward: bool = False
+    ) -> SpecError:
+        place = f"layer {node.name!r}"
+        if not backward:
+            place = self._line(node, values)
+        else:
+            op = next((n for n in _graph_of(node).nodes if n.meta.get("place")), None)
+            place = place if op is None else f"{place_of(op)}: {place}"
+        way = " in backward" if backward else ""
+        return SpecError(
+            f"{place}: it mixes samples{way}: what it gives for one depends on which "
+            "others run beside it, and these may be on other ranks. Keep the batch as "
+            "the first dimension and leave what depends on other samples to the loss"
+        )
+
+    def _line(self, node: LayerNode, values: dict[str, Tensor]) -> str:
+        """The first operation of a layer that gives other rows for some of them."""
+        found = []
+        for rows in (tuple(range(_ROWS)), _SOME):
+            inputs = [values[name][list(rows)] for name in node.inputs]
+            trace: dict[fx.Node, Any] = {}
+            with contextlib.suppress(Exception), _fresh_buffers(node.module):
+                _Interpreter(node.module, trace).run(*inputs)
+            found.append(trace)
+        full, some = found
+        for op, value in some.items():
+            want = full.get(op)
+            if (
+                op.op in ("placeholder", "get_attr")
+                or not isinstance(value, Tensor)
+                or not isinstance(want, Tensor)
+                or not value.dim()
+                or value.shape[0] != len(_SOME)
+                or want.shape[0] != _ROWS
+                or not op.meta.get("place")
+            ):
+                continue
+            if not self._near(value, want[list(_SOME)], _largest(want)):
+                return f"{place_of(op)}: {op.name!r}"
+        for op in reversed(_graph_of(node).nodes):
+            if op.meta.get("place"):
+                return f"{place_of(op)}: layer {node.name!r}"
+        return f"layer {node.name!r}"
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, module: Any, trace: dict[fx.Node, Any]) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._trace = trace
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._trace[n] = super().run_node(n)
+        return self._trace[n]
+
+
+def _graph_of(node: LayerNode) -> fx.Graph:
+    graph = node.module.graph
+    assert isinstance(graph, fx.Graph)  # noqa: S101
+    return graph
+
+
+def _run(node: LayerNode, inputs: list[Tensor]) -> Tensor:
+    with _fresh_buffers(node.module):
+        output: Tensor = node.module(*inputs)
+    return output
+
+
+def _leaf(tensor: Tensor, name: str) -> Tensor:
+    from stretto.burst.graph import INPUT
+
+    found = tensor.detach()
+    return found.requires_grad_(name != INPUT and tensor.is_floating_point())
+
+
+def _grads(
+    node: LayerNode,
+    inputs: list[Tensor],
+    output: Tensor,
+    cotangents: Mapping[str, Tensor],
+) -> tuple[list[Tensor | None], dict[int, Tensor]]:
+    parameters = [p for p in node.module.parameters() if p.requires_grad]
+    leaves = [x for x in inputs if x.requires_grad]
+    found = _gradients(output, cotangents[node.name], [*leaves, *parameters])
+    by_leaf = {id(x): g for x, g in zip(leaves, found, strict=False)}
+    to_parameters = {
+        id(p): g
+        for p, g in zip(parameters, found[len(leaves) :], strict=True)
+        if g is not None
+    }
+    return [by_leaf.get(id(x)) for x in inputs], to_parameters
+
+
+def _gradients(
+    output: Tensor, cotangent: Tensor, tensors: list[Tensor]
+) -> list[Tensor | None]:
+    """Gradients by ``backward``, which reentrant checkpointing needs."""
+    torch.autograd.backward(output, cotangent)
+    found = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    return found
+
+
+def _largest(tensor: Tensor | None) -> float:
+    if tensor is None or not tensor.numel() or not tensor.is_floating_point():
+        return 0.0
+    values = tensor.detach()
+    values = torch.where(torch.isfinite(values), values, 0)
+    return float(values.abs().max())
+
+
+@contextlib.contextmanager
+def _fresh_buffers(module: nn.Module) -> Iterator[None]:
+    """What forward writes into buffers is written into copies."""
+    undo = []
+    memo: dict[int, Tensor] = {}
+    try:
+        for part in module.modules():
+            held: Any = part._buffers  # noqa: SLF001
+            for name, buffer in held.items():
+                if buffer is None:
+                    continue
+                memo.setdefault(id(buffer), buffer.detach().clone())
+                undo.append((held, name, buffer))
+        for held, name, buffer in undo:
+            held[name] = memo[id(buffer)]
+        yield
+    finally:
+        for held, name, buffer in undo:
+            held[name] = buffer
+
+
+@contextlib.contextmanager
+def _without_inner_dropout(module: nn.Module) -> Iterator[None]:
+    """Modules that drop within one call of torch do not."""
+    kept = [
+        (part, part.dropout)
+        for part in module.modules()
+        if isinstance(part, (nn.MultiheadAttention, nn.RNNBase))
+    ]
+    try:
+        for part, _ in kept:
+            part.dropout = 0.0
+        yield
+    finally:
+        for part, rate in kept:
+            part.dropout = rate
+
+
+@contextlib.contextmanager
+def _fixed_norms(parts: Any) -> Iterator[None]:
+    """Batch norms use their running statistics, or none."""
+    norms: list[Any] = [part for _, part in parts if isinstance(part, BatchNorm)]
+    try:
+        for norm in norms:
+            norm.__dict__["forward"] = _Fixed(norm)
+        yield
+    finally:
+        for norm in norms:
+            del norm.__dict__["forward"]
+
+
+class _Fixed:
+    def __init__(self, norm: Any) -> None:
+        self._norm = norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = self._norm
+        mean, var = norm.running_mean, norm.running_var
+        if mean is None:
+            mean, var = (x.new_full((norm.num_features,), v) for v in (0.0, 1.0))
+        return functional.batch_norm(
+            x, mean, var, norm.weight, norm.bias, training=False, eps=norm.eps
+        )

@@ -1,0 +1,708 @@
+"""Records the tensor operations of one forward, with every size concrete.
+
+# Note [How a module is recorded]
+The module's own Python runs, on tensors without storage. A function mode sees each call
+of a torch function; calls of ``torch.nn`` modules and of ``autograd.Function`` are
+intercepted and recorded as one operation, so that their hooks, state and backward stay
+their own. Sizes and decisions are plain numbers, as in a usual run; what follows the
+number of samples is found by comparing records of two batches, see ``operations``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent.parent)
+
+Dropout = nn.modules.dropout._DropoutNd  # noqa: SLF001
+BatchNorm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
+
+_REFUSED = {
+    "register_hook": "its effect on the gradient is outside the recorded operations",
+    "retain_grad": "the gradient would be of another tensor",
+    "backward": "gradients within forward can't be split over ranks",
+    "register_post_accumulate_grad_hook": "forward can't hook gradients",
+    "requires_grad_": "what needs a gradient must not change in forward",
+    "set_": "the storage of a tensor must not change in forward",
+    "resize_": "the storage of a tensor must not change in forward",
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor that an earlier operation gave: its number, and where in its result."""
+
+    number: int
+
+    path: tuple[Any, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A parameter, buffer or other tensor that the module holds, by name."""
+
+    name: str
+
+
+SOURCE = Ref(-1)
+"""The model's input."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The modes that the module set around an operation."""
+
+    grad: bool = True
+
+    autocast: tuple[tuple[str, torch.dtype, bool, bool], ...] = ()
+
+
+@final
+@dataclass(kw_only=True, eq=False)
+class Record:
+    """One operation."""
+
+    kind: str
+    """``call_function``, ``call_method`` or ``call_module``."""
+
+    target: Any
+
+    args: tuple[Any, ...]
+
+    kwargs: dict[str, Any]
+
+    place: str
+    """Where in the user's code it is, as ``file:line``."""
+
+    context: Context
+
+    tensors: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    """What it gives, without values, by its place in the result."""
+
+    draws: bool = False
+    """Whether it draws random numbers, dropout modules aside."""
+
+    writes: int | None = None
+    """The position of the argument into which it writes."""
+
+    aliases: bool = False
+    """Whether its result shares memory with an argument."""
+
+    norms: tuple[str, ...] = ()
+    """Batch norms called in it, in order."""
+
+
+@final
+class Recording:
+    """The operations of one forward."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.constants: dict[str, Any] = {}
+        """Tensors and other objects that belong to no module, by a made-up name."""
+
+        self.output: Any = None
+        """The forward's result, with `Ref` for tensors."""
+
+
+def place_in(error: BaseException, otherwise: str) -> str:
+    """The last line of an error's trace that is the user's."""
+    found = otherwise
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if is_user(file):
+            found = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def is_user(file: str) -> bool:
+    """Whether a file is neither PyTorch's nor ours."""
+    return not file.startswith((_TORCH, _OWN, "<")) and "contextlib" not in file
+
+
+def _place() -> str:
+    import sys
+
+    frame: Any = sys._getframe(2)  # noqa: SLF001
+    while frame is not None:
+        if is_user(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an operation of torch"
+
+
+def is_leaf(module: nn.Module, root: nn.Module) -> bool:
+    """Whether a module is one operation: one of torch's own, or one with hooks."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
+    if module is root:
+        return False
+    if (
+        module._forward_hooks  # noqa: SLF001
+        or module._forward_pre_hooks  # noqa: SLF001
+        or module._backward_hooks  # noqa: SLF001
+        or module._backward_pre_hooks  # noqa: SLF001
+    ):
+        return True
+    forward = getattr(type(module), "forward", None)
+    return (
+        "forward" not in module.__dict__
+        and (getattr(forward, "__module__", None) or "").startswith("torch.nn.modules")
+        and forward is not nn.Sequential.forward
+    )
+
+
+_active: list[Recorder] = []
+
+
+@final
+class Recorder(TorchFunctionMode):
+    """Notes what runs while it is entered."""
+
+    def __init__(self, root: nn.Module, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self._root = root
+        self._mode = mode
+        self._refs: dict[int, Ref | Fixed] = {}
+        self._alive: list[Any] = []
+        self._written: dict[int, tuple[int, str, int]] = {}
+        """By storage: the tensor through which it was last written, where, and the
+        number of the operation."""
+
+        self._modules = {id(part): name for name, part in root.named_modules()}
+        self._depth = 0
+        self._draws = 0
+        self._in_dropout = 0
+        self._norms: list[str] = []
+        self._autocast: list[tuple[str, torch.dtype, bool, bool]] = []
+        self._fakes: dict[int, Tensor] = {}
+
+    # Tensors.
+
+    def knows(self, tensor: Tensor, ref: Ref | Fixed) -> None:
+        """Gives a tensor a name."""
+        self._refs[id(tensor)] = ref
+        self._alive.append(tensor)
+
+    def ref(self, tensor: Tensor, place: str) -> Ref | Fixed:
+        """A tensor's name."""
+        found = self._refs.get(id(tensor))
+        if found is not None:
+            self._require_current(tensor, place)
+            return found
+        if isinstance(tensor, FakeTensor):
+            raise SpecError(
+                f"{place}: reads a tensor that was made by something capture does not "
+                "see (a compiled or scripted function, or a tensor's constructor): "
+                "make it by a torch function, or move it into a module"
+            )
+        return self._constant(tensor, place)
+
+    def _constant(self, tensor: Tensor, place: str) -> Fixed:
+        if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            raise SpecError(
+                f"{place}: reads a tensor that needs a gradient and is no parameter of "
+                "the model: make it a torch.nn.Parameter of a module"
+            )
+        for name, value in self.recording.constants.items():
+            if value is tensor:
+                return Fixed(name)
+        name = f"constant_{len(self.recording.constants)}"
+        self.recording.constants[name] = tensor
+        return Fixed(name)
+
+    def _require_current(self, tensor: Tensor, place: str) -> None:
+        if not self._written or not isinstance(tensor, FakeTensor):
+            return
+        written = self._written.get(_storage(tensor))
+        ref = self._refs[id(tensor)]
+        number = ref.number if isinstance(ref, Ref) else -1
+        if written is not None and written[0] != id(tensor) and number < written[2]:
+            raise SpecError(
+                f"{written[1]}: writes in place into memory that {place} reads through "
+                "another tensor: which layers see it is not known. Write it as an "
+                "operation that gives a new tensor"
+            )
+
+    # Operations.
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs a function, and notes it unless a recorded module runs it."""
+        kwargs = kwargs or {}
+        if self._depth:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        if name in _REFUSED:
+            place = _place()
+            raise SpecError(
+                f"{place}: {name} in forward is not captured: {_REFUSED[name]}. Move "
+                "it out of the model, or write it as a torch.autograd.Function"
+            )
+        if func is torch.autograd.grad:
+            raise SpecError(
+                f"{_place()}: torch.autograd.grad in forward is not captured: it reads "
+                "other layers' backward. Compute gradients outside of the model"
+            )
+        if name == "__set__":
+            raise SpecError(
+                f"{_place()}: sets {func.__self__.__name__!r} of a tensor in forward: "
+                "write it as an operation that gives a new tensor"
+            )
+        if name == "__get__":
+            return self._property(func, args)
+        kind: str = "call_function"
+        target: Any = func
+        if getattr(torch.Tensor, name, None) is func:
+            kind, target = "call_method", name
+        return self.operation(kind, target, func, args, kwargs)
+
+    def _property(self, func: Any, args: Any) -> Any:
+        name = func.__self__.__name__
+        value = func(*args)
+        if not isinstance(value, Tensor) or not isinstance(args[0], Tensor):
+            return value
+        if name in ("grad", "_grad", "_base"):
+            raise SpecError(
+                f"{_place()}: reads .{name} of a tensor in forward, which is not known "
+                "when layers run on other ranks: compute it outside of the model"
+            )
+        return self.operation("call_function", getattr, _attribute, (args[0], name), {})
+
+    def operation(
+        self,
+        kind: str,
+        target: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs something as one operation and notes it."""
+        self._depth += 1
+        try:
+            return self._operation(kind, target, call, args, kwargs, _place())
+        finally:
+            self._depth -= 1
+
+    def _operation(
+        self,
+        kind: str,
+        target: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        place: str,
+    ) -> Any:
+        real_args, real_kwargs = self._fake(args), self._fake(kwargs)
+        tensors = [t for _, t in _leaves((args, kwargs))]
+        before = [_version(t) for t in tensors]
+        named = None
+        if tensors:
+            named = (self._named(args, place), self._named(kwargs, place))
+        self._draws, self._norms = 0, []
+        result = call(*real_args, **real_kwargs)
+        written = [t for t, v in zip(tensors, before, strict=True) if _version(t) != v]
+        if not written and not _holds(result):
+            return result
+        record = Record(
+            kind=kind,
+            target=target,
+            args=named[0] if named else args,
+            kwargs=named[1] if named else kwargs,
+            place=place,
+            context=Context(
+                grad=torch.is_grad_enabled(), autocast=tuple(self._autocast)
+            ),
+            draws=self._draws > 0,
+            norms=tuple(self._norms),
+        )
+        if kind == "call_method" and target == "__setitem__":
+            record.kind, record.target = "call_function", set_item
+        self._note_writes(record, written, args)
+        self._add(record, args[0] if record.target is set_item else result, tensors)
+        return result
+
+    def _note_writes(self, record: Record, written: list[Tensor], args: Any) -> None:
+        if not written:
+            return
+        target = written[0]
+        ref = self._refs.get(id(target))
+        if isinstance(ref, Fixed) or not isinstance(target, FakeTensor):
+            what = ref.name if isinstance(ref, Fixed) else "a constant"
+            raise SpecError(
+                f"{record.place}: writes into the parameter or buffer {what!r} in "
+                "forward: ranks would differ in it, as each sees other samples. Update "
+                "it outside of the model, or use a torch.nn module that does"
+            )
+        positions = [i for i, a in enumerate(args) if a is target]
+        if not positions:
+            raise SpecError(
+                f"{record.place}: writes into the tensor given as out=: write it as an "
+                "operation that gives a new tensor"
+            )
+        record.writes = positions[0]
+        if target._is_view():  # noqa: SLF001
+            record.aliases = True
+        number = len(self.recording.records)
+        self._written[_storage(target)] = (id(target), record.place, number)
+
+    def _add(self, record: Record, result: Any, given: list[Tensor]) -> None:
+        number = len(self.recording.records)
+        self.recording.records.append(record)
+        storages = {_storage(t) for t in given if isinstance(t, FakeTensor)}
+        for path, tensor in _leaves(result):
+            record.tensors[path] = tensor
+            if _storage(tensor) in storages:
+                record.aliases = True
+            self.knows(tensor, Ref(number, path))
+
+    def _named(self, value: Any, place: str) -> Any:
+        if isinstance(value, Tensor):
+            return self.ref(value, place)
+        if isinstance(value, torch.Size):
+            return tuple(value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._named(v, place) for v in value))
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._named(v, place) for v in value)
+        if type(value) is dict or isinstance(value, dict):
+            return {k: self._named(v, place) for k, v in value.items()}
+        if isinstance(value, slice):
+            return slice(
+                *(self._named(v, place) for v in (value.start, value.stop, value.step))
+            )
+        return value
+
+    def _fake(self, value: Any) -> Any:
+        """Tensors with values that belong to no module, as those without."""
+        if isinstance(value, Tensor):
+            if isinstance(value, FakeTensor):
+                return value
+            if id(value) not in self._fakes:
+                self._alive.append(value)
+                self._fakes[id(value)] = self._mode.from_tensor(value)
+            return self._fakes[id(value)]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._fake(v) for v in value))
+        if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+            return type(value)(self._fake(v) for v in value)
+        if type(value) is dict:
+            return {k: self._fake(v) for k, v in value.items()}
+        return value
+
+    # Modules and functions.
+
+    def module(
+        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """Runs a module, as one operation where it is a leaf."""
+        if self._depth:
+            if isinstance(module, BatchNorm):
+                self._norms.append(self._modules.get(id(module), ""))
+            if not isinstance(module, Dropout):
+                return call(module, *args, **kwargs)
+            self._in_dropout += 1
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._in_dropout -= 1
+        if id(module) not in self._modules or not is_leaf(module, self._root):
+            return call(module, *args, **kwargs)
+        place = _place()
+
+        def run(*more: Any, **named: Any) -> Any:
+            # Counted as within itself: a norm or dropout is noted as such.
+            buffers = _buffers(module)
+            versions = [_version(b) for _, b, _ in buffers]
+            result = self.module(call, module, more, named)
+            for (name, buffer, owner), version in zip(buffers, versions, strict=True):
+                if _version(buffer) != version:
+                    _require_known_state(owner, name, place)
+            return result
+
+        return self.operation(
+            "call_module", self._modules[id(module)], run, args, kwargs
+        )
+
+    def function(
+        self, call: Callable[..., Any], kind: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Runs an ``autograd.Function`` as one operation."""
+        if self._depth:
+            return call(kind, *args, **kwargs)
+        if kind is torch.utils.checkpoint.CheckpointFunction:
+            return args[0](*args[2:])
+        return self.operation(
+            "call_function", apply_function, call, (kind, *args), kwargs
+        )
+
+    def drew(self, operator: Any, args: Any, kwargs: Any) -> None:
+        """Notes that random numbers were drawn."""
+        if self._in_dropout:
+            return
+        schema = operator._schema  # noqa: SLF001
+        for i, argument in enumerate(schema.arguments):
+            if argument.name in ("dropout_p", "dropout"):
+                value = args[i] if i < len(args) else kwargs.get(argument.name, 0.0)
+                if not value:
+                    return
+        self._draws += 1
+
+    def autocast_entered(self, entry: tuple[str, torch.dtype, bool, bool]) -> None:
+        """The module begins an autocast region."""
+        self._autocast.append(entry)
+
+    def autocast_left(self) -> None:
+        """The module ends an autocast region."""
+        self._autocast.pop()
+
+    def finish(self, output: Any) -> Recording:
+        """What was recorded, with the forward's result."""
+        self.recording.output = output
+        return self.recording
+
+
+def apply_function(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an ``autograd.Function``."""
+    return kind.apply(*args, **kwargs)
+
+
+def _attribute(tensor: Tensor, name: str) -> Any:
+    return getattr(tensor, name)
+
+
+def set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
+    """Write into a part of a tensor and return the tensor."""
+    tensor[index] = value
+    return tensor
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, Tensor, nn.Module]]:
+    return [
+        (name, buffer, part)
+        for part in module.modules()
+        for name, buffer in part._buffers.items()  # noqa: SLF001
+        if buffer is not None
+    ]
+
+
+def _require_known_state(owner: nn.Module, name: str, place: str) -> None:
+    """Only norms and parametrizations may change buffers in forward."""
+    if isinstance(owner, BatchNorm):
+        return
+    kind = type(owner).__module__
+    if kind.startswith("torch.nn.utils.param") or hasattr(owner, f"{name}_orig"):
+        return
+    if any(hasattr(owner, f"{name.rpartition('_')[0]}{end}") for end in ("_orig",)):
+        return  # torch.nn.utils.spectral_norm keeps its vectors so
+    raise SpecError(
+        f"{place}: {type(owner).__name__} writes into its buffer {name!r} in forward: "
+        "ranks would differ in it, as each sees other samples. Update it outside of "
+        "the model"
+    )
+
+
+def _version(tensor: Tensor) -> int:
+    return tensor._version  # noqa: SLF001
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
+
+
+def _holds(value: Any) -> bool:
+    return next(_leaves(value), None) is not None
+
+
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        for i, part in enumerate(value):
+            yield from _leaves(part, (*path, i))
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _leaves(part, (*path, key))
+
+
+class _Draws(TorchDispatchMode):
+    """Sees operations that draw random numbers."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._recorder.drew(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _apply_code() -> types.CodeType:
+    def outer() -> Any:
+        __class__ = None
+
+        def apply(cls, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, ANN002, ANN003
+            from stretto.burst.tracing.recorder import applied
+
+            return applied(cls, args, kwargs, __class__)
+
+        return apply
+
+    return outer().__code__  # type: ignore[no-any-return]
+
+
+_original: list[Callable[..., Any]] = []
+
+
+def applied(kind: Any, args: Any, kwargs: Any, _cell: Any) -> Any:
+    """Serves `torch.autograd.Function.apply` while a forward is recorded."""
+    return _active[-1].function(_original[-1], kind, args, kwargs)
+
+
+@contextlib.contextmanager
+def _patched(recorder: Recorder) -> Iterator[None]:
+    """Calls of modules, functions and autocast pass by the recorder.
+
+    The code of ``Function.apply`` is exchanged rather than the attribute, because
+    programs keep bound ``apply`` methods.
+    """
+    module_call = nn.Module.__call__
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.module(module_call, module, args, kwargs)
+
+    def entered(self: Any) -> Any:
+        found = enter(self)  # type: ignore[no-untyped-call]
+        if not recorder._depth:  # noqa: SLF001
+            recorder.autocast_entered(
+                (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+            )
+        return found
+
+    def left(self: Any, *error: Any) -> Any:
+        if not recorder._depth:  # noqa: SLF001
+            recorder.autocast_left()
+        return leave(self, *error)
+
+    apply: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    code = apply.__code__
+    original = types.FunctionType(
+        code, apply.__globals__, "apply", apply.__defaults__, apply.__closure__
+    )
+    _original.append(original)
+    _active.append(recorder)
+    try:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+        torch.autocast.__exit__ = left  # type: ignore[method-assign]
+        apply.__code__ = _apply_code()
+        yield
+    finally:
+        apply.__code__ = code
+        nn.Module.__call__ = module_call  # type: ignore[method-assign]
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+        torch.autocast.__exit__ = leave  # type: ignore[method-assign]
+        _active.pop()
+        _original.pop()
+
+
+@contextlib.contextmanager
+def swapped(
+    modules: Iterable[tuple[str, nn.Module]], make: Callable[[Tensor], Tensor]
+) -> Iterator[dict[str, Tensor]]:
+    """Modules hold other parameters and buffers meanwhile, which are yielded by name.
+
+    Those that modules share stay shared.
+    """
+    memo: dict[int, Tensor] = {}
+    names: dict[str, Tensor] = {}
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for prefix, part in modules:
+            for held in (part._parameters, part._buffers):  # noqa: SLF001
+                for name, tensor in held.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in memo:
+                        memo[id(tensor)] = make(tensor)
+                        full = f"{prefix}.{name}" if prefix else name
+                        names[full] = memo[id(tensor)]
+                    undo.append((held, name, tensor))
+                    held[name] = memo[id(tensor)]  # type: ignore[assignment]
+        yield names
+    finally:
+        for held, name, tensor in reversed(undo):
+            held[name] = tensor
+
+
+@final
+class Fakes:
+    """Tensors without values for a module's parameters and buffers, made once."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A tensor's twin without values."""
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = tensor, self.mode.from_tensor(tensor)
+        return self._made[id(tensor)][1]
+
+
+def record(
+    root: nn.Module,
+    run: Callable[[Tensor], Any],
+    source: tuple[tuple[int, ...], torch.dtype, torch.device],
+    fakes: Fakes,
+) -> Recording:
+    """Records what ``run`` does with an input of such a shape.
+
+    ``run`` gets the input and returns the output's tensors, as a tree.
+    """
+    mode = fakes.mode
+    shape, dtype, device = source
+    with swapped(root.named_modules(), fakes.of) as named:
+        recorder = Recorder(root, mode)
+        for name, tensor in named.items():
+            recorder.knows(tensor, Fixed(name))
+        for prefix, part in root.named_modules():
+            for name, value in vars(part).items():
+                if isinstance(value, Tensor):
+                    full = f"{prefix}.{name}" if prefix else name
+                    recorder.knows(value, Fixed(full))
+        with _patched(recorder), torch.enable_grad(), mode, _Draws(recorder):
+            batch = torch.empty(shape, dtype=dtype, device=device)
+            recorder.knows(batch, SOURCE)
+            with recorder:
+                output = run(batch)
+            named_output = recorder._named(output, "the output")  # noqa: SLF001
+        return recorder.finish(named_output)
