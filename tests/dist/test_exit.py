@@ -22,8 +22,8 @@ pytestmark = [
 ]
 
 # Gloo's workers run only when nothing else wants the processor, so that each may still
-# have to drop its last work when the program ends. How many such processes abort without the
-# wait at exit depends on the machine; the tests of `quiesce` below do not.
+# have to drop its last work when the program ends. How many such processes abort
+# without the wait at exit depends on the machine; the tests of `quiesce` below do not.
 PROGRAM = """
 import os, subprocess, sys
 from pathlib import Path

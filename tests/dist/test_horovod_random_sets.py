@@ -33,7 +33,12 @@ def rank_of_first_uses(rank: int, size: int) -> int:
     if rank % 2:
         order.reverse()
     handles = [
-        (s, hvd.allreduce_async(torch.full((3,), rank + 1.0), op=hvd.Sum, process_set=s))
+        (
+            s,
+            hvd.allreduce_async(
+                torch.full((3,), rank + 1.0), op=hvd.Sum, process_set=s
+            ),
+        )
         for s in order
     ]
     for process_set, handle in handles:
