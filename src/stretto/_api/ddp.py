@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,23 +14,27 @@ import torch.distributed as dist
 
 from stretto import runtime
 from stretto._api.keep import Keeper, title_of
-from stretto.errors import SpecError
+from stretto.errors import SpecError, StrettoError
 from stretto.runtime.negotiated.front import NEGOTIATED
+from stretto.runtime.surroundings import without_dynamo
 from stretto.schema import Plan
-from stretto.tune import AutoPlan
+from stretto.tune import AutoPlan, TuneOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
 
-    from stretto.tune import OnSettled, Settled, TuneOptions
+    from stretto.tune import OnSettled, Settled
 
 AUTO = "auto"
 DDP_RULE = "ddp"
 
 PLAN_VARIABLE = "STRETTO_PLAN"
 """What `stretto run --plan` sets: it stands for ``"auto"``."""
+
+_COMPARED = ("order", "lanes", "unit_bytes", "nan", "nan_patience", "error_feedback")
+"""Options of the runtime that must be equal on all ranks."""
 
 _log = logging.getLogger(__name__)
 
@@ -73,13 +78,23 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
     ) -> None:
         self._auto: AutoPlan | None = None
         self._keeper: Keeper | None = None
-        self._between: Callable[[], None] | None = None
         negotiates = kwargs.get("order") == NEGOTIATED
         if plan == AUTO:
             plan = DDP_RULE if negotiates else os.environ.get(PLAN_VARIABLE, AUTO)
         automatic = plan == AUTO
+        options = tune or TuneOptions()
+        # What the runtime's constructor compares between ranks, in its first meeting.
+        self._compared = {
+            "plan": repr(plan) if automatic or plan == DDP_RULE else "a plan",
+            "wire_dtype": repr(wire_dtype),
+            **{name: repr(kwargs[name]) for name in _COMPARED if name in kwargs},
+        }
+        if automatic:
+            self._compared["tune"] = repr(options)
+        # A rank that can't go on meets the others all the same, so that none waits.
+        self._trouble: StrettoError | None = None
         if wire_dtype is not None and not automatic:
-            raise SpecError(
+            self._trouble = SpecError(
                 f"wire_dtype={wire_dtype!r} is for plan='auto': a plan's buckets have "
                 "a wire_dtype of their own, and DDP's rule sends gradients as they "
                 "are. Plan with `stretto plan --wire-dtype`."
@@ -87,7 +102,11 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         if automatic or plan == DDP_RULE:
             plan = None
         elif isinstance(plan, str | Path):
-            plan = Plan.load(plan)
+            try:
+                plan = Plan.load(plan)
+            except StrettoError as exc:
+                self._trouble, plan = exc, None
+        self._counts_steps = automatic
         super().__init__(module, *args, plan=plan, **kwargs)
         self._on_settled = on_settled
         if not negotiates:  # what it keeps is by buckets
@@ -97,16 +116,15 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
                 weakref.finalize(self, self._keeper.end)
         if automatic and self._can_plan():
             name = type(module).__name__.lower()
+            settled = weakref.WeakMethod(self._settled)
             self._auto = AutoPlan(
                 self,
                 name=name,
                 wire_dtype=wire_dtype,
-                on_settled=self._settled,
+                on_settled=partial(_call_weak, settled),
                 on_unfinished=self._keeper and self._keeper.unfinished,
-                options=tune,
+                options=options,
             )
-        if self._auto is not None or self._keeper is not None:
-            self._between = self._before_forward
 
     def _can_plan(self) -> bool:
         """Whether measuring can lead to a better plan than DDP's rule."""
@@ -119,27 +137,29 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output, as DDP gives it."""
-        if self._between is not None:
-            if torch.is_grad_enabled():
-                self._between()
-            elif self._auto is not None:
-                self._auto.evaluated()
+        if self._auto is not None or self._keeper is not None:
+            self._before_forward()
         return super().forward(*inputs, **kwargs)
 
+    @without_dynamo
     def _before_forward(self) -> None:
-        """Measures, plans, applies and records, while there is something to do."""
-        if self._auto is not None:
-            self._auto.before_forward(reduces=self.require_backward_grad_sync)
-            if self._auto.done:
-                self._auto = None
-            elif not self._auto.settled:
-                return
-        if self._keeper is not None:
-            self._keeper.before_forward(self)
-            if self._keeper.done:
+        """Note an evaluation, or record a step; other ranks have no part in it."""
+        auto, keeper = self._auto, self._keeper
+        if auto is not None and not torch.is_grad_enabled():
+            auto.evaluated()
+        if keeper is None or not torch.is_grad_enabled():
+            return
+        if auto is None or auto.settled:
+            keeper.before_forward(self)
+            if keeper.done:
                 self._keeper = None
-        if self._auto is None and self._keeper is None:
-            self._between = None
+
+    def _step_reduced(self) -> None:
+        """Measure, plan and apply, while there is something to do."""
+        if self._auto is not None:
+            self._auto.reduced()
+            if self._auto is not None and self._auto.done:
+                self._auto = None
 
     def _settled(self, settled: Settled) -> None:
         if self._keeper is not None:
@@ -157,17 +177,24 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Registers a communication hook as DDP does; automatic planning ends."""
-        if self._auto is not None and not self._auto.settled and self.plan is not None:
-            super().apply_plan(None)  # what steps are measured with is no plan to keep
+        if self._auto is not None and not self._auto.settled:
+            self._restore_rule()  # what steps are measured with is no plan to keep
         self._stop_tuning("a communication hook was registered")
         super().register_comm_hook(state, hook)
 
     def _stop_tuning(self, reason: str) -> None:
-        """The caller has decided, unless it is tuning itself that applies a plan."""
-        if self._auto is not None and not self._auto.at_work:
-            self._auto.abandon(reason)
-            self._auto = None
+        """The caller has decided."""
+        auto, self._auto = self._auto, None
+        if auto is not None:
+            auto.abandon(reason)
 
     def __getstate__(self) -> dict[str, Any]:
         attributes = super().__getstate__()
-        return {**attributes, "_auto": None, "_keeper": None, "_between": None}
+        # A copy is a model of its own, which its user trains or does not.
+        return {**attributes, "_auto": None, "_keeper": None, "_counts_steps": False}
+
+
+def _call_weak(method: Callable[[], Any], settled: Settled) -> None:
+    found = method()
+    if found is not None:
+        found(settled)

@@ -38,7 +38,7 @@ from stretto.runtime import DistributedDataParallel, Recorder
 from stretto.schema import Plan, Timeline
 from stretto.sim.bounds import lower_bound
 from stretto.sim.step import simulate_step
-from stretto.tune import DeferredProfile
+from stretto.tune import DeferredProfile, deferred_plan
 from stretto.units import format_s
 
 if TYPE_CHECKING:
@@ -179,6 +179,7 @@ def measure_workload(task: Task) -> Workload:
     model = DistributedDataParallel(task.model(), **ALIKE)
     trainee = Trainee(task, model)
     profile = DeferredProfile(model)
+    model.apply_plan(deferred_plan(model))
     profile.start()
     warmup = 3
     for _ in range(warmup + settings.profile_steps):

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import platform
 import statistics
+import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.utils import _pytree as pytree
 
 from stretto.errors import SpecError
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.distributed import ProcessGroup
+
+disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
 
 DEFAULT_WARMUP = 3
 DEFAULT_REPETITIONS = 10
@@ -75,6 +82,7 @@ class StepObserver:
         on_step: Callable[[int], None] | None = None,
         parameters: Sequence[tuple[str, nn.Parameter]] | None = None,
         unused: bool = False,
+        aside: bool = False,
     ) -> None:
         """Prepares; nothing is watched before the context is entered.
 
@@ -87,6 +95,9 @@ class StepObserver:
                 that require a gradient.
             unused: Whether parameters may get no gradient in a step. DDP marks them as
                 ready when the first gradient of the step is.
+            aside: Whether the training must not notice: the model gets no hooks of
+                its own (it can be copied and saved meanwhile), nothing keeps it
+                alive, and an error ends the observation and is kept in `error`.
 
         Raises:
             SpecError: the model has no parameter that wants a gradient.
@@ -110,6 +121,9 @@ class StepObserver:
         self._unused = unused
         self._group = group
         self._on_step = on_step
+        self._aside = aside
+        self.error: Exception | None = None
+        """What ended an observation ``aside``."""
         self._device = self._parameters[0].device
         self._clock = clock_for(self._device)
         self._mark = self._clock.mark
@@ -121,6 +135,18 @@ class StepObserver:
     # -- the context -------------------------------------------------------
 
     def __enter__(self) -> Self:
+        if self._aside:
+            self._watch_aside()
+        else:
+            self._watch_modules()
+        for i, parameter in enumerate(self._parameters):
+            if not parameter.requires_grad:
+                continue  # frozen since the model was wrapped
+            hook = self._held(StepObserver._became_ready, i)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        return self
+
+    def _watch_modules(self) -> None:
         model = self.model
         # Before any other hook of the root, so that theirs count to its forward.
         self._handles.append(
@@ -133,12 +159,49 @@ class StepObserver:
             if module is not model and next(module.parameters(), None) is not None:
                 hook = self._module_hook(prefix)
                 self._handles.append(module.register_forward_pre_hook(hook))
-        for i, parameter in enumerate(self._parameters):
-            if not parameter.requires_grad:
-                continue  # frozen since the model was wrapped
-            hook = self._ready_hook(i)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        return self
+
+    def _watch_aside(self) -> None:
+        # Hooks of all modules, for those of one would be copied and saved with it.
+        prefixes = {
+            id(module): prefix
+            for prefix, module in self.model.named_modules(remove_duplicate=True)
+            if next(module.parameters(), None) is not None
+        }
+        self._prefixes = {**prefixes, id(self.model): ""}
+        self._handles = [
+            register_module_forward_pre_hook(self._held(StepObserver._any_called)),
+            register_module_forward_hook(self._held(StepObserver._any_returned)),
+        ]
+        self._end = weakref.finalize(self, _remove, list(self._handles))
+
+    def _held(self, method: Callable[..., None], *first: Any) -> Callable[..., None]:
+        """Return a hook that keeps nothing alive and, aside, never raises."""
+        mine = weakref.ref(self)
+
+        def hook(*args: Any) -> None:
+            self = mine()
+            if self is None:
+                return
+            try:
+                method(self, *first, *args)
+            except Exception as exc:
+                if not self._aside:
+                    raise
+                self.error = exc
+                self.close()
+
+        return cast("Callable[..., None]", disable_dynamo(hook))
+
+    def _any_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        prefix = self._prefixes.get(id(module))
+        if prefix == "":
+            self._root_called(module, args, {})
+        elif prefix is not None and self._begin is not None:
+            self._first_use.setdefault(prefix, self._mark())
+
+    def _any_returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._prefixes.get(id(module)) == "":
+            self._root_returned(module, args, output)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -167,9 +230,13 @@ class StepObserver:
             dist.barrier(self._group)
         self._started = self._mark()
 
-    def end_step(self) -> None:
-        """Ends the step here rather than at the next call of the model."""
-        self._finish()
+    def end_step(self, step_s: float | None = None) -> None:
+        """End the step here rather than at the next call of the model.
+
+        ``step_s`` is how long it took, where that is known better than from the start
+        of its forward.
+        """
+        self._finish(step_s)
         self._reset()
 
     # -- hooks -------------------------------------------------------------
@@ -211,7 +278,9 @@ class StepObserver:
         self._forward_end = self._mark()
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._backward_began)
+                if self.batch_size is None and leaf.dim() > 0:
+                    self.batch_size = leaf.shape[0]
+                leaf.register_hook(self._held(StepObserver._backward_began))
 
     def _module_hook(self, prefix: str) -> Callable[..., None]:
         def first_used(_module: nn.Module, _args: Any) -> None:
@@ -232,7 +301,7 @@ class StepObserver:
             self._callback_queued = True
             # What DDP itself uses to learn that backward is over.
             torch.autograd.Variable._execution_engine.queue_callback(  # noqa: SLF001
-                self._backward_ended
+                self._held(StepObserver._backward_ended)
             )
 
     def _backward_ended(self) -> None:
@@ -240,16 +309,13 @@ class StepObserver:
         if self._begin is not None:
             self._backward_end = self._mark()
 
-    def _ready_hook(self, i: int) -> Callable[[torch.Tensor], None]:
-        def became_ready(_parameter: torch.Tensor) -> None:
-            if self._begin is None:
-                return
-            if self._ready[i] is None:
-                self._ready_order.append(i)
-            self._ready[i] = self._mark()
-            self._queue_end()
-
-        return became_ready
+    def _became_ready(self, i: int, _parameter: torch.Tensor) -> None:
+        if self._begin is None:
+            return
+        if self._ready[i] is None:
+            self._ready_order.append(i)
+        self._ready[i] = self._mark()
+        self._queue_end()
 
     # -- a step's record ---------------------------------------------------
 
@@ -272,7 +338,7 @@ class StepObserver:
             marks.append(self._first_use[prefix])
         return marks
 
-    def _finish(self) -> None:
+    def _finish(self, step_s: float | None = None) -> None:
         if self._begin is None or not self._ready_order or self._backward_end is None:
             return
         end = self._mark()
@@ -301,7 +367,8 @@ class StepObserver:
         self.order = tuple(self._ready_order)
         self.steps.append(
             ObservedStep(
-                step_s=seconds(begin, end) - self._excluded_s,
+                step_s=(seconds(begin, end) if step_s is None else step_s)
+                - self._excluded_s,
                 forward_s=seconds(begin, forward_end),
                 backward_s=seconds(backward_begin, self._backward_end),
                 ready_s=tuple(
@@ -327,6 +394,7 @@ class StepObserver:
         warmup: int = DEFAULT_WARMUP,
         group: ProcessGroup | None = None,
         max_spread_ratio: float = DEFAULT_MAX_SPREAD_RATIO,
+        rows: Sequence[Sequence[float]] | None = None,
     ) -> Workload:
         """The workload that the observed steps show: medians over steps.
 
@@ -341,18 +409,21 @@ class StepObserver:
             group: Ranks that observed the same steps; every one of them must call.
             max_spread_ratio: Largest accepted distance between the quartiles of the
                 time of backward, as a share of its median.
+            rows: What `row_of` gave, merged over ranks, in place of these steps.
 
         Raises:
             SpecError: fewer than three steps are left.
             NoisyProfile: the steps differ too much.
         """
         steps = self.steps[warmup:]
-        if len(steps) < 3:
+        if rows is None:
+            rows = self._rows(steps, group)
+        if len(rows) < 3:
             raise SpecError(
                 f"a workload needs at least 3 steps after {warmup} to warm up, saw "
                 f"{len(self.steps)} in all; let the model train for longer"
             )
-        table = _StepTable(steps, self.order, group)
+        table = _StepTable(rows, len(self._names))
         require_steady(
             "the time of backward",
             table.backward_s,
@@ -390,7 +461,7 @@ class StepObserver:
                 "torch_threads": torch.get_num_threads(),
                 "ranks": 1 if group is None else dist.get_world_size(group),
                 "warmup": warmup,
-                "repetitions": len(steps),
+                "repetitions": len(rows),
                 "step_s": statistics.median(table.step_s),
                 "outside_s": statistics.median(table.outside_s),
                 "outside": "loss, optimizer and input pipeline, part of forward_s",
@@ -399,6 +470,30 @@ class StepObserver:
                 "backward_spread_ratio": spread_ratio(table.backward_s),
             },
         )
+
+    def _rows(
+        self, steps: Sequence[ObservedStep], group: ProcessGroup | None
+    ) -> list[list[float]]:
+        rows = [self.row_of(step) for step in steps]
+        if group is None or len(rows) < 3:
+            return rows
+        table = torch.tensor(rows, dtype=torch.float64, device=device_of(group))
+        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
+        found: list[list[float]] = table.tolist()
+        return found
+
+    def row_of(self, step: ObservedStep) -> list[float]:
+        """Return a step as figures of which a group of ranks takes the largest."""
+        position = {parameter: place for place, parameter in enumerate(self.order)}
+        before_s = max(0.0, step.step_s - step.backward_s)
+        return [
+            before_s,
+            before_s + step.backward_s,
+            max(0.0, before_s - step.forward_s),
+            *(before_s + value for value in step.ready_s),
+            *step.needed_s,
+            *(float(position[i]) for i in range(len(self.order))),
+        ]
 
 
 class _StepTable:
@@ -409,32 +504,9 @@ class _StepTable:
     collective may begin when the latest rank has it.
     """
 
-    def __init__(
-        self,
-        steps: Sequence[ObservedStep],
-        order: Sequence[int],
-        group: ProcessGroup | None,
-    ) -> None:
-        position = {parameter: place for place, parameter in enumerate(order)}
-        rows = []
-        for step in steps:
-            before_s = max(0.0, step.step_s - step.backward_s)
-            rows.append(
-                [
-                    before_s,
-                    before_s + step.backward_s,
-                    max(0.0, before_s - step.forward_s),
-                    *(before_s + value for value in step.ready_s),
-                    *step.needed_s,
-                    *(float(position[i]) for i in range(len(order))),
-                ]
-            )
-        if group is not None:
-            table = torch.tensor(rows, dtype=torch.float64, device=device_of(group))
-            dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
-            rows = table.tolist()
+    def __init__(self, rows: Sequence[Sequence[float]], tensors: int) -> None:
         self._rows = rows
-        self._count = len(order)
+        self._count = tensors
         self.forward_s = [row[0] for row in rows]
         self.step_s = [row[1] for row in rows]
         self.backward_s = [row[1] - row[0] for row in rows]
@@ -495,6 +567,11 @@ def profile_model(
             group=group,
             max_spread_ratio=max_spread_ratio,
         )
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _device_name(device: torch.device) -> str:

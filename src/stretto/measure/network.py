@@ -69,6 +69,7 @@ class _Point:
 def probe_network(
     *,
     group: ProcessGroup | None = None,
+    agreement_group: ProcessGroup | None = None,
     lane_group: Callable[[int], ProcessGroup] | None = None,
     sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
     lanes: Sequence[int] = DEFAULT_LANES,
@@ -89,6 +90,8 @@ def probe_network(
 
     Args:
         group: The ranks to measure; all of them by default.
+        agreement_group: Carries what the probe itself has to agree on, from the CPU;
+            by default ``group`` does.
         lane_group: Gives lane ``i``'s process group, the same on every rank. By
             default new groups are made, and destroyed afterwards.
         sizes_bytes: Messages.
@@ -109,6 +112,7 @@ def probe_network(
     """
     probe = _Probe(
         group=group,
+        agreement_group=agreement_group,
         lane_group=lane_group,
         sizes_bytes=sizes_bytes if points is None else [size for size, _ in points],
         lanes=lanes if points is None else [count for _, count in points],
@@ -137,6 +141,7 @@ class _Probe:
         self,
         *,
         group: ProcessGroup | None,
+        agreement_group: ProcessGroup | None,
         lane_group: Callable[[int], ProcessGroup] | None,
         sizes_bytes: Sequence[int],
         lanes: Sequence[int],
@@ -166,6 +171,10 @@ class _Probe:
         if not (math.isfinite(budget_s) and budget_s > 0):
             raise SpecError(f"budget_s must be a time > 0, got {budget_s}")
         self.device = device or device_of(group)
+        self._agreement_group = agreement_group or group
+        self._agreement_device = (
+            torch.device("cpu") if agreement_group is not None else self.device
+        )
         self._own_groups: list[ProcessGroup] = []
         make = lane_group or self._new_group
         self._groups = [make(i) for i in range(self._lanes[-1])]
@@ -207,15 +216,17 @@ class _Probe:
 
     def _agree(self, *values: float) -> list[float]:
         """Rank 0's values, on every rank."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.broadcast(tensor, group=self._group, group_src=0)
+        tensor = torch.tensor(
+            values, dtype=torch.float64, device=self._agreement_device
+        )
+        dist.broadcast(tensor, group=self._agreement_group, group_src=0)
         decided: list[float] = tensor.tolist()
         return decided
 
     def _slowest(self, rows: list[list[float]]) -> list[list[float]]:
         """The largest over ranks, element by element."""
-        tensor = torch.tensor(rows, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        tensor = torch.tensor(rows, dtype=torch.float64, device=self._agreement_device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._agreement_group)
         slowest: list[list[float]] = tensor.tolist()
         return slowest
 
@@ -228,7 +239,7 @@ class _Probe:
         """Seconds of one round of simultaneous all-reduces, mean of ``inner``."""
         messages = [self._message(i, size_bytes) for i in range(lanes)]
         groups = self._groups[:lanes]
-        dist.barrier(self._group)
+        dist.barrier(self._agreement_group)
         start = perf_counter()
         for _ in range(inner):
             works = [
@@ -390,7 +401,7 @@ class _Probe:
                     continue
                 # Alone right before beside, so that a machine that grows slower
                 # meanwhile is not taken for contention.
-                dist.barrier(self._group)
+                dist.barrier(self._agreement_group)
                 alone_s = self._compute(load, units)
                 beside = self._beside(load, units, size_bytes, lanes)
                 rows[lanes].append([alone_s, *beside])
@@ -422,7 +433,7 @@ class _Probe:
 
     def _calibrate(self, load: Callable[[], None]) -> int:
         """How many pieces of the load make up a measurement."""
-        dist.barrier(self._group)
+        dist.barrier(self._agreement_group)
         three_s = self._compute(load, 3)
         left_s = self._budget_s - self._elapsed_s()
         want_s = min(_LOAD_S, left_s / (6 * len(self._lanes)))
@@ -467,7 +478,7 @@ class _Probe:
         messages = [self._message(i, size_bytes) for i in range(lanes)]
         ends_s: list[list[float]] = [[] for _ in range(lanes)]
         failures: list[BaseException] = []
-        dist.barrier(self._group)
+        dist.barrier(self._agreement_group)
         start = perf_counter()
 
         def drive(lane: int) -> None:

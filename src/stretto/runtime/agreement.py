@@ -178,7 +178,7 @@ class Agreement:
         all_values = self._exchange(purpose, json.dumps(mine))
         rows = [json.loads(value) for value in all_values]
         # What ranks want to do comes first: other values then differ by nature.
-        keys = sorted({k for row in rows for k in row}, key=_KEY_ORDER.get)  # type: ignore[arg-type]
+        keys = sorted({k for row in rows for k in row}, key=_order)
         for key in keys:
             if key == "trouble":
                 continue
@@ -198,7 +198,8 @@ class Agreement:
             f"{self._ranks.name_all(ranks)} came with {value}"
             for value, ranks in ranks_by_value.items()
         ]
-        return f"{_KEY_WORDS.get(key, key)}: {'; '.join(parts)}. {_REMEDY[key]}"
+        remedy = _REMEDY.get(key, _REMEDY["settings"])
+        return f"{_KEY_WORDS.get(key, key)}: {'; '.join(parts)}. {remedy}"
 
     def _exchange(self, purpose: str, mine: str) -> list[str]:
         """What every rank brought, by rank."""
@@ -263,7 +264,14 @@ _KEY_WORDS = {
     "plan": "ranks hold different plans",
     "settings": "ranks are set differently",
 }
-_KEY_ORDER = {key: i for i, key in enumerate((*_KEY_WORDS, "trouble"))}
+_KEY_ORDER = {key: i for i, key in enumerate(_KEY_WORDS)}
+
+
+def _order(key: str) -> tuple[int, str]:
+    """What is compared first; options come after all else."""
+    return _KEY_ORDER.get(key, len(_KEY_ORDER)), key
+
+
 _REMEDY = {
     "purpose": "Let every rank build its models and apply its plans in one order.",
     "stretto": "Install one version everywhere.",

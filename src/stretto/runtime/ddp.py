@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -48,7 +49,7 @@ from stretto.schema import Bucket, Plan
 from stretto.schema.plan import WIRE_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -115,10 +116,18 @@ class DistributedDataParallel(TorchDDP):
         self._ignored = ignored_names(module, arguments)
         self._unplannable = why_unplannable(arguments)
         self._trained: list[tuple[TensorRow, nn.Parameter]] | None = None
+        # What a subclass sets before it calls this constructor.
+        self._counts_steps = self.__dict__.get("_counts_steps", False)
+        compared = self.__dict__.pop("_compared", {})
+        trouble = self.__dict__.pop("_trouble", None)
         # Plain values may be set before nn.Module is initialised; the Reducer, which
         # needs them, is built within PyTorch's own __init__.
         self._comm_ready = False
         self._alone = False
+        self._rule_buckets: list[list[int]] | None = None
+        self._iterations = 0
+        self._lane_pool: LanePool | None = None
+        self._pools = 0
         self._plan: Plan | None = None
         self._waiting_plan: Plan | None = None
         self._planned: PlannedGroup | None = None
@@ -127,6 +136,7 @@ class DistributedDataParallel(TorchDDP):
         self._asked_whether_compiled = False
         self._observer: AbstractStepObserver | None = None
         self._observer_handles: list[Any] = []
+        self._step_watch: StepWatch | None = None
         self._builtin_hook: Any = None
         self._negotiated: NegotiatedFront | None = None
         negotiates = check_order(
@@ -148,7 +158,7 @@ class DistributedDataParallel(TorchDDP):
         self._error_feedback = error_feedback
         self._nan = (nan, nan_patience)
         self._attach(group, module, timeout_s)
-        self._meet(module, plan, "build a model")
+        self._meet(module, plan, "build a model", settings=compared, trouble=trouble)
         if plan is not None:
             self._planned = self._build_group(module, group, plan)
             self._plan = plan
@@ -218,7 +228,21 @@ class DistributedDataParallel(TorchDDP):
             self.observe(self._observer)
 
     def _take_up(self, plan: Plan | None) -> None:
-        """Carries ``plan`` out on every rank, or leaves every rank as it was."""
+        """Execute ``plan`` on every rank, or leave every rank as it was."""
+
+        def all_prepared(trouble: Exception | None) -> None:
+            all_took(self._agreement, self._ranks, plan, trouble)
+
+        self._replace_reducer(plan, all_prepared)
+
+    def _replace_reducer(
+        self, plan: Plan | None, agree: Callable[[Exception | None], None]
+    ) -> None:
+        """Build the Reducer and lanes of a plan and use them if all ranks can.
+
+        ``agree`` gets what went wrong on this rank, if anything. It returns on every
+        rank or raises on every rank; then every rank stays as it was.
+        """
         before = (self._planned, self._plan, self._watched, self.reducer, self.logger)
         trouble: Exception | None = None
         planned = None
@@ -233,15 +257,102 @@ class DistributedDataParallel(TorchDDP):
             if planned is None and plan is not None:  # a peer did not come
                 trouble = self._desk.report("the opening of a plan's lanes", exc)
         try:
-            all_took(self._agreement, self._ranks, plan, trouble)
+            agree(trouble)
         except BaseException:
             if self.reducer is not before[3]:
                 self.reducer._remove_autograd_hooks()  # noqa: SLF001
             self._planned, self._plan, self._watched, self.reducer, self.logger = before
             raise
-        # Its hooks on the parameters go now, not when the last reference does.
-        before[3]._remove_autograd_hooks()  # noqa: SLF001
+        self._retire(before[3], before[4])
         self._restore_reducer_state()
+
+    def _retire(self, reducer: Any, logger: Any) -> None:
+        """Take an old Reducer out of service; its iterations still count."""
+        # Its hooks on the parameters go now, not when the last reference does.
+        reducer._remove_autograd_hooks()  # noqa: SLF001
+        if logger is not None:
+            data = logger._get_ddp_logging_data()  # noqa: SLF001
+            self._iterations += data.ints_map.get("iteration", 0)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return DDP's log; its iterations are the model's, over all its plans."""
+        parent: Any = super()
+        data: dict[str, Any] = parent._get_ddp_logging_data()  # noqa: SLF001
+        if self._iterations and "iteration" in data:
+            data["iteration"] += self._iterations
+        return data
+
+    # The end of a reduced backward. Every rank comes there equally often, whatever it
+    # does between steps: all have launched all buckets of that backward.
+
+    def _backward_reduced(self) -> None:
+        """Note the end of a backward whose gradients were reduced."""
+        try:
+            self.reducer._check_reducer_finalized()  # noqa: SLF001
+        except RuntimeError:
+            return  # gradients are missing: DDP reports that in the next forward
+        self._step_reduced()
+
+    def _step_reduced(self) -> None:
+        """Do what a subclass does at the end of a reduced backward."""
+
+    def _change_plan(
+        self, plan: Plan, agree: Callable[[Exception | None], None]
+    ) -> None:
+        """Execute another plan from the next step on.
+
+        To be called by every rank at the end of the same reduced backward, which is
+        where `_step_reduced` is. ``agree`` is as for `_replace_reducer`.
+        """
+        self._waiting_plan = None
+        trouble: Exception | None = None
+        try:
+            self._routes(self.module, plan)
+        except StrettoError as exc:
+            trouble = exc
+        agree(trouble)  # before any rank waits for another in the opening of lanes
+        self._replace_reducer(plan, agree)
+        if self._observer is not None:
+            self.observe(self._observer)
+
+    def _restore_rule(self) -> None:
+        """Go back to DDP's buckets from the next step on, without communication.
+
+        The buckets are those that DDP had last rebuilt, so that the new Reducer has
+        nothing to ask other ranks. Every rank must call this at the same place.
+        """
+        if self._plan is None:
+            return
+        reducer, logger = self.reducer, self.logger
+        self._waiting_plan = None
+        self._rebuild_reducer(None, None)
+        self._retire(reducer, logger)
+        self._restore_reducer_state()
+        if self._observer is not None:
+            self.observe(self._observer)
+
+    def _probe_pools(self, timeout_s: float) -> tuple[LanePool, LanePool]:
+        """Return lanes to measure and one to agree on; the caller closes both."""
+        self._pools += 1
+        ranks = replace(self._ranks, timeout_s=min(timeout_s, self._ranks.timeout_s))
+        serial = f"{self._agreement.serial}/{self._pools}"
+        device = self._device_used
+        return (
+            LanePool(ranks, serial=serial, backend=self._backend, device=device),
+            LanePool(
+                ranks,
+                serial=f"{serial}/agree",
+                backend="gloo",
+                device=torch.device("cpu"),
+            ),
+        )
+
+    def _release_lanes(self) -> None:
+        """Close all lanes; only without a plan, where nothing uses them."""
+        if self._planned is None and self._lane_pool is not None:
+            self._lane_pool.close()
+            self._lane_pool = None
+            self._pools += 1
 
     def _rebuild_reducer(self, planned: PlannedGroup | None, plan: Plan | None) -> None:
         """Gives the model a new Reducer; the old one keeps its hooks."""
@@ -411,6 +522,7 @@ class DistributedDataParallel(TorchDDP):
         for handle in self._observer_handles:
             handle.remove()
         self._observer_handles = []
+        self._step_watch = None
         self._observer = observer
         if self._planned is not None:
             self._planned.observe(observer)
@@ -418,13 +530,15 @@ class DistributedDataParallel(TorchDDP):
             return
         rows = self._table(self.module)
         observer.attached([row.name for row, _ in rows], self._bucket_rows())
-        watch = StepWatch(observer)
+        # Weak, for what a parameter's hook keeps is never freed with the parameter.
+        self._step_watch = watch = StepWatch(observer)
+        weak = weakref.WeakMethod(watch.gradient_ready)
         self._observer_handles = [
             self.register_forward_pre_hook(watch.forward_started),
             self.register_forward_hook(watch.forward_ended),
             *(
                 parameter.register_post_accumulate_grad_hook(
-                    partial(watch.gradient_ready, index)
+                    partial(_call, weak, index)
                 )
                 for index, (_, parameter) in enumerate(rows)
                 if parameter.requires_grad  # not frozen since
@@ -449,7 +563,7 @@ class DistributedDataParallel(TorchDDP):
                 parent._ddp_init_helper(*arguments)  # noqa: SLF001
                 return
             try:
-                build_reducer(self, None, self._watched, arguments)
+                build_reducer(self, self._rule_buckets, self._watched, arguments)
             except PlanMismatch:  # a PyTorch that plans don't know; without it works
                 self._watched = None
                 parent._ddp_init_helper(*arguments)  # noqa: SLF001
@@ -465,22 +579,36 @@ class DistributedDataParallel(TorchDDP):
         build_reducer(self, indices, self._planned, arguments)
 
     def _watch(self) -> WatchedGroup | None:
-        """What names a lost rank where there is no plan: on Gloo, with several."""
-        if (
-            self._backend != "gloo"
-            or (self._ranks.size == 1 and self._numerics is None)
-            or self._use_python_reducer
-            or self._device_used.type != "cpu"
-        ):
-            if self._numerics is not None:
-                self._numerics.blind(f"without a plan, on {self._device_used.type}")
+        """Return what stands before DDP's process group where there is no plan.
+
+        On Gloo with several ranks it names a lost rank; elsewhere it only counts
+        steps, where a subclass wants that.
+        """
+        waits = (
+            self._backend == "gloo"
+            and (self._ranks.size > 1 or self._numerics is not None)
+            and not self._use_python_reducer
+            and self._device_used.type == "cpu"
+        )
+        if not waits and self._numerics is not None:
+            self._numerics.blind(f"without a plan, on {self._device_used.type}")
+        counts = self._counts_steps and self._backend in ("gloo", "nccl")
+        if self._use_python_reducer or not (waits or counts):
             return None
         return WatchedGroup(
             base=self.process_group,
             device=self._device_used,
             desk=self._desk,
-            numerics=self._numerics,
+            backend=self._backend,
+            waits=waits,
+            numerics=self._numerics if waits else None,
+            buckets=self._rule_buckets,
+            rebuilt=weakref.WeakMethod(self._note_rule),
+            reduced=weakref.WeakMethod(self._backward_reduced),
         )
+
+    def _note_rule(self, buckets: list[list[int]]) -> None:
+        self._rule_buckets = buckets
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output, as DDP gives it."""
@@ -589,9 +717,16 @@ class DistributedDataParallel(TorchDDP):
             )
 
     def __getstate__(self) -> dict[str, Any]:
+        observer = self._observer
         self.observe(None)
         parent: Any = super()
         attributes: dict[str, Any] = parent.__getstate__()
+        for name, value in attributes.items():
+            if name.endswith("_hooks") and isinstance(value, dict):
+                attributes[name] = value.copy()  # without the observer's
+        if observer is not None:
+            self.observe(observer)
+        attributes.update(_observer=None, _observer_handles=[], _step_watch=None)
         attributes["_waiting_plan"] = self.plan
         for name in (
             "_trained",
@@ -613,6 +748,8 @@ class DistributedDataParallel(TorchDDP):
         self._trained = None
         self._plan = None
         self._planned = None
+        self._rule_buckets = None
+        self._iterations = 0
         self._negotiated = None
         self._micro_steps = False
         # DDP builds its Reducer in the default group, for which this prepares.
@@ -634,7 +771,8 @@ class DistributedDataParallel(TorchDDP):
         self._backend = backend_of(group, device)
         self._ranks = ranks_of(group, timeout_s=timeout_s)
         self._agreement = Agreement(self._ranks)
-        self._lane_pool: LanePool | None = None
+        self._lane_pool = None
+        self._pools = 0
         self._desk = FailureDesk(self._ranks, self._abort_lanes)
         self._numerics = NumericsWatch.of(
             *self._nan,
@@ -648,7 +786,7 @@ class DistributedDataParallel(TorchDDP):
         if self._lane_pool is None:
             self._lane_pool = LanePool(
                 self._ranks,
-                serial=self._agreement.serial,
+                serial=f"{self._agreement.serial}/{self._pools}",
                 backend=self._backend,
                 device=self._device_used,
             )
@@ -658,13 +796,22 @@ class DistributedDataParallel(TorchDDP):
         if self._lane_pool is not None:
             self._lane_pool.abort()
 
-    def _meet(self, module: nn.Module, plan: Plan | None, purpose: str) -> None:
-        """Requires that all ranks have come with the same plan and model."""
+    def _meet(
+        self,
+        module: nn.Module,
+        plan: Plan | None,
+        purpose: str,
+        *,
+        settings: Mapping[str, str] | None = None,
+        trouble: StrettoError | None = None,
+    ) -> None:
+        """Require that all ranks have come with the same plan, model and settings."""
         if plan is None and self._backend not in PLANNED_BACKENDS:
+            if trouble is not None:
+                raise trouble
             return  # such a group may have no store to meet in
         rows = [row for row, _ in self._table(module)]
-        trouble: StrettoError | None = None
-        if plan is not None:
+        if plan is not None and trouble is None:
             try:
                 self._routes(module, plan)
             except StrettoError as exc:
@@ -676,6 +823,7 @@ class DistributedDataParallel(TorchDDP):
             rows=rows,
             plan=plan,
             trouble=trouble,
+            settings=settings or {},
         )
 
     def _build_group(
@@ -691,6 +839,7 @@ class DistributedDataParallel(TorchDDP):
             nccl=self._backend == "nccl",
             error_feedback=self._error_feedback,
             numerics=self._numerics,
+            reduced=weakref.WeakMethod(self._backward_reduced),
         )
 
     def _table(self, module: nn.Module) -> list[tuple[TensorRow, nn.Parameter]]:
@@ -738,3 +887,10 @@ class DistributedDataParallel(TorchDDP):
         )
         if in_backward and self._lazy_init_ran:
             reducer._set_optimizer_in_backward()  # noqa: SLF001
+
+
+def _call(method: Callable[[], Any], *args: Any) -> None:
+    """Call a weak method while its object lives."""
+    found = method()
+    if found is not None:
+        found(*args)

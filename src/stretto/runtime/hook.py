@@ -87,6 +87,7 @@ class PlannedGroup(dist.ProcessGroup):
         nccl: bool,
         error_feedback: bool = False,
         numerics: NumericsWatch | None = None,
+        reduced: Callable[[], Callable[[], None] | None] | None = None,
     ) -> None:
         # Only this form of the constructor lets C++ call the methods below.
         super().__init__(base.rank(), base.size())  # type: ignore[call-arg]
@@ -104,6 +105,8 @@ class PlannedGroup(dist.ProcessGroup):
         self._pool = pool
         self._desk = desk
         self._numerics = numerics
+        # Weak, for the Reducer holds this group and the model the Reducer.
+        self._reduced = reduced
         self._looked_at: list[dist.Work] = []
         self._deferred = deferred
         self._nccl = NcclLaunch(device) if nccl and base.size() > 1 else None
@@ -435,3 +438,6 @@ class PlannedGroup(dist.ProcessGroup):
     def _after_finalize(self) -> None:
         if self._desk.error is not None:
             raise self._desk.error
+        call = None if self._reduced is None else self._reduced()
+        if call is not None:
+            call()

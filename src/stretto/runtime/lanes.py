@@ -63,7 +63,7 @@ class LanePool:
     """
 
     def __init__(
-        self, ranks: Ranks, *, serial: int, backend: str, device: torch.device
+        self, ranks: Ranks, *, serial: int | str, backend: str, device: torch.device
     ) -> None:
         # Connecting waits in the store. See Note [One connection per thread that may
         # block].

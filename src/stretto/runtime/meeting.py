@@ -12,7 +12,7 @@ from stretto.errors import CommTimeout, RankDisagreement
 from stretto.schema import tensors_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from stretto.errors import StrettoError
     from stretto.runtime.agreement import Agreement, Ranks
@@ -30,10 +30,12 @@ def meet(
     rows: Sequence[TensorRow],
     plan: Plan | None,
     trouble: StrettoError | None,
+    settings: Mapping[str, str],
 ) -> None:
-    """Requires that all ranks have come with the same versions, model and plan.
+    """Require that all ranks have come with the same versions, model and plan.
 
-    ``trouble`` is what keeps this rank from carrying the plan out.
+    ``trouble`` is what keeps this rank from executing the plan; ``settings`` are
+    options that must be equal, by name.
 
     Raises:
         StrettoError: ``trouble``, where there is one.
@@ -50,6 +52,7 @@ def meet(
             ),
             "plan": "no plan" if plan is None else plan.digest,
             "settings": f"timeout_s={ranks.timeout_s:g}",
+            **{f"option {name}": value for name, value in settings.items()},
         }
         if trouble is not None:
             values["trouble"] = str(trouble)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 
-from stretto.runtime.launch import Launched
+from stretto.runtime.launch import Launched, done
 from stretto.runtime.surroundings import without_dynamo
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stretto.runtime.failure import FailureDesk
     from stretto.runtime.numerics import NumericsWatch
 
@@ -26,11 +28,11 @@ _graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 
 @final
 class WatchedGroup(dist.ProcessGroup):
-    """The process group of a Reducer that keeps DDP's rule, on Gloo.
+    """The process group of a Reducer that keeps DDP's rule.
 
-    Every collective is the model's own group's, as with DDP; the works of a backward
-    are waited for just before the Reducer does, so that a failure becomes the one
-    error of a `FailureDesk` rather than an address and a closed connection.
+    Every collective is the model's own group's, as with DDP. On Gloo the works of a
+    backward are waited for just before the Reducer does, so that a failure becomes the
+    one error of a `FailureDesk` rather than an address and a closed connection.
     """
 
     def __init__(
@@ -39,23 +41,50 @@ class WatchedGroup(dist.ProcessGroup):
         base: dist.ProcessGroup,
         device: torch.device,
         desk: FailureDesk,
+        backend: str = "gloo",
+        waits: bool = True,
         numerics: NumericsWatch | None = None,
+        buckets: list[list[int]] | None = None,
+        rebuilt: Callable[[], Callable[[list[list[int]]], None] | None] | None = None,
+        reduced: Callable[[], Callable[[], None] | None] | None = None,
     ) -> None:
+        """Prepare.
+
+        Args:
+            base: The model's own group.
+            device: Where its gradients lie.
+            desk: Reports a failure.
+            backend: What ``base`` uses there.
+            waits: Whether failures are found before the Reducer's end.
+            numerics: Looks at gradients.
+            buckets: Those of the Reducer, where it need not ask for them; positions in
+                DDP's list of parameters.
+            rebuilt: A weak reference to what is told the buckets that DDP rebuilds.
+            reduced: The same to what is called at the end of each reduced backward.
+        """
         # Only this form of the constructor lets C++ call the methods below.
         super().__init__(base.rank(), base.size())  # type: ignore[call-arg]
-        kind = dist.ProcessGroup.BackendType.GLOO
+        kinds = dist.ProcessGroup.BackendType
+        kind = {"gloo": kinds.GLOO, "nccl": kinds.NCCL}[backend]
         self._register_backend(device, kind, base._get_backend(device))  # noqa: SLF001
         self._set_default_backend(kind)
         self._base = base
         self._desk = desk
+        self._waits = waits
         self._numerics = numerics
+        self._buckets = buckets
+        self._rebuilt = rebuilt
+        self._reduced = reduced
+        self._order: list[int] | None = None
         self._task = -1
         self._works: list[Any] = []
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        """Launches a bucket on the model's own group."""
+        """Launch a bucket on the model's own group."""
         task = _graph_task_id()
-        if task == -1:  # a rank that has joined: nobody's backward would raise
+        if task == -1:  # a rank that has joined: no backward would raise
+            if not self._waits:
+                return self._base.allreduce(tensors, opts)
             future = self._base.allreduce(tensors, opts).get_future()
             return Launched(future.then(partial(self._settle, tensors)))
         if task != self._task:
@@ -66,6 +95,8 @@ class WatchedGroup(dist.ProcessGroup):
             _queue_callback(self._before_finalize)
         if self._numerics is not None:
             self._numerics.launching(tensors[0])
+        if not self._waits:
+            return self._base.allreduce(tensors, opts)
         try:
             work = self._base.allreduce(tensors, opts)
         except RuntimeError as exc:
@@ -74,9 +105,33 @@ class WatchedGroup(dist.ProcessGroup):
         return work
 
     @without_dynamo
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """As the model's own group does it."""
-        work: dist.Work = self._base.broadcast(tensors, opts)
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        """Answer with known buckets, or ask the model's own group and note them.
+
+        The Reducer broadcasts once, when it rebuilds its buckets: all parameter
+        indices with the number of buckets, then each bucket's number of parameters.
+        """
+        if self._buckets is not None:
+            first = self._order is None
+            flat = [i for bucket in self._buckets for i in bucket]
+            self._order = flat if first else None
+            sizes = [len(bucket) for bucket in self._buckets]
+            wanted = [*flat, len(sizes)] if first else sizes
+            with torch.no_grad():
+                tensors[0].copy_(torch.tensor(wanted, dtype=tensors[0].dtype))
+            return Launched(done(tensors))
+        work = self._base.broadcast(tensors, opts)
+        if work is not None:
+            work.wait()
+        values = [int(value) for value in tensors[0].tolist()]
+        if self._order is None:
+            self._order = values[:-1]
+            return work
+        order, self._order = iter(self._order), None
+        buckets = [[next(order) for _ in range(size)] for size in values]
+        note = None if self._rebuilt is None else self._rebuilt()
+        if note is not None:
+            note(buckets)
         return work
 
     def begin_step(self) -> None:
@@ -93,6 +148,13 @@ class WatchedGroup(dist.ProcessGroup):
             self._wait(work)
         if self._numerics is not None:
             self._numerics.reduced()
+        # Behind the Reducer's callback, which was queued after this one.
+        _queue_callback(self._after_finalize)
+
+    def _after_finalize(self) -> None:
+        call = None if self._reduced is None else self._reduced()
+        if call is not None:
+            call()
 
     def _wait(self, work: Any) -> None:
         # The group's connections are not ours to close, so a rank that waits for one

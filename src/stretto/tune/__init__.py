@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stretto.tune.auto import AutoPlan
+    from stretto.tune.controller import AutoPlan
     from stretto.tune.memory import PlanMemory
     from stretto.tune.options import ENSEMBLE, GUIDED, TuneOptions
     from stretto.tune.profiling import DeferredProfile, deferred_plan
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AutoPlan": "auto",
+    "AutoPlan": "controller",
     "DeferredProfile": "profiling",
     "ENSEMBLE": "options",
     "GUIDED": "options",

@@ -1,91 +1,259 @@
-"""Small agreements between steps: what all ranks measured, what rank 0 decided."""
+"""Meetings of a model's ranks at the end of a reduced backward, through the store.
+
+# Note [Where ranks may wait for each other]
+DDP promises one thing about what ranks do alike: the n-th reduced backward takes place
+on all of them. Where it ends on one rank, its buckets have been launched on every rank,
+so every rank comes to that end, whatever it does between steps. Forwards, micro-steps
+without reduction, evaluations and the user's own collectives may differ. So tuning
+waits for other ranks there and nowhere else, and never in a process group of the user.
+
+# Note [A rank that fails]
+A meeting of a step begins with a gate, to which every rank comes, also one where tuning
+has failed. What follows may be cut short: a rank that fails after the gate leaves its
+failure in place of its next message, so that no rank waits for it. Which of them still
+read that message differs, so nothing is decided there; at the next gate all ranks learn
+of the failure and end tuning together. A rank that does not come in time is treated the
+same: the store keeps the first answer to a meeting, and every rank that comes later
+finds it there.
+"""
 
 from __future__ import annotations
 
-import math
+import contextlib
+import json
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
-import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from stretto.errors import StrettoError
+from stretto.runtime.agreement import own_connection
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from collections.abc import Callable, Sequence
+
+    from stretto.runtime.agreement import Ranks
+
+GATE_S = 30.0
+"""A rank that is this late at a gate ends tuning, and nothing else."""
+
+WORK_S = 120.0
+"""How long ranks wait for each other between a gate and the end of the meeting: rank 0
+may plan meanwhile."""
+
+
+class Stopped(StrettoError):
+    """Tuning can't go on, and every rank that came to this meeting knows."""
 
 
 @final
 class Board:
     """A model's ranks around one table. Every rank must call the same methods in turn.
 
-    On NCCL the numbers would go through the device and make the host wait for it, so
-    they travel over a Gloo group of their own there. Not yet run on a GPU.
+    Messages are JSON; nothing that comes from another rank is executed.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self._numbers: Any = group
-        if dist.get_backend(group) == "nccl":
-            self._numbers = dist.new_group(
-                dist.get_process_group_ranks(group),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
+    def __init__(self, ranks: Ranks, *, serial: int) -> None:
+        """Prepare; ``serial`` tells a group's models apart, equal on all ranks."""
+        self._ranks = ranks
+        self.rank = ranks.rank
+        self.size = ranks.size
+        store = own_connection(ranks.store) if ranks.size > 1 else ranks.store
+        self._store: Any = PrefixStore(f"tune/{serial}", store)
+        self._step = 0
+        self._number = 0
+        self._written: list[str] = []
+
+    def gate(
+        self,
+        step: int,
+        message: Any,
+        answer: Callable[[list[Any]], Any],
+        *,
+        failed: str | None = None,
+    ) -> Any:
+        """Begin the meeting at the end of reduced backward ``step``.
+
+        Returns:
+            What rank 0's ``answer`` made of all ranks' messages.
+
+        Raises:
+            Stopped: on every rank: one of them failed, or did not come in time.
+        """
+        self._step, self._number = step, 0
+        written, self._written = self._written, []
+        found = self._meet(message, answer, GATE_S, failed)
+        for key in written:  # every rank has come, so every rank has read these
+            with contextlib.suppress(RuntimeError):
+                self._store.delete_key(key)
+        return found
+
+    def meet(self, message: Any, answer: Callable[[list[Any]], Any]) -> Any:
+        """Have rank 0 answer all ranks' messages, after a gate.
+
+        Raises:
+            Stopped: a rank failed or did not come; the next gate ends tuning.
+        """
+        return self._meet(message, answer, WORK_S, None)
 
     def most(self, *values: float) -> tuple[float, ...]:
-        """The largest of all ranks' values, one by one; infinite where any is."""
-        if self.size == 1:
-            return values
-        table = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._numbers)
-        return tuple(table.tolist())
+        """Return the largest of all ranks' values, one by one."""
+
+        def largest(rows: list[Any]) -> list[float]:
+            return [max(column) for column in zip(*rows, strict=True)]
+
+        return tuple(self.meet(list(values), largest))
 
     def decision(self, number: int) -> int:
-        """Rank 0's number."""
-        if self.size == 1:
-            return number
-        row = torch.tensor([number], dtype=torch.int64)
-        dist.broadcast(row, group=self._numbers, group_src=0)
-        return int(row[0])
+        """Return rank 0's number."""
+        return int(self.shared(number))
 
     def shared(self, value: Any) -> Any:
-        """Rank 0's value, of any kind that pickles."""
-        if self.size == 1:
-            return value
-        values: list[Any] = [value]
-        dist.broadcast_object_list(values, group=self._group, group_src=0)
-        return values[0]
+        """Return rank 0's value, of what JSON knows and bytes of text."""
+        return self.meet(None, lambda _rows: value)
 
+    def agree(self, trouble: Exception | None) -> None:
+        """Require that no rank has trouble, after a gate.
 
-@final
-class StepClock:
-    """Lengths of training steps, from the end of one `begin` to the next one's start.
-
-    A step may hold several micro-steps, of which the last reduces. One with an
-    evaluation or a pause of ours in it does not count.
-    """
-
-    def __init__(self) -> None:
-        self._began_s: float | None = None
-        self._reduces = False
-        self._disturbed = False
-
-    def ended_s(self, now_s: float) -> float | None:
-        """Length of the step that ends at ``now_s``, infinite if it does not count.
-
-        ``None``: no step ends here, for the last forward did not reduce.
+        Raises:
+            Refused: on every rank: what keeps one of them from going on.
         """
-        if self._began_s is None or not self._reduces:
-            return None
-        return math.inf if self._disturbed else now_s - self._began_s
 
-    def begin(self, now_s: float, *, reduces: bool, new_step: bool) -> None:
-        """A forward begins, of a new step or a further micro-step of the last."""
-        if new_step or self._began_s is None:
-            self._began_s = now_s
-            self._disturbed = False
-        self._reduces = reduces
+        def first(rows: list[Any]) -> Any:
+            return next(((r, why) for r, why in enumerate(rows) if why), None)
 
-    def disturb(self) -> None:
-        """Something else than training happened within this step."""
-        self._disturbed = True
+        found = self.meet(None if trouble is None else reason_of(trouble), first)
+        if found is not None:
+            rank, why = found
+            raise Refused(f"{self._ranks.name(rank)}: {why}")
+
+    def fail(self, why: str) -> None:
+        """Leave a failure where the other ranks may wait for this one."""
+        key = self._next_key()
+        with contextlib.suppress(RuntimeError):
+            if self.rank == 0:
+                self._answer(key, {"stopped": why})
+            else:
+                self._write(f"{key}/{self.rank}", {"failed": why})
+
+    def name(self, rank: int) -> str:
+        """Return what messages call a rank."""
+        return self._ranks.name(rank)
+
+    # One meeting.
+
+    def _meet(
+        self,
+        message: Any,
+        answer: Callable[[list[Any]], Any],
+        timeout_s: float,
+        failed: str | None,
+    ) -> Any:
+        key = self._next_key()
+        timeout = timedelta(seconds=min(timeout_s, self._ranks.timeout_s))
+        mine = {"message": message} if failed is None else {"failed": failed}
+        try:
+            if self.rank == 0:
+                found = self._answer(key, self._collect(key, mine, answer, timeout))
+            else:
+                self._write(f"{key}/{self.rank}", mine)
+                found = self._wait_for_answer(key, timeout)
+        except RuntimeError as exc:
+            why = str(exc).splitlines()[0]
+            raise Stopped(f"the store does not answer: {why}") from exc
+        if "stopped" in found:
+            raise Stopped(found["stopped"])
+        return found["answer"]
+
+    def _collect(
+        self,
+        key: str,
+        mine: Any,
+        answer: Callable[[list[Any]], Any],
+        timeout: timedelta,
+    ) -> Any:
+        keys = [f"{key}/{rank}" for rank in range(1, self.size)]
+        missing = self._missing(keys, timeout)
+        if missing:
+            who = self._ranks.name_all([1 + keys.index(k) for k in missing])
+            return {"stopped": f"{who} did not come within {timeout.seconds} s"}
+        rows = [mine, *(_loads(value) for value in self._values(keys))]
+        for row in rows:
+            if "failed" in row:
+                return {"stopped": row["failed"]}
+        try:
+            return {"answer": answer([row["message"] for row in rows])}
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the others must know
+            judged = isinstance(exc, StrettoError)
+            return {
+                "stopped": str(exc) if judged else f"{self.name(0)}: {reason_of(exc)}"
+            }
+
+    def _missing(self, keys: Sequence[str], timeout: timedelta) -> list[str]:
+        if not keys:
+            return []
+        try:
+            self._store.wait(list(keys), timeout)
+        except RuntimeError:
+            return [key for key in keys if not self._store.check([key])]
+        return []
+
+    def _wait_for_answer(self, key: str, timeout: timedelta) -> Any:
+        name = f"{key}/answer"
+        # Rank 0 itself waits as long for the others, and answers then.
+        try:
+            self._store.wait([name], timeout + timedelta(seconds=GATE_S))
+        except RuntimeError:
+            if not self._store.check([name]):
+                why = f"{self._ranks.name(0)} did not come"
+                return self._answer(key, {"stopped": why})
+        return _loads(self._store.get(name))
+
+    def _answer(self, key: str, value: Any) -> Any:
+        """Leave an answer where there is none yet; the one that holds."""
+        name = f"{key}/answer"
+        found = self._store.compare_set(name, "", _dumps(value))
+        self._written.append(name)
+        return _loads(found)
+
+    def _write(self, key: str, value: Any) -> None:
+        self._store.set(key, _dumps(value))
+        self._written.append(key)
+
+    def _values(self, keys: list[str]) -> list[bytes]:
+        if keys and self._store.has_extended_api():
+            values: list[bytes] = self._store.multi_get(keys)
+            return values
+        return [self._store.get(key) for key in keys]
+
+    def _next_key(self) -> str:
+        self._number += 1
+        return f"{self._step}/{self._number}"
+
+
+class Refused(StrettoError):
+    """A rank has trouble with a plan; every rank stays as it was."""
+
+
+def reason_of(exc: BaseException) -> str:
+    """Return the first line of an error, with its type where that says more."""
+    line = (str(exc) or type(exc).__name__).splitlines()[0]
+    return line if isinstance(exc, StrettoError) else f"{type(exc).__name__}: {line}"
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {"text": value.decode()}
+    raise TypeError(f"a message can't hold a {type(value).__name__}")
+
+
+def _loads(data: bytes | str) -> Any:
+    return json.loads(data, object_hook=_unplain)
+
+
+def _unplain(value: dict[str, Any]) -> Any:
+    return value["text"].encode() if value.keys() == {"text"} else value

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
 from stretto import planners
 from stretto.cost.fit import fit_cluster
 from stretto.errors import Infeasible, NoisyProfile, SpecError
-from stretto.measure import NetworkSamples, count_hosts, probe_network
+from stretto.measure import NetworkSamples, probe_network
+from stretto.runtime.failure import is_communication_error
 from stretto.schema import Cluster, CollectiveSample, Plan, Workload, codec
-from stretto.tune.profiling import DEFERRED_LANES, DeferredProfile
+from stretto.tune.board import reason_of
+from stretto.tune.profiling import (
+    DEFERRED_LANES,
+    DeferredProfile,
+    bulk_samples,
+    deferred_plan,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from stretto.runtime import DistributedDataParallel
     from stretto.tune.board import Board
 
-WARMUP_STEPS = 2
+WARMUP_STEPS = 1
+LEAST_ROWS = 3
+"""Steps that a profile needs."""
+
 PROFILE_LANES = (4, 4, 4, 2)
 """Lanes on which the profiled steps send their gradients: together they are a probe of
 the network with messages as large as the model's. The step after a change has a longer
@@ -48,6 +58,9 @@ WHOLE_PROBE_STEPS = 3
 """Where profiled steps say nothing of the network, it is probed for so many."""
 
 MOST_PROBE_S = 20.0
+
+PROBE_TIMEOUT_S = 30.0
+"""A single collective of the probe that takes longer ends tuning."""
 
 LEAST_PROBE_S = 0.25
 """Less says nothing; a training of such short steps is over soon or has many."""
@@ -108,11 +121,13 @@ class Seen:
 class Look:
     """Profiles training steps, then probes and plans.
 
-    Steps 1 and 2 warm up, 3 to 6 are profiled with communication put off until
-    backward has ended, two more where the link was not full by then; every step trains.
-    What they send over different numbers of lanes is a probe of the network with large
-    messages; small ones are then probed for about the time of one step. Where backward
-    was unsteady, twice as many are profiled again.
+    The first step with communication put off warms up, the next four are profiled, two
+    more where the link was not full by then; every step trains. What they send over
+    different numbers of lanes is a probe of the network with large messages; small ones
+    are then probed for about the time of one step. Where backward was unsteady, or too
+    few steps could be counted, twice as many are profiled again.
+
+    Every method is called by all ranks at the end of the same reduced backward.
     """
 
     def __init__(
@@ -123,113 +138,165 @@ class Look:
         name: str,
         planner: str,
         wire_dtype: str | None,
+        hosts: int,
+        change: Callable[[Plan], None],
     ) -> None:
+        """Prepare; ``change`` applies a plan on all ranks or raises on all."""
         self._model = model
         self._board = board
         self._name = name
         self._planner = planner
         self._wire_dtype = wire_dtype
-        self._began_s: list[float] = []
-        self._wanted = WARMUP_STEPS + len(PROFILE_LANES)
-        self._unsteady = self._extended = False
+        self._hosts = hosts
+        self._change = change
+        self._lanes: list[int] = []
+        self._again = self._extended = False
         self._bulk: tuple[CollectiveSample, ...] = ()
-        self._profile = DeferredProfile(
-            model, lanes=(PROFILE_LANES[0],) * WARMUP_STEPS + PROFILE_LANES
-        )
+        self._profile = DeferredProfile(model, aside=True)
+        self._rows: dict[str, list[float]] = {}
+        self._waits: dict[str, float] = {}
+        self._steps_s: list[float] = []
+        self._number = 0
 
     def start(self) -> None:
-        """Begins with the next step; collective.
+        """Begin with the next step.
 
         Raises:
-            PlanMismatch: this model's communication can't be put off.
-            SpecError: the same.
+            Refused: this model's communication can't be put off.
         """
+        self._begin((PROFILE_LANES[0],) * WARMUP_STEPS + PROFILE_LANES)
         self._profile.start()
 
-    def before_forward(self, *, reduces: bool) -> Seen | None:
-        """To be called before every forward; what was found, when the look is over.
+    def _begin(self, lanes: Sequence[int]) -> None:
+        self._lanes = list(lanes)
+        self._number = 0
+        self._rows.clear()
+        self._waits.clear()
+        self._apply(None)
+
+    def _apply(self, before: int | None) -> None:
+        lanes = self._lanes[self._number]
+        if lanes != before:
+            self._change(deferred_plan(self._model, lanes))
+
+    def seen(self, step_s: float, *, counts: bool) -> None:
+        """Take note of a step of this rank, as soon as it has ended.
+
+        Raises:
+            Exception: what ended the profile on this rank.
+        """
+        found = self._profile.reduced(step_s)
+        if self._profile.error is not None:
+            raise self._profile.error
+        number, self._number = self._number, self._number + 1
+        if found is None or number < WARMUP_STEPS:
+            return
+        row, wait_s = found
+        self._waits[str(number)] = wait_s
+        self._steps_s.append(step_s)
+        # New buckets are touched for the first time in a step after a change.
+        if counts and self._lanes[number] == self._lanes[number - 1]:
+            self._rows[str(number)] = row
+
+    def go_on(self) -> Seen | None:
+        """Go on after a step; what was found, when the look is over.
 
         Raises:
             Infeasible: no plan or no model of the network could be made.
             NoisyProfile: the network's times contradict each other.
             SpecError: the same.
+            Stopped: another rank can't go on.
         """
-        self._profile.before_forward(reduces=reduces)
-        if self._profile.steps < self._wanted:
-            self._began_s.append(perf_counter())
+        if self._number < len(self._lanes):
+            self._apply(self._lanes[self._number - 1])
             return None
-        if not self._unsteady:
-            self._bulk = self._profile.collectives(warmup=WARMUP_STEPS)
-            if not self._extended and more_lanes_help(self._bulk):
-                self._extended = True
-                self._wanted += len(MORE_LANES)
-                self._profile.extend(MORE_LANES)
-                self._began_s.append(perf_counter())
-                return None
-        self._profile.stop()
-        workload = self._profile.workload(
-            name=self._name, warmup=WARMUP_STEPS, max_spread_ratio=math.inf
-        )
-        gaps_s = [b - a for a, b in zip(self._began_s, self._began_s[1:], strict=False)]
-        (step_s,) = self._board.most(statistics.median(gaps_s))
-        spread_s = workload.provenance["backward_spread_s"]
-        if not self._unsteady and spread_s > max(
-            MAX_SPREAD_RATIO * workload.backward_s, MATTERS_RATIO * step_s
-        ):
+        message = {"rows": self._rows, "waits": self._waits}
+        found = self._board.meet(message, self._judge)
+        if found["do"] == "extend":
+            self._extended = True
+            self._lanes += MORE_LANES
+            self._apply(self._lanes[self._number - 1])
+            return None
+        if found["do"] == "again":
+            self._again = True
             # Another, longer look. If it is no steadier it is planned with all the
             # same: the prediction is rough then, the plan's shape rarely wrong.
-            self._unsteady = True
-            self._wanted *= 2
-            self._profile = DeferredProfile(self._model)
-            self._profile.start()
-            return self.before_forward(reduces=reduces)
-        return self._plan(workload, step_s)
+            self._begin((PROFILE_LANES[0],) * (WARMUP_STEPS + 2 * len(PROFILE_LANES)))
+            return None
+        self._profile.stop()
+        return self._plan(codec.decode(found["workload"], Workload), found["step_s"])
 
     def abandon(self) -> None:
-        """Ends the look without a result."""
+        """End the look without a result."""
         self._profile.stop()
+
+    # On rank 0.
+
+    def _judge(self, tables: list[Any]) -> dict[str, Any]:
+        """Say what comes next, from what all ranks have seen."""
+        if not self._again:
+            waits = [
+                (self._lanes[int(number)], min(t["waits"][number] for t in tables))
+                for number in _common(table["waits"] for table in tables)
+            ]
+            self._bulk = bulk_samples(
+                waits,
+                size_bytes=sum(row.bytes for row in self._model.tensor_table()),
+                ranks=self._board.size,
+            )
+            if not self._extended and more_lanes_help(self._bulk):
+                return {"do": "extend"}
+        rows = [
+            [max(column) for column in zip(*rows, strict=True)]
+            for rows in (
+                [table["rows"][number] for table in tables]
+                for number in _common(table["rows"] for table in tables)
+            )
+        ]
+        if len(rows) < LEAST_ROWS:
+            if not self._again:
+                return {"do": "again"}
+            raise NoisyProfile(
+                f"only {len(rows)} of {len(self._lanes)} steps could be profiled: "
+                "the model was evaluated within the others, or its forward or backward "
+                "can't be observed (a model that is compiled as a whole)"
+            )
+        workload = self._profile.merged_workload(
+            name=self._name, rows=rows, ranks=self._board.size
+        )
+        step_s = statistics.median(self._steps_s)
+        spread_s = workload.provenance["backward_spread_s"]
+        most_s = max(MAX_SPREAD_RATIO * workload.backward_s, MATTERS_RATIO * step_s)
+        if not self._again and spread_s > most_s:
+            return {"do": "again"}
+        return {"do": "probe", "workload": codec.encode(workload), "step_s": step_s}
+
+    # On all ranks.
 
     def _plan(self, workload: Workload, step_s: float) -> Seen:
         """``step_s``, a step with its communication, is equal on all ranks."""
-        group = self._model.process_group
         bulk = [sample for sample in self._bulk if tells_a_rate(sample)]
-        steps = PROBE_STEPS if bulk else WHOLE_PROBE_STEPS
+        some_bulk = bool(self._board.decision(len(bulk)))
+        steps = PROBE_STEPS if some_bulk else WHOLE_PROBE_STEPS
         budget_s = min(max(steps * step_s, LEAST_PROBE_S), MOST_PROBE_S)
-        hosts = count_hosts(group)
         begin_s = perf_counter()
-        decided: Any = None
+        found: Any = None
         for times in (1, PROBE_AGAIN, PROBE_AGAIN**2):
             # What a short probe finds contradictory a longer one mostly settles.
-            try:
-                samples = probe_network(
-                    group=group,
-                    lane_group=self._model.lane,
-                    sizes_bytes=PROBE_SIZES_BYTES,
-                    lanes=PROBE_LANES,
-                    points=SMALL_POINTS if bulk else None,
-                    repetitions=PROBE_REPETITIONS,
-                    budget_s=times * budget_s,
-                    contention=times * budget_s >= CONTENTION_FROM_S,
-                )
-            except SpecError as exc:  # on all ranks alike: the budget is too short
-                decided = exc
-                continue
-            if self._board.rank == 0:
-                decided = self._plan_on_rank_0(workload, samples, bulk, hosts)
-            decided = self._board.shared(decided)
-            if not isinstance(decided, NoisyProfile | Infeasible):
+            samples, trouble = self._probe(times * budget_s, some_bulk=some_bulk)
+            found = self._board.meet(
+                trouble, partial(self._plan_on_rank_0, workload, samples, bulk)
+            )
+            if "retry" not in found:
                 break
-        probe_s = perf_counter() - begin_s
-        if isinstance(decided, Exception):
-            raise decided
-        assert decided is not None  # noqa: S101 - rank 0 always decides
-        cluster, plan, ddp = decided
+        if "retry" in found:
+            raise NoisyProfile(found["retry"])
         return Seen(
             workload=workload,
-            cluster=codec.decode(cluster, Cluster),
-            plan=codec.decode(plan, Plan),
-            ddp=codec.decode(ddp, Plan),
-            probe_s=probe_s,
+            cluster=codec.decode(found["cluster"], Cluster),
+            plan=codec.decode(found["plan"], Plan),
+            ddp=codec.decode(found["ddp"], Plan),
+            probe_s=perf_counter() - begin_s,
             deferred_s=step_s if self._median_is_of_first_lanes else None,
         )
 
@@ -238,20 +305,66 @@ class Look:
         """Whether most steps ran on the lanes of a plain deferred plan."""
         return not self._extended and PROFILE_LANES[0] == DEFERRED_LANES
 
+    def _probe(
+        self, budget_s: float, *, some_bulk: bool
+    ) -> tuple[NetworkSamples | None, dict[str, Any] | None]:
+        """Measure the network, or say why not: on lanes that training does not use.
+
+        A rank that fails closes its connections, so that no other waits for it.
+        """
+        samples: NetworkSamples | None = None
+        trouble: dict[str, Any] | None = None
+        lanes, agreement = self._model._probe_pools(PROBE_TIMEOUT_S)  # noqa: SLF001
+        try:
+            # Opened before anything that may fail on one rank alone: ranks that wait
+            # for a connection can't be released by closing one.
+            agreement.lane(0)
+            for number in range(max(PROBE_LANES)):
+                lanes.lane(number)
+            samples = probe_network(
+                group=self._model.process_group,
+                agreement_group=agreement.lane(0),
+                lane_group=lanes.lane,
+                sizes_bytes=PROBE_SIZES_BYTES,
+                lanes=PROBE_LANES,
+                points=SMALL_POINTS if some_bulk else None,
+                repetitions=PROBE_REPETITIONS,
+                budget_s=budget_s,
+                contention=budget_s >= CONTENTION_FROM_S,
+            )
+        except Exception as exc:  # noqa: BLE001 - all ranks learn of it
+            trouble = {
+                "why": reason_of(exc),
+                "alike": isinstance(exc, SpecError),
+                "lost": is_communication_error(exc),
+            }
+            for pool in (agreement, lanes):
+                pool.abort()
+        for pool in (agreement, lanes):
+            pool.close()
+        return samples, trouble
+
     def _plan_on_rank_0(
         self,
         workload: Workload,
-        samples: NetworkSamples,
+        samples: NetworkSamples | None,
         bulk: Sequence[CollectiveSample],
-        hosts: int,
-    ) -> Any:
-        """What is broadcast: encoded cluster and plans, or the error for all ranks."""
+        troubles: list[dict[str, Any] | None],
+    ) -> dict[str, Any]:
+        """Encoded cluster and plans, or why the probe has to be repeated."""
+        failed = [(rank, found) for rank, found in enumerate(troubles) if found]
+        if len(failed) == len(troubles) and all(found["alike"] for _, found in failed):
+            return {"retry": failed[0][1]["why"]}  # too short a budget
+        if failed or samples is None:
+            # A lost connection is mostly what another rank's failure left.
+            rank, found = min(failed, key=lambda item: item[1]["lost"])
+            raise NoisyProfile(f"{self._board.name(rank)}: {found['why']}")
         try:
             cluster = fit_cluster(
                 [*plausible(samples.collectives), *bulk],
                 name=self._name,
-                hosts=hosts,
-                ranks_per_host=self._board.size // hosts,
+                hosts=self._hosts,
+                ranks_per_host=self._board.size // self._hosts,
                 contention_samples=samples.contention,
                 provenance=samples.provenance,
             )
@@ -259,9 +372,19 @@ class Look:
                 workload, cluster, self._planner, wire_dtype=self._wire_dtype
             )
             ddp = planners.get("ddp").plan(workload, cluster)
-        except (Infeasible, NoisyProfile, SpecError) as exc:
-            return exc
-        return codec.encode(cluster), codec.encode(plan), codec.encode(ddp)
+        except (Infeasible, NoisyProfile) as exc:
+            return {"retry": str(exc)}
+        return {
+            "cluster": codec.encode(cluster),
+            "plan": codec.encode(plan),
+            "ddp": codec.encode(ddp),
+        }
+
+
+def _common(tables: Iterable[dict[str, Any]]) -> list[str]:
+    """Steps that all ranks have, in order: they may have seen different ones."""
+    numbers = [set(table) for table in tables]
+    return sorted(set.intersection(*numbers), key=int)
 
 
 def tells_a_rate(sample: CollectiveSample) -> bool:

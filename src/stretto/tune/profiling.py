@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from dataclasses import replace
 from typing import TYPE_CHECKING, final
-
-import torch
-import torch.distributed as dist
 
 from stretto.measure import StepObserver
 from stretto.runtime import AbstractStepObserver
@@ -34,159 +33,123 @@ def deferred_plan(model: DistributedDataParallel, lanes: int = DEFERRED_LANES) -
 
 @final
 class DeferredProfile:
-    """Watches training steps whose communication waits until backward has ended.
+    """Observes training steps whose communication waits until backward has ended.
 
     The steps are real: every gradient is reduced and every step counts. Backward runs
     without communication beside it, which is what a workload describes, and the wait
     for communication is taken out of the step's time. All that DDP itself does outside
     backward, such as sending buffers before forward, stays in.
+
+    The caller applies a `deferred_plan`. Nothing here communicates, except `workload`
+    without rows.
     """
 
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        *,
-        lanes: Sequence[int] = (DEFERRED_LANES,),
-    ) -> None:
-        """Prepares; ``lanes`` are those of the first steps, the last goes on.
-
-        Different lanes make the steps' own communication a probe of the network; a
-        step that begins with other lanes than the last does not count for the workload.
-        """
+    def __init__(self, model: DistributedDataParallel, *, aside: bool = False) -> None:
+        """Prepare; ``aside`` is as for `StepObserver`."""
         self._model = model
-        self._lanes = tuple(lanes)
-        self._applied = 0
-        self._reduced: list[bool] = []
-        self._counts: list[bool] = []
-        self._disturbed = False
-        self._reduces = self._next_reduces = True
-        self._under_way = False
-        self._observer = StepObserver(
+        self.observer = StepObserver(
             model.module,
-            on_step=self._step_ended,
+            aside=aside,
             parameters=model.trained_parameters(),
             unused=True,
         )
-        self._waits = _Waits(self._observer)
+        self._waits = _Waits(self.observer)
 
     @property
-    def steps(self) -> int:
-        """Steps with communication that were seen whole."""
-        return sum(self._reduced)
+    def error(self) -> Exception | None:
+        """What ended the observation, where it is ``aside``."""
+        return self.observer.error
 
     def start(self) -> None:
-        """Begins with the next step; collective."""
-        self._apply(self._lanes[0])
+        """Begin with the next step."""
         self._model.observe(self._waits)
-        self._observer.__enter__()
-
-    def before_forward(self, *, reduces: bool) -> None:
-        """To be called before every forward of the training.
-
-        ``reduces`` is whether its backward communicates (it does not under
-        ``no_sync``): micro-steps that do not are left out of the profile.
-        """
-        if self._observer.whole:
-            self._observer.end_step()
-            self._under_way = False
-        self._next_reduces = reduces
-        if not self._under_way:
-            self._under_way = True
-            self._reduces = reduces
-            if self._reduced and self._reduced[-1]:  # not between micro-steps
-                self._change()
-
-    def extend(self, lanes: Sequence[int]) -> None:
-        """Goes on with these lanes, from the step that begins now; collective."""
-        self._lanes = (*self._lanes[: self.steps], *lanes)
-        self._change()
-
-    def _change(self) -> None:
-        lanes = self._lanes[min(self.steps, len(self._lanes) - 1)]
-        if lanes != self._applied:
-            self._apply(lanes)
-            self._disturbed = True  # new buckets are touched for the first time
-
-    def _apply(self, lanes: int) -> None:
-        self._model.apply_plan(deferred_plan(self._model, lanes))
-        self._applied = self._waits.lanes = lanes
+        self.observer.__enter__()
 
     def begin_step(self) -> None:
-        """Begins a step here rather than at the next forward."""
-        self._observer.begin_step()
+        """Begin a step here rather than at the next forward."""
+        self.observer.begin_step()
 
     def end_step(self) -> None:
-        """Ends the step here rather than at the next forward."""
-        self._observer.end_step()
+        """End the step here rather than at the next forward."""
+        self.observer.end_step()
+
+    def reduced(self, step_s: float) -> tuple[list[float], float] | None:
+        """End a step of ``step_s`` at the end of its reduced backward.
+
+        Returns:
+            Its row for `merged_workload` and how long it waited for communication;
+            ``None`` where it was not seen whole.
+        """
+        waited_s = self._waits.take()
+        self.observer.steps.clear()  # micro-steps without reduction
+        self.observer.end_step(step_s)
+        if waited_s is None or len(self.observer.steps) != 1:
+            return None
+        return self.observer.row_of(self.observer.steps[0]), waited_s
 
     def stop(self) -> None:
-        """Stops watching. The deferred plan stays until another is applied."""
-        self._observer.close()
+        """Stop observing. The deferred plan stays until another is applied."""
+        self.observer.close()
         self._model.observe(None)
 
     def workload(
         self, *, name: str, warmup: int, max_spread_ratio: float = 0.35
     ) -> Workload:
-        """The workload that the steps show; collective.
+        """Return the workload that the steps show; collective.
 
         Raises:
             NoisyProfile: the steps differ too much.
         """
-        steps = self._observer.steps
-        steps[:] = [s for s, counts in zip(steps, self._counts, strict=True) if counts]
-        self._reduced = [True] * len(steps)
-        self._counts = [True] * len(steps)
-        return self._observer.workload(
+        return self.observer.workload(
             name=name,
             warmup=warmup,
             group=self._model.process_group,
             max_spread_ratio=max_spread_ratio,
         )
 
-    def collectives(self, *, warmup: int) -> tuple[CollectiveSample, ...]:
-        """The all-reduces after backward as samples of the network; collective.
+    def merged_workload(
+        self, *, name: str, rows: Sequence[Sequence[float]], ranks: int
+    ) -> Workload:
+        """Return the workload of rows that were merged over ranks.
 
-        All lanes carry equal parts of all gradients at once. The wait of the rank that
-        was last to come is the collective's own time. Empty where the host does not
-        see its end (CUDA) or ranks saw different numbers of steps.
+        Raises:
+            SpecError: there are too few.
         """
-        waits = self._waits.seen[warmup:]
-        group = self._model.process_group
-        rows = [float(len(waits)), -float(len(waits)), *(s for _, s in waits)]
-        counts = torch.tensor(rows[:2], dtype=torch.float64)
-        dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=group)
-        if not waits or counts[0] != -counts[1]:
-            return ()
-        table = torch.tensor(rows[2:], dtype=torch.float64)
-        dist.all_reduce(table, op=dist.ReduceOp.MIN, group=group)
-        by_lanes: dict[int, list[float]] = {}
-        for (lanes, _), wait_s in zip(waits, table.tolist(), strict=True):
-            if wait_s > 0:
-                by_lanes.setdefault(lanes, []).append(wait_s)
-        size_bytes = sum(row.bytes for row in self._model.tensor_table())
-        return tuple(
-            CollectiveSample(
-                size_bytes=max(1, size_bytes // lanes),
-                lanes=lanes,
-                ranks=dist.get_world_size(group),
-                duration_s=statistics.median(times_s),
-                spread_s=max(times_s) - min(times_s),
-                repetitions=len(times_s),
-            )
-            for lanes, times_s in sorted(by_lanes.items())
+        found = self.observer.workload(
+            name=name, warmup=0, rows=rows, max_spread_ratio=math.inf
         )
+        return replace(found, provenance={**found.provenance, "ranks": ranks})
 
-    def _step_ended(self, _count: int) -> None:
-        # Called where the next step begins, so what was announced last is the next's.
-        self._reduced.append(self._reduces)
-        self._counts.append(self._reduces and not self._disturbed)
-        self._disturbed = False
-        self._reduces = self._next_reduces
+
+def bulk_samples(
+    waits: Sequence[tuple[int, float]], *, size_bytes: int, ranks: int
+) -> tuple[CollectiveSample, ...]:
+    """Return all-reduces after backward as samples of the network.
+
+    ``waits`` are numbers of lanes and, for each step, the wait of the rank that came
+    last, which is the collective's own time. All lanes carry equal parts of all
+    gradients at once.
+    """
+    by_lanes: dict[int, list[float]] = {}
+    for lanes, wait_s in waits:
+        if wait_s > 0:
+            by_lanes.setdefault(lanes, []).append(wait_s)
+    return tuple(
+        CollectiveSample(
+            size_bytes=max(1, size_bytes // lanes),
+            lanes=lanes,
+            ranks=ranks,
+            duration_s=statistics.median(times_s),
+            spread_s=max(times_s) - min(times_s),
+            repetitions=len(times_s),
+        )
+        for lanes, times_s in sorted(by_lanes.items())
+    )
 
 
 @final
 class _Waits(AbstractStepObserver):
-    """Tells the observer of a step how long it waited for communication.
+    """Reports to the observer of a step how long it waited for communication.
 
     The wait ends with the last collective: what DDP does after it, copying buckets back
     into gradients, belongs to a step without communication too.
@@ -196,9 +159,12 @@ class _Waits(AbstractStepObserver):
         self._observer = observer
         self._computed_s = 0.0
         self._finished_s = 0.0
-        self.lanes = 0
-        self.seen: list[tuple[int, float]] = []
-        """Lanes and wait of every step that communicated."""
+        self._waited_s: float | None = None
+
+    def take(self) -> float | None:
+        """Return the last step's wait, once; ``None``: it did not communicate."""
+        waited_s, self._waited_s = self._waited_s, None
+        return waited_s
 
     def attached(self, tensors: Sequence[str], buckets: Sequence[BucketRow]) -> None:
         pass
@@ -229,6 +195,5 @@ class _Waits(AbstractStepObserver):
 
     def backward_ended(self, now_s: float) -> None:
         waited_until_s = min(self._finished_s, now_s)
-        wait_s = max(0.0, waited_until_s - self._computed_s)
-        self._observer.exclude(wait_s)
-        self.seen.append((self.lanes, wait_s))
+        self._waited_s = max(0.0, waited_until_s - self._computed_s)
+        self._observer.exclude(self._waited_s)

@@ -7,13 +7,11 @@ import random
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
-import torch
-
-from stretto.errors import PlanMismatch, RankDisagreement
 from stretto.planners.base import predicted_s
 from stretto.runtime import Recorder
 from stretto.schema import Plan, codec
 from stretto.tune.bandit import Bandit
+from stretto.tune.board import Refused
 from stretto.tune.guide import TRUSTED_RATIO
 from stretto.tune.search import CONTROL, START, Search, Trial
 from stretto.tune.techniques import (
@@ -86,17 +84,20 @@ class Trials:
         baseline: Plan | None = None,
         seen_s: Mapping[str, float] | None = None,
         trained_s: float = 0.0,
+        change: Callable[[Plan], None],
     ) -> None:
         """Prepare trials of ``starts``, then of what the options' techniques propose.
 
-        ``guide`` is rank 0's alone; ``tell(what, why, **values)`` records an event. The
-        others go to `Search`.
+        ``guide`` is rank 0's alone; ``tell(what, why, **values)`` records an event;
+        ``change`` applies a plan on all ranks, or raises `Refused` on all. The others
+        go to `Search`.
         """
         self._model = model
         self._board = board
         self._guide = guide
         self._options = options
         self._tell = tell
+        self._change = change
         self._skip = 1
         self._uncounted = 0
         self._recorder: Recorder | None = None
@@ -130,9 +131,9 @@ class Trials:
     def step(self, step_s: float) -> bool:
         """Takes the step that ended; whether trials go on. Collective.
 
-        ``step_s`` is infinite where the step does not count.
+        ``step_s`` is equal on all ranks, and infinite where the step does not count.
         """
-        (most_s,) = self._board.most(step_s)
+        most_s = step_s
         over = False
         skipped = self._skip > 0
         self._skip -= skipped
@@ -151,8 +152,8 @@ class Trials:
             self._learn(self.search.trials[-1])
         return self._next()
 
-    def end(self) -> None:
-        """Takes off what watches the trials."""
+    def abandon(self) -> None:
+        """Take off what watches the trials."""
         self._unwatch()
 
     # One trial after another.
@@ -186,16 +187,11 @@ class Trials:
 
     def _apply(self, plan: Plan) -> str | None:
         """Carries a plan out on all ranks or on none; why not."""
-        if self._model.plan is not None and self._model.plan.digest == plan.digest:
-            return None
-        trouble = None
         try:
-            self._model.apply_plan(plan)
-        except (PlanMismatch, RankDisagreement) as exc:
-            trouble = str(exc)
-        except (torch.OutOfMemoryError, MemoryError) as exc:
-            trouble = f"out of memory: {exc}"
-        return trouble
+            self._change(plan)
+        except Refused as exc:
+            return str(exc)
+        return None
 
     def _watch(self) -> None:
         if self._model.observed:

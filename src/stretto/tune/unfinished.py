@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 from stretto.schema.tuning import Tuning, TuningEvent
 from stretto.tune.look import Seen
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     OnUnfinished = Callable[[Settled | None], str]
     """Is told what is known when a run ends, and says in a few words what it did."""
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -64,11 +67,6 @@ class Known:
     events: list[TuningEvent] = field(default_factory=list)
 
     pid: int = field(default_factory=os.getpid)
-
-    @property
-    def begun_steps(self) -> int:
-        """Steps, that under way included."""
-        return self.steps + (self.job is not None)
 
     @property
     def steps_before(self) -> int:
@@ -169,14 +167,14 @@ def _end(known: Known, memory: PlanMemory, on_unfinished: OnUnfinished | None) -
                 cluster=so_far.cluster,
                 step_s=so_far.step_s,
                 ddp_step_s=so_far.ddp_step_s,
-                unfinished_steps=known.steps_before + known.begun_steps,
+                unfinished_steps=known.steps_before + known.steps,
             ),
             refuted=known.checked.number if known.checked and known.stale else None,
         )
     files = "" if on_unfinished is None else on_unfinished(so_far)
     if not kept and not files:
         return ""
-    parts = [f"tuning had not settled after {known.begun_steps} steps"]
+    parts = [f"tuning had not settled after {known.steps} steps"]
     if so_far is not None:
         parts.append(f"best so far, {summary(so_far)}")
     if kept:
@@ -184,3 +182,30 @@ def _end(known: Known, memory: PlanMemory, on_unfinished: OnUnfinished | None) -
     if files:
         parts.append(files)
     return "; ".join(parts)
+
+
+def within(seconds: float, do: Callable[[], _T], *, what: str) -> _T | None:
+    """Return what ``do`` returns, or ``None`` where it takes longer or fails.
+
+    It goes on in its thread then. One line says so: a slow disk must not stop the
+    ranks that wait for this one.
+    """
+    found: list[_T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(do())
+        except Exception as exc:  # noqa: BLE001 - a cache must not end a training
+            errors.append(exc)
+
+    thread = threading.Thread(target=run, name="stretto-cache", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        _log.warning("%s failed, training goes on without it: %s", what, errors[0])
+    elif thread.is_alive():
+        _log.warning(
+            "%s takes longer than %g s, training goes on without it", what, seconds
+        )
+    return found[0] if found else None

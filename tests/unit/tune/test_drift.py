@@ -7,7 +7,6 @@ import random
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from stretto.tune.board import StepClock
 from stretto.tune.drift import REST_STEPS, WINDOW_STEPS, Change, Watch
 
 if TYPE_CHECKING:
@@ -137,17 +136,3 @@ def test_steps_that_do_not_count_do_not_decide() -> None:
     assert changes(Watch(0.1), steps_s) == []
     mixed = [math.inf, 0.1] * 100
     assert changes(Watch(0.1), mixed) == []
-
-
-def test_a_step_lasts_from_its_first_micro_step_to_the_next_ones_start() -> None:
-    clock = StepClock()
-    assert clock.ended_s(0.0) is None
-    clock.begin(0.0, reduces=False, new_step=True)
-    assert clock.ended_s(1.0) is None
-    clock.begin(1.0, reduces=True, new_step=False)
-    assert clock.ended_s(3.0) == 3.0
-    clock.begin(3.5, reduces=True, new_step=True)
-    clock.disturb()
-    assert clock.ended_s(5.0) == math.inf
-    clock.begin(5.0, reduces=True, new_step=True)
-    assert clock.ended_s(6.0) == 1.0

@@ -1,43 +1,51 @@
 """``plan="auto"``: measure in the first steps, plan, try, settle, and keep watching.
 
-Every step trains. What a run goes through:
+Every step trains. The phases of a run, in order:
 
-1. An equal job's plan from an earlier run is carried out at once; if its steps take
-   what they took then, that is all. Where that run ended before tuning had settled, the
-   search goes on, at 3, with what its look measured: equal steps say that it still
-   holds, and looking again would put the communication of a few steps off.
-2. Otherwise the first steps are profiled, the network is probed, and the planner's plan
-   is carried out (`stretto.tune.look`).
-3. Plans are tried while the training goes on (`stretto.tune.trials`), within limits on
-   steps and on lost time.
-4. The best stays. Step times are watched, and a lasting change begins again at 2
+1. ``WARM_UP``: steps with DDP's own buckets. DDP rebuilds them in the second step; from
+   then on they are known on all ranks, and a failure goes back to them at once.
+2. ``CHECK``: an equal job's plan from an earlier run is applied; if its steps take what
+   they took then, it is settled. Where that run ended before tuning had settled, the
+   search goes on, at 4, with what its profile measured.
+3. ``LOOK``: the first steps are profiled, the network is probed, and the planner's
+   plan is applied (`stretto.tune.look`).
+4. ``SEARCH``: plans are tried while the training goes on (`stretto.tune.trials`),
+   within limits on steps and on lost time.
+5. ``CONFIRM``: all ranks have settled on the best plan; the user is told.
+6. ``WATCH``: step times are watched; a lasting change begins again at 3
    (`stretto.tune.drift`).
 
-Where anything of this fails, training goes on as DDP does it and one line says why.
-What is known when a run ends before 4 is kept by rank 0 (`stretto.tune.unfinished`).
+The clock is the end of a reduced backward: DDP brings every rank there equally often,
+so that is where steps are counted, where ranks meet (`stretto.tune.board`) and where
+plans change. Nothing is done in a forward. Whatever fails on any rank is reported at
+the next meeting; then all ranks go back to DDP's buckets together, and one line says
+why.
+What is known when a run ends before 5 is kept by rank 0 (`stretto.tune.unfinished`).
 """
 
 from __future__ import annotations
 
+import enum
 import importlib
 import logging
 import math
+import platform
 import statistics
 import weakref
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 
 from stretto._version import __version__
-from stretto.errors import Infeasible, NoisyProfile, PlanMismatch, SpecError
-from stretto.measure import count_hosts
+from stretto.errors import Infeasible, SpecError, StrettoError
 from stretto.planners.base import predicted_s, with_prediction
 from stretto.schema import Plan, codec, tensors_digest
 from stretto.schema.tuning import Tuning, TuningEvent
-from stretto.tune.board import Board, StepClock
-from stretto.tune.drift import Watch
+from stretto.tune.board import Board, Refused, Stopped, reason_of
+from stretto.tune.drift import WINDOW_STEPS, Watch
 from stretto.tune.guide import Guide
 from stretto.tune.look import Look, Seen
 from stretto.tune.memory import (
@@ -61,16 +69,20 @@ from stretto.tune.remembered import (
 from stretto.tune.settled import OnSettled, Settled, summary
 from stretto.tune.starts import PROFILED, starts_of
 from stretto.tune.trials import Trials
-from stretto.tune.unfinished import Known, end
+from stretto.tune.unfinished import Known, end, within
 from stretto.units import format_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from stretto.runtime import DistributedDataParallel
     from stretto.tune.unfinished import OnUnfinished
 
 _log = logging.getLogger(__name__)
+
+WARM_UP_STEPS = 2
+"""DDP rebuilds its buckets in the second step."""
+
+MEMORY_S = 2.0
+"""Training waits for the plan cache's disk no longer than this."""
 
 CHECK_WARMUP_STEPS = 2
 CHECK_STEPS = 5
@@ -82,6 +94,18 @@ AGREES_RATIO = 0.10
 
 ALIKE_DISTANCE = 0.25
 """Jobs further apart share no experience."""
+
+
+class Phase(enum.Enum):
+    """Where tuning is; equal on all ranks at every meeting."""
+
+    WARM_UP = "warm up"
+    CHECK = "check"
+    LOOK = "look"
+    SEARCH = "search"
+    CONFIRM = "confirm"
+    WATCH = "watch"
+    OVER = "over"
 
 
 @final
@@ -99,18 +123,21 @@ class AutoPlan:
         on_unfinished: OnUnfinished | None = None,
         options: TuneOptions | None = None,
     ) -> None:
-        """Prepares; the first `before_forward` begins.
+        """Prepare; the end of the first reduced backward begins.
 
-        ``on_unfinished`` is called on rank 0, where the run ends before tuning has
-        settled; it must not hold the model.
+        The model is not kept alive. ``on_unfinished`` is called on rank 0, where the
+        run ends before tuning has settled; it must not hold the model.
         """
-        self._model = model
+        # The model owns this object.
+        self._model = cast("DistributedDataParallel", weakref.proxy(model))
         self._name = name
         self._planner = planner
         self._wire_dtype = wire_dtype
         self._on_settled = on_settled
         self._options = options or TuneOptions()
-        self._board = Board(model.process_group)
+        ranks = model._ranks  # noqa: SLF001
+        self._rank_name = ranks.name(ranks.rank)
+        self._board = Board(ranks, serial=model._agreement.serial)  # noqa: SLF001
         self._memory = PlanMemory(
             default_path()
             if self._options.memory and self._options.model and self._board.rank == 0
@@ -119,87 +146,193 @@ class AutoPlan:
         if self._board.rank == 0:
             # What a fit needs: a quarter of a second that no step shall wait for.
             importlib.import_module("scipy.optimize")
-        self._clock = StepClock()
         self._known = Known(name=name)
         self._end: weakref.finalize[..., Any] | None = None
         if self._board.rank == 0:
             self._end = weakref.finalize(
                 model, end, self._known, self._memory, on_unfinished
             )
-        self._reduces = True
+        self._phase = Phase.WARM_UP
+        self._next_gate = WARM_UP_STEPS
+        self._failed: str | None = None
+        self._began_s: float | None = None
+        self._disturbed = False
+        self._hosts = 1
         self._look: Look | None = None
         self._trials: Trials | None = None
         self._continues = False
         self._check_s: list[float] = []
         self._watch: Watch | None = None
         self._settled: Settled | None = None
-        self._do: Callable[[float], None] | None = None
+        self._median_s: float | None = None
+        self._story: Tuning | None = None
         self.settled = False
         """Whether a plan stands; a lasting change may re-open the search."""
         self.done = False
         """Whether there is nothing left to do, now or later."""
-        self.at_work = False
-        """Whether a plan that the model takes up now is one of ours."""
 
-    def before_forward(self, *, reduces: bool) -> None:
-        """To be called before every forward of the training, on every rank alike.
-
-        ``reduces`` is whether the backward that follows communicates.
-        """
+    def reduced(self) -> None:
+        """Take note of the end of a reduced backward; to be called on every rank."""
         if self.done or self._joining():
             return
-        self.at_work = True
-        try:
-            self._go_on(reduces=reduces)
-        finally:
-            self.at_work = False
-
-    def _go_on(self, *, reduces: bool) -> None:
         if self._trials is not None and self._model.device_type == "cuda":
             # Trials compare lengths of steps, which the host sees only when it waits.
             # Not yet run on a GPU.
             torch.cuda.synchronize()
-        step_s = self._clock.ended_s(perf_counter())
-        self._reduces = reduces
-        first = self._known.job is None
-        if first:
-            self._start()
-        elif step_s is not None:
-            self._known.steps += 1
-            if self._do is not None:
-                self._do(step_s)
-        if self._look is not None:
-            self._look_on()
-        self._clock.begin(
-            perf_counter(), reduces=reduces, new_step=first or step_s is not None
-        )
+        now_s = perf_counter()
+        step_s = math.inf if self._began_s is None else now_s - self._began_s
+        counts = math.isfinite(step_s) and not self._disturbed
+        self._known.steps += 1
+        try:
+            self._note(step_s, counts=counts)
+        except Exception as exc:  # noqa: BLE001 - all ranks learn of it at the gate
+            self._failed = self._failed or self._own(exc)
+        if self._known.steps >= self._next_gate:
+            self._gate(step_s if counts else None)
+        self._disturbed = False
+        self._began_s = perf_counter()
 
     def evaluated(self) -> None:
-        """To be called where the model is used without training: the step is longer."""
-        self._clock.disturb()
+        """Take note that the model is used without training: the step is longer."""
+        self._disturbed = True
 
     def abandon(self, reason: str) -> None:
-        """Ends tuning where it is: what the model carries out is the caller's now."""
-        if self._look is not None:
-            self._look.abandon()
-        if self._trials is not None:
-            self._trials.end()
-        self._look = self._trials = self._do = None
-        self.settled = self.done = True
-        self._keep_nothing_more()
+        """End tuning where it is: the plan in use is the caller's decision now."""
+        self._end_parts()
         self._tell("gave up", reason)
+        self.settled = True
+        self._finish()
 
     def _joining(self) -> bool:
         """Whether ranks may have different numbers of steps (``join``)."""
         config = getattr(self._model, "_join_config", None)
         return bool(config is not None and config.enable)
 
+    # The meeting at the end of a step.
+
+    def _note(self, step_s: float, *, counts: bool) -> None:
+        """Keep what this rank alone sees of a step."""
+        if self._phase is Phase.LOOK and self._look is not None:
+            self._look.seen(step_s, counts=counts)
+        elif self._phase is Phase.WATCH and self._watch is not None:
+            self._median_s = self._watch.add(step_s if counts else math.inf)
+
+    def _gate(self, step_s: float | None) -> None:
+        message = {"step_s": step_s, "host": platform.node()}
+        if self._phase is Phase.WATCH:
+            median_s = self._median_s
+            finite = median_s is not None and math.isfinite(median_s)
+            message["step_s"] = median_s if finite else None
+        try:
+            found = self._board.gate(
+                self._known.steps, message, self._answer, failed=self._failed
+            )
+        except Stopped as exc:
+            self._drop(str(exc))
+            return
+        self._plan_gate()
+        try:
+            self._act(found)
+        except Stopped as exc:
+            self._failed = str(exc)
+        except Exception as exc:  # noqa: BLE001 - the others must learn of it
+            alike = isinstance(exc, StrettoError)
+            self._failed = str(exc) if alike else self._own(exc)
+            self._board.fail(self._failed)
+
+    def _plan_gate(self) -> None:
+        """Set the step of the next meeting, at a place that all ranks come to."""
+        steps = WINDOW_STEPS if self._phase is Phase.WATCH else 1
+        self._next_gate = self._known.steps + steps
+
+    def _answer(self, messages: list[Any]) -> dict[str, Any]:
+        """What rank 0 makes of all ranks' messages.
+
+        All ranks end a reduced backward together, so rank 0's clock serves for all.
+        """
+        steps_s = [message["step_s"] for message in messages]
+        found: dict[str, Any] = {"step_s": None if None in steps_s else steps_s[0]}
+        if self._phase is Phase.WARM_UP:
+            found.update(self._first_answer([message["host"] for message in messages]))
+        return found
+
+    def _act(self, found: dict[str, Any]) -> None:
+        """Do what this phase does at the end of a step, on all ranks alike."""
+        step_s = math.inf if found["step_s"] is None else float(found["step_s"])
+        match self._phase:
+            case Phase.WARM_UP:
+                self._start(found["hosts"], found["offer"])
+            case Phase.CHECK:
+                self._check(step_s)
+            case Phase.LOOK:
+                self._look_on()
+            case Phase.SEARCH:
+                self._try_on(step_s)
+            case Phase.CONFIRM:
+                self._confirmed()
+            case Phase.WATCH:
+                self._look_out(step_s)
+            case Phase.OVER:
+                pass
+
+    def _change(self, plan: Plan) -> None:
+        """Apply a plan on all ranks.
+
+        Raises:
+            Refused: on all ranks: one of them can't; nothing has changed.
+        """
+        now = self._model.plan
+        if now is None or now.digest != plan.digest:
+            self._model._change_plan(plan, self._board.agree)  # noqa: SLF001
+
+    def _own(self, exc: BaseException) -> str:
+        """An error of this rank alone, as the others are told."""
+        _log.debug("tuning failed on this rank", exc_info=exc)
+        return f"{self._rank_name}: {reason_of(exc)}"
+
+    def _drop(self, reason: str) -> None:
+        """Go back to DDP's buckets; every rank comes here at the end of one step."""
+        self._end_parts()
+        self._model._restore_rule()  # noqa: SLF001
+        self._model._release_lanes()  # noqa: SLF001
+        self._tell("gave up", reason)
+        self.settled = True
+        self._finish()
+        if self._board.rank == 0:
+            _log.warning("no plan could be made, DDP's own rule stays: %s", reason)
+
+    def _end_parts(self) -> None:
+        look, self._look = self._look, None
+        trials, self._trials = self._trials, None
+        for part in (look, trials):
+            try:
+                if part is not None:
+                    part.abandon()
+            except Exception:  # noqa: BLE001 - tuning is over whatever happens here
+                _log.debug("what watched the steps did not end", exc_info=True)
+
+    def _finish(self) -> None:
+        self._phase = Phase.OVER
+        self.done = True
+        self._keep_nothing_more()
+
     # 1. What an earlier run settled.
 
-    def _start(self) -> None:
-        hosts = count_hosts(self._model.process_group)
+    def _first_answer(self, names: list[str]) -> dict[str, Any]:
+        """The number of hosts, and an equal job's plan if one is remembered."""
+        hosts = len(set(names))
+        # A cluster has as many ranks on each host.
+        hosts = hosts if self._board.size % hosts == 0 else self._board.size
+        job = self._job(hosts)
+        found = within(
+            MEMORY_S, partial(self._memory.exact, job), what="reading the plan cache"
+        )
+        self._known.checked = found
+        return {"hosts": hosts, "offer": None if found is None else packed(found)}
+
+    def _job(self, hosts: int) -> Job:
         rows = sorted(self._model.tensor_table())
-        self._known.job = Job(
+        return Job(
             name=self._name,
             model=tensors_digest(rows),
             hosts=hosts,
@@ -210,9 +343,12 @@ class AutoPlan:
                 f"wire {self._wire_dtype}"
             ),
         )
+
+    def _start(self, hosts: int, offer: Any) -> None:
+        self._hosts = hosts
+        self._known.job = self._job(hosts)
+        found, self._known.checked = self._known.checked, None
         self._tell("started", "first step", ranks=self._board.size, hosts=hosts)
-        found = self._memory.exact(self._known.job)
-        offer = self._board.shared(None if found is None else packed(found))
         if offer is not None:
             plan, step_s, ddp_step_s, unfinished_steps = offer
             if self._try_remembered(codec.decode(plan, Plan)):
@@ -229,14 +365,14 @@ class AutoPlan:
                 self._known.checked = found
                 self._continues = unfinished and self._options.steps > 0
                 self._check_s = [step_s]
-                self._do = self._check
+                self._phase = Phase.CHECK
                 return
         self._profile()
 
     def _try_remembered(self, plan: Plan) -> bool:
         try:
-            self._model.apply_plan(plan)
-        except (PlanMismatch, SpecError):
+            self._change(plan)
+        except Refused:
             return False
         return True
 
@@ -248,7 +384,7 @@ class AutoPlan:
             return
         counted = [s for s in steps_s[CHECK_WARMUP_STEPS:] if math.isfinite(s)]
         median_s = statistics.median(counted) if counted else math.inf
-        (now_s,) = self._board.most(median_s)
+        now_s = median_s
         if now_s > (1 + AGREES_RATIO) * then_s:
             if counted_steps == CHECK_STEPS:
                 return
@@ -307,28 +443,22 @@ class AutoPlan:
     # 2. A look.
 
     def _profile(self) -> None:
-        self._do = None
         self._look = Look(
             self._model,
             self._board,
             name=self._name,
             planner=self._planner,
             wire_dtype=self._wire_dtype,
+            hosts=self._hosts,
+            change=self._change,
         )
-        try:
-            self._look.start()
-        except (PlanMismatch, SpecError) as exc:
-            self._look = None
-            self._give_up(exc)
+        self._phase = Phase.LOOK
+        self._look.start()
+        self._plan_gate()  # after a meeting, so on all ranks or none
 
     def _look_on(self) -> None:
-        assert self._look is not None  # noqa: S101 - the caller has seen it
-        try:
-            seen = self._look.before_forward(reduces=self._reduces)
-        except (Infeasible, NoisyProfile, SpecError) as exc:
-            self._look = None
-            self._give_up(exc)
-            return
+        assert self._look is not None  # noqa: S101 - set where the phase begins
+        seen = self._look.go_on()
         if seen is None:
             return
         self._look = None
@@ -391,9 +521,10 @@ class AutoPlan:
             tell=self._tell,
             baseline=settled.ddp,
             seen_s=seen_s,
+            change=self._change,
         )
         self._known.search = self._trials.search
-        self._do = self._try_on
+        self._phase = Phase.SEARCH
         if not self._trials.begin():
             self._end_trials()
 
@@ -451,7 +582,7 @@ class AutoPlan:
     def _end_trials(self) -> None:
         trials, self._trials = self._trials, None
         assert trials is not None  # noqa: S101 - the caller ran it
-        trials.end()
+        trials.abandon()
         seen = self._known.seen
         assert seen is not None  # noqa: S101 - trials follow a look
         outcome: Any = None
@@ -493,9 +624,7 @@ class AutoPlan:
         self, settled: Settled, *, why: str = "as measured", **spent: Any
     ) -> None:
         chosen = settled.carried_out
-        now = self._model.plan
-        if now is None or now.digest != chosen.digest:
-            self._model.apply_plan(chosen)
+        self._change(chosen)
         self._model.release_unused_lanes()
         self._tell(
             "settled",
@@ -507,8 +636,10 @@ class AutoPlan:
             saved_ratio=settled.saved_ratio,
             **spent,
         )
-        settled = replace(settled, story=self.story)
-        self._do = None
+        # Rank 0 decides, so it alone knows the whole story.
+        self._story = codec.decode(self._board.shared(codec.encode(self.story)), Tuning)
+        settled = replace(settled, story=self._story)
+        self._phase = Phase.CONFIRM
         self.settled = True
         self._keep_nothing_more()
         before = self._settled
@@ -516,16 +647,23 @@ class AutoPlan:
         if self._watch is not None:
             better = before is None or before.carried_out.digest != chosen.digest
             self._watch.settled_again(settled.step_s, better=better)
-        if self._options.watch:
-            self._watch = self._watch or Watch(settled.step_s)
-            self._do = self._look_out
-        else:
-            self.done = True
+        elif self._options.watch:
+            self._watch = Watch(settled.step_s)
         if self._board.rank == 0:
             _log.info("%s", summary(settled))
-            self._keep(settled)
+            within(
+                MEMORY_S, partial(self._keep, settled), what="writing the plan cache"
+            )
         if self._on_settled is not None:
             self._on_settled(settled)
+
+    def _confirmed(self) -> None:
+        """All ranks have settled, and what the user does with that has not failed."""
+        if not self._options.watch:
+            self._finish()
+            return
+        self._phase = Phase.WATCH
+        self._plan_gate()
 
     def _keep_nothing_more(self) -> None:
         """The run may end: what is settled is kept, what was decided by hand is not."""
@@ -546,14 +684,10 @@ class AutoPlan:
             )
         )
 
-    def _look_out(self, step_s: float) -> None:
+    def _look_out(self, median_s: float) -> None:
+        """Judge a window of steps; infinite on any rank is infinite on all."""
         watch = self._watch
         assert watch is not None  # noqa: S101 - set where a plan settled
-        median_s = watch.add(step_s)
-        if median_s is None:
-            return
-        # Infinite on any rank is infinite on all: then nobody judges.
-        (median_s,) = self._board.most(median_s)
         change = watch.judge(median_s)
         if change is None:
             return
@@ -566,20 +700,13 @@ class AutoPlan:
             _log.info("%s", why)
         self._profile()
 
-    def _give_up(self, reason: Exception) -> None:
-        self.settled = self.done = True
-        self._do = None
-        self._keep_nothing_more()
-        self._model.apply_plan(None)
-        self._tell("gave up", str(reason))
-        if self._board.rank == 0:
-            _log.warning("no plan could be made, DDP's own rule stays: %s", reason)
-
     # The story.
 
     @property
     def story(self) -> Tuning:
-        """All that happened so far, and why."""
+        """All that happened so far, and why; rank 0 tells the others at the end."""
+        if self._story is not None and self._board.rank != 0:
+            return self._story
         return Tuning(name=self._name, events=tuple(self._known.events))
 
     def _tell(self, what: str, why: str, **values: Any) -> None:
