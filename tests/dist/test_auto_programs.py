@@ -1,0 +1,218 @@
+"""Programs that DDP allows, under ``plan="auto"`` while it tunes, against DDP."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import stretto
+from stretto.errors import StrettoError
+from stretto.tune import TuneOptions, controller, look
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+
+TorchDDP = nn.parallel.DistributedDataParallel
+
+OPTIONS = TuneOptions(steps=10, watch=False, memory=False)
+
+STEPS = 30
+
+REBUILT = 3
+"""From this step on DDP has rebuilt its buckets, which needs all ranks in a forward."""
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(64, 200), nn.SiLU(), nn.Linear(200, 200), nn.SiLU(), nn.Linear(200, 4)
+    )
+
+
+def train(model: nn.Module, rank: int, between: Any = None) -> list[float]:
+    """Losses of steps, each after what ``between`` does."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step * 10 + rank)
+        optimizer.zero_grad()
+        if between is not None:
+            between(model, rank, step, generator)
+        loss = model(torch.randn(16, 64, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def micro_steps_differ(model: Any, rank: int, step: int, g: torch.Generator) -> None:
+    with model.no_sync():
+        for _ in range((7 * step + 3 * rank) % 4):
+            model(torch.randn(16, 64, generator=g)).square().mean().backward()
+
+
+def one_rank_runs_forward(
+    model: Any, rank: int, step: int, _g: torch.Generator
+) -> None:
+    if rank == 1 and step % 3 == 1 and step >= REBUILT:
+        model(torch.ones(3, 64))
+
+
+def collectives_between(model: Any, rank: int, step: int, _g: torch.Generator) -> None:
+    if step < REBUILT:
+        return
+    if rank == 0:
+        model(torch.ones(3, 64))
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        model(torch.ones(3, 64))
+    dist.barrier()
+
+
+def errors_are_caught(model: Any, rank: int, step: int, _g: torch.Generator) -> None:
+    if step % 4 == rank:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(3, 63))
+
+
+def saves_and_copies(model: Any, rank: int, step: int, _g: torch.Generator) -> None:
+    if rank == 0 and step < 14:
+        torch.save(model, io.BytesIO())
+        torch.save(model.module, io.BytesIO())
+        pickle.dumps(model.module)
+        copy.deepcopy(model.module)
+
+
+def backward_twice(model: Any, _rank: int, _step: int, g: torch.Generator) -> None:
+    loss = model(torch.randn(16, 64, generator=g)).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def forwards_first(model: Any, _rank: int, _step: int, g: torch.Generator) -> None:
+    losses = [model(torch.randn(16, 64, generator=g)).square().mean() for _ in range(2)]
+    for loss in losses:
+        loss.backward()
+
+
+PROGRAMS = (
+    micro_steps_differ,
+    one_rank_runs_forward,
+    collectives_between,
+    errors_are_caught,
+    saves_and_copies,
+    backward_twice,
+    forwards_first,
+)
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("stretto").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            self.lines.append(record.getMessage())
+
+
+def programs(rank: int, size: int) -> dict[str, tuple[bool, int]]:
+    found = {}
+    for between in PROGRAMS:
+        settled: list[Any] = []
+        theirs = train(TorchDDP(net()), rank, between)
+        model = stretto.DistributedDataParallel(
+            net(), on_settled=settled.append, tune=OPTIONS
+        )
+        ours = train(model, rank, between)
+        # The plan was changed meanwhile.
+        found[between.__name__] = (ours == theirs, model._iterations > 0)
+    return found
+
+
+def test_ranks_may_differ_between_reduced_backwards(ranks: Any) -> None:
+    expected = {program.__name__: (True, True) for program in PROGRAMS}
+    assert ranks(programs, 2, timeout_s=380.0, group_s=120.0) == [expected] * 2
+
+
+def fails(*_args: Any, **_kwargs: Any) -> Any:
+    raise ValueError("no luck today")
+
+
+FAULTS = {
+    "probe": (look, "probe_network", 1),
+    "fit": (look, "fit_cluster", 0),
+    "profile": (look.DeferredProfile, "reduced", 1),
+    "start of the profile": (look.DeferredProfile, "start", 0),
+    "planner": (look.planners, "plan_with_wire", 0),
+    "report": (controller, "summary", 0),
+}
+
+
+def faults(rank: int, size: int) -> dict[str, tuple[bool, bool, list[str]]]:
+    found = {}
+    lines = Lines()
+    theirs = train(TorchDDP(net()), rank)
+    for name, (target, attribute, where) in FAULTS.items():
+        before = getattr(target, attribute)
+        if rank == where:
+            setattr(target, attribute, fails)
+        model = stretto.DistributedDataParallel(net(), tune=OPTIONS)
+        ours = train(model, rank)
+        setattr(target, attribute, before)
+        found[name] = (ours == theirs, model.plan is None, lines.lines[:])
+        lines.lines.clear()
+    # What the user does with the result may fail, too.
+    model = stretto.DistributedDataParallel(
+        net(), tune=OPTIONS, on_settled=fails if rank == 1 else None
+    )
+    ours = train(model, rank)
+    if model._auto is not None:
+        model._auto.abandon("the test ends")
+        return found  # a busy machine has not settled yet
+    found["on_settled"] = (ours == theirs, model.plan is None, lines.lines[:])
+    return found
+
+
+def test_a_failure_of_tuning_on_one_rank_returns_all_ranks_to_ddp(ranks: Any) -> None:
+    first, second = ranks(faults, 2, timeout_s=300.0, group_s=120.0)
+    assert first.keys() == second.keys()
+    for name, (same, plain, lines) in first.items():
+        assert (same, plain) == second[name][:2] == (True, True), name
+        where = FAULTS[name][2] if name in FAULTS else 1
+        why = f"rank {where}: ValueError: no luck today"
+        assert lines == [f"no plan could be made, DDP's own rule stays: {why}"]
+        assert second[name][2] == []
+
+
+def differ(rank: int, size: int) -> list[tuple[str, str]]:
+    found = []
+    for options in (
+        {"tune": TuneOptions(steps=10 + rank)},
+        {"wire_dtype": "bfloat16" if rank else None},
+        {"plan": "ddp" if rank else "auto"},
+        {"plan": "/nonexistent" if rank else "auto"},
+    ):
+        try:
+            stretto.DistributedDataParallel(net(), **options)
+        except StrettoError as exc:
+            found.append((type(exc).__name__, str(exc)))
+    return found
+
+
+def test_options_that_differ_are_one_error_on_all_ranks(ranks: Any) -> None:
+    first, second = ranks(differ, 2, timeout_s=200.0)
+    assert first[:2] == second[:2]
+    assert "option tune: rank 0 came with TuneOptions(steps=10" in first[0][1]
+    assert "option wire_dtype: rank 0 came with None; rank 1 came with" in first[1][1]
+    assert "'ddp'" in first[2][1]
+    assert second[3][0] == "SpecError"
+    assert "/nonexistent" in first[3][1]
