@@ -181,12 +181,16 @@ class Agreement:
         keys = sorted({k for row in rows for k in row}, key=_order)
         for key in keys:
             if key == "trouble":
+                # Options follow: one that can't be used differs by nature.
+                self._refuse_trouble(rows)
                 continue
             ranks_by_value: dict[str, list[int]] = {}
             for rank, row in enumerate(rows):
                 ranks_by_value.setdefault(row.get(key, "nothing"), []).append(rank)
             if len(ranks_by_value) > 1:
                 raise RankDisagreement(self._difference(key, ranks_by_value))
+
+    def _refuse_trouble(self, rows: Sequence[Mapping[str, str]]) -> None:
         for rank, row in enumerate(rows):
             if "trouble" in row and rank != self._ranks.rank:
                 raise RankDisagreement(
@@ -264,7 +268,7 @@ _KEY_WORDS = {
     "plan": "ranks hold different plans",
     "settings": "ranks are set differently",
 }
-_KEY_ORDER = {key: i for i, key in enumerate(_KEY_WORDS)}
+_KEY_ORDER = {key: i for i, key in enumerate((*_KEY_WORDS, "trouble"))}
 
 
 def _order(key: str) -> tuple[int, str]:
