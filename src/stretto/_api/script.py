@@ -49,7 +49,8 @@ def warn_of_spawn() -> None:
     Such a script starts its ranks once in every rank of the launcher; all meet at one
     address, and hang or fail there. Workers of a DataLoader are started another way.
     """
-    spawn = multiprocessing.spawn
+    package: Any = multiprocessing
+    spawn = package.spawn
 
     @functools.wraps(spawn)
     def warn_and_spawn(*args: Any, **kwargs: Any) -> Any:
@@ -67,7 +68,7 @@ def warn_of_spawn() -> None:
             )
         return spawn(*args, **kwargs)
 
-    multiprocessing.spawn = warn_and_spawn
+    package.spawn = warn_and_spawn
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:

@@ -238,11 +238,12 @@ class GradientReducer:
         name = f"sparse_dims.{self._number}.{len(self._layouts_known)}"
         request = request_of(name, Kind.ALLREDUCE, both, op=Op.SUM)
         try:
-            sums, counts = self._require_engine().submit(request, both, both).wait()
+            self._require_engine().submit(request, both, both).wait()
         except StrettoError as exc:
             return exc
         self._layouts_known.update(new)
-        for i, total, count in zip(new, sums.tolist(), counts.tolist(), strict=True):
+        sums, counts = both.tolist()
+        for i, total, count in zip(new, sums, counts, strict=True):
             if count:
                 self._sparse_dims[i] = total // count
         return None
