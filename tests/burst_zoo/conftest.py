@@ -36,7 +36,7 @@ class Pool:
         self._starts = 0
 
     def __call__(
-        self, module: str, function: str, *arguments: Any, timeout_s: float = 90.0
+        self, module: str, function: str, *arguments: Any, timeout_s: float = 200.0
     ) -> list[tuple[str, Any]]:
         """``("value", result)`` or ``("error", (type, message, trace))`` by rank."""
         if not self._processes:

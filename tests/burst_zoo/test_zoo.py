@@ -12,9 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import zoo_models
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(450)]
 
-PENDING: set[str] = set()
+PENDING: set[str] = {"batch_norms_of_every_kind"}
 """Not right yet."""
 
 
