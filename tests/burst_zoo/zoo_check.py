@@ -192,7 +192,8 @@ def worst(found: Any, wanted: Any) -> float:
         return 0.0
     found, wanted = found.detach().double(), wanted.detach().double()
     scale = float(wanted.abs().max())
-    return float((found - wanted).abs().max()) / (scale or 1.0)
+    # What is zero but for rounding, such as a bias before a softmax, has no scale.
+    return float((found - wanted).abs().max()) / max(scale, 1e-4)
 
 
 def worst_grad(model: nn.Module, reference: nn.Module) -> float:
