@@ -283,6 +283,8 @@ def save_page(
     if contributions:
         with progress(f"planning {workload.name} with more and more to choose"):
             opened = _api.contributions(workload, cluster)
+    # The least bound holds for every planner, whatever its own scope.
+    least = min(rows.values(), key=lambda row: float(row["lower_bound_s"]))
     page = DemoReport(
         title=f"{workload.name} on {cluster.name}, {cluster.ranks} ranks",
         cluster=cluster,
@@ -291,7 +293,8 @@ def save_page(
             _method(name, plans[name], row["iteration_s"], timelines.get(name))
             for name, row in rows.items()
         ),
-        bound_s=min(row["lower_bound_s"] for row in rows.values()),
+        bound_s=least["lower_bound_s"],
+        bound_scope=least["bound_scope"],
         gaps={name: row["gap"] for name, row in rows.items()},
         scaling=tuple(
             ScaledStep(

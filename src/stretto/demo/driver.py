@@ -104,6 +104,7 @@ def _report(settings: DemoSettings, spec: LabSpec, scratch: Path) -> DemoReport:
         workload=workload,
         methods=tuple(methods),
         bound_s=outcome.bound_s,
+        bound_scope=outcome.bound_scope,
         environment=_environment(settings, spec, outcome),
         notes=_notes(outcome),
     )

@@ -97,6 +97,8 @@ class Outcome:
     """Largest difference of stretto's gradients from DDP's after one backward on the
     same batch, relative to the largest gradient of each tensor."""
     bound_s: float
+    bound_scope: str
+    """The plans that the bound covers, in words that continue "no plan with"."""
     parameters: int
     ranks: int
     environment: dict[str, str]

@@ -36,7 +36,6 @@ from stretto.demo.settings import (
 from stretto.planners.base import predicted_s
 from stretto.runtime import DistributedDataParallel, Recorder
 from stretto.schema import Plan, Timeline
-from stretto.sim.bounds import lower_bound
 from stretto.sim.step import simulate_step
 from stretto.tune import DeferredProfile, deferred_plan
 from stretto.units import format_s
@@ -363,6 +362,10 @@ def main() -> None:
             timelines[method.name].save(scratch / f"measured-{method.name}.json")
             predicted = simulate_step(workload, cluster, method.plan).timeline
             predicted.save(scratch / f"predicted-{method.name}.json")
+        # The widest family of the methods: `stretto compare` prints the same bound.
+        bound = by_name["stretto"].plan.predicted
+        if bound is None:
+            raise AssertionError("a planner's plan carries its prediction")
         Outcome(
             methods=[
                 MethodOutcome(
@@ -376,7 +379,8 @@ def main() -> None:
             ],
             bucket_sizes_s={size_label(m.cap_mib): sizes_s[m.name] for m in sized},
             gradient_difference=difference,
-            bound_s=lower_bound(workload, cluster).value_s,
+            bound_s=bound.lower_bound_s,
+            bound_scope=bound.bound_scope,
             parameters=parameters,
             ranks=dist.get_world_size(),
             environment={

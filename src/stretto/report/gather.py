@@ -86,8 +86,12 @@ def _with_plan(report: DemoReport, path: Path, plan: Plan) -> DemoReport:
     if plan.predicted is not None:
         if method.predicted_step_s is None:
             method = replace(method, predicted_step_s=plan.predicted.iteration_s)
-        if report.bound_s is None:
-            report = replace(report, bound_s=plan.predicted.lower_bound_s)
+        # The least bound holds for every method, whatever its plan's scope.
+        bound_s = plan.predicted.lower_bound_s
+        if report.bound_s is None or bound_s < report.bound_s:
+            report = replace(
+                report, bound_s=bound_s, bound_scope=plan.predicted.bound_scope
+            )
     return with_method(report, method)
 
 

@@ -283,8 +283,8 @@ def _gaps(report: DemoReport) -> str:
         return ""
     return _section(
         "Gap to the lower bound",
-        "How much longer the predicted step is than what no plan can undercut that "
-        "overlaps as it does and with the same algorithms. 0 % is proven to be best.",
+        "How much longer the predicted step is than the lower bound over the plans "
+        "that the method chooses from. 0 % is proven to be the best of these.",
         f'<figure class="scroll">{bars.gaps_svg(report.gaps)}</figure>',
         id_="gaps",
     )
@@ -342,13 +342,12 @@ def _step_times(report: DemoReport) -> str:
     if not report.gaps or report.fastest is not None:
         table = _methods_table(report)
         table = f'<div class="scroll" style="margin-top:18px">{table}</div>'
-    # Another overlap or algorithm has another bound; contributions may show it.
-    kind = " with these overlaps and algorithms" if report.gaps else ""
+    scope = f" with {escape(report.bound_scope)}" if report.bound_scope else ""
     return _section(
         "Step time",
         "Shorter is better."
         + (
-            f" Left of the dashed line no plan{kind} can come: it is the time that the "
+            f" No plan{scope} can be left of the dashed line: it is the time that the "
             "computation, or sending the gradients through the slowest link, takes "
             "at least."
             if report.bound_s is not None

@@ -10,6 +10,7 @@ import msgspec
 
 from stretto.errors import SpecError
 from stretto.schema import Cluster, Plan, Timeline, Workload, codec
+from stretto.schema._convert import ADDED
 from stretto.schema.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -113,7 +114,10 @@ class DemoReport:
     methods: tuple[MethodResult, ...] = ()
 
     bound_s: float | None = None
-    """Lower bound on the step time of any plan."""
+    """Lower bound on the step time of every plan in ``bound_scope``."""
+
+    bound_scope: str = ""
+    """The plans that the bound covers, in words that continue "no plan with"."""
 
     gaps: dict[str, float] = field(default_factory=dict)
     """How far each method's predicted step is above its own bound: 0 is perfect."""
@@ -186,6 +190,7 @@ class Results:
     losses: dict[str, tuple[float, ...]]
     environment: dict[str, Any]
     notes: tuple[str, ...]
+    bound_scope: str = field(default="", metadata={ADDED: True})
 
 
 def results_of(report: DemoReport) -> Results:
@@ -194,6 +199,7 @@ def results_of(report: DemoReport) -> Results:
     return Results(
         title=report.title,
         bound_s=report.bound_s,
+        bound_scope=report.bound_scope,
         methods=tuple(
             ResultRow(
                 name=m.name,
@@ -234,6 +240,7 @@ def report_of(results: Results) -> DemoReport:
     return DemoReport(
         title=results.title,
         bound_s=results.bound_s,
+        bound_scope=results.bound_scope,
         methods=tuple(
             MethodResult(
                 name=row.name,

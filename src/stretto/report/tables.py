@@ -96,7 +96,10 @@ def methods_table(report: DemoReport, *, width: int = 100) -> str:
             style="bold" if m is fastest else None,
         )
     if report.bound_s is not None:
-        table.caption = f"no plan can be faster than {format_s(report.bound_s)} a step"
+        scope = f" with {report.bound_scope}" if report.bound_scope else ""
+        table.caption = (
+            f"no plan{scope} can be faster than {format_s(report.bound_s)} per step"
+        )
     return _text(table, width)
 
 

@@ -11,7 +11,7 @@ from stretto.errors import Infeasible, SpecError
 from stretto.planners.aiacc import MAX_LANES
 from stretto.planners.base import predicted_s
 from stretto.planners.wire import narrowed
-from stretto.sim.bounds import lower_bound
+from stretto.sim.scope import BoundScope
 from stretto.sim.step import StepModel, simulate_step
 from stretto.tune.correct import Observation, backward_s, bucket_ends_s, corrected
 from stretto.tune.space import Space
@@ -52,6 +52,7 @@ class Guide:
         self._first = (workload, cluster)
         self._planner = planner
         self._wire_dtype = wire_dtype
+        self._max_lanes = max_lanes
         self._observations: list[Observation] = []
         self._replanned: tuple[Plan, ...] = ()
         self.doubt_ratio = 0.0
@@ -84,7 +85,7 @@ class Guide:
 
     @property
     def bound_s(self) -> float:
-        """What no plan's step can be shorter than, less what the model may be wrong.
+        """Return what no plan's step can be shorter than, less the model's error.
 
         A model that was corrected to explain one plan has a bound near that plan's
         time, whatever else is possible: the bound never rises above the first.
@@ -97,7 +98,10 @@ class Guide:
         workload = self.workload
         if self._wire_dtype is not None:
             workload = narrowed(workload, self._wire_dtype)
-        return lower_bound(workload, self.cluster).value_s
+        # The plans that a search tries: what `joint` may choose by default.
+        joint = planners.get("joint", max_lanes=self._max_lanes)
+        scope = joint.scope(self.cluster) or BoundScope(max_lanes=self._max_lanes)
+        return scope.bound_s(workload, self.cluster)
 
     def floor_s(self, plan: Plan) -> float:
         """What a plan's step takes at least, given how wrong predictions have been.

@@ -138,7 +138,8 @@ def _gain(settled: Settled) -> str:
         f"({100 * settled.predicted_saved_ratio:.0f} % saved)"
     )
     if settled.step_s is None:
-        line += f", no plan can be faster than {format_s(ours.lower_bound_s)}"
+        scope = f" with {ours.bound_scope}" if ours.bound_scope else ""
+        line += f", no plan{scope} can be faster than {format_s(ours.lower_bound_s)}"
     return line
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -44,6 +45,20 @@ def test_plans_alone_make_a_page_of_predictions(folder):
     assert [m.predicted_step_s for m in found.methods] == [0.82, 0.39]
     assert found.bound_s == 0.35
     assert found.fastest is None
+
+
+def test_the_least_bound_is_shown_with_its_own_scope(folder, report):
+    plan = report.methods[0].plan
+    for name, bound_s, scope in (("a", 0.34, "trees"), ("b", 0.36, "rings")):
+        predicted = replace(plan.predicted, lower_bound_s=bound_s, bound_scope=scope)
+        replace(plan, predicted=predicted).save(folder / f"plan-{name}.json")
+    files = [folder / "plan-b.json", folder / "plan-a.json"]
+    for paths in (files, files[::-1]):
+        found = gather(paths)
+        assert (found.bound_s, found.bound_scope) == (0.34, "trees")
+        assert "No plan with trees can be left of" in page.render(found)
+    save_results(folder / "again.json", found)
+    assert gather([folder / "again.json"]).bound_scope == "trees"
 
 
 def test_two_plans_of_one_planner_keep_apart(folder, report):

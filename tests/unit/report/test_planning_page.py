@@ -41,6 +41,7 @@ def a_report() -> DemoReport:
         title="a model on a cluster",
         methods=(a_method("ddp", 0.3), a_method("joint <x>", 0.21)),
         bound_s=0.2,
+        bound_scope="rings & trees",
         gaps={"ddp": 0.5, "joint <x>": 0.05},
         scaling=(
             scaled("ddp", 2048, 0.6),
@@ -89,7 +90,7 @@ def test_sections_hold_every_value_and_fetch_nothing() -> None:
     assert {"fusion", "+ lanes", "+ forward", "all", "308 ms", "250 ms"} <= set(steps)
     assert {"−9.1%", "nothing", "−10.7%"} <= set(steps)
     assert "joint &lt;x&gt; is predicted to be the fastest of 2 methods" in html
-    assert "no plan with these overlaps and algorithms can come" in html
+    assert "No plan with rings &amp; trees can be left of the dashed line" in html
     plain = html.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?:|@import|url\(|fetch\(|\bsrc=|href=", plain)
 

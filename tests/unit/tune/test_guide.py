@@ -86,3 +86,17 @@ def test_one_wrong_prediction_is_not_forgotten_over_many_right_ones(
     assert guide.doubt_ratio == pytest.approx(0.5)
     assert guide.floor_s(plans[0]) == pytest.approx(predicted_s / 1.5)
     assert guide.bound_s == pytest.approx(bound_s / (1 + MOST_BOUND_DOUBT_RATIO))
+
+
+def test_the_bound_counts_the_lanes_that_a_search_may_use(
+    workload: Workload, cluster: Cluster
+) -> None:
+    bounds_s = []
+    for max_lanes in (1, 2, 8):
+        joint = planners.get("joint", max_lanes=max_lanes)
+        plan = joint.plan(workload, cluster)
+        assert plan.predicted is not None
+        bounds_s.append(Guide(workload, cluster, max_lanes=max_lanes).bound_s)
+        assert bounds_s[-1] == pytest.approx(plan.predicted.lower_bound_s)
+    # One flow reaches less than a third of the link here.
+    assert bounds_s[0] > 1.5 * bounds_s[1] > 1.5 * bounds_s[2]
