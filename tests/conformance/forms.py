@@ -1,4 +1,4 @@
-"""DDP, ours without a plan and ours with one, all with DDP's own signature.
+"""DDP, ours without a plan, with one, and as users get it, with DDP's own signature.
 
 PyTorch's tests pass ``device_ids``, which DDP takes only for a GPU: each form drops
 them. The planned form makes a plan of the very model it is given, so that every test
@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import on_cpu
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import stretto
 from stretto.runtime import DistributedDataParallel as Ours
 from stretto.runtime.routes import parameter_rows
 from stretto.schema import Bucket, Plan
+from stretto.tune.forced import SCHEDULE_VARIABLE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,10 +55,26 @@ class OneBucket(Ours):
         super().__init__(module, *args[2:], plan=plan, **kwargs)
 
 
+class Auto(stretto.DistributedDataParallel):
+    """Ours as users get it: plan="auto", which tunes while the test trains."""
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args[2:], **on_cpu.without_devices(kwargs))
+
+
+class Forced(Auto):
+    """The same on the schedule that passes every phase within ten steps."""
+
+
+ENVIRONMENT = {"forced": {SCHEDULE_VARIABLE: "forced"}}
+"""What a form's ranks have in their environment besides."""
+
 FORMS: dict[str, type[TorchDDP]] = {
     "ddp": Baseline,
     "ours": Plain,
     "planned": Planned,
+    "auto": Auto,
+    "forced": Forced,
 }
 
 

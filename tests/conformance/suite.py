@@ -45,7 +45,7 @@ def run(
     """
     tests = on_cpu.import_tests(size)
     import torch
-    from forms import FORMS, OneBucket
+    from forms import ENVIRONMENT, FORMS, OneBucket
 
     torch.set_num_threads(1)
 
@@ -64,14 +64,27 @@ def run(
             if form == "planned" and name in one_bucket:
                 kind = OneBucket
             found[name][form] = _on_ranks(
-                Case, name, kind, folder=folder, size=size, timeout_s=timeout_s
+                Case,
+                name,
+                kind,
+                folder=folder,
+                size=size,
+                timeout_s=timeout_s,
+                environment=ENVIRONMENT.get(form, {}),
             )
             sys.stderr.write(f"{name} {form} {found[name][form][0]}\n")
     return found
 
 
 def _on_ranks(
-    case: Any, name: str, kind: Any, *, folder: Path, size: int, timeout_s: float
+    case: Any,
+    name: str,
+    kind: Any,
+    *,
+    folder: Path,
+    size: int,
+    timeout_s: float,
+    environment: dict[str, str],
 ) -> list[str]:
     why = getattr(getattr(case, name), "__unittest_skip_why__", None)
     if why is not None:
@@ -85,6 +98,7 @@ def _on_ranks(
     for rank in range(size):
         child = os.fork()
         if child == 0:
+            os.environ.update(environment)
             _be_rank(case, name, kind, rank, size, folder, timeout_s)
         children[rank] = child
     _wait(children, timeout_s)

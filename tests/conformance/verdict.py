@@ -21,11 +21,11 @@ class Known:
     not_passing: dict[str, tuple[str, str]]
     """Test: ``skipped`` or ``failed``, and the reason."""
 
-    planned_fails: dict[str, str]
-    """Tests that a plan fails by what it is, and the reason."""
+    fails: dict[str, dict[str, str]]
+    """By form, tests that a plan fails by what it is, and the reason."""
 
     one_bucket: dict[str, str]
-    """Tests that the planned form runs with a plan of one bucket, and the reason."""
+    """Tests that forms with plans run with plans of one bucket, and the reason."""
 
 
 def load(path: Path) -> Known:
@@ -37,7 +37,7 @@ def load(path: Path) -> Known:
             for what in ("skipped", "failed")
             for name, reason in found[what].items()
         },
-        planned_fails=found["planned_fails"],
+        fails=found["fails"],
         one_bucket=found["one_bucket"],
     )
 
@@ -56,7 +56,8 @@ def table(found: Found, known: Known, *, verbose: bool) -> str:
         if all(what == "passed" for what, _ in row.values()):
             continue
         reason = known.not_passing.get(name, ("", "no reason is known"))[1]
-        reason = known.planned_fails.get(name, reason)
+        for reasons in known.fails.values():
+            reason = reasons.get(name, reason)
         whats = [row[form][0] for form in forms]
         what = ", ".join(f"{f} {w}" for f, w in zip(forms, whats, strict=True))
         if len(set(whats)) == 1:
@@ -79,13 +80,13 @@ def surprises(found: Found, known: Known, *, whole: bool) -> list[str]:
     for name, row in found.items():
         what, _ = known.not_passing.get(name, ("passed", ""))
         for form, (got, why) in row.items():
-            if form == "planned" and name in known.planned_fails:
-                what = "failed"
-            if got != what:
-                last = (why.strip().splitlines() or ["nothing was said"])[-1]
-                lines.append(f"{name}: {form} {got}, expected: {what}. {last}")
+            expected = "failed" if name in known.fails.get(form, {}) else what
+            if got != expected:
+                last = (why.strip().splitlines() or ["no message"])[-1]
+                lines.append(f"{name}: {form} {got}, expected: {expected}. {last}")
     if whole:
-        listed = {*known.not_passing, *known.planned_fails, *known.one_bucket}
+        listed = {*known.not_passing, *known.one_bucket}
+        listed.update(*known.fails.values())
         lines += [
             f"{name}: in known.json, but PyTorch has no such test"
             for name in sorted(listed - set(found))

@@ -2,7 +2,7 @@
 
 A test passes a function of its own module; every rank loads that file anew, joins a
 process group and calls it. Importing torch costs a second or two per process, so a
-test groups several checks in one start.
+test groups several checks in one start. Time-outs count from when all have started.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ import torch.distributed as dist
 from datetime import timedelta
 torch.set_num_threads(1)
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+# Importing torch may take a minute where much else runs: not within a time-out.
+outs = [out[: -len(str(rank))] + str(r) for r in range(size)]
+open(out + ".ready", "w").close()
+while not all(os.path.exists(other + ".ready") for other in outs):
+    time.sleep(0.02)
 dist.init_process_group("gloo", timeout=timedelta(seconds=float(group_s)))
 spec = importlib.util.spec_from_file_location("ranks_of_a_test", path)
 module = importlib.util.module_from_spec(spec)
@@ -47,14 +52,29 @@ with open(out + ".part", "wb") as file:
 os.rename(out + ".part", out)
 # Rank 0 holds the store: others may still read in it.
 if rank == 0:
-    others = [out[: -len("0")] + str(r) for r in range(1, size)]
     deadline = time.perf_counter() + 2.0
-    while not all(map(os.path.exists, others)) and time.perf_counter() < deadline:
+    while not all(map(os.path.exists, outs)) and time.perf_counter() < deadline:
         time.sleep(0.005)
 sys.stdout.flush(); sys.stderr.flush()
 # Not by the interpreter's own end: a peer may have died on purpose.
 os._exit(0)
 """
+
+
+START_S = 300.0
+"""Ranks have all started within this, however busy the machine is."""
+
+BUSY = 2.0
+"""A test's own time-outs are for a quiet machine; they only bound hangs."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests of ranks the time to start besides their own time-outs."""
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        if mark is not None and mark.args and "ranks" in getattr(item, "fixturenames", ()):
+            longer = pytest.mark.timeout(BUSY * mark.args[0] + START_S)
+            item.add_marker(longer, append=False)
 
 
 @dataclass
@@ -119,8 +139,9 @@ class Ranks:
                         command, env=environment, stdout=log, stderr=subprocess.STDOUT
                     )
                 )
-            deadline = time.perf_counter() + timeout_s
             try:
+                _wait_until_ready(processes, outs)
+                deadline = time.perf_counter() + BUSY * timeout_s
                 for process in processes:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(max(0.1, deadline - time.perf_counter()))
@@ -137,6 +158,16 @@ class Ranks:
         if late:
             pytest.fail(f"ranks {late} did not end within {timeout_s} s\n{text}")
         return [_result(out, rank, text, errors) for rank, out in enumerate(outs)]
+
+
+def _wait_until_ready(processes: list[Any], outs: list[Path]) -> None:
+    deadline = time.perf_counter() + START_S
+    while not all(out.with_suffix(".ready").exists() for out in outs):
+        if any(p.poll() is not None for p in processes):
+            return  # what ended it is in its log
+        if time.perf_counter() > deadline:
+            return
+        time.sleep(0.02)
 
 
 def _result(out: Path, rank: int, text: str, errors: bool) -> Any:

@@ -16,7 +16,7 @@ from stretto.errors import SpecError
 from stretto.schema import Bucket
 from stretto.tune import look
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 TorchDDP = nn.parallel.DistributedDataParallel
 

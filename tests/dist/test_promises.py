@@ -22,7 +22,7 @@ from stretto.schema import Bucket, Plan
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 TorchDDP = nn.parallel.DistributedDataParallel
 

@@ -15,7 +15,7 @@ from torch import nn
 from stretto.runtime import DistributedDataParallel
 from stretto.schema import Bucket, Plan
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 TorchDDP = nn.parallel.DistributedDataParallel
 

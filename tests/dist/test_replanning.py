@@ -20,7 +20,7 @@ from torch import nn
 from stretto.runtime import DistributedDataParallel, Recorder
 from stretto.testing.soak import random_plan
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 TorchDDP = nn.parallel.DistributedDataParallel
 

@@ -17,7 +17,7 @@ from stretto.schema import Bucket, Plan
 from stretto.tune import TuneOptions, controller, look
 from stretto.tune.drift import REFERENCE_WINDOWS, WINDOW_STEPS
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 MOST_STEPS = 400
 """By then every tuning here has settled, also on a busy machine."""

@@ -22,7 +22,7 @@ from stretto.tune import TuneOptions
 from stretto.tune.memory import PlanMemory, Remembered
 from stretto.tune.unfinished import best_so_far
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 TorchDDP = nn.parallel.DistributedDataParallel
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stretto.errors import PlanMismatch, StrettoError
 from stretto.runtime.agreement import Agreement, ranks_of
+from stretto.runtime.ends import at_the_end
 from stretto.runtime.failure import FailureDesk, is_communication_error
 from stretto.runtime.hook import PlannedGroup
 from stretto.runtime.lane_hooks import on_lanes
@@ -291,7 +292,9 @@ class DistributedDataParallel(TorchDDP):
             self.reducer._check_reducer_finalized()  # noqa: SLF001
         except RuntimeError:
             return  # gradients are missing: DDP reports that in the next forward
-        self._step_reduced()
+        if self._counts_steps:
+            key = (str(self.process_group.group_name), self._agreement.serial)
+            at_the_end(key, self._step_reduced)
 
     def _step_reduced(self) -> None:
         """Do what a subclass does at the end of a reduced backward."""
@@ -773,7 +776,9 @@ class DistributedDataParallel(TorchDDP):
         self._agreement = Agreement(self._ranks)
         self._lane_pool = None
         self._pools = 0
-        self._desk = FailureDesk(self._ranks, self._abort_lanes)
+        # Weak: a model that is dropped must be freed at once, as DDP's is.
+        abort = weakref.WeakMethod(self._abort_lanes)
+        self._desk = FailureDesk(self._ranks, partial(_call, abort))
         self._numerics = NumericsWatch.of(
             *self._nan,
             ranks=self._ranks,

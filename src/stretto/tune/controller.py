@@ -45,7 +45,13 @@ from stretto.planners.base import predicted_s, with_prediction
 from stretto.schema import Plan, codec, tensors_digest
 from stretto.schema.tuning import Tuning, TuningEvent
 from stretto.tune.board import Board, Refused, Stopped, reason_of
-from stretto.tune.drift import WINDOW_STEPS, Watch
+from stretto.tune.drift import WINDOW_STEPS, Change, Watch
+from stretto.tune.forced import (
+    FORCED_STEP_S,
+    ForcedLook,
+    ForcedTrials,
+    is_forced,
+)
 from stretto.tune.guide import Guide
 from stretto.tune.look import Look, Seen
 from stretto.tune.memory import (
@@ -73,6 +79,8 @@ from stretto.tune.unfinished import Known, end, within
 from stretto.units import format_s
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stretto.runtime import DistributedDataParallel
     from stretto.tune.unfinished import OnUnfinished
 
@@ -138,11 +146,14 @@ class AutoPlan:
         ranks = model._ranks  # noqa: SLF001
         self._rank_name = ranks.name(ranks.rank)
         self._board = Board(ranks, serial=model._agreement.serial)  # noqa: SLF001
-        self._memory = PlanMemory(
-            default_path()
-            if self._options.memory and self._options.model and self._board.rank == 0
-            else None
+        self._forced = is_forced()
+        remembers = (
+            self._options.memory
+            and self._options.model
+            and self._board.rank == 0
+            and not self._forced
         )
+        self._memory = PlanMemory(default_path() if remembers else None)
         if self._board.rank == 0:
             # What a fit needs: a quarter of a second that no step shall wait for.
             importlib.import_module("scipy.optimize")
@@ -157,9 +168,10 @@ class AutoPlan:
         self._failed: str | None = None
         self._began_s: float | None = None
         self._disturbed = False
+        self._trained_s = 0.0
         self._hosts = 1
-        self._look: Look | None = None
-        self._trials: Trials | None = None
+        self._look: Look | ForcedLook | None = None
+        self._trials: Trials | ForcedTrials | None = None
         self._continues = False
         self._check_s: list[float] = []
         self._watch: Watch | None = None
@@ -183,6 +195,8 @@ class AutoPlan:
         step_s = math.inf if self._began_s is None else now_s - self._began_s
         counts = math.isfinite(step_s) and not self._disturbed
         self._known.steps += 1
+        if counts:
+            self._trained_s += step_s
         try:
             self._note(step_s, counts=counts)
         except Exception as exc:  # noqa: BLE001 - all ranks learn of it at the gate
@@ -443,15 +457,20 @@ class AutoPlan:
     # 2. A look.
 
     def _profile(self) -> None:
-        self._look = Look(
-            self._model,
-            self._board,
-            name=self._name,
-            planner=self._planner,
-            wire_dtype=self._wire_dtype,
-            hosts=self._hosts,
-            change=self._change,
-        )
+        if self._forced:
+            self._look = ForcedLook(
+                self._model, self._board, change=_weakly(self._change)
+            )
+        else:
+            self._look = Look(
+                self._model,
+                self._board,
+                name=self._name,
+                planner=self._planner,
+                wire_dtype=self._wire_dtype,
+                hosts=self._hosts,
+                change=_weakly(self._change),
+            )
         self._phase = Phase.LOOK
         self._look.start()
         self._plan_gate()  # after a meeting, so on all ranks or none
@@ -493,6 +512,9 @@ class AutoPlan:
             plan=seen.plan,
             ddp=seen.ddp,
         )
+        if self._forced:
+            self._try_forced()
+            return
         if self._options.steps == 0:
             self._settle(settled)
             return
@@ -518,15 +540,32 @@ class AutoPlan:
             guide=guide,
             starts=starts,
             options=replace(self._options, steps=left),
-            tell=self._tell,
+            tell=_weakly(self._tell),
             baseline=settled.ddp,
             seen_s=seen_s,
-            change=self._change,
+            trained_s=self._trained_since(seen, left),
+            change=_weakly(self._change),
         )
         self._known.search = self._trials.search
         self._phase = Phase.SEARCH
         if not self._trials.begin():
             self._end_trials()
+
+    def _trained_since(self, seen: Seen, steps: int) -> float:
+        """Return the time trained since the last search, which earns this one's loss.
+
+        It counts for no more than ``steps`` steps: a search that opens again after days
+        must not lose hours.
+        """
+        trained_s, self._trained_s = self._trained_s, 0.0
+        return min(
+            trained_s, steps * (seen.workload.forward_s + seen.workload.backward_s)
+        )
+
+    def _try_forced(self) -> None:
+        self._trials = ForcedTrials(self._model, self._board, _weakly(self._change))
+        self._phase = Phase.SEARCH
+        self._trials.begin()
 
     def _starts(self, settled: Settled, guide: Guide) -> list[tuple[str, Plan]]:
         checked = self._known.checked
@@ -604,7 +643,10 @@ class AutoPlan:
         )
         why = "no plan could be measured"
         spent: dict[str, Any] = {}
-        if outcome is None:
+        if self._forced:
+            settled = replace(settled, step_s=FORCED_STEP_S)
+            why = "forced"
+        elif outcome is None:
             settled = replace(settled, plan=settled.ddp)
         if outcome is not None:
             plan, step_s, ddp_step_s, bound_s, why, spent = outcome
@@ -688,7 +730,7 @@ class AutoPlan:
         """Judge a window of steps; infinite on any rank is infinite on all."""
         watch = self._watch
         assert watch is not None  # noqa: S101 - set where a plan settled
-        change = watch.judge(median_s)
+        change = self._forced_change() if self._forced else watch.judge(median_s)
         if change is None:
             return
         why = (
@@ -699,6 +741,11 @@ class AutoPlan:
         if self._board.rank == 0:
             _log.info("%s", why)
         self._profile()
+
+    def _forced_change(self) -> Change | None:
+        """Open the search again once, after the first window."""
+        again = sum(event.what == "changed" for event in self._known.events)
+        return None if again else Change(before_s=FORCED_STEP_S, now_s=FORCED_STEP_S)
 
     # The story.
 
@@ -713,6 +760,21 @@ class AutoPlan:
         self._known.events.append(
             TuningEvent(step=self._known.steps, what=what, why=why, values=values)
         )
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a bound method's call that does not keep its object alive.
+
+    A part that held its owner would keep the model alive until garbage is collected.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        found = weak()
+        if found is not None:
+            found(*args, **kwargs)
+
+    return call
 
 
 def _retargeted(plan: Plan, settled: Settled) -> Plan | None:

@@ -283,7 +283,9 @@ class Look:
         found: Any = None
         for times in (1, PROBE_AGAIN, PROBE_AGAIN**2):
             # What a short probe finds contradictory a longer one mostly settles.
-            samples, trouble = self._probe(times * budget_s, some_bulk=some_bulk)
+            samples, trouble = probe_lanes(
+                self._model, times * budget_s, some_bulk=some_bulk
+            )
             found = self._board.meet(
                 trouble, partial(self._plan_on_rank_0, workload, samples, bulk)
             )
@@ -304,45 +306,6 @@ class Look:
     def _median_is_of_first_lanes(self) -> bool:
         """Whether most steps ran on the lanes of a plain deferred plan."""
         return not self._extended and PROFILE_LANES[0] == DEFERRED_LANES
-
-    def _probe(
-        self, budget_s: float, *, some_bulk: bool
-    ) -> tuple[NetworkSamples | None, dict[str, Any] | None]:
-        """Measure the network, or say why not: on lanes that training does not use.
-
-        A rank that fails closes its connections, so that no other waits for it.
-        """
-        samples: NetworkSamples | None = None
-        trouble: dict[str, Any] | None = None
-        lanes, agreement = self._model._probe_pools(PROBE_TIMEOUT_S)  # noqa: SLF001
-        try:
-            # Opened before anything that may fail on one rank alone: ranks that wait
-            # for a connection can't be released by closing one.
-            agreement.lane(0)
-            for number in range(max(PROBE_LANES)):
-                lanes.lane(number)
-            samples = probe_network(
-                group=self._model.process_group,
-                agreement_group=agreement.lane(0),
-                lane_group=lanes.lane,
-                sizes_bytes=PROBE_SIZES_BYTES,
-                lanes=PROBE_LANES,
-                points=SMALL_POINTS if some_bulk else None,
-                repetitions=PROBE_REPETITIONS,
-                budget_s=budget_s,
-                contention=budget_s >= CONTENTION_FROM_S,
-            )
-        except Exception as exc:  # noqa: BLE001 - all ranks learn of it
-            trouble = {
-                "why": reason_of(exc),
-                "alike": isinstance(exc, SpecError),
-                "lost": is_communication_error(exc),
-            }
-            for pool in (agreement, lanes):
-                pool.abort()
-        for pool in (agreement, lanes):
-            pool.close()
-        return samples, trouble
 
     def _plan_on_rank_0(
         self,
@@ -379,6 +342,46 @@ class Look:
             "plan": codec.encode(plan),
             "ddp": codec.encode(ddp),
         }
+
+
+def probe_lanes(
+    model: DistributedDataParallel, budget_s: float, *, some_bulk: bool
+) -> tuple[NetworkSamples | None, dict[str, Any] | None]:
+    """Measure the network, or say why not: on lanes that training does not use.
+
+    A rank that fails closes its connections, so that no other waits for it.
+    """
+    samples: NetworkSamples | None = None
+    trouble: dict[str, Any] | None = None
+    lanes, agreement = model._probe_pools(PROBE_TIMEOUT_S)  # noqa: SLF001
+    try:
+        # Opened before anything that may fail on one rank alone: ranks that wait
+        # for a connection can't be released by closing one.
+        agreement.lane(0)
+        for number in range(max(PROBE_LANES)):
+            lanes.lane(number)
+        samples = probe_network(
+            group=model.process_group,
+            agreement_group=agreement.lane(0),
+            lane_group=lanes.lane,
+            sizes_bytes=PROBE_SIZES_BYTES,
+            lanes=PROBE_LANES,
+            points=SMALL_POINTS if some_bulk else None,
+            repetitions=PROBE_REPETITIONS,
+            budget_s=budget_s,
+            contention=budget_s >= CONTENTION_FROM_S,
+        )
+    except Exception as exc:  # noqa: BLE001 - all ranks learn of it
+        trouble = {
+            "why": reason_of(exc),
+            "alike": isinstance(exc, SpecError),
+            "lost": is_communication_error(exc),
+        }
+        for pool in (agreement, lanes):
+            pool.abort()
+    for pool in (agreement, lanes):
+        pool.close()
+    return samples, trouble
 
 
 def _common(tables: Iterable[dict[str, Any]]) -> list[str]:

@@ -1,0 +1,59 @@
+"""What follows reduced backwards, in one order on all ranks.
+
+# Note [Models that end in one backward]
+One backward may reduce several models, for instance of a summed loss. Where these are
+in different process groups, DDP lets each rank finish them in another order. Ranks that
+wait for each other after each model would then wait for different models. So all models
+of a backward are handled after the last Reducer has finished, sorted by a key that is
+equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Key = tuple[str, int]
+
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+_graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
+
+
+class _Waiting(threading.local):
+    """The calls that wait for the end of this thread's backward."""
+
+    def __init__(self) -> None:
+        self.task = -1
+        self.calls: list[tuple[Key, Callable[[], None]]] = []
+
+
+_waiting = _Waiting()
+
+
+def at_the_end(key: Key, call: Callable[[], None]) -> None:
+    """Execute ``call`` after all Reducers of this backward, in the order of keys.
+
+    To be called from a callback of the autograd engine that was queued while Reducers
+    were still at work: those of all of them come before what is queued here.
+    """
+    task = _graph_task_id()
+    if task == -1:
+        call()
+        return
+    if task != _waiting.task:
+        _waiting.task = task
+        _waiting.calls = []
+        _queue_callback(_execute)
+    _waiting.calls.append((key, call))
+
+
+def _execute() -> None:
+    calls, _waiting.calls = _waiting.calls, []
+    _waiting.task = -1
+    for _, call in sorted(calls, key=lambda row: row[0]):
+        call()

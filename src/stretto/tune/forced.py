@@ -1,0 +1,201 @@
+"""Tuning on a fixed schedule, for tests: every phase within ten reduced steps.
+
+`SCHEDULE_VARIABLE` set to ``forced`` makes ``plan="auto"`` profile, probe, change plans
+and settle at the same steps in every run, whatever was measured:
+
+| after step | what changes |
+|---|---|
+| 2 | communication is put off, steps are profiled |
+| 4 | the network is probed; the first plan: buckets of three tensors on three lanes |
+| 6 | the second plan: two tensors a bucket, on two lanes |
+| 8 | settled on the first plan; lanes that it does not need are closed |
+| 9 | confirmed; step times are watched |
+| 17 | the search opens again, once, and settles 6 steps later |
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Final, final
+
+from stretto.planners import get as planner_named
+from stretto.planners.base import with_prediction
+from stretto.schema import Bucket, Cluster, Plan, TensorSpec, Workload
+from stretto.schema.cluster import Link
+from stretto.tune.look import Seen, probe_lanes
+from stretto.tune.profiling import DeferredProfile, deferred_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stretto.runtime import DistributedDataParallel
+    from stretto.tune.board import Board
+
+SCHEDULE_VARIABLE = "STRETTO_TUNE_SCHEDULE"
+
+PROFILED_STEPS = 2
+PLAN_STEPS = 2
+
+PROFILE_LANES = 2
+PROBE_S = 0.02
+
+FORCED_STEP_S = 0.03
+"""What is reported as the settled plan's step time."""
+
+_SHAPES: Final = ((3, 3, 2), (2, 2, 1))
+"""Tensors a bucket, lanes, slices of each plan."""
+
+
+def is_forced() -> bool:
+    """Whether this process tunes on the fixed schedule."""
+    return os.environ.get(SCHEDULE_VARIABLE) == "forced"
+
+
+@final
+class ForcedLook:
+    """Stands in for `Look`: profiles and probes, and plans from fixed figures."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        board: Board,
+        *,
+        change: Callable[[Plan], None],
+    ) -> None:
+        """Prepare; ``change`` applies a plan on all ranks or raises on all."""
+        self._model = model
+        self._board = board
+        self._change = change
+        self._profile = DeferredProfile(model, aside=True)
+        self._number = 0
+        self._rows: list[list[float]] = []
+
+    def start(self) -> None:
+        """Begin with the next step."""
+        self._change(deferred_plan(self._model, PROFILE_LANES))
+        self._profile.start()
+
+    def seen(self, step_s: float, *, counts: bool) -> None:
+        """Note a step of this rank; what was measured decides nothing."""
+        found = self._profile.reduced(step_s)
+        self._number += 1
+        if found is not None:
+            self._rows.append(found[0])
+
+    def go_on(self) -> Seen | None:
+        """Return the fixed figures and the first plan once the look is over."""
+        if self._number < PROFILED_STEPS:
+            return None
+        self._board.meet(self._rows, len)
+        self._profile.stop()
+        _, trouble = probe_lanes(self._model, PROBE_S, some_bulk=True)
+        self._board.meet(trouble, len)
+        workload, cluster = workload_of(self._model), _cluster(self._board.size)
+        return Seen(
+            workload=workload,
+            cluster=cluster,
+            plan=with_prediction(plans_of(self._model)[0], workload, cluster),
+            ddp=planner_named("ddp").plan(workload, cluster),
+            probe_s=PROBE_S,
+        )
+
+    def abandon(self) -> None:
+        """End the look without a result."""
+        self._profile.stop()
+
+
+@final
+class ForcedTrials:
+    """Stands in for `Trials`: each plan for a few steps, in a fixed order."""
+
+    search: None = None
+
+    def __init__(
+        self, model: DistributedDataParallel, board: Board, change: Callable[..., None]
+    ) -> None:
+        """Prepare; ``change`` is as for `ForcedLook`."""
+        self._board = board
+        self._change = change
+        self._plans = plans_of(model)
+        self._steps = 0
+
+    def begin(self) -> bool:
+        """Apply the first plan."""
+        self._change(self._plans[0])
+        return True
+
+    def step(self, step_s: float) -> bool:
+        """Take the step that ended; return whether trials go on."""
+        self._board.shared(min(step_s, 1.0))
+        self._steps += 1
+        if self._steps == PLAN_STEPS:
+            self._change(self._plans[1])
+        return self._steps < PLAN_STEPS * len(self._plans)
+
+    def abandon(self) -> None:
+        """End the trials; nothing watches them."""
+
+
+def plans_of(model: DistributedDataParallel) -> list[Plan]:
+    """Return the plans that are tried, of this model's tensors."""
+    return [_plan(model, *shape) for shape in _SHAPES]
+
+
+def _plan(
+    model: DistributedDataParallel, tensors: int, lanes: int, slices: int
+) -> Plan:
+    groups: dict[tuple[str, Any], list[str]] = {}
+    rows = {row.name: row for row in model.tensor_table()}
+    for name, parameter in reversed(model.trained_parameters()):
+        groups.setdefault((rows[name].dtype, parameter.device), []).append(name)
+    buckets = [
+        (names[i : i + tensors], dtype)
+        for (dtype, _), names in groups.items()
+        for i in range(0, len(names), tensors)
+    ]
+    return Plan(
+        planner="forced",
+        workload_digest=workload_of(model).digest,
+        ranks=model._ranks.size,  # noqa: SLF001
+        overlap="backward",
+        lanes=lanes,
+        buckets=tuple(
+            Bucket(
+                tensors=tuple(names),
+                lane=number % lanes,
+                slices=slices,
+                wire_dtype=dtype,
+            )
+            for number, (names, dtype) in enumerate(buckets)
+        ),
+    )
+
+
+def workload_of(model: DistributedDataParallel) -> Workload:
+    """Return a workload of the model's tensors with made-up times."""
+    rows = list(reversed(model.tensor_table()))
+    return Workload(
+        name="forced",
+        framework="torch",
+        device=model.device_type,
+        batch_per_rank=1,
+        forward_s=0.01,
+        backward_s=0.02,
+        tensors=tuple(
+            TensorSpec(
+                name=row.name,
+                bytes=row.bytes,
+                dtype=row.dtype,
+                ready_s=0.02 * (number + 1) / len(rows),
+                needed_s=0.0,
+            )
+            for number, row in enumerate(rows)
+        ),
+    )
+
+
+def _cluster(ranks: int) -> Cluster:
+    link = Link(latency_s=5e-5, bandwidth_bytes_per_s=1e9)
+    return Cluster(
+        name="forced", hosts=1, ranks_per_host=ranks, inter_host=link, intra_host=link
+    )

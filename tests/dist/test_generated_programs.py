@@ -1,0 +1,70 @@
+"""Programs drawn at random, with DDP and while ``plan="auto"`` passes every phase."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from torch import nn
+
+import stretto
+from stretto.testing.programs import ACTIONS, LOCAL_ACTIONS, compared, draw
+from stretto.tune.forced import SCHEDULE_VARIABLE
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+
+NUMBERS = range(12)
+
+
+def compare(rank: int, size: int) -> list[str]:
+    os.environ[SCHEDULE_VARIABLE] = "forced"
+    found = [
+        compared(
+            number,
+            nn.parallel.DistributedDataParallel,
+            stretto.DistributedDataParallel,
+            rank,
+            size,
+            timeout_s=120.0,
+        )
+        for number in NUMBERS
+    ]
+    return [line for line in found if line is not None]
+
+
+def test_generated_programs_are_ddp_s_bit_for_bit(ranks: Any) -> None:
+    assert ranks(compare, 2, timeout_s=380.0, group_s=120.0) == [[], []]
+
+
+def test_programs_of_a_few_hundred_numbers_have_every_action() -> None:
+    drawn = {name for n in range(300) for step in draw(n).steps for name, _ in step}
+    assert drawn == {*ACTIONS, *LOCAL_ACTIONS, "join", "freeze", "compile"}
+    assert draw(7) == draw(7)
+
+
+def phases(rank: int, size: int) -> list[tuple[str, str | None]]:
+    os.environ[SCHEDULE_VARIABLE] = "forced"
+    program = draw(0)
+    found: list[tuple[str, str | None]] = []
+    import torch
+
+    model = stretto.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    auto = model._auto
+    for _ in range(len(program.steps)):
+        model(torch.ones(2, 8)).sum().backward()
+        plan = model.plan
+        found.append((auto._phase.value, plan and plan.planner))
+    return found
+
+
+def test_the_forced_schedule_passes_every_phase_twice(ranks: Any) -> None:
+    first, second = ranks(phases, 2)
+    assert first == second
+    search = [("look", "profile")] * 2 + [("search", "forced")] * 4
+    settled = [("confirm", "forced"), ("watch", "forced")]
+    watch = [("watch", "forced")]
+    assert first[:10] == [("warm up", None), *search[:2], *first[3:10]]
+    assert first[1:9] == [*search, *settled]
+    assert first[16:23] == [*search[:2], *search[2:], settled[0]]
+    assert first[9:16] == watch * 7
