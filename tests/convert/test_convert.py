@@ -659,3 +659,48 @@ def test_shown_numbers_are_all_ranks_or_said_not_to_be():
     asked = [n for n in conversion.notes if n.kind is Kind.OPEN]
     assert [n.line for n in asked] == [14]
     assert "`other`" in asked[0].text
+
+
+@pytest.mark.parametrize("late", ["import os\n", "def f():\n    import os\n", ""])
+@pytest.mark.parametrize("early", ["import os\n", "import os.path\n", ""])
+def test_the_inserted_block_imports_what_is_not_imported_above_it(early, late):
+    after = convert(early + TRAINING + late).after
+    block = after[: after.index("RANK = int(os")]
+    assert block.count("import os\n") + block.count("import os.path\n") == 1
+
+
+def test_modules_imported_late_are_not_seeded_before_their_import():
+    seeds = "import random\nimport numpy as np\n"
+    late = convert(TRAINING + "def f():\n    import random\n" + seeds).after
+    begun = late[: late.index("\nmodel = ")]
+    assert "random.seed(int(seed))" not in begun
+    early = convert(seeds + TRAINING).after
+    assert "    random.seed(int(seed))\n    np.random.seed(int(seed))" in early
+
+
+@pytest.mark.parametrize(
+    "copied",
+    ["copy.deepcopy(model)", "torch.optim.swa_utils.AveragedModel(model)"],
+)
+def test_a_copied_model_is_a_copy_of_the_module_inside(copied):
+    begin, loop, rest = TRAINING.partition("for epoch")
+    source = f"import copy\n{begin}ema = {copied}\n{loop}{rest}"
+    after = convert(source).after
+    assert after.index("model = DistributedDataParallel(model)") < after.index("ema =")
+    assert f"ema = {copied.replace('(model)', '(unwrap(model))')}\n" in after
+
+
+@pytest.mark.parametrize(
+    ("loss", "asked"),
+    [
+        ("torch.nn.functional.cross_entropy(model(x), x, weight=w)", 1),
+        ("torch.nn.functional.nll_loss(model(x), x, w)", 1),
+        ("torch.nn.CrossEntropyLoss(w)(model(x), x)", 1),
+        ("torch.nn.CrossEntropyLoss(weight=None)(model(x), x)", 0),
+        ("torch.nn.functional.cross_entropy(model(x), x)", 0),
+    ],
+)
+def test_a_mean_weighted_by_class_is_reported(loss, asked):
+    conversion = convert(TRAINING.replace("model(x).mean()", loss))
+    texts = [n.text for n in conversion.notes if n.kind is Kind.OPEN]
+    assert sum("weighted by class" in t for t in texts) == asked

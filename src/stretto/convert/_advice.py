@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from stretto.convert._horovod import _conditional
-from stretto.convert._tree import found
+from stretto.convert._tree import argument, found
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
+
+
+_CLASS_WEIGHT_PLACES = {
+    "torch.nn.CrossEntropyLoss": 0,
+    "torch.nn.NLLLoss": 0,
+    "torch.nn.functional.cross_entropy": 2,
+    "torch.nn.functional.nll_loss": 2,
+}
+"""Losses whose mean divides by the weights of a batch, and where `weight` is passed."""
 
 
 def give(work: Work) -> None:
@@ -59,6 +68,19 @@ def give(work: Work) -> None:
                 node,
                 "a mean that leaves samples out (ignore_index): where ranks leave out "
                 "unequally many, the mean over ranks is not the mean over all samples",
+            )
+    for call in tree.calls:
+        place = _CLASS_WEIGHT_PLACES.get(tree.called(call))
+        if place is None or argument(call, -1, "reduction") is not None:
+            continue
+        weight = argument(call, place, "weight")
+        if weight is not None and tree.text(weight) != "None":
+            work.undecided(
+                call,
+                "a mean over samples weighted by class (weight=): ranks whose samples "
+                "have other total weights count alike, so the step differs from one "
+                "process. For an equal step divide the sum "
+                '(reduction="sum") by the number of samples',
             )
     if any(tree.called(c).startswith("torch.backends.mps") for c in tree.calls):
         work.know(None, "MPS devices take no part in distributed training; CPU does")

@@ -72,6 +72,9 @@ _OF_MODULE = frozenset(
 _MOVING = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "to_empty")
 """Methods after which a wrapper made before would be wrong."""
 
+_COPYING = ("copy.deepcopy", "copy.copy", "torch.optim.swa_utils.AveragedModel")
+"""Calls that copy a model whole."""
+
 _SETTING_UP = frozenset(
     [
         "to",
@@ -351,7 +354,7 @@ class Models:
             scope = self._tree.function(node)
             if node.attr.value in _OF_BOTH or not self.is_model(node.value, scope):
                 continue
-            if self._is_set_up(node, scope) or self._keeps_prefix(node):
+            if self._is_set_up(node.value, scope) or self._keeps_prefix(node):
                 continue
             self._check_method(node)
             if not self._work.horovod:
@@ -365,27 +368,38 @@ class Models:
                 self._work.call_around(call.func, "unwrap")
 
     def _saved_whole(self) -> None:
-        """``torch.save(model)`` saves the module, not what is around it."""
+        """Save and copy the module inside the wrapper, not the wrapper.
+
+        A copied wrapper would give its parameters other names than the model's, and
+        would take part in collectives of its own.
+        """
         for call in self._tree.calls:
-            if self._tree.called(call) != "torch.save" or self.parallel_before:
+            called = self._tree.called(call)
+            saved = called == "torch.save" and not self.parallel_before
+            if not saved and called not in _COPYING:
                 continue
-            for name in found(call, cst.Name):
-                alone = isinstance(self._tree.parent(name), cst.Arg | cst.DictElement)
-                if alone and self.is_model(name, self._tree.function(call)):
-                    self._work.call_around(name, "unwrap")
+            for whole in found(call, (cst.Name, cst.Attribute)):
+                scope = self._tree.function(call)
+                alone = isinstance(self._tree.parent(whole), cst.Arg | cst.DictElement)
+                if (
+                    alone
+                    and self.is_model(whole, scope)
+                    and not self._is_set_up(whole, scope)
+                ):
+                    self._work.call_around(whole, "unwrap")
 
     def _keeps_prefix(self, node: cst.Attribute) -> bool:
         """Whether DataParallel's checkpoints had their `module.` at this place."""
         names = ("state_dict", "load_state_dict", "named_parameters")
         return self.parallel_before and node.attr.value in names
 
-    def _is_set_up(self, node: cst.Attribute, scope: Scope) -> bool:
+    def _is_set_up(self, node: cst.BaseExpression, scope: Scope) -> bool:
         """Whether the model is not wrapped yet where an expression uses it."""
         line = self._tree.line(node)
         return any(
             scope is site.scope
             and line <= site.last_line
-            and self._is(node.value, scope, model)
+            and self._is(node, scope, model)
             for model, site in self._sites
         )
 

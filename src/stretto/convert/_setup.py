@@ -97,15 +97,13 @@ def _seeds_apart(work: Work, at: cst.CSTNode) -> None:
 def _unseeded(work: Work) -> tuple[str, ...]:
     """The statements that seed what the script leaves to chance."""
     tree = work.tree
-    imported = set(tree.imported.values())
+    bound = _bound_by(work, _last_import(work))
     names = {"torch": "torch.manual_seed(int(seed))"}
-    if any(m == "random" or m.startswith("random.") for m in imported):
+    if bound.get("random") == "random":
         names["random"] = "random.seed(int(seed))"
-    short = next((k for k, v in tree.imported.items() if v == "numpy"), None)
+    short = next((k for k, v in bound.items() if v == "numpy"), None)
     if short is not None:
         names["numpy"] = f"{short}.random.seed(int(seed))"
-    if "random" in names and tree.imported.get("random") != "random":
-        del names["random"]
     for library, calls in _SEEDING.items():
         for call in tree.calls:
             if tree.called(call) in calls and call.args and _is_fixed(work, call):
@@ -153,6 +151,28 @@ def _last_import(work: Work) -> cst.CSTNode | None:
         elif not isinstance(line, cst.If | cst.Try) or _is_main(line):
             break
     return last
+
+
+def _bound_by(work: Work, head: cst.CSTNode | None) -> dict[str, str]:
+    """Return what the module's imports up to `head` bind, for sure.
+
+    The block that is inserted after `head` runs before any later import, so it
+    cannot use names that are imported below it or inside a function.
+    """
+    names: set[str] = set()
+    for line in work.tree.module.body:
+        if isinstance(line, cst.SimpleStatementLine):
+            for part in line.body:
+                if not isinstance(part, cst.Import | cst.ImportFrom):
+                    continue
+                if isinstance(part.names, cst.ImportStar):
+                    continue
+                for alias in part.names:
+                    shown = dotted(alias.asname.name if alias.asname else alias.name)
+                    names.add((shown or "").partition(".")[0])
+        if line is head:
+            break
+    return {k: v for k, v in work.tree.imported.items() if k in names}
 
 
 def _acts(work: Work, line: cst.SimpleStatementLine) -> bool:
@@ -203,7 +223,7 @@ def _block(work: Work, seeds: tuple[str, ...]) -> str:
 
 
 def _imports(work: Work, wanted: set[str]) -> list[str]:
-    have = work.tree.imported
+    have = _bound_by(work, _last_import(work))
     lines = []
     for name, line in _IMPORTS.items():
         module, _, last = line.partition(" import ")
