@@ -11,6 +11,7 @@ begin at number N; ``--as-users`` leaves tuning's own schedule in place.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import subprocess
@@ -43,6 +44,7 @@ def be_rank(folder: Path, first: int, last: int, timeout_s: float) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     with (folder / f"{rank}.jsonl").open("a") as file:
         for number in range(first, last):
+            faulthandler.dump_traceback_later(0.9 * STALLED_S)
             found = compared(
                 number,
                 nn.parallel.DistributedDataParallel,
@@ -116,6 +118,7 @@ def run(size: int, options: argparse.Namespace) -> dict[str, Any]:
                     break
             for process in processes:
                 process.kill()
+            for process in processes:
                 process.wait()
             rows = rows_of(folder, size)
             count = min(map(len, rows))

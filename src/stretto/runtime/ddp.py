@@ -266,6 +266,7 @@ class DistributedDataParallel(TorchDDP):
             raise
         self._retire(before[3], before[4])
         self._restore_reducer_state()
+        self._keep_used_map(before[3])
 
     def _retire(self, reducer: Any, logger: Any) -> None:
         """Take an old Reducer out of service; its iterations still count."""
@@ -274,6 +275,16 @@ class DistributedDataParallel(TorchDDP):
         if logger is not None:
             data = logger._get_ddp_logging_data()  # noqa: SLF001
             self._iterations += data.ints_map.get("iteration", 0)
+
+    def _keep_used_map(self, reducer: Any) -> None:
+        """Keep what the last backward reported of unused parameters.
+
+        It is output alone: the next backward writes it before it is read.
+        """
+        if self.find_unused_parameters:
+            theirs: Any = self.reducer
+            used = theirs._get_local_used_map()  # noqa: SLF001
+            used.copy_(reducer._get_local_used_map())  # noqa: SLF001
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return DDP's log; its iterations are the model's, over all its plans."""
@@ -331,6 +342,7 @@ class DistributedDataParallel(TorchDDP):
         self._rebuild_reducer(None, None)
         self._retire(reducer, logger)
         self._restore_reducer_state()
+        self._keep_used_map(reducer)
         if self._observer is not None:
             self.observe(self._observer)
 

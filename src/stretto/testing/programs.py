@@ -113,13 +113,19 @@ def draw(number: int) -> Program:
     chosen = rng.sample(actions, min(len(actions), rng.randint(1, 4)))
     steps: list[tuple[tuple[str, int], ...]] = []
     once = {"join", "freeze", "wrap_again", "compile"}
+    rebuilt = REBUILT
+    # A forward without backward leaves DDP's Reducer waiting for one, and the next
+    # backward reduces, also under no_sync: so micro-steps come first.
+    chosen.sort(key=lambda name: (name in once, name != "no_sync"))
     for step in range(STEPS):
         found = []
         for name in chosen:
             if rng.random() > (0.06 if name in once else 0.3):
                 continue
-            if step < REBUILT and name in (*LOCAL_ACTIONS, *once, "two_forwards"):
+            if step < rebuilt and name in (*LOCAL_ACTIONS, *once, "two_forwards"):
                 continue
+            if name in ("wrap_again", "freeze"):
+                rebuilt = step + REBUILT
             found.append((name, rng.randrange(1000)))
         if len({name for name, _ in found} & once) > 1:
             found = found[:1]
