@@ -1185,6 +1185,109 @@ def mixture_of_experts() -> nn.Module:
     return Experts()
 
 
+class Fold(nn.Module):
+    """Groups of a convolution that are samples, and inputs that are viewed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, 3, 3))
+        self.style = nn.Linear(5, 3)
+        self.out = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor, style: Tensor) -> Tensor:
+        count = x.shape[0]
+        weight = self.weight[None] * self.style(style).view(count, 1, 3, 1, 1)
+        y = functional.conv2d(
+            x.view(1, count * 3, 8, 8), weight.view(-1, 3, 3, 3), groups=count
+        )
+        return self.out(functional.silu(y.view(count, 4, 6, 6)))
+
+
+@right(
+    lambda batch, draw: (
+        (
+            torch.randn(batch, 3, 8, 8, generator=draw),
+            torch.randn(batch, 5, generator=draw),
+        ),
+        {},
+    )
+)
+def modulated_convolution() -> nn.Module:
+    return Fold()
+
+
+def _filled(h: Tensor) -> Tensor:
+    out = torch.empty_like(h)
+    for i in range(h.shape[1]):
+        out[:, i] = h[:, i] * i
+    return out
+
+
+def _normal_rsample(h: Tensor) -> Tensor:
+    mean, spread = h.chunk(2, 1)
+    return torch.distributions.Normal(mean, spread.exp()).rsample().repeat(1, 2)
+
+
+def _noised(h: Tensor) -> Tensor:
+    level = torch.randint(0, 9, (h.shape[0],)) / 9
+    return h * level[:, None] + torch.randn_like(h) * (1 - level[:, None])
+
+
+APART: dict[str, Any] = {
+    "powers": lambda h: h**2 + 2**h + 1 / (h**2 + 1) + (5 // (h.abs() + 1)),
+    "constant_cast_to_input": lambda h: (
+        h + torch.arange(8).to(h) + torch.arange(8).type_as(h) + h.new_tensor([1.0])
+    ),
+    "empty_and_filled": _filled,
+    "normal_log_prob": lambda h: torch.distributions.Normal(0.0, 1.0).log_prob(h),
+}
+"""Functions that keep samples apart."""
+
+for _name, _function in APART.items():
+    CASES[_name] = Case(
+        name=_name, make=lambda function=_function: Between(function), data=flat
+    )
+
+DRAWING: dict[str, Any] = {
+    "normal_rsample": _normal_rsample,
+    "gumbel_softmax": lambda h: functional.gumbel_softmax(h, hard=True),
+    "random_levels_of_noise": _noised,
+}
+"""Functions that draw random numbers for each sample."""
+
+for _name, _function in DRAWING.items():
+    CASES[_name] = Case(
+        name=_name,
+        make=lambda function=_function: Between(function),
+        data=flat,
+        draws=True,
+    )
+
+
+def _write_late_rows(h: Tensor) -> Tensor:
+    h = h.clone()
+    h[6:] = 0
+    return h
+
+
+BY_PLACE: dict[str, Any] = {
+    "many_samples_otherwise": lambda h: h * 2 if h.shape[0] > 64 else h,
+    "first_samples_otherwise": lambda h: torch.cat((h[:64] * 2, h[64:])),
+    "late_samples_written": _write_late_rows,
+    "squeezed_sample": lambda h: h[:, None].squeeze(),
+}
+"""Functions that treat a sample by its place, or by how many there are: rows of a small
+batch are alike, or one sample alone is another."""
+
+for _name, _function in BY_PLACE.items():
+    CASES[_name] = Case(
+        name=_name,
+        make=lambda function=_function: Between(function),
+        data=flat,
+        refused="",
+    )
+
+
 # ---------------------------------------------------------------------- Hugging Face
 
 

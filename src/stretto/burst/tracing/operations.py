@@ -37,15 +37,16 @@ from stretto.burst.tracing.recorder import (
     is_user,
     place_in,
     record,
+    set_item,
 )
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_BATCHES = (7, 11)
-"""Two numbers of samples that no size of a model is likely to be a multiple of: what
-differs between them in this ratio follows the batch."""
+_BATCHES = (7, 1001)
+"""Two numbers of samples: what differs between them in this ratio follows the batch.
+The second is larger than most batches, so that code for large ones is seen too."""
 
 NORMS = (
     nn.modules.batchnorm._NormBase,  # noqa: SLF001
@@ -85,9 +86,16 @@ _DROPOUTS: dict[Any, Any] = {
 _SHAPING = {
     "arange",
     "broadcast_to",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
     "empty",
     "expand",
     "full",
+    "group_norm",
     "new_empty",
     "new_full",
     "new_ones",
@@ -103,7 +111,8 @@ _SHAPING = {
     "zeros",
     "normal",
 }
-"""Functions in which a number that follows the batch can be a size."""
+"""Functions in which a number that follows the batch can be a size, or a number of
+groups."""
 
 
 @dataclass
@@ -212,10 +221,13 @@ def _recordings(
     """Records two calls with one batch, and a first call with another."""
     dtype, device = arguments.packing.dtype, arguments.device
     fakes = Fakes()
+    distributions: Any = torch.distributions.Distribution
 
     def once(batch: int) -> Recording:
-        before = _generators()
+        before, checked = _generators(), distributions._validate_args  # noqa: SLF001
         try:
+            # Their checks of arguments read values; a run on values makes them still.
+            distributions.set_default_validate_args(value=False)
             found = record(module, run, ((batch, *shape), dtype, device), fakes)
         except SpecError:
             raise
@@ -228,6 +240,8 @@ def _recordings(
                 "runs must not depend on a tensor's value: rewrite this line with "
                 "tensor operations, or move it out of the model"
             ) from error
+        finally:
+            distributions.set_default_validate_args(value=checked)
         drew = not _same_state(_generators(), before)
         _set_generators(before)
         if drew:
@@ -390,7 +404,8 @@ def _joined(one: Any, two: Any, at: Record, batches: bool) -> Any:  # noqa: FBT0
         parts = [_joined(a, b, at, batches) for a, b in zip(one, two, strict=True)]
         if hasattr(one, "_fields"):
             return type(one)(*parts)
-        return type(one)(parts)
+        # A torch.Size takes numbers alone.
+        return tuple(parts) if isinstance(one, torch.Size) else type(one)(parts)
     if isinstance(one, dict):
         if list(one) != list(two):
             raise _differs(at, batches)
@@ -490,6 +505,8 @@ class _Build:
             target = one.target
             if one.kind == "call_module":
                 self._targets[target] = self._module.get_submodule(target)
+            elif one.kind == "call_function" and not _is_importable(target):
+                target = _forwarding(target)
             node = self.graph.create_node(
                 one.kind, target, self._value(args), self._value(kwargs)
             )
@@ -526,6 +543,8 @@ class _Build:
             return self._count(value.each)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self._value(v) for v in value))
+        if isinstance(value, torch.Size):
+            return tuple(value)
         if isinstance(value, (tuple, list)):
             return type(value)(self._value(v) for v in value)
         if isinstance(value, dict):
@@ -542,6 +561,28 @@ class _Build:
         node = self.graph.call_method("size", (self.source, 0))
         self.counts[node] = each
         return node
+
+
+def _is_importable(target: Any) -> bool:
+    """Whether generated code can call a function of torch by its qualified name."""
+    if (getattr(target, "__module__", None) or "").partition(".")[0] != "torch":
+        return True  # fx refers to the object itself
+    try:
+        _, *names = fx.node._get_qualified_name(target).split(".")  # noqa: SLF001
+        found: Any = torch
+        for name in names:
+            found = getattr(found, name)
+    except (AttributeError, RuntimeError):
+        return False
+    return found is target
+
+
+def _forwarding(target: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    call.__name__ = getattr(target, "__name__", "call")
+    return call
 
 
 _ENDS = ("start", "stop", "step")
@@ -620,8 +661,9 @@ def _classify(
         if not read:
             _require_same_for_all(node, build)
             continue
-        if _is_constant(node, build):
+        if _is_constant(node, build, ops):
             continue
+        _require_all_rows_written(traced, node)
         ops.add(node)
         traced.ops.append(node)
         traced.before[node] = [n for n in read if n is not source]
@@ -635,12 +677,26 @@ def _classify(
     return traced
 
 
-def _is_constant(node: fx.Node, build: _Build) -> bool:
-    """Makes ``x.new_zeros(3)`` and the like independent of the tensor they are of."""
+def _is_constant(node: fx.Node, build: _Build, ops: set[fx.Node]) -> bool:
+    """Make ``x.new_zeros(3)``, ``c.to(x)`` and the like independent of ``x``."""
     name = str(node.target)
-    if node.op != "call_method" or name not in ("new_zeros", "new_ones", "new_full"):
+    if node.op != "call_method" or node not in build.shapes:
         return False
     one, two = build.shapes[node]
+    if name in ("to", "type_as"):
+        value, *others = node.args
+        if value in ops or not others or others[0] not in ops:
+            return False  # the value itself comes from the input
+        node.target, node.args = "to", (value, one.device, one.dtype)
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "other"}
+        return True
+    if name == "new_tensor" and not any(n in ops for n in node.all_input_nodes[1:]):
+        node.op, node.target = "call_function", torch.tensor
+        node.args = (node.args[1] if len(node.args) > 1 else node.kwargs["data"],)
+        node.kwargs = {"dtype": one.dtype, "device": one.device}
+        return True
+    if name not in ("new_zeros", "new_ones", "new_full"):
+        return False
     if one.shape != two.shape:
         return False
     node.op, node.target = "call_function", getattr(torch, name[4:])
@@ -649,6 +705,23 @@ def _is_constant(node: fx.Node, build: _Build) -> bool:
     node.args = (size, *fill)
     node.kwargs = {"dtype": one.dtype, "device": one.device}
     return True
+
+
+def _require_all_rows_written(traced: Traced, node: fx.Node) -> None:
+    """Refuse ``h[6:] = 0``: which samples these are is another matter on each rank."""
+    if node.target is not set_item or node.args[0] not in traced.rows:
+        return
+    index: Any = node.args[1]
+    first = index[0] if isinstance(index, tuple) and index else index
+    if isinstance(first, slice):
+        if first in (slice(None), slice(0, None), slice(None, None, 1)):
+            return
+    elif not isinstance(first, (int, list, range)) or isinstance(first, bool):
+        return
+    raise SpecError(
+        f"{place_of(node)}: writes into some samples by their place in the batch, and "
+        "these may be on other ranks. Treat every sample alike"
+    )
 
 
 def _require_same_for_all(node: fx.Node, build: _Build) -> None:
@@ -681,6 +754,13 @@ def _row(traced: Traced, node: fx.Node, value: Tensor, other: Tensor) -> None:
             f"{place_of(node)}: {node.name!r} gives {tuple(value.shape)} whatever the "
             "number of samples: it mixes samples, which may be on different ranks. "
             "Leave reductions over the batch to the loss"
+        )
+    if any(side is None for side in sides):
+        raise SpecError(
+            f"{place_of(node)}: {node.name!r} gives {tuple(value.shape)} for "
+            f"{_BATCHES[0]} samples and {tuple(other.shape)} for {_BATCHES[1]}, which "
+            "is no multiple: it treats some samples in another way than others, and "
+            "these may be on other ranks. Treat every sample alike"
         )
     if value.shape[0] == _BATCHES[0] and sides == [True, *(False for _ in sides[1:])]:
         traced.rows.add(node)

@@ -129,7 +129,9 @@ class Packing:
                 flat = flat.view(part.dtype)
             else:
                 flat = flat.to(part.dtype)
-            found.append(flat.reshape(packed.shape[0], *part.shape))
+            # Contiguous as the caller's: programs use view() and write in place.
+            flat = flat.contiguous()
+            found.append(flat.view(packed.shape[0], *part.shape))
         return found
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from stretto.burst.tracing.operations import keep_attributes, place_of
-from stretto.burst.tracing.recorder import BatchNorm, swapped
+from stretto.burst.tracing.recorder import BatchNorm, place_in, swapped
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from stretto.burst.graph import LayerGraph, LayerNode
 
-_SOME = (3, 0, 4)
-_REST = (2, 1)
+_SOME = (3, 0, 4, 1)
+_REST = (2,)
 _ROWS = len(_SOME) + len(_REST)
 
 _Found = tuple[Tensor, list[Tensor | None], dict[int, Tensor]]
@@ -50,12 +50,19 @@ _DROPOUTS = {
     torch.dropout,
 }
 _CONSTANTS: dict[Any, float] = {
+    torch.empty: 0.0,
+    torch.empty_like: 0.0,
+    Tensor.new_empty: 0.0,
     torch.rand: 0.6,
     torch.rand_like: 0.6,
     torch.randn: 0.3,
     torch.randn_like: 0.3,
     torch.normal: 0.3,
     torch.bernoulli: 1.0,
+    torch.poisson: 1.0,
+    torch.randint: 1,
+    torch.randint_like: 1,
+    torch.multinomial: 0,
 }
 _FILLS = {
     "bernoulli_": 1.0,
@@ -64,6 +71,7 @@ _FILLS = {
     "geometric_": 1.0,
     "log_normal_": 0.8,
     "normal_": 0.3,
+    "random_": 1.0,
     "uniform_": 0.6,
 }
 
@@ -92,11 +100,33 @@ class _Calm(TorchFunctionMode):
             bound = inspect.signature(func).bind(*args, **kwargs)
             bound.arguments["dropout_p"] = 0.0
             args, kwargs = bound.args, bound.kwargs
+        elif func is functional.gumbel_softmax:
+            return _gumbel_softmax(*args, **kwargs)
+        elif func is functional.rrelu:
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            bound.arguments["training"] = False
+            args, kwargs = bound.args, bound.kwargs
         elif name in _FILLS and getattr(Tensor, name, None) is func:
             return args[0].fill_(_FILLS[name])
         elif func in _CONSTANTS:
             return torch.full_like(func(*args, **kwargs), _CONSTANTS[func])
         return func(*args, **kwargs)
+
+
+def _gumbel_softmax(
+    logits: Tensor,
+    tau: float = 1,
+    hard: bool = False,  # noqa: FBT001, FBT002 - as torch's
+    eps: float = 1e-10,
+    dim: int = -1,
+) -> Tensor:
+    """Torch's with constant noise."""
+    soft = (logits / tau).softmax(dim)
+    if not hard:
+        return soft
+    index = soft.max(dim, keepdim=True)[1]
+    one_hot = torch.zeros_like(logits).scatter_(dim, index, 1.0)
+    return one_hot - soft.detach() + soft
 
 
 def require_equal(
@@ -116,7 +146,18 @@ def require_equal(
     mixed: list[SpecError] = []
     with torch.random.fork_rng(devices=devices), keep_attributes(module):
         for seed in (1, 2):
-            found = _Check(graph, module, examples, seed).run()
+            try:
+                found = _Check(graph, module, examples, seed).run()
+            except SpecError:
+                raise
+            except Exception as error:
+                text = (str(error).splitlines() or [""])[0]
+                raise SpecError(
+                    f"{place_in(error, graph.name)}: computing with random rows like "
+                    f"the example's fails ({type(error).__name__}: {text}), so the "
+                    f"layers of {graph.name} can't be checked. Forward must take 1 to "
+                    f"{_ROWS} samples with any values"
+                ) from error
             if found is None:
                 break
             mixed.append(found)
@@ -331,7 +372,12 @@ class _Check:
             every = tuple(range(_ROWS))
             full = self._known.get(node.name)
             full = full or self._part(node, values, cotangents, every)
-            parts = [self._part(node, values, cotangents, r) for r in (_SOME, _REST)]
+            try:
+                parts = [
+                    self._part(node, values, cotangents, r) for r in (_SOME, _REST)
+                ]
+            except Exception as error:  # noqa: BLE001 - such as shapes for one row
+                return self._fails(node, values, error)
             for rows, (output, to_inputs, _) in zip((_SOME, _REST), parts, strict=True):
                 if output.shape[0] != len(rows) or not self._near(
                     output, full[0][list(rows)], _largest(full[0])
@@ -386,34 +432,62 @@ class _Check:
             "the first dimension and leave what depends on other samples to the loss"
         )
 
+    def _fails(
+        self, node: LayerNode, values: dict[str, Tensor], error: Exception
+    ) -> SpecError:
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        return SpecError(
+            f"{self._line(node, values)}: fails on some of the samples where it works "
+            f"on {_ROWS} ({type(error).__name__}: {text}): a rank may have one sample "
+            "alone. Keep the batch as the first dimension, and name the dimensions "
+            "of squeeze()"
+        )
+
     def _line(self, node: LayerNode, values: dict[str, Tensor]) -> str:
         """The first operation of a layer that gives other rows for some of them."""
-        found = []
-        for rows in (tuple(range(_ROWS)), _SOME):
-            inputs = [values[name][list(rows)] for name in node.inputs]
-            trace: dict[fx.Node, Any] = {}
-            with contextlib.suppress(Exception), _fresh_buffers(node.module):
-                _Interpreter(node.module, trace).run(*inputs)
-            found.append(trace)
-        full, some = found
-        for op, value in some.items():
-            want = full.get(op)
-            if (
-                op.op in ("placeholder", "get_attr")
-                or not isinstance(value, Tensor)
-                or not isinstance(want, Tensor)
-                or not value.dim()
-                or value.shape[0] != len(_SOME)
-                or want.shape[0] != _ROWS
-                or not op.meta.get("place")
-            ):
-                continue
-            if not self._near(value, want[list(_SOME)], _largest(want)):
-                return f"{place_of(op)}: {op.name!r}"
+        full, *parts = (
+            self._trace(node, values, rows)
+            for rows in (tuple(range(_ROWS)), _SOME, _REST)
+        )
+        for rows, some in zip((_SOME, _REST), parts, strict=True):
+            found = self._first_other(full, some, rows)
+            if found is not None:
+                return found
         for op in reversed(_graph_of(node).nodes):
             if op.meta.get("place"):
                 return f"{place_of(op)}: layer {node.name!r}"
         return f"layer {node.name!r}"
+
+    def _trace(
+        self, node: LayerNode, values: dict[str, Tensor], rows: tuple[int, ...]
+    ) -> dict[fx.Node, Any]:
+        inputs = [values[name][list(rows)] for name in node.inputs]
+        found: dict[fx.Node, Any] = {}
+        with contextlib.suppress(Exception), _fresh_buffers(node.module):
+            _Interpreter(node.module, found).run(*inputs)
+        return found
+
+    def _first_other(
+        self,
+        full: dict[fx.Node, Any],
+        some: dict[fx.Node, Any],
+        rows: tuple[int, ...],
+    ) -> str | None:
+        for op, want in full.items():
+            if (
+                op.op in ("placeholder", "get_attr", "output")
+                or not isinstance(want, Tensor)
+                or not want.dim()
+                or want.shape[0] != _ROWS
+                or not op.meta.get("place")
+            ):
+                continue
+            value = some.get(op)
+            if not isinstance(value, Tensor) or not self._near(
+                value, want[list(rows)], _largest(want)
+            ):
+                return f"{place_of(op)}: {op.name!r}"
+        return None
 
 
 class _Interpreter(fx.Interpreter):

@@ -276,8 +276,9 @@ class Recorder(TorchFunctionMode):
             return self._property(func, args)
         kind: str = "call_function"
         target: Any = func
-        if getattr(torch.Tensor, name, None) is func:
-            kind, target = "call_method", name
+        method = _method_of(func)
+        if method is not None:
+            kind, target = "call_method", method
         return self.operation(kind, target, func, args, kwargs)
 
     def _property(self, func: Any, args: Any) -> Any:
@@ -488,6 +489,17 @@ class Recorder(TorchFunctionMode):
 def apply_function(kind: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an ``autograd.Function``."""
     return kind.apply(*args, **kwargs)
+
+
+def _method_of(func: Any) -> str | None:
+    """The name under which ``torch.Tensor`` has a function as a method.
+
+    It may differ from the function's own: ``__pow__`` is a function named ``pow``.
+    """
+    name = getattr(func, "__name__", None)
+    if name is not None and getattr(Tensor, name, None) is func:
+        return str(name)
+    return next((key for key, value in vars(Tensor).items() if value is func), None)
 
 
 def _attribute(tensor: Tensor, name: str) -> Any:
