@@ -1234,7 +1234,7 @@ def _noised(h: Tensor) -> Tensor:
 
 
 APART: dict[str, Any] = {
-    "powers": lambda h: h**2 + 2**h + 1 / (h**2 + 1) + (5 // (h.abs() + 1)),
+    "powers": lambda h: h**2 + 2**h + 1 / (h**2 + 1),
     "constant_cast_to_input": lambda h: (
         h + torch.arange(8).to(h) + torch.arange(8).type_as(h) + h.new_tensor([1.0])
     ),

@@ -84,6 +84,7 @@ _DROPOUTS: dict[Any, Any] = {
 }
 
 _SHAPING = {
+    "affine_grid",
     "arange",
     "broadcast_to",
     "conv1d",
