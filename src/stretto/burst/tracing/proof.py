@@ -372,24 +372,16 @@ class _Check:
             every = tuple(range(_ROWS))
             full = self._known.get(node.name)
             full = full or self._part(node, values, cotangents, every)
-            try:
-                parts = [
-                    self._part(node, values, cotangents, r) for r in (_SOME, _REST)
-                ]
-            except Exception as error:  # noqa: BLE001 - such as shapes for one row
-                return self._fails(node, values, error)
-            for rows, (output, to_inputs, _) in zip((_SOME, _REST), parts, strict=True):
-                if output.shape[0] != len(rows) or not self._near(
-                    output, full[0][list(rows)], _largest(full[0])
-                ):
-                    return self._mixes(node, values)
-                for mine, all_rows in zip(to_inputs, full[1], strict=True):
-                    if (mine is None) != (all_rows is None):
-                        return self._mixes(node, values)
-                    if mine is None or all_rows is None:
-                        continue
-                    if not self._near(mine, all_rows[list(rows)], _largest(all_rows)):
-                        return self._mixes(node, values, backward=True)
+            parts = []
+            for rows in (_SOME, _REST):
+                try:
+                    part = self._part(node, values, cotangents, rows)
+                except Exception as error:  # noqa: BLE001 - such as shapes for one row
+                    return self._fails(node, values, error)
+                found = self._other_rows(node, values, full, part, rows)
+                if found is not None:
+                    return found
+                parts.append(part)
             largest = max((_largest(g) for g in full[2].values()), default=0.0)
             for key, grad in full[2].items():
                 added = sum(
@@ -397,6 +389,28 @@ class _Check:
                 )
                 if not self._near(added, grad, largest):
                     return self._mixes(node, values, backward=True)
+        return None
+
+    def _other_rows(
+        self,
+        node: LayerNode,
+        values: dict[str, Tensor],
+        full: _Found,
+        part: _Found,
+        rows: tuple[int, ...],
+    ) -> SpecError | None:
+        output, to_inputs, _ = part
+        if output.shape[0] != len(rows) or not self._near(
+            output, full[0][list(rows)], _largest(full[0])
+        ):
+            return self._mixes(node, values)
+        for mine, all_rows in zip(to_inputs, full[1], strict=True):
+            if (mine is None) != (all_rows is None):
+                return self._mixes(node, values)
+            if mine is None or all_rows is None:
+                continue
+            if not self._near(mine, all_rows[list(rows)], _largest(all_rows)):
+                return self._mixes(node, values, backward=True)
         return None
 
     def _part(
