@@ -704,3 +704,51 @@ def test_a_mean_weighted_by_class_is_reported(loss, asked):
     conversion = convert(TRAINING.replace("model(x).mean()", loss))
     texts = [n.text for n in conversion.notes if n.kind is Kind.OPEN]
     assert sum("weighted by class" in t for t in texts) == asked
+
+
+@pytest.mark.parametrize(
+    ("made", "given"),
+    [
+        ("scale = torch.nn.Parameter(torch.ones(1))", "[*model.parameters(), scale]"),
+        (
+            "scale = torch.ones(1).requires_grad_()",
+            "list(model.parameters()) + [scale]",
+        ),
+        (
+            (
+                "scale = torch.ones(1, requires_grad=True)\n"
+                "groups = [{'params': model.parameters()}, {'params': [scale]}]"
+            ),
+            "groups",
+        ),
+    ],
+)
+def test_tensors_trained_outside_every_module_are_refused(made, given):
+    source = TRAINING.replace("opt =", f"{made}\nopt =").replace(
+        "SGD(model.parameters()", f"SGD({given}"
+    )
+    message = refused(source)
+    assert "the optimizer also trains `scale`" in message
+    assert "--to horovod" in message
+    assert "unwrap" not in convert(source, target=Target.HOROVOD).after
+
+
+def test_an_added_group_and_an_optimizer_of_its_own_are_no_way_around():
+    made = "scale = torch.nn.Parameter(torch.ones(1))\n"
+    for more in (
+        "opt.add_param_group({'params': [scale]})\n",
+        "other = torch.optim.SGD([scale], lr=0.1)\n",
+    ):
+        source = TRAINING.replace("loader =", made + more + "loader =")
+        assert "`scale`" in refused(source)
+
+
+def test_tensors_of_one_batch_may_be_optimized_in_the_step():
+    inner = (
+        "        shift = torch.zeros_like(x).requires_grad_()\n"
+        "        own = torch.optim.SGD([shift], lr=0.1)\n"
+    )
+    source = TRAINING.replace(
+        "        opt.zero_grad()\n", inner + "        opt.zero_grad()\n"
+    )
+    assert "DistributedDataParallel(model)" in convert(source).after

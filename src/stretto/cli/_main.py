@@ -26,9 +26,9 @@ COMMANDS = {
     "profile": "measures a job -> workload file",
     "report": "an HTML page for what was measured and predicted",
     "reproduce": "the papers' tables that can be recomputed, with the errors",
-    "run": "launches a script as torchrun does, with our DDP in it",
+    "run": "launch a script as torchrun does, with stretto's DDP",
     "simulate": "what a plan will do",
-    "tune": "plans that earlier runs settled on",
+    "tune": "plans kept from earlier runs",
     "zoo": "the papers' models and testbeds as files",
 }
 """Names and one-line helps; module ``stretto.cli.NAME`` holds ``command``."""

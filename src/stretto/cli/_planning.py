@@ -81,7 +81,7 @@ _PLANNER_OPTIONS = {
     "max_groups": (
         "--groups",
         click.IntRange(min=1),
-        "libra: the most buckets (K); else any number",
+        "libra: the most buckets (K); default: any number",
     ),
     "chunks": (
         "--chunks",
@@ -101,14 +101,14 @@ _PLANNER_OPTIONS = {
     "literal": (
         "--literal/--mended",
         click.BOOL,
-        "asc-wfbp: Algorithm 1 as printed, or with its slips mended (default)",
+        "asc-wfbp: Algorithm 1 as printed, or with its errors corrected (default)",
     ),
     "dims": (
         "--dims",
         click.STRING,
         (
             f"joint, exhaustive: what may be chosen: all, or some of {','.join(DIMS)}; "
-            f"else {','.join(RUNNABLE_DIMS)}, which the runtime carries out"
+            f"else {','.join(RUNNABLE_DIMS)}, which the runtime supports"
         ),
     ),
     "time_limit_s": (
@@ -120,7 +120,7 @@ _PLANNER_OPTIONS = {
         "--sturdy/--fastest",
         click.BOOL,
         (
-            "joint: near the fastest plan one that bears a slower backward "
+            "joint: a near-fastest plan that tolerates a slower backward "
             "(default), or the fastest"
         ),
     ),
@@ -138,9 +138,11 @@ def planner_options(command: _Command) -> _Command:
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
-    """The planner options that stand on the command line, in SI units."""
+    """Return the planner options given on the command line, in SI units."""
     chosen = {k: v for k, v in options.items() if v is not None}
     if "cycle_s" in chosen:
+        if not chosen["cycle_s"] > 0:
+            raise SpecError(f"--cycle-ms must be > 0, got {chosen['cycle_s']:g}")
         chosen["cycle_s"] /= 1e3
     closed = [name for name in DIMS if chosen.pop(f"no_{name}", False)]
     if closed:

@@ -33,7 +33,7 @@ from stretto.units import parse_rate_bytes_per_s
 @click.option("--steps", type=int, help="Training steps per method.  [default: 24]")
 @click.option("--batch", type=int, help="Samples per rank and step.")
 @click.option("--width", type=int, help="Width of the model.")
-@click.option("--seed", default=0, show_default=True, help="Of weights and batches.")
+@click.option("--seed", default=0, show_default=True, help="Random seed.")
 @click.option("--quick", is_flag=True, help="Fewer steps: under 90 seconds.")
 @click.option(
     "--mode",
@@ -49,7 +49,9 @@ from stretto.units import parse_rate_bytes_per_s
     type=click.Path(file_okay=False),
     help="Folder for what the demo writes.",
 )
-@click.option("--timeout", default=900.0, show_default=True, help="Seconds.")
+@click.option(
+    "--timeout", default=900.0, show_default=True, help="Time limit in seconds."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print results.json, no table.")
 def command(
     model: str,

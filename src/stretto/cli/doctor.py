@@ -51,7 +51,7 @@ _ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 @click.command(name="doctor")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
 def command(*, as_json: bool) -> None:
-    """Says what this machine can do, what is wrong, and the line that mends it.
+    """Report what this machine supports, what is wrong, and how to fix it.
 
     Ends with 1 if something is wrong that stretto can't do without.
     """

@@ -25,7 +25,7 @@ def command() -> None:
 
 
 @command.command(context_settings={"allow_interspersed_args": False})
-@click.option("--hosts", type=int, default=4, show_default=True, help="Machines.")
+@click.option("--hosts", type=int, default=4, show_default=True, help="Emulated hosts.")
 @click.option(
     "--ranks-per-host",
     type=int,
@@ -91,14 +91,14 @@ def run(
     mode: str,
     program: tuple[str, ...],
 ) -> None:
-    r"""Run PROGRAM on every rank of an emulated cluster.
+    """Run PROGRAM on every rank of an emulated cluster.
 
     Each rank finds in its environment what torchrun would set. Rank 0's output is
     shown. When a rank fails, the others are stopped, and its exit status is returned.
 
     \b
     stretto lab run --hosts 4 --link 1gbit --flow 300mbit -- python train.py
-    """
+    """  # noqa: D301
     spec = LabSpec(
         hosts=hosts,
         ranks_per_host=ranks_per_host,

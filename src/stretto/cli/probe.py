@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     default=5,
     show_default=True,
-    help="At most so many times each.",
+    help="Largest number of runs of each size.",
 )
 @click.option(
     "--contention/--no-contention",
@@ -87,17 +87,17 @@ def command(
     hosts: int | None,
     as_json: bool,
 ) -> None:
-    r"""Measures the network: all-reduces over sizes and lanes, fitted.
+    """Measures the network: all-reduces over sizes and lanes, fitted.
 
     Runs on every rank, so start it as a training script is started:
 
     \b
-      stretto lab run --hosts 4 --link 1gbit --flow 300mbit -- \
+      stretto lab run --hosts 4 --link 1gbit --flow 300mbit -- \\
         stretto probe -o cluster.json
       torchrun --nproc-per-node 4 --no-python stretto probe -o cluster.json
 
     Rank 0 writes the file.
-    """
+    """  # noqa: D301
     levels = _numbers("--resources", resources) if resources else []
     if synthetic:
         _print_synthetic(levels, budget_s, as_json=as_json)

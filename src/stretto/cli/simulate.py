@@ -21,12 +21,12 @@ from stretto.schema import Cluster, Plan, Workload
     "names",
     multiple=True,
     metavar="NAME",
-    help="simulate what this planner plans; may stand several times",
+    help="simulate this planner's plan (repeatable)",
 )
 @click.option(
     "--ranks",
     type=_planning.RankList(),
-    help="also on so many ranks, as 16,64,2048; a planner plans anew for each",
+    help="also on so many ranks, as 16,64,2048; planned again for each",
 )
 @click.option("--trace", metavar="FILE", help="write the timeline, for Perfetto")
 @click.option("--report", metavar="FILE", help="write a page with plots, as HTML")

@@ -116,7 +116,7 @@ def show(number: int, path: Path | None, output: str | None, as_json: bool) -> N
 @click.option("--all", "everything", is_flag=True, help="forget all of them")
 @_WHERE
 def forget(number: int | None, everything: bool, path: Path | None) -> None:
-    """Forgets the plan NUMBER of the list, or all."""
+    """Forget the plan NUMBER of the list, or with --all every plan."""
     if (number is None) == (not everything):
         raise click.UsageError("give the NUMBER of a plan, or --all")
     memory = _memory(path)

@@ -119,7 +119,11 @@ def layers(
 @click.option(
     "-o", "--output", metavar="FILE", required=True, help="the cluster file to write"
 )
-@click.option("--hosts", type=click.IntRange(min=1), help="other than the paper's")
+@click.option(
+    "--hosts",
+    type=click.IntRange(min=1),
+    help="number of hosts, in place of the paper's",
+)
 def cluster(name: str, output: str, hosts: int | None) -> None:
     """Writes the testbed NAME as a cluster."""
     made = zoo.cluster(name, hosts)

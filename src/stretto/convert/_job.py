@@ -146,14 +146,7 @@ class Job:
     def _optimizers(self) -> list[Optimizer]:
         out = []
         for call in self.tree.calls:
-            full = self.tree.called(call)
-            last = full.rpartition(".")[2]
-            known = last in _OPTIMIZERS or (
-                full.startswith(("torch.optim.", "torch_optimizer."))
-                and "lr_scheduler" not in full
-                and "swa_utils" not in full
-            )
-            if not known:
+            if not self._makes_optimizer(call):
                 continue
             given = argument(call, 0, "params")
             if given is None:
@@ -164,6 +157,69 @@ class Job:
                 models = _distinct(models)
                 out.append(Optimizer(call=call, scope=scope, models=tuple(models)))
         return out
+
+    def _makes_optimizer(self, call: cst.Call) -> bool:
+        full = self.tree.called(call)
+        return full.rpartition(".")[2] in _OPTIMIZERS or (
+            full.startswith(("torch.optim.", "torch_optimizer."))
+            and "lr_scheduler" not in full
+            and "swa_utils" not in full
+        )
+
+    def refuse_free_tensors(self) -> None:
+        """Refuse tensors that an optimizer trains outside every module.
+
+        DistributedDataParallel exchanges gradients of its module's parameters only,
+        so each rank would train such a tensor by itself. An optimizer made within the
+        training loop is for tensors of that batch, and stays.
+        """
+        for call in self.tree.calls:
+            added = self.tree.method_called(call, "add_param_group") is not None
+            if not added and not self._makes_optimizer(call):
+                continue
+            given = argument(call, 0, "param_group" if added else "params")
+            if given is None or (
+                not added and any(self.tree.within(call, t.node) for t in self.training)
+            ):
+                continue
+            name = self._free_tensor(given, self.tree.function(call), depth=3)
+            if name is not None:
+                raise self.refuse(
+                    call,
+                    f"the optimizer also trains `{name}`, a tensor outside every "
+                    "module: its gradient would not be exchanged, and each rank would "
+                    "train its own. Make it a parameter of the model and use it in "
+                    "forward(), or use --to horovod",
+                )
+
+    def _free_tensor(
+        self, given: cst.BaseExpression, scope: Scope, depth: int
+    ) -> str | None:
+        """Return the name of a tensor among an optimizer's parameters, if any."""
+        for name in found(given, cst.Name):
+            if isinstance(self.tree.parent(name), cst.Attribute):
+                continue
+            for origin in self.flow.assigned(name.value, scope):
+                made = origin.value
+                if isinstance(made, cst.Call):
+                    if self._makes_tensor(made):
+                        return str(name.value)
+                elif depth and isinstance(
+                    made, cst.List | cst.Tuple | cst.Dict | cst.BinaryOperation
+                ):
+                    inner = self._free_tensor(made, origin.scope, depth - 1)
+                    if inner is not None:
+                        return inner
+        return None
+
+    def _makes_tensor(self, call: cst.Call) -> bool:
+        full = self.tree.called(call)
+        module, _, _ = full.rpartition(".")
+        return (
+            (module == "torch" and full not in ("torch.compile", "torch.load"))
+            or full in ("torch.nn.Parameter", "torch.nn.parameter.Parameter")
+            or self.tree.method_called(call, "requires_grad_") is not None
+        )
 
     def _whose_parameters(
         self, given: cst.BaseExpression, scope: Scope, depth: int

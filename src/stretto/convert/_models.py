@@ -130,6 +130,8 @@ class Models:
     def convert(self) -> None:
         """Wraps every model and adapts what is done with it."""
         self._drop_data_parallel()
+        if not self._work.horovod:
+            self._work.job.refuse_free_tensors()
         for model in self._work.job.models:
             self._check_called(model)
             self._wrap(model)
