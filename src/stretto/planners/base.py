@@ -30,8 +30,9 @@ class AbstractPlanner(abc.ABC):
     """Chooses buckets, lanes and slices for one workload on one cluster.
 
     An implementation is deterministic, puts every tensor into exactly one bucket, keeps
-    buckets contiguous in the order in which gradients become ready and of one type
-    each, never mutates its input, and raises `Infeasible` rather than relax a limit.
+    buckets of one type each and contiguous in the order in which gradients become ready
+    (`ddp` and `joint`, where types alternate: in an order of `_orders.views`), never
+    mutates its input, and raises `Infeasible` rather than relax a limit.
     The plan it returns carries its prediction.
     """
 
@@ -139,23 +140,27 @@ def finish(
     workload: Workload,
     cluster: Cluster,
     scope: BoundScope | None = None,
+    *,
+    view: Workload | None = None,
 ) -> Plan:
-    """The draft as a plan, with what the simulator predicts for it.
+    """Return the draft as a plan, with what the simulator predicts for it.
 
-    ``scope`` as in `with_prediction`.
+    ``scope`` as in `with_prediction`. ``view`` is the workload in the order to which
+    the draft refers, if not its own.
 
     Raises:
         Infeasible: a gradient's type can't be sent.
     """
     number = len(draft.ends)
+    tensors = workload.tensors if view is None else view.tensors
     buckets = tuple(
         Bucket(
-            tensors=tuple(t.name for t in workload.tensors[start:end]),
+            tensors=tuple(t.name for t in tensors[start:end]),
             lane=lane,
             slices=slices,
             resource=resource,
             algorithm=algorithm,
-            wire_dtype=wire_dtype(workload.tensors[start]),
+            wire_dtype=wire_dtype(tensors[start]),
         )
         for start, end, lane, slices, resource, algorithm in zip(
             (0, *draft.ends[:-1]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, final
 
+from stretto.planners._orders import grouped
 from stretto.planners.base import (
     AbstractPlanner,
     Draft,
@@ -26,9 +27,8 @@ class DdpPlanner(AbstractPlanner):
     A bucket closes with the tensor that brings it to its cap: the first bucket's cap is
     ``first_cap_bytes``, the others' ``cap_bytes``. By default these are 1 MiB and
     25 MiB; where a cap is given (PyTorch's ``bucket_cap_mb``) the first bucket has it
-    too, as with PyTorch. Where types alternate DDP keeps one
-    open bucket per type; here a bucket closes at a change of type, because buckets are
-    contiguous in ready order.
+    too, as with PyTorch. Where types alternate, one bucket for each type is open at a
+    time, as in DDP; each type's first bucket has the first cap.
     """
 
     name: ClassVar[str] = "ddp"
@@ -47,28 +47,31 @@ class DdpPlanner(AbstractPlanner):
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
         """Buckets by the caps, without a look at the times."""
-        draft = Draft.in_turn(capped_ends(workload, *self._caps))
-        return finish(draft, self.name, workload, cluster)
+        view = grouped(workload, self._caps)
+        draft = Draft.in_turn(capped_ends(view, *self._caps))
+        return finish(draft, self.name, workload, cluster, view=view)
 
 
 def capped_ends(
     workload: Workload, first_cap_bytes: int, cap_bytes: int
 ) -> tuple[int, ...]:
-    """Ends of buckets that close with the tensor that brings them to the cap."""
+    """Return ends of buckets that close with the tensor that brings them to the cap.
+
+    Each type's first bucket has the first cap.
+    """
     starts = dtype_starts(workload)
     ends: list[int] = []
     open_bytes = 0
-    cap = first_cap_bytes
+    caps: dict[str, int] = {}
     for i, tensor in enumerate(workload.tensors):
         if starts[i] == i and i and ends[-1:] != [i]:
             ends.append(i)
             open_bytes = 0
-            cap = cap_bytes
         open_bytes += tensor.bytes
-        if open_bytes >= cap:
+        if open_bytes >= caps.get(tensor.dtype, first_cap_bytes):
             ends.append(i + 1)
             open_bytes = 0
-            cap = cap_bytes
+            caps[tensor.dtype] = cap_bytes
     if ends[-1:] != [len(starts)]:
         ends.append(len(starts))
     return tuple(ends)

@@ -13,6 +13,7 @@ from stretto.planners._joint.space import (
     open_scope,
     space_of,
 )
+from stretto.planners._orders import grouped
 from stretto.planners.base import (
     AbstractPlanner,
     Draft,
@@ -69,9 +70,12 @@ class ExhaustivePlanner(AbstractPlanner):
                 f"{workload.name!r} has {len(workload.tensors)}. Use planner joint."
             )
         space = space_of(self._dims, self._max_lanes, workload, cluster)
-        model = MixedModel(workload, cluster)
+        view = workload
+        if not space.fusion:
+            view = grouped(workload, (FIRST_CAP_BYTES, CAP_BYTES))
+        model = MixedModel(view, cluster)
         best = min(
-            _drafts(workload, space),
+            _drafts(view, space),
             key=lambda d: (
                 model.iteration_s(
                     d.ends,
@@ -86,11 +90,12 @@ class ExhaustivePlanner(AbstractPlanner):
                 d.lanes,
             ),
         )
-        plan = finish(best, self.name, workload, cluster, self.scope(cluster))
+        scope = self.scope(cluster)
+        plan = finish(best, self.name, workload, cluster, scope, view=view)
         single = SinglePlanner().plan(workload, cluster)
         if space.fusion and predicted_s(single) < predicted_s(plan):
             faster = replace(single, planner=self.name)
-            return with_prediction(faster, workload, cluster, self.scope(cluster))
+            return with_prediction(faster, workload, cluster, scope)
         return plan
 
 

@@ -25,6 +25,14 @@ from stretto.planners._joint.space import (
     space_of,
 )
 from stretto.planners._joint.starts import forward_starts, starts
+from stretto.planners._orders import (
+    alternates,
+    grouped,
+    in_order,
+    num_runs,
+    view_of,
+    views,
+)
 from stretto.planners.aiacc import MAX_LANES, AiaccPlanner
 from stretto.planners.asc_wfbp import AscWfbpPlanner
 from stretto.planners.base import (
@@ -34,8 +42,9 @@ from stretto.planners.base import (
     lanes_in_range,
     positive,
     predicted_s,
+    with_prediction,
 )
-from stretto.planners.ddp import DdpPlanner
+from stretto.planners.ddp import CAP_BYTES, FIRST_CAP_BYTES, DdpPlanner
 from stretto.planners.fusion import FusionPlanner
 from stretto.planners.horovod import HorovodPlanner
 from stretto.planners.libra import LibraPlanner
@@ -43,6 +52,7 @@ from stretto.planners.libra_m import LibraMPlanner
 from stretto.planners.mg_wfbp import MgWfbpPlanner
 from stretto.planners.single import SinglePlanner
 from stretto.planners.wfbp import WfbpPlanner
+from stretto.sim.step import simulate_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -120,19 +130,26 @@ class JointPlanner(AbstractPlanner):
         return open_scope(self._dims, self._max_lanes, cluster)
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """The best plan found; on one rank, where nothing is sent, `ddp`'s."""
+        """Return the best plan found; on one rank, where nothing is sent, `ddp`'s.
+
+        Where types alternate, the search is in the order of tensors that promises most.
+        """
         if cluster.ranks == 1:
             return replace(DdpPlanner().plan(workload, cluster), planner=self.name)
-        search = self._search(workload, cluster, FULL)
-        space = search.space
-        for draft, value_s in self._others(workload, cluster, space):
-            if space.holds(draft):
-                search.take(draft, value_s)
+        search = self._begun(workload, cluster)
+        view, space = search.workload, search.space
+        for plan in self._others(view, cluster, space):
+            draft = Draft.of(plan)
+            if in_order(view, plan) and space.holds(draft):
+                search.take(draft, predicted_s(plan))
         # Equal up to rounding is not slower.
         ceiling_s = search.best_s * (1.0 + GAIN_RATIO)
         if len(space.resources) > 1 and space.fusion:
-            search.value_s(_libra_draft(workload, cluster))
-        return self._found(search, ceiling_s)
+            search.value_s(_libra_draft(view, cluster))
+        found = self._found(search, ceiling_s, workload)
+        if not alternates(workload):
+            return found
+        return self._no_slower(found, workload, cluster, space)
 
     def replan(
         self, workload: Workload, cluster: Cluster, near: Sequence[Plan]
@@ -142,35 +159,74 @@ class JointPlanner(AbstractPlanner):
         In two thirds to three quarters of `plan`'s time. With resources, algorithms,
         overlap ``forward`` or without fusion there is no short way.
         """
-        search = self._search(workload, cluster, AGAIN)
+        view = workload
+        if near and alternates(workload):
+            view = _nearest_view(workload, cluster, near)
+        search = self._search(view, cluster, AGAIN)
         space = search.space
         if cluster.ranks == 1 or space.forward or space.mixed or not space.fusion:
             return self.plan(workload, cluster)
         aiacc = AiaccPlanner(max_lanes=space.max_lanes)
-        names = [tensor.name for tensor in workload.tensors]
-        for plan in (
-            DdpPlanner().plan(workload, cluster),
-            aiacc.plan(workload, cluster),
-            *near,
-        ):
+        ddp = DdpPlanner().plan(workload, cluster)
+        for plan in (ddp, aiacc.plan(view, cluster), *near):
             draft = replace(Draft.of(plan), resources=(), algorithms=())
-            held = [name for bucket in plan.buckets for name in bucket.tensors]
-            if held == names and space.holds(draft) and draft.overlap == "backward":
+            known = in_order(view, plan) and space.holds(draft)
+            if known and draft.overlap == "backward":
                 search.value_s(draft)
-        return self._found(search, search.best_s * (1.0 + GAIN_RATIO))
+        found = self._found(search, search.best_s * (1.0 + GAIN_RATIO), workload)
+        # Equal up to rounding is not slower.
+        if predicted_s(ddp) < predicted_s(found) * (1.0 - GAIN_RATIO):
+            return self._own(ddp, workload, cluster)
+        return found
 
-    def _found(self, search: Search, ceiling_s: float) -> Plan:
-        """What climbing from the families' optima and from what is known finds."""
-        workload, cluster, space = search.workload, search.cluster, search.space
+    def _begun(self, workload: Workload, cluster: Cluster) -> Search:
+        """Return a search in the order of tensors whose families' optima are best."""
+        caps_bytes = (FIRST_CAP_BYTES, CAP_BYTES)
+        orders = views(workload, caps_bytes)
+        if "fusion" not in self._dims:
+            orders = (grouped(workload, caps_bytes),)
+        searches = [self._search(view, cluster, FULL) for view in orders]
+        if len(searches) > 1:
+            for search in searches:
+                space = search.space
+                for draft in starts(search.workload, cluster, space, search.value_s):
+                    search.value_s(draft)
+        ratio = EQUAL_RATIO if self._sturdy else GAIN_RATIO
+        limit_s = min(search.best_s for search in searches) * (1.0 + ratio)
+        good = [search for search in searches if search.best_s <= limit_s]
+        return min(good, key=lambda search: (num_runs(search.workload), search.best_s))
+
+    def _no_slower(
+        self, found: Plan, workload: Workload, cluster: Cluster, space: Space
+    ) -> Plan:
+        """Return the plan, or another planner's in another order if that is faster."""
+        best = found
+        for plan in self._others(workload, cluster, space):
+            faster = predicted_s(plan) < predicted_s(best) * (1.0 - GAIN_RATIO)
+            if faster and space.holds(Draft.of(plan)):
+                best = plan
+        return found if best is found else self._own(best, workload, cluster)
+
+    def _own(self, plan: Plan, workload: Workload, cluster: Cluster) -> Plan:
+        """Return another planner's plan as this one's, with the bound of this scope."""
+        own = replace(plan, planner=self.name)
+        return with_prediction(own, workload, cluster, self.scope(cluster))
+
+    def _found(self, search: Search, ceiling_s: float, workload: Workload) -> Plan:
+        """Return what climbing from the families' optima and from known plans finds.
+
+        The search may have the tensors of the workload in another order.
+        """
+        view, cluster, space = search.workload, search.cluster, search.space
         effort = search.effort
-        for draft in starts(workload, cluster, space, search.value_s):
+        for draft in starts(view, cluster, space, search.value_s):
             search.value_s(draft)
         for draft in search.leaders(effort.climbs):
             search.climb(draft)
         search.climb_on(effort.more_climbs)
         if space.forward:
             leaders = search.leaders(2 * effort.climbs)
-            for draft in forward_starts(workload, space, leaders):
+            for draft in forward_starts(view, space, leaders):
                 search.value_s(draft)
             for draft in search.leaders(effort.climbs // 2, "forward"):
                 search.climb(draft)
@@ -179,7 +235,8 @@ class JointPlanner(AbstractPlanner):
         chosen = search.sturdiest(ceiling_s)
         if not self._sturdy:
             chosen = search.fastest()
-        return finish(chosen, self.name, workload, cluster, self.scope(cluster))
+        scope = self.scope(cluster)
+        return finish(chosen, self.name, workload, cluster, scope, view=view)
 
     def _search(self, workload: Workload, cluster: Cluster, effort: Effort) -> Search:
         """A search in the open dimensions that has seen nothing yet."""
@@ -195,7 +252,7 @@ class JointPlanner(AbstractPlanner):
 
     def _others(
         self, workload: Workload, cluster: Cluster, space: Space
-    ) -> Iterator[tuple[Draft, float]]:
+    ) -> Iterator[Plan]:
         planners: list[AbstractPlanner] = [DdpPlanner()]
         if space.fusion:
             planners += [
@@ -210,8 +267,15 @@ class JointPlanner(AbstractPlanner):
             if len(space.resources) > 1:
                 planners.append(LibraMPlanner())
         for planner in planners:
-            plan = planner.plan(workload, cluster)
-            yield Draft.of(plan), predicted_s(plan)
+            yield planner.plan(workload, cluster)
+
+
+def _nearest_view(
+    workload: Workload, cluster: Cluster, near: Sequence[Plan]
+) -> Workload:
+    """Return the workload in the order of the fastest of some plans."""
+    best = min(near, key=lambda p: simulate_step(workload, cluster, p).iteration_s)
+    return view_of(workload, best)
 
 
 def _libra_draft(workload: Workload, cluster: Cluster) -> Draft:

@@ -54,16 +54,10 @@ class PlanModel:
         self._work_s = workload.backward_s
         self._buckets = len(plan.buckets)
         flows, slices = plan_flows(workload, cluster, plan, origin_s=0.0)
-        # What sizes take beyond one line is taken from this cluster for all others.
-        self._extra = cluster.allreduce is not None and bool(cluster.allreduce.extra)
-        startup_s = collective_cost(cluster, lanes=plan.lanes).startup_s
         lanes: list[list[tuple[float, float, float]]] = [[] for _ in range(plan.lanes)]
         holds: list[list[int]] = [[] for _ in range(plan.lanes)]
         for flow, part in zip(flows, slices, strict=True):
-            extra_s = 0.0
-            if self._extra:
-                extra_s = flow.startup_s - startup_s
-            lanes[flow.lane].append((flow.ready_work_s, flow.wire_bytes, extra_s))
+            lanes[flow.lane].append((flow.ready_work_s, flow.wire_bytes, 0.0))
             holds[flow.lane].append(part.bucket)
         alike: dict[tuple[tuple[float, float, float], ...], list[int]] = {}
         for lane, queue in enumerate(lanes):
@@ -100,13 +94,21 @@ class PlanModel:
             end_s = self._work_s * pace
             return BackwardTimes(end_s=end_s, computed_s=end_s, bucket_ends_s=())
         flow, contention = flow_rates(cluster), cluster.contention
-        if self._extra and pace != 1.0:
+        # In units of backward's pace, in which what was prepared keeps its times.
+        cost = collective_cost(cluster, lanes=self._lanes)
+        startup = cost.startup_s / pace
+        if cost.extra:
+            factor = cost.wire_factor
             queues = [
-                ([(at, size, extra / pace) for at, size, extra in queue], number)
+                (
+                    [
+                        (at, size, cost.extra_s(size / factor) / pace)
+                        for at, size, _ in queue
+                    ],
+                    number,
+                )
                 for queue, number in queues
             ]
-        # In units of backward's pace, in which what was prepared keeps its times.
-        startup = collective_cost(cluster, lanes=self._lanes).startup_s / pace
         numbers = range(1, self._lanes + 1)
         rates = [0.0, *(flow.per_flow_bytes_per_s(k) * pace for k in numbers)]
         ended: list[list[float]] = [[] for _ in queues]

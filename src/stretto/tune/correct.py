@@ -287,9 +287,13 @@ def _rewired(cluster: Cluster, factors: dict[str, float]) -> Cluster:
     )
     fit, concurrency = cluster.allreduce, cluster.concurrency
     if fit is not None:
+        startup = factors["startup"]
+        # What sizes add to a start-up scales with it: it is never less than -startup_s.
+        extra = [replace(point, extra_s=point.extra_s * startup) for point in fit.extra]
         fit = replace(
             fit,
-            startup_s=fit.startup_s * factors["startup"],
+            startup_s=fit.startup_s * startup,
+            extra=tuple(extra),
             s_per_byte=fit.s_per_byte * alone / new_alone,
         )
     if concurrency is not None:
