@@ -8,7 +8,7 @@ order, in which tensors wait for later ones, tensors of one type are neighbors.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def num_runs(workload: Workload) -> int:
     tensors = workload.tensors
     return 1 + sum(
         now.dtype != before.dtype
-        for before, now in zip(tensors, tensors[1:], strict=False)
+        for before, now in pairwise(tensors)
     )
 
 

@@ -378,4 +378,4 @@ def test_simulate_takes_several_planners_and_writes_a_page(files, tmp_path) -> N
     assert code == 0
     code, _, err = call("simulate", *files, *two, "--max-lanes", "2", "--dims", "all")
     assert code == 2
-    assert "no option 'dims'" in err
+    assert "planner ddp has no option --dims" in err

@@ -220,6 +220,8 @@ TRUTHS = (
 )
 
 
+# Hundreds of searches: minutes on a busy machine.
+@pytest.mark.timeout(900)
 def test_the_search_leaves_hardly_more_than_an_exhaustive_one(
     space: Space, workload: Workload, cluster: Cluster
 ) -> None:
