@@ -28,10 +28,7 @@ def alternates(workload: Workload) -> bool:
 def num_runs(workload: Workload) -> int:
     """Return how many runs of one type there are: no plan has fewer buckets."""
     tensors = workload.tensors
-    return 1 + sum(
-        now.dtype != before.dtype
-        for before, now in pairwise(tensors)
-    )
+    return 1 + sum(now.dtype != before.dtype for before, now in pairwise(tensors))
 
 
 def grouped(workload: Workload, caps_bytes: tuple[int, int]) -> Workload:
