@@ -177,10 +177,18 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Registers a communication hook as DDP does; automatic planning ends."""
+        self._stop_tuning_for_hook()
+        super().register_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Register one of DDP's hooks in C++; automatic planning ends."""
+        self._stop_tuning_for_hook()
+        super()._register_builtin_comm_hook(comm_hook_type)
+
+    def _stop_tuning_for_hook(self) -> None:
         if self._auto is not None and not self._auto.settled:
             self._restore_rule()  # what steps are measured with is no plan to keep
         self._stop_tuning("a communication hook was registered")
-        super().register_comm_hook(state, hook)
 
     def _stop_tuning(self, reason: str) -> None:
         """The caller has decided."""

@@ -109,12 +109,13 @@ class Links:
         if self._numbers is None:
             return [numbers]
         size = self.ranks.size
-        found = torch.empty((size, len(numbers)), dtype=torch.int64)
+        found = torch.empty((size, len(numbers)), dtype=torch.int64, device="cpu")
         if size <= MOST_DIRECT:
-            mine = torch.tensor([numbers] * size, dtype=torch.int64)
+            copies = [numbers] * size
+            mine = torch.tensor(copies, dtype=torch.int64, device="cpu")
             work = self._numbers.alltoall_base(found, mine, [], [], self._direct)
         else:
-            mine = torch.tensor(numbers, dtype=torch.int64)
+            mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             work = self._numbers._allgather_base(found, mine)  # noqa: SLF001
         work.wait()
         rows: list[list[int]] = found.tolist()

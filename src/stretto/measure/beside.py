@@ -126,7 +126,7 @@ class CollectiveBench(AbstractContentionBench):
     def _message(self, size_bytes: int) -> torch.Tensor:
         if size_bytes not in self._messages:
             self._messages[size_bytes] = torch.zeros(
-                size_bytes // 4, device=self._device
+                size_bytes // 4, dtype=torch.float32, device=self._device
             )
         return self._messages[size_bytes]
 

@@ -254,9 +254,13 @@ class _Probe:
     def _message(self, lane: int, size_bytes: int) -> torch.Tensor:
         elements = size_bytes // 4
         while len(self._buffers) <= lane:
-            self._buffers.append(torch.zeros(0, device=self.device))
+            self._buffers.append(
+                torch.zeros(0, dtype=torch.float32, device=self.device)
+            )
         if self._buffers[lane].numel() < elements:
-            self._buffers[lane] = torch.zeros(elements, device=self.device)
+            self._buffers[lane] = torch.zeros(
+                elements, dtype=torch.float32, device=self.device
+            )
         return self._buffers[lane][:elements]
 
     def _pilot(self) -> None:

@@ -36,6 +36,7 @@ from stretto.runtime.routes import (
     sparse_parameters,
     why_unplannable,
 )
+from stretto.runtime.static_graph import GradientCounts
 from stretto.runtime.surroundings import (
     PLANNED_BACKENDS,
     arguments_of,
@@ -140,6 +141,8 @@ class DistributedDataParallel(TorchDDP):
         self._step_watch: StepWatch | None = None
         self._builtin_hook: Any = None
         self._negotiated: NegotiatedFront | None = None
+        self._gradient_counts: GradientCounts | None = None
+        self._gradients_come_once = False
         negotiates = check_order(
             order,
             {
@@ -303,6 +306,9 @@ class DistributedDataParallel(TorchDDP):
             self.reducer._check_reducer_finalized()  # noqa: SLF001
         except RuntimeError:
             return  # gradients are missing: DDP reports that in the next forward
+        if self._gradient_counts is not None:
+            counts, self._gradient_counts = self._gradient_counts, None
+            self._gradients_come_once = counts.end()
         if self._counts_steps:
             key = (str(self.process_group.group_name), self._agreement.serial)
             at_the_end(key, self._step_reduced)
@@ -324,6 +330,12 @@ class DistributedDataParallel(TorchDDP):
             self._routes(self.module, plan)
         except StrettoError as exc:
             trouble = exc
+        if self.static_graph and not self._gradients_come_once:
+            # Note [A new Reducer for a static graph] in `runtime.static_graph`.
+            trouble = PlanMismatch(
+                "static_graph=True, and a parameter has no gradient or several in a "
+                "backward, which a plan that comes later can't keep."
+            )
         agree(trouble)  # before any rank waits for another in the opening of lanes
         self._replace_reducer(plan, agree)
         if self._observer is not None:
@@ -376,7 +388,15 @@ class DistributedDataParallel(TorchDDP):
         with self._as_constructed():
             parameters, expect_sparse = ddp._build_params_for_reducer()  # noqa: SLF001
             names = ddp._build_debug_param_to_name_mapping(parameters)  # noqa: SLF001
-            self._ddp_init_helper(parameters, expect_sparse, names, self.static_graph)
+            find_unused = self.find_unused_parameters
+            # A static graph does not look for unused parameters, and here has none.
+            self.find_unused_parameters = find_unused and not self._gradients_come_once
+            try:
+                self._ddp_init_helper(
+                    parameters, expect_sparse, names, self.static_graph
+                )
+            finally:
+                self.find_unused_parameters = find_unused
 
     @contextlib.contextmanager
     def _as_constructed(self) -> Iterator[None]:
@@ -664,9 +684,14 @@ class DistributedDataParallel(TorchDDP):
             warn_of_whole_compile(self.module, self._ranks, around=compiled)
         group = self._planned or self._watched
         if group is not None:
-            group.begin_step()
+            # Another forward may run within a backward (a hook, a thread that
+            # evaluates): that backward's step goes on.
+            reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
+            group.begin_forward(reduces=reduces)
         if torch.is_grad_enabled():
             self._micro_steps = not self.require_backward_grad_sync
+            if self._gradient_counts is not None and not self._micro_steps:
+                self._gradient_counts.begin()
             if self._waiting_plan and self.training and not self._micro_steps:
                 self.apply_plan(self._waiting_plan)
 
@@ -713,7 +738,14 @@ class DistributedDataParallel(TorchDDP):
         parent: Any = super()
         parent._register_builtin_comm_hook(comm_hook_type)  # noqa: SLF001
         self._builtin_hook = comm_hook_type
+        self._pass_through()
         self._hand_over(str(comm_hook_type))
+
+    def _pass_through(self) -> None:
+        """Give a hook in C++ the works of the model's own group."""
+        group = self._planned or self._watched
+        if group is not None:
+            group.pass_through()
 
     def _hand_over(self, name: str) -> None:
         if self._numerics is not None:
@@ -753,6 +785,7 @@ class DistributedDataParallel(TorchDDP):
             "_agreement",
             "_ranks",
             "_negotiated",
+            "_gradient_counts",
         ):
             attributes.pop(name, None)
         attributes.pop("_lane_pool", None)
@@ -766,6 +799,8 @@ class DistributedDataParallel(TorchDDP):
         self._rule_buckets = None
         self._iterations = 0
         self._negotiated = None
+        self._gradient_counts = None
+        self._gradients_come_once = False
         self._micro_steps = False
         # DDP builds its Reducer in the default group, for which this prepares.
         self.process_group = dist.distributed_c10d._get_default_group()  # noqa: SLF001
@@ -773,6 +808,8 @@ class DistributedDataParallel(TorchDDP):
         parent: Any = super()
         parent.__setstate__(state)
         self._trained = self._table(self.module)
+        if self.static_graph:
+            self._count_gradients()
         self._stand_alone()
 
     # Parts.
@@ -879,13 +916,27 @@ class DistributedDataParallel(TorchDDP):
             device=self._device_used,
         )
 
+    def _set_static_graph(self) -> None:
+        """Declare the graph static, as DDP does, and count gradients once."""
+        parent: Any = super()
+        parent._set_static_graph()  # noqa: SLF001
+        self._count_gradients()
+
+    def _count_gradients(self) -> None:
+        self._gradients_come_once = False
+        if self._ranks.size == 1:
+            return
+        self._gradient_counts = GradientCounts(
+            [p for _, p in self._table(self.module) if p.requires_grad]
+        )
+
     def _restore_reducer_state(self) -> None:
         """Gives a new Reducer what was set on the old one."""
         reducer: Any = self.reducer
         logger: Any = self.logger
         c10d: Any = dist
         self._has_rebuilt_buckets = False
-        if self.static_graph:
+        if self.static_graph and not self._gradients_come_once:
             self._static_graph_delay_allreduce_enqueued = False
             reducer._set_static_graph()  # noqa: SLF001
             logger._set_static_graph()  # noqa: SLF001
@@ -897,6 +948,7 @@ class DistributedDataParallel(TorchDDP):
             c10d._register_comm_hook(reducer, state, hook)  # noqa: SLF001
         if self._builtin_hook is not None:
             c10d._register_builtin_comm_hook(reducer, self._builtin_hook)  # noqa: SLF001
+            self._pass_through()
         if self._planned is not None and (self._comm_hooks or self._builtin_hook):
             self._planned.hand_over()
         in_backward = any(

@@ -117,6 +117,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._waits = tuple(route for route in routes for _ in route.parts)
         self._next = 0
         self._raises_late = True
+        self._native = False
         self._in_backward = False
         self._warm = False
         self._works: list[Any] = []
@@ -138,7 +139,8 @@ class PlannedGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         """Launches the next bucket of the step."""
         buffer = tensors[0]
-        if buffer.dtype is torch.int32:  # which parameters were used
+        # Which parameters were used, or a hook in C++.
+        if buffer.dtype is torch.int32 or self._native:
             return self._base.allreduce(tensors, opts)
         index = self._next
         if buffer.numel() != self._elements[index]:
@@ -168,7 +170,8 @@ class PlannedGroup(dist.ProcessGroup):
         if wanted is flat:
             self._rebuild_rows.append(sizes)
         with torch.no_grad():
-            tensors[0].copy_(torch.tensor(wanted, dtype=tensors[0].dtype))
+            # On a device of its own: the script may have set another default.
+            tensors[0].copy_(torch.tensor(wanted, dtype=torch.int64, device="cpu"))
         return Launched(done(tensors))
 
     # What the model calls.
@@ -192,18 +195,27 @@ class PlannedGroup(dist.ProcessGroup):
         self.needs = tuple(dict.fromkeys((*self.needs, *needs)))
         return tuple(opened[need] for need in needs)
 
-    def begin_step(self) -> None:
-        """Starts a step: also after one that an exception cut short."""
-        self._next = 0
-        self._held.clear()
+    def begin_forward(self, *, reduces: bool) -> None:
+        """Raise what ended the last step, if anything.
+
+        With ``reduces`` a step starts here, also after one that an exception cut short.
+        """
         if self._desk.error is not None:
             raise self._desk.error
+        if not reduces:
+            return
+        self._next = 0
+        self._held.clear()
         if self._numerics is not None:
             self._numerics.begin_step()
 
     def hand_over(self) -> None:
         """Lets a failure reach the user's own hook, which now waits for buckets."""
         self._raises_late = False
+
+    def pass_through(self) -> None:
+        """Return the model's own group's works, as DDP's hooks in C++ need them."""
+        self._native = True
 
     def observe(self, observer: AbstractStepObserver | None) -> None:
         """Sets the launchers up, reporting to ``observer`` where there is one."""

@@ -77,10 +77,13 @@ class WatchedGroup(dist.ProcessGroup):
         self._reduced = reduced
         self._order: list[int] | None = None
         self._task = -1
+        self._native = False
         self._works: list[Any] = []
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         """Launch a bucket on the model's own group."""
+        if self._native:
+            return self._base.allreduce(tensors, opts)
         task = _graph_task_id()
         if task == -1:  # a rank that has joined: no backward would raise
             if not self._waits:
@@ -118,7 +121,8 @@ class WatchedGroup(dist.ProcessGroup):
             sizes = [len(bucket) for bucket in self._buckets]
             wanted = [*flat, len(sizes)] if first else sizes
             with torch.no_grad():
-                tensors[0].copy_(torch.tensor(wanted, dtype=tensors[0].dtype))
+                # On a device of its own: the script may have set another default.
+                tensors[0].copy_(torch.tensor(wanted, dtype=torch.int64, device="cpu"))
             return Launched(done(tensors))
         work = self._base.broadcast(tensors, opts)
         if work is not None:
@@ -134,12 +138,16 @@ class WatchedGroup(dist.ProcessGroup):
             note(buckets)
         return work
 
-    def begin_step(self) -> None:
-        """Raises what ended the last step, where something did."""
+    def begin_forward(self, *, reduces: bool) -> None:
+        """Raise what ended the last step, if anything; with ``reduces`` start one."""
         if self._desk.error is not None:
             raise self._desk.error
-        if self._numerics is not None:
+        if reduces and self._numerics is not None:
             self._numerics.begin_step()
+
+    def pass_through(self) -> None:
+        """Return the model's own group's works, as DDP's hooks in C++ need them."""
+        self._native = True
 
     def _before_finalize(self) -> None:
         works = self._works[:]

@@ -75,7 +75,8 @@ class Control:
 
     def _gather(self, mine: bytes) -> torch.Tensor:
         """All ranks' bytes, equally many of each."""
-        found = torch.empty(self._size * len(mine), dtype=torch.uint8)
+        room_bytes = self._size * len(mine)
+        found = torch.empty(room_bytes, dtype=torch.uint8, device="cpu")
         if is_direct(len(mine), self._size):
             sent = torch.frombuffer(bytearray(mine * self._size), dtype=torch.uint8)
             work = self._lane.alltoall_base(found, sent, [], [], self._all)

@@ -86,7 +86,8 @@ class FixedOrder:
 
     def _pack(self, number: int, unit: Unit) -> None:
         dtype = reductions.dtype_of(self._requests[number])
-        buffer = torch.empty(unit.elements, dtype=reductions.wire_dtype(dtype))
+        wire = reductions.wire_dtype(dtype)
+        buffer = torch.empty(unit.elements, dtype=wire, device="cpu")
         self._buffers[number] = buffer
         at = 0
         for slot, piece in enumerate(unit.pieces):

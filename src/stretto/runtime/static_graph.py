@@ -1,0 +1,54 @@
+"""How often each gradient comes in a backward of a static graph.
+
+# Note [A new Reducer for a static graph]
+A Reducer of a static graph learns in its first iteration how often each gradient comes
+and communicates at the end of that backward. A forward under ``no_sync``, a forward
+whose loss is dropped or two forwards before a backward break that first iteration. DDP
+has it once, at the start, where programs are simple; a new plan would have it anywhere.
+Where each gradient comes once, a Reducer without that mode does the same without a
+first iteration, so a new plan gets such a Reducer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+
+@final
+class GradientCounts:
+    """Counts how often each parameter's gradient comes in one iteration."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._counts = [0] * len(parameters)
+        # Weak, for what a parameter's hook keeps is never freed with the parameter.
+        weak = weakref.WeakMethod(self._count)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(_call, weak, index))
+            for index, parameter in enumerate(parameters)
+        ]
+
+    def begin(self) -> None:
+        """Start an iteration."""
+        self._counts = [0] * len(self._counts)
+
+    def end(self) -> bool:
+        """Stop counting; return whether each gradient came exactly once."""
+        for handle in self._handles:
+            handle.remove()
+        return all(count == 1 for count in self._counts)
+
+    def _count(self, index: int) -> None:
+        self._counts[index] += 1
+
+
+def _call(method: Callable[[], Any], index: int, _parameter: nn.Parameter) -> None:
+    found = method()
+    if found is not None:
+        found(index)
