@@ -31,7 +31,7 @@ def test_a_model_trains_as_one_process_or_is_refused(name: str, pool: Any) -> No
     case = zoo_models.CASES[name]
     seed = zlib.crc32(name.encode())
     size = 2 + seed % 3
-    runs = [(size, "even"), (2 + (size - 1) % 3, "uneven")]
+    runs = [(size, case.shares[0]), (2 + (size - 1) % 3, case.shares[1])]
     if case.refused is not None:
         runs = runs[:1]
     for ranks, shares in runs:

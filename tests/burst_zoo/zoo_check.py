@@ -142,6 +142,9 @@ def train(
     start = sum(counts[:rank])
     for step in range(STEPS):
         inputs = case.data(batch, torch.Generator().manual_seed(step))
+        if case.change is not None:
+            case.change(mine, step)
+            case.change(plain, step)
         try:
             output = call(burst, rows(inputs, start, start + counts[rank]))
         except (SpecError, RankDisagreement) as exc:

@@ -33,6 +33,9 @@ class Case:
     """Random numbers follow samples: one process is a burst model on one rank."""
     prepare: Callable[[nn.Module], Any] | None = None
     copies: bool = True
+    change: Callable[[nn.Module, int], Any] | None = None
+    """Called before each step with the model and the step's number."""
+    shares: tuple[str, str] = ("even", "uneven")
     limit: float = 1e-9
     """Relative difference; more where the model computes with fewer bits."""
 
@@ -1285,6 +1288,185 @@ for _name, _function in BY_PLACE.items():
         make=lambda function=_function: Between(function),
         data=flat,
         refused="",
+    )
+
+
+# ---------------------------------------------------------- changes between the steps
+
+
+def _freeze_norms(model: nn.Module, step: int) -> None:
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.train(mode=step < 1)
+
+
+@right(image, change=_freeze_norms)
+def statistics_frozen_later() -> nn.Module:
+    return frozen_statistics()
+
+
+@right(
+    flat, draws=True, change=lambda m, step: setattr(m[1], "training", step % 2 == 0)
+)
+def dropout_switched_between_steps() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+class Scheduled(nn.Module):
+    """Reads a schedule from everywhere that a program may keep it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.kind = kind
+        self.epoch, self.weights, self.options = 0, [1.0, 1.0], Options()
+        self.mask = torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        if self.kind == "number":
+            h = h * (1 + self.epoch)
+        elif self.kind == "branch" and self.epoch > 0:
+            h = torch.tanh(h)
+        elif self.kind == "list":
+            h = h * self.weights[1]
+        elif self.kind == "object":
+            h = h * self.options.scale
+        elif self.kind == "global":
+            h = h * EPOCH
+        elif self.kind == "tensor":
+            h = h * self.mask
+        elif self.kind == "class":
+            h = h * Options.shared
+        return self.two(h)
+
+
+class Options:
+    shared = 1.0
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+EPOCH = 1
+
+
+def _advance(model: Any, step: int) -> None:
+    global EPOCH
+    model.epoch = step
+    model.weights[1] = model.options.scale = EPOCH = 1 + step
+    model.mask = torch.full((8,), 1.0 + step)
+
+
+for _name in ("number", "branch", "list", "object", "global", "tensor"):
+    CASES[f"schedule_in_a_{_name}"] = Case(
+        name=f"schedule_in_a_{_name}",
+        make=lambda kind=_name: Scheduled(kind),
+        data=flat,
+        change=_advance,
+    )
+
+
+def _hook_once(model: Any, step: int) -> None:
+    if step == 1:
+        model[1].register_forward_hook(_double)
+
+
+@right(flat, change=_hook_once)
+def hook_of_a_block_added_later() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), mlp(8, 8), nn.Linear(8, 2))
+
+
+class CountsUntil(nn.Module):
+    """A warm-up whose end no capture sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.calls = mlp(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.body(x) if self.calls < 100 else 2 * self.body(x)
+
+
+@refused(flat, "'calls' in each call", names_line=False)
+def counter_with_a_late_effect() -> nn.Module:
+    return CountsUntil()
+
+
+@right(flat, shares=("one", "uneven"))
+def spectral_norm_on_ranks_without_samples() -> nn.Module:
+    return spectral_norm()
+
+
+@right(image, shares=("one", "uneven"))
+def older_spectral_norm_and_batch_norm() -> nn.Module:
+    return nn.Sequential(
+        nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)),
+        nn.BatchNorm2d(4),
+        nn.SiLU(),
+        nn.Flatten(),
+        nn.utils.spectral_norm(nn.Linear(144, 3)),
+    )
+
+
+class DropPathBlock(nn.Module):
+    """Batch norm followed by stochastic depth, as in EfficientNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.conv(x))
+        if self.training:
+            h = h / 0.7 * (torch.rand(len(h), 1, 1, 1) + 0.7).floor()
+        return x + h
+
+
+@right(image, draws=True, shares=("uneven", "one"))
+def batch_norm_and_drop_path() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 1),
+        DropPathBlock(),
+        DropPathBlock(),
+        nn.Flatten(),
+        nn.Linear(256, 3),
+    )
+
+
+class CheckpointedInside(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = nn.Linear(8, 8), reentrant
+        self.drop = nn.Dropout(0.5)
+
+    def _run(self, x: Tensor) -> Tensor:
+        return self.drop(torch.tanh(self.inner(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._run, x, use_reentrant=self.reentrant)
+
+
+@refused(
+    flat,
+    "use_reentrant",
+    prepare=lambda m: m[1].register_forward_hook(_double),
+)
+def reentrant_checkpoint_in_a_hooked_block() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 8), CheckpointedInside(reentrant=True), nn.Linear(8, 2)
+    )
+
+
+@refused(
+    flat,
+    "checkpoint",
+    prepare=lambda m: m[1].register_forward_hook(_double),
+)
+def checkpointed_dropout_in_a_hooked_block() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 8), CheckpointedInside(reentrant=False), nn.Linear(8, 2)
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import time
 from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -39,6 +40,7 @@ from stretto.burst.steps import Steps, steps_of, widths_of
 from stretto.burst.structure import Structure, number_of
 from stretto.burst.sync import GradientSync, SyncedLayer
 from stretto.burst.timings import Timings
+from stretto.burst.tracing.reads import Ambient
 from stretto.errors import PlanMismatch, RankDisagreement, SpecError, StrettoError
 from stretto.runtime.agreement import Agreement, ranks_of
 from stretto.schema.burst import BurstPlan
@@ -64,6 +66,9 @@ _NO_COPY = (
     "a BurstParallel holds connections and can't be copied or pickled: call refresh() "
     "on all ranks, then copy or save its .module, or save full_state_dict()"
 )
+
+_MOST_GRAPHS = 8
+"""Captures that are kept: of training, evaluation, under autocast or without."""
 
 _MOST_SYNCS = 4
 """Sets of trained parameters whose buffers are kept: a GAN freezes and unfreezes one
@@ -153,7 +158,8 @@ class BurstParallel(nn.Module):
         )
         self._shares = Shares(self._links, self._clock)
         self._example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
-        self._steps: dict[bool, Steps] = {}
+        self._steps: dict[LayerGraph, Steps] = {}
+        """Empty before the model is set up."""
         self._widths: dict[str, Width] = {}
         self._sync: GradientSync | None = None
         self._queued = False
@@ -161,8 +167,12 @@ class BurstParallel(nn.Module):
         self._replicas = Replicas(self._ranks)
         self._shadows = Shadows(self._gradient_arrived)
         self._structure = Structure(module)
-        self._graphs: dict[bool, LayerGraph] = {}
-        self._patterns: dict[tuple[bool, ...], dict[bool, Steps]] = {}
+        self._graphs: list[LayerGraph] = []
+        """Captures of the model; the first is the plan's, others follow what changed
+        since: the mode, autocast, what its code reads."""
+
+        self._recaptures = 0
+        self._patterns: dict[tuple[bool, ...], dict[LayerGraph, Steps]] = {}
         self._syncs: OrderedDict[tuple[bool, ...], GradientSync] = OrderedDict()
         self._trained: tuple[bool, ...] | None = None
         self._width_of: dict[int, Width] = {}
@@ -182,7 +192,7 @@ class BurstParallel(nn.Module):
         trouble: StrettoError | None = None
         graph = None
         try:
-            graph = self._capture(training=True)
+            graph = self._capture()
             widths = widths_of(self.plan, graph, self._ranks.size)
         except StrettoError as exc:
             trouble = exc
@@ -195,22 +205,55 @@ class BurstParallel(nn.Module):
             params.bring(self._links, graph, roots, place)
             params.bring_tensors(self._links, self._loose, 0, place)
 
-    def _capture(self, *, training: bool) -> LayerGraph:
+    def _capture(self) -> LayerGraph:
+        """Capture the model as it trains, which the plan is made for."""
         assert self._example is not None  # noqa: S101
         was = [(part, part.training) for part in self.module.modules()]
         try:
-            if self.module.training != training:  # as train() or eval() would
+            if not self.module.training:  # as train() would
                 for part, _ in was:
-                    part.training = training
+                    part.training = True
             with self._freshness.opened():
                 graph = capture(self.module, *self._example)
-                names = [entry.layer for entry in self.plan.layers]
-                # An evaluation may have fewer layers: some are read in training alone.
-                whole = training or set(names) == {node.name for node in graph.nodes}
-                return graph.joined(names) if whole else graph
+                return graph.joined([entry.layer for entry in self.plan.layers])
         finally:
             for part, flag in was:
                 part.training = flag
+
+    def _capture_as_is(self, ambient: Ambient) -> LayerGraph:
+        """Capture the model in its present modes and state."""
+        assert self._example is not None  # noqa: S101
+        begin = time.monotonic()
+        with self._freshness.opened():
+            # Rounding to fewer bits hides what the proof looks for; it has been given
+            # without autocast.
+            graph = capture(
+                self.module,
+                *self._example,
+                ambient=ambient,
+                verify=not ambient.autocast,
+            )
+        names = [entry.layer for entry in self.plan.layers]
+        # There may be fewer layers: some are read in training alone.
+        if self.module.training or set(names) == {node.name for node in graph.nodes}:
+            graph = graph.joined(names)
+        unknown = [n.name for n in graph.nodes if n.name not in self._widths]
+        if unknown:
+            raise PlanMismatch(
+                f"layer {unknown[0]!r} runs in evaluation alone, so the plan does not "
+                "place it: let the module run the same layers in both modes"
+            )
+        self._recaptures += 1
+        if self._recaptures in (8, 64, 512):
+            _log.warning(
+                "stretto: the burst model was captured again %d times, the last in "
+                "%.2g s, because %r had changed, which its forward reads: pass what "
+                "changes in each step as an input tensor or keep it in a buffer",
+                self._recaptures,
+                time.monotonic() - begin,
+                self._graphs[-1].outdated() or "a mode",
+            )
+        return graph
 
     def _meet(
         self,
@@ -252,7 +295,9 @@ class BurstParallel(nn.Module):
         """Run these layers on these ranks from now on."""
         _refuse_sparse(graph)
         self._shares.forget_courses()
-        self._graphs, self._widths = {True: graph}, widths
+        for old in self._graphs:
+            self._forward.forget(old)
+        self._graphs, self._widths = [graph], widths
         self._structure = Structure(self.module)
         everywhere = (0, self._ranks.size)
         self._width_of, self._layer_of = {}, {}
@@ -294,7 +339,7 @@ class BurstParallel(nn.Module):
             is_on = self._sync.is_on
             self._sync.require_nothing_kept()
         self._trained = trained
-        graph = self._graphs[True]
+        graph = self._graphs[0]
         mine = [node for node in graph.nodes if self._runs(node.name)]
         for handle in self._direct_handles:
             handle.remove()
@@ -315,7 +360,7 @@ class BurstParallel(nn.Module):
         self._sync = self._forward.sync = self._syncs[trained]
         self._sync.is_on = is_on
         self._steps = self._patterns.setdefault(
-            trained, {True: steps_of(graph, self._widths)}
+            trained, {graph: steps_of(graph, self._widths)}
         )
 
     def _make_sync(self, mine: list[LayerNode]) -> GradientSync:
@@ -349,21 +394,27 @@ class BurstParallel(nn.Module):
         return first <= self._ranks.rank < first + width
 
     def _steps_now(self) -> Steps:
-        training = self.module.training
-        if training not in self._steps:
-            if training not in self._graphs:
-                graph = self._capture(training=training)
-                unknown = [n.name for n in graph.nodes if n.name not in self._widths]
-                if unknown:
-                    raise PlanMismatch(
-                        f"layer {unknown[0]!r} runs in evaluation alone, so the plan "
-                        "does not place it: let the module run the same layers in both "
-                        "modes"
-                    )
-                self._forward.prepare(graph, self._widths, self._batch_norm)
-                self._graphs[training] = graph
-            self._steps[training] = steps_of(self._graphs[training], self._widths)
-        return self._steps[training]
+        graph = self._graph_now()
+        if graph not in self._steps:
+            self._steps[graph] = steps_of(graph, self._widths)
+        return self._steps[graph]
+
+    def _graph_now(self) -> LayerGraph:
+        """Return the capture that fits the present modes; local to this rank."""
+        ambient = Ambient.now(self._device_used)
+        for graph in self._graphs:
+            if graph.ambient == ambient and graph.outdated() is None:
+                return graph
+        graph = self._capture_as_is(ambient)
+        self._forward.prepare(graph, self._widths, self._batch_norm)
+        self._graphs.append(graph)
+        if len(self._graphs) > _MOST_GRAPHS:
+            old = self._graphs.pop(1)
+            self._forward.forget(old)
+            self._shares.forget_courses()
+            for steps in self._patterns.values():
+                steps.pop(old, None)
+        return graph
 
     def _trouble(self) -> StrettoError | None:
         """Return why the model can't run as it is now."""
@@ -399,8 +450,13 @@ class BurstParallel(nn.Module):
         trouble = self._trouble()
         if trouble is None and (trained := self._structure.trained()) != self._trained:
             self._use_trained(trained)
-        steps = self._steps_now()
-        batch, odd = _packed(steps.graph, args, kwargs)
+        steps = next(iter(self._steps.values()))
+        if trouble is None:
+            try:
+                steps = self._steps_now()
+            except StrettoError as exc:
+                trouble = exc
+        batch, odd = self._packed(steps.graph, args, kwargs)
         trouble = trouble or odd
         if self._timings.is_on:
             self._clock.other()
@@ -413,6 +469,7 @@ class BurstParallel(nn.Module):
             is_training=self.module.training,
             step=self._forward.draws.step,
             trained=number_of(self._trained),
+            operations=int(steps.graph.semantics[-14:], 16),
             replicas=self._replicas,
             trouble=trouble,
         )
@@ -422,7 +479,7 @@ class BurstParallel(nn.Module):
             output = self._forward(
                 steps,
                 self._shares.course(steps, layouts),
-                mark_input(batch, self._ranks.size),
+                batch,
                 input_needs=input_needs,
                 stamp=self._timings.is_on,
             )
@@ -444,6 +501,22 @@ class BurstParallel(nn.Module):
             )
         found = steps.graph.results.unpack(output)
         return hooks.after(self.module, args, kwargs, found)
+
+    def _packed(
+        self, graph: LayerGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, StrettoError | None]:
+        """The input as one tensor; where arguments are wrong a scalar, and the error.
+
+        Each input tensor is marked by itself: one may come from another burst model
+        while another is a leaf.
+        """
+        try:
+            marked = graph.arguments.mapped(
+                lambda rows: mark_input(rows, self._ranks.size), args, kwargs
+            )
+            return graph.arguments.pack(*marked), None
+        except StrettoError as exc:
+            return torch.zeros(()), exc
 
     def _own_parameters(self) -> Iterator[nn.Parameter]:
         rank = self._ranks.rank
@@ -529,7 +602,7 @@ class BurstParallel(nn.Module):
     def _bring(
         self, roots: dict[str, int], optimizers: tuple[Optimizer, ...], place: str
     ) -> None:
-        graph = self._graphs[True]
+        graph = self._graphs[0]
         with self._freshness.opened():
             params.bring(self._links, graph, roots, place)
             params.bring_states(
@@ -569,10 +642,10 @@ class BurstParallel(nn.Module):
         every = (*optimizers, *known)
         trouble: StrettoError | None = None
         before, old = self.plan, self._widths
-        graph, widths = self._graphs[True], old
+        graph, widths = self._graphs[0], old
         self.plan = plan
         try:
-            graph = self._capture(training=True)
+            graph = self._capture()
             widths = widths_of(plan, graph, self._ranks.size)
         except StrettoError as exc:
             trouble = exc
@@ -582,7 +655,7 @@ class BurstParallel(nn.Module):
         except StrettoError:
             self.plan = before
             raise
-        names = self._graphs[True]
+        names = self._graphs[0]
         same = [n.name for n in names.nodes] == [n.name for n in graph.nodes]
         if not same:  # other layers are joined: bring all, by the old plan
             self._bring(
@@ -699,16 +772,6 @@ def _refuse_sparse(graph: LayerGraph) -> None:
                     f"layer {node.name!r} has sparse gradients, which can't be added "
                     f"over ranks: pass sparse=False to {type(part).__name__}"
                 )
-
-
-def _packed(
-    graph: LayerGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, SpecError | None]:
-    """The input as one tensor; where arguments are wrong a scalar, and the error."""
-    try:
-        return graph.arguments.pack(args, kwargs), None
-    except SpecError as exc:
-        return torch.zeros(()), exc
 
 
 def _digest(plan: BurstPlan) -> str:

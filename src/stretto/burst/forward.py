@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from stretto.burst.clock import FORWARD
-from stretto.burst.dropout import Draws, DropoutDraw, dropouts_of, one_by_one
+from stretto.burst.dropout import Draws, Dropout, DropoutDraw, dropouts_of, one_by_one
 from stretto.burst.graph import INPUT, norm_calls
 from stretto.burst.norm import BatchNorm, NormSync
 from stretto.burst.redistribute import Move, absent, tied
-from stretto.burst.steps import types_of
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -22,12 +21,14 @@ if TYPE_CHECKING:
 
     from stretto.burst.clock import StepClock
     from stretto.burst.course import Course, Turn
-    from stretto.burst.graph import LayerGraph
+    from stretto.burst.graph import LayerGraph, LayerNode
     from stretto.burst.links import Links, Width
     from stretto.burst.redistribute import Mover
     from stretto.burst.steps import LayerStep, Steps
     from stretto.burst.sync import GradientSync
 
+
+_PASSED = (BatchNorm, Dropout)
 
 Held = Tensor | tuple[Tensor, ...]
 """What a rank holds of a layer's output: its rows; or, of a layer that it passes over,
@@ -55,36 +56,45 @@ class Forward:
         self._device = device
         self.draws = Draws(seed)
         self.sync: GradientSync | None = None
-        self._norms: dict[str, list[NormSync]] = {}
-        self._stands_for: dict[Any, Any] = {}
-        self._types: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
+        self._norms: dict[LayerNode, list[NormSync]] = {}
+        self._stands_for: dict[LayerGraph, dict[Any, Any]] = {}
+        self._graph: LayerGraph | None = None
+        """That of the running forward."""
         # Backward passes through it where a rank has no parameters of its own.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     def prepare(
         self, graph: LayerGraph, widths: Mapping[str, Width], batch_norm: str
     ) -> None:
-        """Makes ready for a graph's layers."""
+        """Make ready for a graph's layers."""
+        stands: dict[Any, Any] = {}
         for node in graph.nodes:
             for name, part in dropouts_of(node.module):
-                self._stands_for[part] = DropoutDraw(part, name, self.draws)
-            self._norms[node.name] = []
+                stands[part] = DropoutDraw(part, name, self.draws)
+            self._norms[node] = []
             group = self._links.group(widths[node.name])
             made: dict[str, NormSync] = {}
             for name, part in node.module.named_modules():
-                if isinstance(part, BatchNorm):
-                    self._stands_for.pop(part, None)
-                    if group is not None and batch_norm == "sync":
-                        made[name] = NormSync(
-                            part,
-                            layer=node.name,
-                            links=self._links,
-                            group=group,
-                            clock=self._clock,
-                        )
-                        self._stands_for[part] = made[name]
+                if not isinstance(part, BatchNorm):
+                    continue
+                if group is not None and batch_norm == "sync":
+                    made[name] = NormSync(
+                        part,
+                        layer=node.name,
+                        links=self._links,
+                        group=group,
+                        clock=self._clock,
+                    )
+                    stands[part] = made[name]
             if made:  # one module may be called twice
-                self._norms[node.name] = [made[name] for name in norm_calls(node)]
+                self._norms[node] = [made[name] for name in norm_calls(node)]
+        self._stands_for[graph] = stands
+
+    def forget(self, graph: LayerGraph) -> None:
+        """Drop what `prepare` made for a graph."""
+        del self._stands_for[graph]
+        for node in graph.nodes:
+            del self._norms[node]
 
     def __call__(
         self,
@@ -101,7 +111,6 @@ class Forward:
         layers are timed.
         """
         grad = torch.is_grad_enabled()
-        types = self._types_of(steps)
         tag = self._mover.next_tags(2 * course.num_numbers)
         moves = {
             number: Move(self._mover, transfer, tag=tag + 2 * number, layer=layer)
@@ -110,7 +119,8 @@ class Forward:
         held: dict[str, Held] = {INPUT: batch}
         training = self._module.training
         needs = False
-        with self._standing():
+        self._graph = steps.graph
+        with self._standing(steps.graph):
             first = self._anchor if grad and input_needs else None
             for number in course.input_starts:
                 moves[number].begin(batch, first)
@@ -127,14 +137,14 @@ class Forward:
                 else:
                     if stamp:
                         self._clock.begin(step.node.name, FORWARD)
-                    output = self._turn(turn, inputs, needs, types)
+                    output = self._turn(turn, inputs, needs)
                     if stamp:
                         self._clock.other()
                         self._clock.stamp(output, step.node.name)
                 for name in step.last_of:
                     held.pop(name, None)
                 if turn.starts:
-                    output = self._here(output, step, needs, types)
+                    output = self._here(output, step, needs)
                     for number in turn.starts:
                         moves[number].begin(output, self._anchor if needs else None)
                 held[step.node.name] = output
@@ -144,7 +154,7 @@ class Forward:
         if course.output_takes is not None:
             output = moves[course.output_takes].end()
         else:
-            output = self._here(output, step, needs, types)
+            output = self._here(output, step, needs)
         if needs and not output.requires_grad:
             output = tied(output, [self._anchor])
         return output
@@ -154,23 +164,23 @@ class Forward:
         turn: Turn,
         given: list[Held],
         needs: bool,  # noqa: FBT001
-        types: Mapping[str, torch.dtype],
     ) -> Tensor:
         """A layer's output on one of its ranks."""
         node = turn.step.node
         if not len(turn.samples):
-            return self._without(turn.step, given, needs, types)
+            return self._without(turn.step, given, needs)
         inputs: list[Tensor] = given  # type: ignore[assignment]  # samples are tensors
         self.draws.samples = turn.samples
         if turn.step.is_alone:
             output = one_by_one(node.module, inputs, node.name, self.draws)
         else:
             output = node.module(*inputs)
-        if output.dtype != types[node.name] or output.shape[1:] != node.output_shape:
+        if output.dtype != node.output_dtype or output.shape[1:] != node.output_shape:
             raise StrettoError(
                 f"layer {node.name!r} gave {tuple(output.shape[1:])} {output.dtype} "
-                f"for a sample where {node.output_shape} {types[node.name]} was "
-                "captured: build the model anew after changing its type or sizes"
+                f"for a sample where {node.output_shape} {node.output_dtype} was "
+                "captured: build BurstParallel again after changing the model's type "
+                "or sizes"
             )
         if needs and turn.is_tied:
             behind = [x for x in inputs if x.requires_grad]
@@ -182,26 +192,52 @@ class Forward:
         step: LayerStep,
         inputs: list[Held],
         needs: bool,  # noqa: FBT001
-        types: Mapping[str, torch.dtype],
     ) -> Tensor:
         """A layer's output on one of its ranks that has no samples of it."""
-        norms = [norm for norm in self._norms[step.node.name] if norm.is_synced]
+        if step.node.keeps_state:
+            self._advance(step.node)
+        norms = [norm for norm in self._norms[step.node] if norm.is_synced]
         for norm in norms:
             norm.absent(self._device)
         return self._here(
             _ways_of(inputs),
             step,
             needs,
-            types,
             passed=partial(self._pass_by, step.node.name, norms),
         )
+
+    def _advance(self, node: LayerNode) -> None:
+        """Let a layer without samples change its state as the other ranks' copies do.
+
+        It runs on one row of zeros, whose output is dropped; batch norms and dropouts
+        pass by.
+        """
+        assert self._graph is not None  # noqa: S101
+        kinds = {n.name: (n.output_shape, n.output_dtype) for n in self._graph.nodes}
+        kinds[INPUT] = self._graph.input_shape, self._graph.input_dtype
+        rows = [
+            torch.zeros((1, *shape), dtype=dtype, device=self._device)
+            for shape, dtype in (kinds[name] for name in node.inputs)
+        ]
+        passed = [m for m in node.module.modules() if isinstance(m, _PASSED)]
+        was = [vars(part).get("forward") for part in passed]
+        devices = [self._device] if self._device.type == "cuda" else []
+        try:
+            for part in passed:
+                part.__dict__["forward"] = _unchanged
+            with torch.no_grad(), torch.random.fork_rng(devices=devices):
+                node.module(*rows)
+        finally:
+            for part, forward in zip(passed, was, strict=True):
+                del part.__dict__["forward"]
+                if forward is not None:
+                    part.__dict__["forward"] = forward
 
     def _here(
         self,
         held: Held,
         step: LayerStep,
         needs: bool,  # noqa: FBT001
-        types: Mapping[str, torch.dtype],
         *,
         passed: Callable[[], None] | None = None,
     ) -> Tensor:
@@ -210,7 +246,7 @@ class Forward:
             return held
         return absent(
             step.node.output_shape,
-            types[step.node.name],
+            step.node.output_dtype,
             self._device,
             [*held, self._anchor] if needs else [],
             passed=passed,
@@ -222,30 +258,25 @@ class Forward:
         assert self.sync is not None  # noqa: S101
         self.sync.absent(layer)
 
-    def _types_of(self, steps: Steps) -> Mapping[str, torch.dtype]:
-        kind = self._device.type
-        graph = steps.graph
-        if not torch.is_autocast_enabled(kind):
-            return {node.name: node.output_dtype for node in graph.nodes}
-        key = (id(graph), torch.get_autocast_dtype(kind))
-        if key not in self._types:
-            self._types[key] = types_of(graph)
-        return self._types[key]
-
     @contextlib.contextmanager
-    def _standing(self) -> Iterator[None]:
+    def _standing(self, graph: LayerGraph) -> Iterator[None]:
         """Batch norms and dropouts behave as the layers' ranks need, for one forward.
 
         As an attribute of the module, which goes before its class's ``forward``: the
         user's module is the same again afterwards.
         """
-        for module, stand in self._stands_for.items():
+        stands = self._stands_for[graph]
+        for module, stand in stands.items():
             module.__dict__["forward"] = stand
         try:
             yield
         finally:
-            for module in self._stands_for:
+            for module in stands:
                 del module.__dict__["forward"]
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 def _ways_of(inputs: list[Held]) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from stretto.burst.tracing import grouping, operations, proof
+from stretto.burst.tracing.reads import Ambient
 from stretto.errors import PlanMismatch
 from stretto.schema.burst import digest_of
 
@@ -56,6 +57,10 @@ class LayerNode:
 
     has_dropout: bool
 
+    keeps_state: bool
+    """Whether each training forward changes buffers in a way that samples have no part
+    in, such as a spectral norm's."""
+
     @property
     def has_batch_norm(self) -> bool:
         """Whether it normalises over the batch."""
@@ -72,8 +77,8 @@ class LayerNode:
 class LayerGraph:
     """A model's layers in an order in which they can run; the last gives its output.
 
-    One layer alone reads the model's input. The graph is that of the mode, ``train`` or
-    ``eval``, in which the model was when it was captured.
+    One layer alone reads the model's input. The graph is that of the modes in which the
+    model was when it was captured, and of what its code read then; see `outdated`.
     """
 
     name: str
@@ -98,6 +103,15 @@ class LayerGraph:
     def results(self) -> Results:
         """How the last layer's output becomes the model's."""
         return self._traced.results
+
+    @property
+    def ambient(self) -> Ambient:
+        """The modes around the call for which it was captured."""
+        return self._traced.ambient
+
+    def outdated(self) -> str | None:
+        """Return what forward read and has changed since the capture, or None."""
+        return self._traced.watch.changed()
 
     @property
     def uses_half(self) -> bool:
@@ -179,6 +193,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     verify: bool = True,
+    ambient: Ambient | None = None,
 ) -> LayerGraph:
     """The layers of a module, by recording its forward on tensors without values.
 
@@ -193,16 +208,19 @@ def capture(
             shapes but for the number of samples count, and types.
         kwargs: further arguments of ``forward``.
         verify: whether to compute with the layers and compare them with the module.
+        ambient: the modes around the calls; ``None``: gradients, and no autocast.
 
     Raises:
         SpecError: the module can't be traced or split so: the line of its code that is
             in the way is named.
     """
-    traced = operations.trace(module, example_inputs, kwargs)
-    groups = grouping.groups_of(traced)
-    graph = _build(traced, groups, type(module).__name__, {})
-    if verify:
-        proof.require_equal(graph, module, example_inputs, kwargs)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    with (ambient or Ambient()).set(device):
+        traced = operations.trace(module, example_inputs, kwargs)
+        groups = grouping.groups_of(traced)
+        graph = _build(traced, groups, type(module).__name__, {})
+        if verify:
+            proof.require_equal(graph, module, example_inputs, kwargs)
     return graph
 
 
@@ -250,6 +268,9 @@ def _build(
                 output_dtype=dtype,
                 num_batch_norms=grouping.count_batch_norms(module),
                 has_dropout=grouping.has_dropout(module),
+                keeps_state=any(
+                    op.meta.get("keeps_state") for op in module.graph.nodes
+                ),
             )
         )
     shape, dtype = traced.shapes[traced.source]

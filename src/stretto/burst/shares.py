@@ -26,7 +26,7 @@ _KEPT = 8
 an evaluation's."""
 
 
-NUM_NUMBERS = 8
+NUM_NUMBERS = 9
 """Numbers that each rank sends."""
 
 _BAD_SAMPLE, _TROUBLE = -1, -2
@@ -50,6 +50,7 @@ class Shares:
         is_training: bool,
         step: int,
         trained: int,
+        operations: int,
         replicas: Replicas,
         trouble: StrettoError | None,
     ) -> tuple[Layouts, bool]:
@@ -61,6 +62,7 @@ class Shares:
             is_training: the model's mode.
             step: how many training forwards there were.
             trained: a number for the set of parameters that need a gradient.
+            operations: a number for what the layers compute.
             replicas: compares a layer's copies.
             trouble: why this rank can't go on; the others are informed.
 
@@ -83,6 +85,7 @@ class Shares:
             step,
             trained,
             *replicas.next_values(),
+            operations,
         ]
         rows: list[list[int]] = []
 
@@ -139,6 +142,14 @@ class Shares:
             raise RankDisagreement(
                 f"{name_all(other)} and {name_all([0])} train different parameters. "
                 "Freeze and unfreeze the same ones on every rank."
+            )
+
+        other = [rank for rank, row in enumerate(rows) if row[8] != rows[0][8]]
+        if other:
+            raise RankDisagreement(
+                f"{name_all(other)} and {name_all([0])} would compute with other "
+                "operations: a mode, a flag, autocast or a value that forward reads "
+                "differs. Change the model in the same way on every rank."
             )
 
     def _layouts_of(self, shares: tuple[int, ...]) -> Layouts:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stretto.burst.dropout import draws_otherwise, dropouts_of
 from stretto.burst.graph import INPUT, LayerGraph, LayerNode
 from stretto.burst.links import Width
-from stretto.burst.tracing.operations import given_momenta
+from stretto.burst.norm import BatchNorm
+from stretto.burst.tracing.operations import place_of
 from stretto.errors import PlanMismatch, SpecError
 
 if TYPE_CHECKING:
@@ -139,6 +139,8 @@ def steps_of(graph: LayerGraph, widths: Mapping[str, Width]) -> Steps:
                 is_alone=draws_otherwise(node.module),
             )
         )
+        if layers[-1].is_alone:
+            _require_samples_alone(node)
     return Steps(
         graph=graph,
         layers=tuple(layers),
@@ -153,6 +155,29 @@ def steps_of(graph: LayerGraph, widths: Mapping[str, Width]) -> Steps:
     )
 
 
+def _require_samples_alone(node: LayerNode) -> None:
+    """Refuses what can't be computed sample by sample, as random numbers need."""
+    what = "updates a buffer in forward" if node.keeps_state else ""
+    for part in node.module.modules():
+        if isinstance(part, BatchNorm) and (part.training or part.running_mean is None):
+            what = "normalizes over the batch"
+    if what:
+        place = next(
+            (place_of(op) for op in _operations(node) if op.meta.get("draws")), ""
+        )
+        raise SpecError(
+            f"{place}: layer {node.name!r} draws random numbers and {what}, which "
+            "can't be computed sample by sample: draw in a module of its own whose "
+            "input has a row for each sample, or use torch.nn.Dropout"
+        )
+
+
+def _operations(node: LayerNode) -> list[fx.Node]:
+    graph = node.module.graph
+    assert isinstance(graph, fx.Graph)  # noqa: S101
+    return list(graph.nodes)
+
+
 def _refuse_functional_norms(node: LayerNode) -> None:
     norms = (nn.functional.batch_norm, torch.batch_norm)
     for part in node.module.modules():
@@ -164,24 +189,3 @@ def _refuse_functional_norms(node: LayerNode) -> None:
                         "whose statistics can't be those of all ranks: use a "
                         "torch.nn.BatchNorm module"
                     )
-
-
-def types_of(graph: LayerGraph) -> dict[str, torch.dtype]:
-    """The type of each layer's output under the autocast that is on now."""
-    mode = FakeTensorMode()
-    held: dict[str, Any] = {}
-    with mode, torch.no_grad():
-        held[INPUT] = torch.empty((2, *graph.input_shape), dtype=graph.input_dtype)
-        for node in graph.nodes:
-            state: dict[str, torch.Tensor] = {
-                name: mode.from_tensor(tensor)
-                for name, tensor in (
-                    *node.module.named_parameters(),
-                    *node.module.named_buffers(),
-                )
-            }
-            with given_momenta(node.module):
-                held[node.name] = torch.func.functional_call(
-                    node.module, state, tuple(held[name] for name in node.inputs)
-                )
-    return {node.name: held[node.name].dtype for node in graph.nodes}

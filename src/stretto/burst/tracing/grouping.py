@@ -202,6 +202,7 @@ def _contract(traced: Traced, joined: _Joined) -> None:
     while changed:
         changed = False
         groups = joined.groups()
+        groups_by_first = {group[0]: group for group in groups}
         has_heavy = {joined.of(g[0]): any(op in heavy for op in g) for g in groups}
         before: dict[fx.Node, set[fx.Node]] = defaultdict(set)
         behind: dict[fx.Node, set[fx.Node]] = defaultdict(set)
@@ -219,6 +220,8 @@ def _contract(traced: Traced, joined: _Joined) -> None:
                 continue  # the output goes elsewhere too, or this round joined it
             if joined.of(group[0]) is not group[0]:
                 continue
+            if _are_apart(traced, groups_by_first[one], group):
+                continue
             # What follows a layer and costs little belongs to it; so does what comes
             # before one, but a join stays where its branches end.
             follows = not has_heavy[group[0]]
@@ -227,6 +230,23 @@ def _contract(traced: Traced, joined: _Joined) -> None:
                 joined.join([one, group[0]])
                 changed = True
                 break
+
+
+def _are_apart(traced: Traced, one: Group, two: Group) -> bool:
+    """Whether one draws random numbers and the other may not run by single samples."""
+    return any(
+        _has(traced, a, ("draws",)) and _has(traced, b, ("norms", "keeps_state"))
+        for a, b in ((one, two), (two, one))
+    )
+
+
+def _has(traced: Traced, group: Group, kinds: tuple[str, ...]) -> bool:
+    return any(
+        node.meta.get(kind)
+        for op in group
+        for node in (op, *_fixed_of(traced, op))
+        for kind in kinds
+    )
 
 
 def _reads_input(traced: Traced, group: Group) -> bool:

@@ -13,6 +13,7 @@ is a decision or a value that layers on other ranks would not repeat, and is ref
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import random
 import re
@@ -25,8 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from stretto.burst.tracing.packing import Arguments, Results
+from stretto.burst.tracing.reads import Ambient, Reads, Watch
 from stretto.burst.tracing.recorder import (
     SOURCE,
     Fakes,
@@ -154,6 +157,12 @@ class Traced:
     uses_half: bool
     """Whether some operation computes with fewer than 32 bits."""
 
+    ambient: Ambient
+    """The modes in which it was recorded."""
+
+    watch: Watch
+    """What its forward read of plain state."""
+
     semantics: list[str] = field(default_factory=list)
     """A line for each operation, with its constants: equal on all ranks."""
 
@@ -191,17 +200,50 @@ def trace(
         return tensor
 
     shape = tuple(_packed_shape(arguments))
-    first, again, other = _recordings(module, run, shape, arguments)
-    build = _graph_of(module, first, again, other)
-    semantics = [_line_of(record) for record in first.records]
-    return _classify(module, build, semantics, arguments, found[0])
+    reads = Reads(module)
+    first, other = _recordings(module, run, shape, arguments, reads)
+    build = _graph_of(module, first, other)
+    semantics = [_line_of(record, module) for record in first.records]
+    semantics += [
+        f"{name} {_digest_of(build.held(name))}"
+        for name in sorted(_constants_of(first, module))
+    ]
+    return _classify(module, build, semantics, arguments, found[0], reads.watch())
 
 
-def _line_of(one: Record) -> str:
+def _line_of(one: Record, module: nn.Module) -> str:
     """An operation and its constants, the same text in every process."""
     target = one.target if isinstance(one.target, str) else _qualified(one.target)
     text = f"{target} {one.args} {one.kwargs} {one.context}"
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
+    if one.kind == "call_module":
+        called = module.get_submodule(target)
+        modes = "".join("et"[part.training] for part in called.modules())
+        text += f" {called} {modes}"
+    return re.sub(r" at 0x[0-9a-f]+|(?<=cuda:)[0-9]+|index=[0-9]+", "", text)
+
+
+def _constants_of(recording: Recording, module: nn.Module) -> set[str]:
+    """Tensors that operations read and that are no parameters or buffers."""
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    leaves = (
+        leaf
+        for one in recording.records
+        for leaf in pytree.tree_leaves((one.args, one.kwargs))
+    )
+    return {leaf.name for leaf in leaves if isinstance(leaf, Fixed)} - known
+
+
+def _digest_of(value: Any) -> str:
+    """A digest of a tensor's values, the same in every process."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    plain = value.detach().cpu().contiguous()
+    if plain.is_quantized or plain.layout != torch.strided:
+        return f"{plain.dtype} {tuple(plain.shape)}"
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    kind = f"{plain.dtype} {tuple(plain.shape)}"
+    return f"{kind} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
 def _qualified(target: Any) -> str:
@@ -217,9 +259,13 @@ def _packed_shape(arguments: Arguments) -> tuple[int, ...]:
 
 
 def _recordings(
-    module: nn.Module, run: Any, shape: tuple[int, ...], arguments: Arguments
-) -> tuple[Recording, Recording, Recording]:
-    """Records two calls with one batch, and a first call with another."""
+    module: nn.Module,
+    run: Any,
+    shape: tuple[int, ...],
+    arguments: Arguments,
+    reads: Reads,
+) -> tuple[Recording, Recording]:
+    """Record a call with each batch, having compared a second call with the first."""
     dtype, device = arguments.packing.dtype, arguments.device
     fakes = Fakes()
     distributions: Any = torch.distributions.Distribution
@@ -229,7 +275,7 @@ def _recordings(
         try:
             # Their checks of arguments read values; a run on values makes them still.
             distributions.set_default_validate_args(value=False)
-            found = record(module, run, ((batch, *shape), dtype, device), fakes)
+            found = record(module, run, ((batch, *shape), dtype, device), fakes, reads)
         except SpecError:
             raise
         except Exception as error:
@@ -257,10 +303,13 @@ def _recordings(
     with keep_attributes(module), given_momenta(module):
         first = once(_BATCHES[0])
         _refuse_stored(module)
+        before = reads.plain()
         again = once(_BATCHES[0])
+        _compare(first, again, batches=False)
+        _refuse_counted(module, before, reads.plain())
     with keep_attributes(module), given_momenta(module):
         other = once(_BATCHES[1])
-    return first, again, other
+    return first, other
 
 
 def _generators() -> tuple[Any, Any]:
@@ -319,6 +368,20 @@ def keep_attributes(module: nn.Module) -> Iterator[None]:
         for part, attributes in kept:
             part.__dict__.clear()
             part.__dict__.update(attributes)
+
+
+def _refuse_counted(
+    module: nn.Module, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """Refuses values that forward reads and changes in every call."""
+    for name, value in after.items():
+        was = before.get(name, value)
+        if was != value and was == was:
+            raise SpecError(
+                f"forward of {type(module).__name__} changes its attribute {name!r} in "
+                "each call and reads it, which layers on other ranks would not: count "
+                "calls outside of the model, and set the attribute between steps"
+            )
 
 
 def _refuse_stored(module: nn.Module) -> None:
@@ -477,18 +540,19 @@ class _Build:
         if name not in self._nodes:
             if isinstance(name, Fixed):
                 made = self.graph.get_attr(name.name)
-                self._targets[name.name] = self._held(name.name)
+                self._targets[name.name] = self.held(name.name)
             else:
                 before = self.node(Ref(name.number, name.path[:-1]))
                 made = self.graph.call_function(
                     operator.getitem, (before, name.path[-1])
                 )
                 made.meta |= {**before.meta, "draws": False, "writes": None}
-                made.meta["norms"] = ()
+                made.meta |= {"norms": (), "keeps_state": False}
             self._nodes[name] = made
         return self._nodes[name]
 
-    def _held(self, name: str) -> Any:
+    def held(self, name: str) -> Any:
+        """A tensor or object that the module holds, or that belongs to no module."""
         if name in self._constants:
             return self._constants[name]
         path, _, last = name.rpartition(".")
@@ -518,6 +582,7 @@ class _Build:
             "writes": None if dropout is not None else one.writes,
             "aliases": one.aliases,
             "norms": one.norms,
+            "keeps_state": one.keeps_state,
         }
         self._nodes[Ref(number)] = node
         for path, tensor in one.tensors.items():
@@ -602,10 +667,7 @@ _PLAIN = (
 )
 
 
-def _graph_of(
-    module: nn.Module, first: Recording, again: Recording, other: Recording
-) -> _Build:
-    _compare(first, again, batches=False)
+def _graph_of(module: nn.Module, first: Recording, other: Recording) -> _Build:
     arguments = _compare(first, other, batches=True)
     build = _Build(module, first)
     for one, two, (args, kwargs) in zip(
@@ -627,6 +689,7 @@ def _classify(
     semantics: list[str],
     arguments: Arguments,
     results: Results,
+    watch: Watch,
 ) -> Traced:
     root = build.root()
     source = build.source
@@ -650,6 +713,8 @@ def _classify(
             if "context" in node.meta
         )
         or any(one.dtype in _HALVES for one, _ in build.shapes.values()),
+        ambient=Ambient.now(arguments.device),
+        watch=watch,
         semantics=semantics,
     )
     ops = {source}

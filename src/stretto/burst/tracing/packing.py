@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _EXACT_BITS = {
     torch.float64: 53,
@@ -195,6 +195,17 @@ class Arguments:
                 f"{kinds}, with one number of samples"
             )
         return self.packing.pack(tensors)
+
+    def mapped(
+        self,
+        change: Callable[[Tensor], Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call's arguments with each tensor changed."""
+        found: tuple[tuple[Any, ...], dict[str, Any]]
+        found = pytree.tree_map_only(Tensor, change, (args, kwargs))
+        return found
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors among a call's arguments, in the order of packing."""

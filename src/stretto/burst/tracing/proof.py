@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -36,6 +37,9 @@ _ROWS = len(_SOME) + len(_REST)
 
 _Found = tuple[Tensor, list[Tensor | None], dict[int, Tensor]]
 """A layer's output, and gradients of its inputs and of its parameters."""
+
+_Twins = tuple[Tensor, Tensor]
+"""A parameter and the leaf in its place."""
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _COARSE = 5e-2
@@ -207,7 +211,7 @@ class _Check:
             swapped(parts.values(), self._perturbed),
             _without_inner_dropout(self._module),
             _Calm(),
-            torch.enable_grad(),
+            torch.set_grad_enabled(self._graph.ambient.grad),
         ):
             packed = self._inputs()
             wanted, whole = self._whole(packed)
@@ -306,21 +310,27 @@ class _Check:
         from stretto.burst.graph import INPUT
 
         values = {INPUT: packed}
-        runs: dict[str, tuple[list[Tensor], Tensor]] = {}
+        runs: dict[str, tuple[list[Tensor], Tensor, dict[int, _Twins]]] = {}
         for node in self._graph.nodes:
             inputs = [_leaf(values[name], name) for name in node.inputs]
-            output = _run(node, inputs)
-            runs[node.name] = inputs, output
+            twins: dict[int, _Twins] = {}
+            with swapped(node.module.named_modules(), partial(_twin, twins)):
+                output = _run(node, inputs)
+            runs[node.name] = inputs, output, twins
             values[node.name] = output.detach()
         grads: dict[int, Tensor] = {}
         cotangents: dict[str, Tensor] = {}
         if runs[self._graph.output][1].requires_grad:
             cotangents[self._graph.output] = self._cotangent
         for node in reversed(self._graph.nodes):
-            inputs, output = runs.pop(node.name)
+            inputs, output, twins = runs.pop(node.name)
             if node.name not in cotangents or not output.requires_grad:
                 continue
-            to_inputs, to_parameters = _grads(node, inputs, output, cotangents)
+            parameters = {key: twin for key, (_, twin) in twins.items()}
+            to_inputs, to_parameters = _grads(
+                inputs, output, cotangents[node.name], parameters
+            )
+            self._require_in_twins(node, twins)
             if not node.num_batch_norms:
                 self._known[node.name] = (output.detach(), to_inputs, to_parameters)
             for name, grad in zip(node.inputs, to_inputs, strict=True):
@@ -330,6 +340,17 @@ class _Check:
             for key, grad in to_parameters.items():
                 grads[key] = grad if key not in grads else grads[key] + grad
         return values, grads, cotangents
+
+    def _require_in_twins(self, node: LayerNode, twins: dict[int, _Twins]) -> None:
+        """Require that gradients reach what forward computed with, and that alone."""
+        if any(tensor.grad is not None for tensor, _ in twins.values()):
+            op = next((n for n in _graph_of(node).nodes if n.meta.get("place")), None)
+            place = "" if op is None else f"{place_of(op)}: "
+            raise SpecError(
+                f"{place}layer {node.name!r} runs modules again in backward, whose "
+                "gradients would be counted twice: compute them in forward, or use "
+                "torch.utils.checkpoint"
+            )
 
     def _compare(
         self,
@@ -426,8 +447,9 @@ class _Check:
             return output.detach(), [None for _ in inputs], {}
         if output.shape[0] != len(rows):
             return output.detach(), [None for _ in inputs], {}
-        some = {node.name: cotangents[node.name][list(rows)]}
-        to_inputs, to_parameters = _grads(node, inputs, output, some)
+        some = cotangents[node.name][list(rows)]
+        parameters = {id(p): p for p in node.module.parameters() if p.requires_grad}
+        to_inputs, to_parameters = _grads(inputs, output, some, parameters)
         return output.detach(), to_inputs, to_parameters
 
     def _mixes(
@@ -534,21 +556,28 @@ def _leaf(tensor: Tensor, name: str) -> Tensor:
 
 
 def _grads(
-    node: LayerNode,
     inputs: list[Tensor],
     output: Tensor,
-    cotangents: Mapping[str, Tensor],
+    cotangent: Tensor,
+    parameters: Mapping[int, Tensor],
 ) -> tuple[list[Tensor | None], dict[int, Tensor]]:
-    parameters = [p for p in node.module.parameters() if p.requires_grad]
     leaves = [x for x in inputs if x.requires_grad]
-    found = _gradients(output, cotangents[node.name], [*leaves, *parameters])
+    found = _gradients(output, cotangent, [*leaves, *parameters.values()])
     by_leaf = {id(x): g for x, g in zip(leaves, found, strict=False)}
     to_parameters = {
-        id(p): g
-        for p, g in zip(parameters, found[len(leaves) :], strict=True)
+        key: g
+        for key, g in zip(parameters, found[len(leaves) :], strict=True)
         if g is not None
     }
     return [by_leaf.get(id(x)) for x in inputs], to_parameters
+
+
+def _twin(twins: dict[int, _Twins], tensor: Tensor) -> Tensor:
+    """Another leaf with a parameter's values, as the executor uses; see `Shadows`."""
+    if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
+        return tensor
+    twins[id(tensor)] = tensor, nn.Parameter(tensor.detach())
+    return twins[id(tensor)][1]
 
 
 def _gradients(

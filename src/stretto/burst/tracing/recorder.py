@@ -22,10 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stretto.burst.boundary import in_checkpoint
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from stretto.burst.tracing.reads import Reads
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent.parent)
@@ -109,6 +112,9 @@ class Record:
 
     norms: tuple[str, ...] = ()
     """Batch norms called in it, in order."""
+
+    keeps_state: bool = False
+    """Whether it writes into buffers that are not a batch norm's."""
 
 
 @final
@@ -196,6 +202,7 @@ class Recorder(TorchFunctionMode):
         self._draws = 0
         self._in_dropout = 0
         self._norms: list[str] = []
+        self._keeps_state = False
         self._autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self._fakes: dict[int, Tensor] = {}
 
@@ -323,7 +330,7 @@ class Recorder(TorchFunctionMode):
         named = None
         if tensors:
             named = (self._named(args, place), self._named(kwargs, place))
-        self._draws, self._norms = 0, []
+        self._draws, self._norms, self._keeps_state = 0, [], False
         result = call(*real_args, **real_kwargs)
         written = [t for t, v in zip(tensors, before, strict=True) if _version(t) != v]
         if not written and not _holds(result):
@@ -339,6 +346,7 @@ class Recorder(TorchFunctionMode):
             ),
             draws=self._draws > 0,
             norms=tuple(self._norms),
+            keeps_state=self._keeps_state,
         )
         if kind == "call_method" and target == "__setitem__":
             record.kind, record.target = "call_function", set_item
@@ -421,6 +429,16 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Runs a module, as one operation where it is a leaf."""
         if self._depth:
+            if (
+                module.training
+                and isinstance(module, (BatchNorm, Dropout))
+                and in_checkpoint()
+            ):
+                raise SpecError(
+                    f"{_place()}: {type(module).__name__} is in a checkpoint inside a "
+                    "module that has hooks, which would compute otherwise when it is "
+                    "run again: remove the hooks or the checkpoint"
+                )
             if isinstance(module, BatchNorm):
                 self._norms.append(self._modules.get(id(module), ""))
             if not isinstance(module, Dropout):
@@ -442,6 +460,7 @@ class Recorder(TorchFunctionMode):
             for (name, buffer, owner), version in zip(buffers, versions, strict=True):
                 if _version(buffer) != version:
                     _require_known_state(owner, name, place)
+                    self._keeps_state |= not isinstance(owner, BatchNorm)
             return result
 
         return self.operation(
@@ -453,6 +472,11 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Runs an ``autograd.Function`` as one operation."""
         if self._depth:
+            if kind is torch.utils.checkpoint.CheckpointFunction:
+                raise SpecError(
+                    f"{_place()}: a checkpoint with use_reentrant=True inside a module "
+                    "that has hooks hides its gradients: pass use_reentrant=False"
+                )
             return call(kind, *args, **kwargs)
         if kind is torch.utils.checkpoint.CheckpointFunction:
             return args[0](*args[2:])
@@ -695,10 +719,12 @@ def record(
     run: Callable[[Tensor], Any],
     source: tuple[tuple[int, ...], torch.dtype, torch.device],
     fakes: Fakes,
+    reads: Reads | None = None,
 ) -> Recording:
-    """Records what ``run`` does with an input of such a shape.
+    """Record what ``run`` does with an input of such a shape, in the modes set now.
 
-    ``run`` gets the input and returns the output's tensors, as a tree.
+    ``run`` gets the input and returns the output's tensors, as a tree. What it reads of
+    plain state is added to ``reads``.
     """
     mode = fakes.mode
     shape, dtype, device = source
@@ -711,10 +737,11 @@ def record(
                 if isinstance(value, Tensor):
                     full = f"{prefix}.{name}" if prefix else name
                     recorder.knows(value, Fixed(full))
-        with _patched(recorder), torch.enable_grad(), mode, _Draws(recorder):
+        noted = contextlib.nullcontext() if reads is None else reads.noted()
+        with _patched(recorder), mode, _Draws(recorder):
             batch = torch.empty(shape, dtype=dtype, device=device)
             recorder.knows(batch, SOURCE)
-            with recorder:
+            with recorder, noted:
                 output = run(batch)
             named_output = recorder._named(output, "the output")  # noqa: SLF001
         return recorder.finish(named_output)

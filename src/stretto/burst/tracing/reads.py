@@ -1,0 +1,271 @@
+"""What forward read of plain state, so that a change of it is noticed.
+
+# Note [A capture is valid while what it read is unchanged]
+A recorded forward holds the outcome of every decision that Python made in it. Such a
+decision depends on what the code read: attributes of modules (a mode, a schedule's
+counter, a configuration's flag), plain globals, and the modes around the call. While a
+forward is recorded, each attribute that is read of a module is noted; a capture can be
+used again as long as all of them have the values that they had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_OF_LAYERS = ("training", "p", "dropout")
+"""What changes the meaning of one of torch's own modules, which run as they are."""
+
+_ATOMS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+)
+_MISSING = object()
+_MOST_ITEMS = 64
+_DEPTH = 3
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Ambient:
+    """The modes around a call of the model."""
+
+    grad: bool = True
+
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+
+    @staticmethod
+    def now(device: torch.device) -> Ambient:
+        """Return the modes that are set."""
+        kinds = dict.fromkeys(("cpu", device.type))
+        return Ambient(
+            grad=torch.is_grad_enabled(),
+            autocast=tuple(
+                (kind, torch.get_autocast_dtype(kind))
+                for kind in kinds
+                if torch.is_autocast_enabled(kind)
+            ),
+        )
+
+    @contextlib.contextmanager
+    def set(self, device: torch.device) -> Iterator[None]:
+        """Set these modes."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            on = dict(self.autocast)
+            for kind in dict.fromkeys(("cpu", device.type)):
+                if kind in on:
+                    mode = torch.autocast(kind, dtype=on[kind])
+                elif torch.is_autocast_enabled(kind):
+                    mode = torch.autocast(kind, enabled=False)
+                else:
+                    continue
+                stack.enter_context(mode)
+            yield
+
+
+@final
+class _Same:
+    """Equal to itself alone: an object that is compared by identity."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+def _frozen(value: Any, depth: int = _DEPTH) -> Any:
+    """Return what can be compared with the same of a later moment."""
+    if isinstance(value, _ATOMS):
+        return type(value), value
+    if depth and isinstance(value, (list, tuple, set, frozenset)):
+        if len(value) > _MOST_ITEMS:
+            return type(value), len(value)
+        parts = (_frozen(v, depth - 1) for v in value)
+        is_set = isinstance(value, (set, frozenset))
+        return type(value), frozenset(parts) if is_set else tuple(parts)
+    if depth and isinstance(value, dict):
+        return type(value), _frozen_items(value, depth)
+    if depth and _has_fields(value):
+        return type(value), _frozen_items(vars(value), depth)
+    return _Same(value)
+
+
+def _frozen_items(held: Mapping[Any, Any], depth: int) -> Any:
+    if len(held) > 4 * _MOST_ITEMS:
+        return len(held)
+    return tuple((k, _frozen(v, depth - 1)) for k, v in held.items())
+
+
+def _has_fields(value: Any) -> bool:
+    """Whether an object is a plain record, such as a configuration."""
+    if isinstance(value, (nn.Module, Tensor, type, types.ModuleType)):
+        return False
+    return not callable(value) and isinstance(getattr(value, "__dict__", None), dict)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Row:
+    held: Any
+    """Where the value is: the ``__dict__`` of a module, class or file."""
+
+    key: str
+
+    value: Any
+
+    frozen: Any
+    """``None`` where identity decides."""
+
+    name: str
+
+    def holds(self) -> bool:
+        value = self.held.get(self.key, _MISSING)
+        if self.frozen is None:
+            return value is self.value
+        if value is self.value and isinstance(value, _ATOMS):
+            return True
+        return bool(_frozen(value) == self.frozen)
+
+
+@final
+class Watch:
+    """Values that forward read, as they were when it was recorded."""
+
+    def __init__(self, rows: list[_Row]) -> None:
+        self._rows = rows
+
+    def changed(self) -> str | None:
+        """Return the name of a value that is another now, or None."""
+        for row in self._rows:
+            if not row.holds():
+                return row.name
+        return None
+
+
+@final
+class Reads:
+    """Notes what is read of a model's modules."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._modules = {id(part): (name, part) for name, part in root.named_modules()}
+        self._found: dict[tuple[int, str], None] = {}
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note each attribute that is read meanwhile."""
+        found, known = self._found, self._modules
+        read = object.__getattribute__
+
+        def note(module: nn.Module, name: str) -> Any:
+            if name not in _INTERNAL and name[:2] != "__" and id(module) in known:
+                found[id(module), name] = None
+            return read(module, name)
+
+        kind: Any = nn.Module
+        kind.__getattribute__ = note
+        try:
+            yield
+        finally:
+            del kind.__getattribute__
+
+    def plain(self) -> dict[str, Any]:
+        """Return what was read and is a plain value now, by name."""
+        found = {}
+        for number, key in self._found:
+            name, part = self._modules[number]
+            value = vars(part).get(key, _MISSING)
+            if isinstance(value, (bool, int, float, str)) and not _is_layer(part):
+                found[f"{name}.{key}" if name else key] = value
+        return found
+
+    def watch(self) -> Watch:
+        """Return all values as they are now."""
+        rows: dict[tuple[int, str], _Row] = {}
+        deep: set[int] = set()
+
+        def add(held: Any, key: str, name: str) -> None:
+            value = held.get(key, _MISSING)
+            frozen = None
+            if value is not _MISSING and not (_has_fields(value) and id(value) in deep):
+                if _has_fields(value):
+                    deep.add(id(value))
+                frozen = _frozen(value)
+            rows[id(held), key] = _Row(held, key, value, frozen, name)
+
+        for number, key in self._found:
+            prefix, part = self._modules[number]
+            name = f"{prefix}.{key}" if prefix else key
+            if _is_layer(part):
+                if key in _OF_LAYERS:
+                    add(vars(part), key, name)
+                continue
+            if key in part._parameters or key in part._modules:  # noqa: SLF001
+                continue  # see `Structure`
+            if key in part._buffers:  # noqa: SLF001
+                add(part._buffers, key, name)  # noqa: SLF001
+                continue
+            add(vars(part), key, name)
+            if key not in vars(part):
+                for kind in type(part).__mro__:
+                    if key in vars(kind) and isinstance(vars(kind)[key], _ATOMS):
+                        add(vars(kind), key, name)
+                        break
+        for prefix, part in self._modules.values():
+            for key in _HOOKS[2:] if part is self._root else _HOOKS:
+                if part is self._root or not _is_layer(part):
+                    add(vars(part), key, f"the hooks of {prefix or 'the model'}")
+        self._add_globals(add)
+        return Watch(list(rows.values()))
+
+    def _add_globals(self, add: Any) -> None:
+        """Add plain globals that the modules' own functions name."""
+        kinds = {
+            kind
+            for _, part in self._modules.values()
+            for kind in type(part).__mro__
+            if not kind.__module__.startswith("torch.")
+        }
+        for kind in sorted(kinds, key=lambda k: (k.__module__, k.__qualname__)):
+            for function in vars(kind).values():
+                if not isinstance(function, types.FunctionType):
+                    continue
+                held = function.__globals__
+                for key in function.__code__.co_names:
+                    if isinstance(held.get(key), (bool, int, float, str)):
+                        add(held, key, f"{function.__module__}.{key}")
+
+
+def _is_layer(part: nn.Module) -> bool:
+    """Whether it is one of torch's own that runs as it is; containers are not."""
+    place = type(part).__module__
+    return place.startswith("torch.nn.modules") and not place.endswith("container")
