@@ -14,19 +14,8 @@ import zoo_models
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(450)]
 
-PENDING: set[str] = {"batch_norms_of_every_kind"}
-"""Not right yet."""
 
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=False))
-        if name in PENDING
-        else name
-        for name in zoo_models.CASES
-    ],
-)
+@pytest.mark.parametrize("name", zoo_models.CASES)
 def test_a_model_trains_as_one_process_or_is_refused(name: str, pool: Any) -> None:
     case = zoo_models.CASES[name]
     seed = zlib.crc32(name.encode())
@@ -47,6 +36,21 @@ def test_a_model_trains_as_one_process_or_is_refused(name: str, pool: Any) -> No
             assert "refused" not in value, value
             worst = {k: amount for k, amount in value.items() if amount > case.limit}
             assert not worst, f"rank {rank} of {ranks}, {shares} shares: {worst}"
+
+
+@pytest.mark.parametrize("kind", ["attribute", "mode", "autocast", "uncapturable"])
+def test_a_change_on_one_rank_is_one_error_on_all(kind: str, pool: Any) -> None:
+    found = pool("zoo_check", "differ", kind)
+    for outcome, value in found[:2]:
+        assert outcome == "value", value
+        assert value, "the forward went on"
+    names = {value[0] for _, value in found[:2]}
+    if kind == "uncapturable":
+        assert names == {"RankDisagreement", "SpecError"}
+        assert "mixes samples" in found[1][1][1]
+    else:
+        assert names == {"RankDisagreement"}
+        assert "other operations" in found[0][1][1]
 
 
 def test_the_zoo_is_large_enough() -> None:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from stretto.burst.executor import BurstParallel
 from stretto.burst.graph import capture
-from stretto.errors import RankDisagreement, SpecError
+from stretto.errors import RankDisagreement, SpecError, StrettoError
 from stretto.schema.burst import BurstPlan, LayerGpus
 
 STEPS = 3
@@ -161,9 +161,15 @@ def train(
         found["grad"] = max(found["grad"], worst_grad(mine, plain))
         for optimizer in optimizers:
             optimizer.step()
-    state = burst.full_state_dict()
+    state, wanted_state = burst.full_state_dict(), plain.state_dict()
+    # What is zero but for rounding, such as a bias before a softmax that starts at
+    # zero, has no scale of its own: the model's is what it was summed from.
+    largest = max(
+        (float(p.detach().abs().max()) for p in plain.parameters() if p.numel()),
+        default=0.0,
+    )
     found["state"] = max(
-        (worst(state[key], value) for key, value in plain.state_dict().items()),
+        (worst(state[key], v, 1e-2 * largest) for key, v in wanted_state.items()),
         default=0.0,
     )
     missing = {k for k, p in plain.named_parameters() if p.grad is not None}
@@ -185,8 +191,8 @@ def difference(output: Any, wanted: Any) -> float:
     return max(worst(a, b) for a, b in zip(mine, truth, strict=True))
 
 
-def worst(found: Any, wanted: Any) -> float:
-    """Largest difference, relative to the largest value."""
+def worst(found: Any, wanted: Any, floor: float = 1e-30) -> float:
+    """Largest difference, relative to the largest value or the floor."""
     if not isinstance(wanted, Tensor):
         return float(found != wanted)
     if found.shape != wanted.shape:
@@ -195,8 +201,7 @@ def worst(found: Any, wanted: Any) -> float:
         return 0.0
     found, wanted = found.detach().double(), wanted.detach().double()
     scale = float(wanted.abs().max())
-    # What is zero but for rounding, such as a bias before a softmax, has no scale.
-    return float((found - wanted).abs().max()) / max(scale, 1e-4)
+    return float((found - wanted).abs().max()) / max(scale, floor)
 
 
 def worst_grad(model: nn.Module, reference: nn.Module) -> float:
@@ -210,3 +215,37 @@ def worst_grad(model: nn.Module, reference: nn.Module) -> float:
             want = torch.zeros_like(p) if q.grad is None else q.grad
             found.append(float((p.grad - want).abs().max()))
     return max(found) / scale
+
+
+def differ(kind: str) -> list[str]:
+    """What each forward raises where rank 1 alone changes the model after a step."""
+    rank = dist.get_rank()
+    if rank > 1:
+        return []
+    torch.manual_seed(5)
+    model: Any = nn.Sequential(
+        zoo_models.Scheduled("number"), nn.Linear(3, 3), nn.Dropout(0.5)
+    )
+    burst = BurstParallel(
+        model,
+        plan_of(capture(copy.deepcopy(model), (torch.randn(2, 8),)), 2, 3),
+        example_inputs=(torch.randn(2, 8),),
+        process_group=zoo_rank.GROUPS[2],
+    )
+    burst(torch.randn(3, 8)).sum().backward()
+    autocast = False
+    if rank == 1:
+        if kind == "attribute":
+            model[0].epoch = 2
+        elif kind == "mode":
+            model[2].eval()
+        elif kind == "uncapturable":
+            model[0].forward = lambda x: x.softmax(0)[:, :3]
+        else:
+            autocast = True
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            burst(torch.randn(3, 8))
+    except StrettoError as exc:
+        return [type(exc).__name__, str(exc)]
+    return []
