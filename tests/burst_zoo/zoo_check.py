@@ -147,7 +147,7 @@ def train(
             case.change(plain, step)
         try:
             output = call(burst, rows(inputs, start, start + counts[rank]))
-        except (SpecError, RankDisagreement) as exc:
+        except StrettoError as exc:
             return {"refused": str(exc)}
         wanted = call(reference, inputs)
         for optimizer in optimizers:

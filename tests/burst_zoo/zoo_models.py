@@ -1372,7 +1372,7 @@ def _hook_once(model: Any, step: int) -> None:
         model[1].register_forward_hook(_double)
 
 
-@right(flat, change=_hook_once)
+@refused(flat, "changed after", names_line=False, change=_hook_once)
 def hook_of_a_block_added_later() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), mlp(8, 8), nn.Linear(8, 2))
 

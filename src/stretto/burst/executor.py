@@ -235,8 +235,18 @@ class BurstParallel(nn.Module):
             )
         names = [entry.layer for entry in self.plan.layers]
         # There may be fewer layers: some are read in training alone.
-        if self.module.training or set(names) == {node.name for node in graph.nodes}:
-            graph = graph.joined(names)
+        same = set(names) == {node.name for node in graph.nodes}
+        if self.module.training or same:
+            try:
+                graph = graph.joined(names)
+            except PlanMismatch as exc:
+                found = (known.outdated() for known in self._graphs)
+                changed = next((name for name in found if name), "autocast")
+                raise PlanMismatch(
+                    f"{changed!r} changed after the burst model was built, and the "
+                    "model now has other layers than its plan: make such changes "
+                    "before building BurstParallel, and plan again"
+                ) from exc
         unknown = [n.name for n in graph.nodes if n.name not in self._widths]
         if unknown:
             raise PlanMismatch(
