@@ -208,6 +208,8 @@ def trace(
         f"{name} {_digest_of(build.held(name))}"
         for name in sorted(_constants_of(first, module))
     ]
+    # Outputs' types follow autocast, and ranks must agree in what travels.
+    semantics.append(f"autocast {Ambient.now(arguments.device).autocast}")
     return _classify(module, build, semantics, arguments, found[0], reads.watch())
 
 
