@@ -284,7 +284,8 @@ class DistributedDataParallel(TorchDDP):
 
         It is output alone: the next backward writes it before it is read.
         """
-        if self.find_unused_parameters:
+        # A static graph's new Reducer does not look for unused parameters.
+        if self.find_unused_parameters and not self._gradients_come_once:
             theirs: Any = self.reducer
             used = theirs._get_local_used_map()  # noqa: SLF001
             used.copy_(reducer._get_local_used_map())  # noqa: SLF001
