@@ -428,7 +428,63 @@ def plan_from_file(side: Side) -> Any:
     return side.state(wrapped)
 
 
+def frozen_teacher(side: Side) -> Any:
+    """A burst model without a trained parameter teaches another one."""
+    teacher = side.wrap(net(seed=4).requires_grad_(False))
+    model = side.wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        x, _ = side.data(step)
+        optimizer.zero_grad()
+        apart = (model(x) - teacher(x)).square().mean(1)
+        (apart.sum() / max(1, len(x))).backward()
+        optimizer.step()
+    return side.state(model)
+
+
+def loaded_full_state(side: Side) -> Any:
+    """`load_state_dict` takes what `full_state_dict` gives, whole or in part."""
+    model = side.wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(side, model, optimizer, 2)
+    saved = model.full_state_dict() if side.size else model.state_dict()
+    saved = {name: value.clone() for name, value in saved.items()}
+    train(side, model, optimizer, 1)
+    model.load_state_dict(saved)
+    train(side, model, optimizer, 1)
+    result = model.load_state_dict({"5.bias": saved["5.bias"]}, strict=False)
+    assert not result.unexpected_keys
+    return side.state(model)
+
+
+def new_plan_keeps_gradients(side: Side) -> Any:
+    """`apply_plan` between two backwards that add up, and before a step."""
+    model = side.wrap(net())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for step in range(3):
+        x, y = side.data(step)
+        cross(model(x), y).backward()
+        if side.size:
+            widths = [(step % 2, 1), (0, side.size), (1, 1)]
+            model.apply_plan(side.plan(net(), widths[step:] + widths[:step]))
+    optimizer.step()
+    return side.state(model)
+
+
+def compiled(side: Side) -> Any:
+    """`torch.compile` leaves a burst model as it is."""
+    model = side.wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    again = torch.compile(model, backend="eager") if side.size else model
+    train(side, again, optimizer, 2)
+    return side.state(model)
+
+
 RIGHT = [
+    frozen_teacher,
+    loaded_full_state,
+    new_plan_keeps_gradients,
+    compiled,
     plan_from_file,
     chain,
     chain_of_three,
@@ -657,7 +713,35 @@ def sparse(side: Side) -> None:
     BurstParallel(model, plan, example_inputs=(example,))
 
 
+def nested(side: Side) -> None:
+    model = net()
+    plan = side.plan(model, side.widths)
+    inner = BurstParallel(model, plan, example_inputs=(example_of(net()),))
+    BurstParallel(inner, plan, example_inputs=(example_of(net()),))
+
+
+def inside_ddp(side: Side) -> None:
+    model = nn.parallel.DistributedDataParallel(side.wrap(net()))
+    model(side.data(0)[0])
+
+
+def transformed(side: Side) -> None:
+    model = side.wrap(net())
+    torch.func.jacrev(lambda x: model(x).sum(0))(side.data(0)[0])
+
+
+def stale_after_loading_a_part(side: Side) -> None:
+    model = side.wrap(net())
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    model.load_state_dict({"3.weight": torch.ones(7)}, strict=False)
+    model.module(side.data(0)[0])
+
+
 REFUSED = {
+    nested: "pass the plain module to BurstParallel",
+    inside_ddp: "call the burst model itself",
+    transformed: "can't pass through a burst model",
+    stale_after_loading_a_part: "full_state_dict(), or refresh()",
     gradient_penalty: "create_graph=True is not supported",
     gradients_of_parameters: "Call loss.backward() and read .grad",
     backward_of_parameters: "Call loss.backward() and read .grad",

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from stretto._version import __version__
 from stretto.burst import hooks, torch_calls
@@ -69,6 +70,17 @@ _NO_COPY = (
 
 _MOST_GRAPHS = 8
 """Captures that are kept: of training, evaluation, under autocast or without."""
+
+_PARALLEL = frozenset(
+    (
+        *("BurstParallel", "DistributedDataParallel", "DataParallel"),
+        *("FullyShardedDataParallel", "FSDPModule"),
+    )
+)
+"""Classes that can't be inside a burst model."""
+
+_EXTRA = "_extra_state"
+"""Under which ``state_dict`` keeps what ``get_extra_state`` returns."""
 
 _MOST_SYNCS = 4
 """Sets of trained parameters whose buffers are kept: a GAN freezes and unfreezes one
@@ -130,6 +142,7 @@ class BurstParallel(nn.Module):
         for name, value in (("bucket_bytes", bucket_bytes), ("lanes", lanes)):
             if value < 1:
                 raise SpecError(f"{name} must be >= 1, got {value}")
+        _refuse_nested(module)
         self.module = module
         self.plan = plan if isinstance(plan, BurstPlan) else BurstPlan.load(plan)
         self._settings = (
@@ -181,6 +194,7 @@ class BurstParallel(nn.Module):
         self._direct_handles: list[Any] = []
         self._share = 1 / self._ranks.size
         torch_calls.add(self)
+        self.register_load_state_dict_pre_hook(_accept_module_names)  # type: ignore[no-untyped-call]
         if example_inputs is not None or example_kwargs is not None:
             self._set_up(example_inputs or (), example_kwargs or {})
 
@@ -439,6 +453,8 @@ class BurstParallel(nn.Module):
 
     # Running.
 
+    # torch.compile runs the model as it is.
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output for this rank's share of the global batch.
 
@@ -454,6 +470,7 @@ class BurstParallel(nn.Module):
                 "a burst model can't run again inside a backward, so it can't be "
                 "wrapped in torch.utils.checkpoint: checkpoint modules inside the model"
             )
+        self._refuse_callers(args, kwargs)
         args, kwargs = hooks.before(self.module, args, kwargs)
         if not self._steps:
             self._set_up(args, kwargs)
@@ -527,6 +544,27 @@ class BurstParallel(nn.Module):
             return graph.arguments.pack(*marked), None
         except StrettoError as exc:
             return torch.zeros(()), exc
+
+    def _refuse_callers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse wrappers and transforms around the model.
+
+        Raises:
+            StrettoError: naming the wrapper or transform.
+        """
+        outer = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+        if outer is not None and any(part is self for part in outer.modules()):
+            raise StrettoError(
+                "a BurstParallel inside DistributedDataParallel would have its "
+                "gradients averaged twice: call the burst model itself"
+            )
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and _is_transformed(value):
+                raise StrettoError(
+                    "torch.func transforms (grad, vmap, jacrev, jvp) can't pass "
+                    "through a burst model, whose layers run on several ranks: call "
+                    "it with ordinary tensors and backward(), or transform a model "
+                    "that is not burst parallel"
+                )
 
     def _own_parameters(self) -> Iterator[nn.Parameter]:
         rank = self._ranks.rank
@@ -619,6 +657,10 @@ class BurstParallel(nn.Module):
                 self._links, graph, roots, optimizers, self._device_used
             )
 
+    def _bring_gradients(self, roots: dict[str, int]) -> None:
+        with self._freshness.opened():
+            params.bring_gradients(self._links, self._graphs[0], roots)
+
     def _require_equal_copies(self) -> None:
         """Compare some of every parameter that several ranks hold. Collective."""
         values = self._replicas.all_values()
@@ -635,10 +677,10 @@ class BurstParallel(nn.Module):
     def apply_plan(self, plan: BurstPlan | str | Path, *optimizers: Optimizer) -> None:
         """Follow another plan from the next forward on; every rank must call it.
 
-        Layers that a rank runs from now on come to it with their parameters, buffers
-        and the optimizers' states: those given, and those that have taken a step. Call
-        it between ``optimizer.step()`` and the next forward: gradients of layers that
-        a rank does not run any more are dropped.
+        Layers that a rank runs from now on come to it with their parameters, buffers,
+        gradients and the optimizers' states: those given, and those that have taken a
+        step. Of an optimizer what it keeps in its ``state`` comes. Call it between a
+        backward and the next forward.
 
         Raises:
             PlanMismatch: it is for another model or more ranks; the old one stays.
@@ -668,11 +710,9 @@ class BurstParallel(nn.Module):
         names = self._graphs[0]
         same = [n.name for n in names.nodes] == [n.name for n in graph.nodes]
         if not same:  # other layers are joined: bring all, by the old plan
-            self._bring(
-                {name: first for name, (first, _) in old.items()},
-                every,
-                "bringing parameters",
-            )
+            roots = {name: first for name, (first, _) in old.items()}
+            self._bring(roots, every, "bringing parameters")
+            self._bring_gradients(roots)
         self._follow(graph, widths)
         if same:
             grown = {
@@ -681,6 +721,7 @@ class BurstParallel(nn.Module):
                 if first < old[name][0] or first + width > sum(old[name])
             }
             self._bring(grown, every, "bringing parameters")
+            self._bring_gradients(grown)
         for node in graph.nodes:
             if not self._runs(node.name):
                 for parameter in node.module.parameters():
@@ -772,6 +813,38 @@ class _DirectHook:
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         """Return what autograd shall add to ``.grad``."""
         return None if grad is None else self._take(grad)
+
+
+def _refuse_nested(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        kinds = {kind.__name__ for kind in type(part).__mro__}
+        if found := sorted(kinds & _PARALLEL):
+            where = f"its submodule {name!r}" if name else "the module"
+            raise SpecError(
+                f"{where} is a {found[0]}, which moves gradients between ranks itself: "
+                "pass the plain module to BurstParallel"
+            )
+
+
+def _is_transformed(tensor: Tensor) -> bool:
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))  # noqa: SLF001
+
+
+def _accept_module_names(
+    burst: nn.Module, state: dict[str, Any], prefix: str, *_more: Any
+) -> None:
+    """Let ``load_state_dict`` take `full_state_dict`, whose names are the module's."""
+    inner = burst.get_submodule("module")
+    known = {name for name, _ in inner.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in inner.named_buffers(remove_duplicate=False)}
+    known |= {
+        f"{name}.{_EXTRA}" if name else _EXTRA for name, _ in inner.named_modules()
+    }
+    if any(f"{prefix}module.{name}" in state for name in known):
+        return
+    for name in known:
+        if prefix + name in state:
+            state[f"{prefix}module.{name}"] = state.pop(prefix + name)
 
 
 def _refuse_sparse(graph: LayerGraph) -> None:

@@ -110,8 +110,10 @@ class Freshness:
         for optimizer in optimizers:
             self._stepped.discard(optimizer)
 
-    def loaded(self) -> None:
-        """Note that a whole state was loaded."""
+    def loaded(self, missing: Sequence[str]) -> None:
+        """Note that a state was loaded; only a whole one makes all values current."""
+        if missing:
+            return
         self.is_stale = False
         self._own_versions = -1
 
@@ -232,6 +234,8 @@ class _Callback:
             return
         if self._method == "check_optimizer":
             target.check_optimizer(args[0])
+        elif self._method == "loaded":
+            target.loaded(args[1].missing_keys)
         else:
             getattr(target, self._method)()
 

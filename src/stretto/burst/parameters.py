@@ -52,6 +52,27 @@ def bring_tensors(
             tensor.copy_(whole)
 
 
+@torch.no_grad()
+def bring_gradients(links: Links, graph: LayerGraph, roots: Mapping[str, int]) -> None:
+    """Give all ranks the gradients that each layer's root has."""
+    if links.ranks.size == 1:
+        return
+    for node in graph.nodes:
+        held = list(node.module.parameters()) if node.name in roots else []
+        if not held:
+            continue
+        place = f"bringing gradients of layer {node.name!r}"
+        present = [parameter.grad is not None for parameter in held]
+        flags = torch.tensor(present, dtype=torch.int64, device=held[0].device)
+        bring_tensors(links, [flags], roots[node.name], place)
+        for parameter, is_present in zip(held, flags.tolist(), strict=True):
+            if not is_present:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            bring_tensors(links, [parameter.grad], roots[node.name], place)
+
+
 def bring_states(
     links: Links,
     graph: LayerGraph,

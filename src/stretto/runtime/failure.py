@@ -91,7 +91,10 @@ class FailureDesk:
                 f"{_ROLL_CALL_S:g} s){others}"
             )
         else:
-            who = "every rank still answers, so the network between them failed"
+            who = (
+                "every rank still answers: the network between them failed, or ranks "
+                "make different calls, such as a backward or step that one left out"
+            )
         where = f"Look at the log of {ranks.name_all(silent)} first. " if silent else ""
         cause_line = (str(cause) or type(cause).__name__).splitlines()[0]
         cause_line = cause_line.partition(" This is typically caused by")[0]

@@ -179,6 +179,7 @@ class _Check:
         self._draw = torch.Generator().manual_seed(seed)
         self._is_coarse = graph.uses_half
         self._known: dict[str, _Found] = {}
+        self._cotangent: Tensor | None = None
 
     def _near(
         self, found: Tensor, wanted: Tensor, largest: float | None = None
@@ -320,7 +321,10 @@ class _Check:
             values[node.name] = output.detach()
         grads: dict[int, Tensor] = {}
         cotangents: dict[str, Tensor] = {}
-        if runs[self._graph.output][1].requires_grad:
+        last = runs[self._graph.output][1]
+        if last.requires_grad:
+            if self._cotangent is None:  # only an input needs a gradient
+                self._cotangent = self._cotangent_of(last)
             cotangents[self._graph.output] = self._cotangent
         for node in reversed(self._graph.nodes):
             inputs, output, twins = runs.pop(node.name)
