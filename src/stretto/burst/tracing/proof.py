@@ -589,7 +589,12 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Gradients by ``backward``, which reentrant checkpointing needs."""
     torch.autograd.backward(output, cotangent)
-    found = [tensor.grad for tensor in tensors]
+    found = [
+        grad.to_dense()
+        if (grad := tensor.grad) is not None and grad.is_sparse
+        else grad
+        for tensor in tensors
+    ]
     for tensor in tensors:
         tensor.grad = None
     return found
