@@ -372,10 +372,7 @@ class BurstParallel(nn.Module):
             if parameter.requires_grad:
                 hook = _DirectHook(partial(self._direct_gradient, parameter))
                 self._direct_handles.append(parameter.register_hook(hook))
-        self._shadows.use_for(
-            (part for node in mine for part in node.module.modules()),
-            (p for p in self._loose if p.requires_grad),
-        )
+        self._use_shadows()
         if trained not in self._syncs:
             self._syncs[trained] = self._make_sync(mine)
             while len(self._syncs) > _MOST_SYNCS:
@@ -385,6 +382,23 @@ class BurstParallel(nn.Module):
         self._sync.is_on = is_on
         self._steps = self._patterns.setdefault(
             trained, {graph: steps_of(graph, self._widths)}
+        )
+
+    def _use_shadows(self) -> None:
+        """Let every capture's layers compute with shadows of their parameters.
+
+        Captures share the model's submodules, but each holds the parameters that its
+        operations read directly.
+        """
+        self._shadows.use_for(
+            (
+                part
+                for graph in self._graphs
+                for node in graph.nodes
+                if self._runs(node.name)
+                for part in node.module.modules()
+            ),
+            (p for p in self._loose if p.requires_grad),
         )
 
     def _make_sync(self, mine: list[LayerNode]) -> GradientSync:
@@ -438,6 +452,7 @@ class BurstParallel(nn.Module):
             self._shares.forget_courses()
             for steps in self._patterns.values():
                 steps.pop(old, None)
+        self._use_shadows()
         return graph
 
     def _trouble(self) -> StrettoError | None:
