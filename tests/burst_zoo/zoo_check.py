@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 import random
 from typing import Any
 
@@ -249,3 +251,13 @@ def differ(kind: str) -> list[str]:
     except StrettoError as exc:
         return [type(exc).__name__, str(exc)]
     return []
+
+
+def threads_over_models(name: str) -> list[int]:
+    """This rank's threads after each of three models in a row is gone."""
+    counts = []
+    for _ in range(3):
+        train(name, dist.get_world_size(), seed=3, shares="even")
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))  # noqa: PTH208
+    return counts

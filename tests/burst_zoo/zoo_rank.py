@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -44,6 +45,7 @@ def main() -> None:
             found = ("value", call(*arguments))
         except Exception as exc:  # noqa: BLE001 - the test decides
             found = ("error", (type(exc).__name__, str(exc), traceback.format_exc()))
+        gc.collect()  # a case's models end with their threads and connections
         text = pickle.dumps(found)
         answers.write(struct.pack("<q", len(text)) + text)
         answers.flush()

@@ -14,8 +14,8 @@ import contextlib
 import hashlib
 import logging
 import time
+import weakref
 from collections import OrderedDict
-from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -35,7 +35,7 @@ from stretto.burst.links import Links, Width
 from stretto.burst.norm import KINDS
 from stretto.burst.redistribute import Mover
 from stretto.burst.replicas import Replicas
-from stretto.burst.shadows import Shadows
+from stretto.burst.shadows import MODEL_GONE, Shadows
 from stretto.burst.shares import Shares
 from stretto.burst.steps import Steps, steps_of, widths_of
 from stretto.burst.structure import Structure, number_of
@@ -47,7 +47,7 @@ from stretto.runtime.agreement import Agreement, ranks_of
 from stretto.schema.burst import BurstPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torch.optim import Optimizer
@@ -164,6 +164,9 @@ class BurstParallel(nn.Module):
             lanes=lanes,
         )
         self._clock = StepClock()
+        # The graph of a last forward may keep the links; their connections end here.
+        ended = weakref.finalize(self, self._links.close)
+        ended.atexit = False
         self._mover = Mover(self._links, self._clock)
         self._timings = Timings(self._clock)
         self._forward = Forward(
@@ -370,7 +373,7 @@ class BurstParallel(nn.Module):
         self._direct_handles = []
         for _, parameter in self._structure.parameters:
             if parameter.requires_grad:
-                hook = _DirectHook(partial(self._direct_gradient, parameter))
+                hook = _DirectHook(self, parameter)
                 self._direct_handles.append(parameter.register_hook(hook))
         self._use_shadows()
         if trained not in self._syncs:
@@ -822,12 +825,19 @@ class _DirectHook:
 
     is_stretto = True
 
-    def __init__(self, take: Callable[[Tensor], Tensor]) -> None:
-        self._take = take
+    def __init__(self, model: BurstParallel, parameter: nn.Parameter) -> None:
+        # See Note [Hooks hold nothing] in `stretto.burst.shadows`.
+        self._model = weakref.ref(model)
+        self._parameter = weakref.ref(parameter)
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         """Return what autograd shall add to ``.grad``."""
-        return None if grad is None else self._take(grad)
+        model, parameter = self._model(), self._parameter()
+        if grad is None:
+            return None
+        if model is None or parameter is None:
+            raise StrettoError(MODEL_GONE)
+        return model._direct_gradient(parameter, grad)  # noqa: SLF001
 
 
 def _refuse_nested(module: nn.Module) -> None:

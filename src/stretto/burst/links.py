@@ -37,8 +37,13 @@ class GroupLinks:
     def __init__(self, pool: LanePool, ranks: Ranks, *, lanes: int) -> None:
         self.size = ranks.size
         self.rank = ranks.rank
-        self.lanes = tuple(pool.lane(number) for number in range(lanes))
+        self.lanes: tuple[Any, ...] = tuple(pool.lane(n) for n in range(lanes))
         self.norms = pool.lane(lanes)
+
+    def release(self) -> None:
+        """Drop the lanes; nothing may be sent afterwards."""
+        self.lanes = ()
+        self.norms = None
 
 
 @final
@@ -170,6 +175,16 @@ class Links:
             yield
         except RuntimeError as exc:
             raise self.desk.report(place, exc) from exc
+
+    def close(self) -> None:
+        """End all connections, once their collectives are done."""
+        for pool in self._pools:
+            pool.close()
+        # A Gloo backend ends with the last reference to it.
+        for group in self._groups.values():
+            group.release()
+        self._groups.clear()
+        self._moves = self._numbers = None
 
     def _abort(self) -> None:
         for pool in self._pools:

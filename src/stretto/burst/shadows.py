@@ -6,18 +6,31 @@ brings through the layers is added over the ranks, already weighted; what it bri
 directly belongs to this rank's loss and must be weighted first. Autograd adds both
 before any hook sees them, so layers compute with a shadow: another leaf on the same
 storage. The layers' gradient arrives in the shadow, the direct one in the parameter.
+
+# Note [Hooks hold nothing]
+Garbage collection does not see what autograd's hooks hold. A hook on a tensor that held
+its model would keep the model, its threads and its connections until the process ends,
+so hooks refer to models and parameters weakly.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
+from stretto.errors import StrettoError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+MODEL_GONE = (
+    "backward: the burst model of this loss was deleted before its backward, so its "
+    "gradients have nowhere to go. Keep the model until backward has ended."
+)
 
 
 @final
@@ -59,8 +72,14 @@ class Shadows:
         shadow = nn.Parameter(parameter.detach())
         self._by_id[id(parameter)] = (parameter, shadow)
 
+        # See Note [Hooks hold nothing].
+        weak, original = weakref.ref(self), weakref.ref(parameter)
+
         def arrived(_shadow: Tensor) -> None:
-            self._ready(parameter)
+            shadows, kept = weak(), original()
+            if shadows is None or kept is None:
+                raise StrettoError(MODEL_GONE)
+            shadows._ready(kept)  # noqa: SLF001
 
         shadow.register_post_accumulate_grad_hook(arrived)
         return shadow

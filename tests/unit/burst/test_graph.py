@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from stretto.burst.graph import INPUT, capture
+from stretto.burst.tracing import proof
 from stretto.errors import PlanMismatch, SpecError
 from stretto.schema.burst import BatchTime, Layer, LayerProfile
 from stretto.testing.models import VGG, InceptionV3, Transformer, WideResNet
@@ -372,3 +373,21 @@ def test_a_batch_norm_that_averages_over_all_batches_is_captured_as_it_is():
     assert [node.num_batch_norms for node in graph.nodes] == [1]
     assert model[1].momentum is None
     assert int(model[1].num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize("step", range(5))
+@pytest.mark.parametrize("flips", [False, True])
+def test_the_rows_checked_tell_every_flip_and_rotation_of_rows(step, flips):
+    if step == 0 and not flips:
+        return  # each row stays where it is
+
+    def source(row, rows):
+        return (rows - 1 - row + step) % rows if flips else (row - step) % rows
+
+    def is_missed(part):
+        return all(
+            part[source(place, len(part))] == source(row, 5)
+            for place, row in enumerate(part)
+        )
+
+    assert not all(is_missed(part) for part in (proof._SOME, proof._REST))

@@ -14,6 +14,7 @@ is a decision or a value that layers on other ranks would not repeat, and is ref
 from __future__ import annotations
 
 import hashlib
+import inspect
 import operator
 import random
 import re
@@ -398,10 +399,29 @@ def _refuse_stored(module: nn.Module) -> None:
             if any(isinstance(v, torch._subclasses.FakeTensor) for v in values):  # noqa: SLF001
                 full = f"{name}.{key}" if name else key
                 raise SpecError(
-                    f"forward of {type(part).__name__} keeps a tensor in its attribute "
+                    f"{_line_setting(part, key)}forward of "
+                    f"{type(part).__name__} keeps a tensor in its attribute "
                     f"{full!r}, which ranks that do not run this layer would not have: "
                     "return it as another output of the model"
                 )
+
+
+def _line_setting(module: nn.Module, name: str) -> str:
+    """The last line of a class that assigns or extends an attribute, if it is found."""
+    found = ""
+    for kind in reversed(type(module).__mro__):
+        if kind.__module__.startswith(("torch", "builtins")):
+            continue
+        try:
+            lines, first = inspect.getsourcelines(kind)
+            file = inspect.getsourcefile(kind)
+        except (OSError, TypeError):  # made at run time
+            continue
+        sets = re.compile(rf"\.{re.escape(name)}\b(?!\s*==)(.*=|\.\w+\()")
+        for number, line in enumerate(lines, first):
+            if sets.search(line):
+                found = f"{file}:{number}: "
+    return found
 
 
 # Comparing recordings.

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
     from stretto.burst.graph import LayerGraph, LayerNode
 
-_SOME = (3, 0, 4, 1)
+_SOME = (3, 0, 1, 4)
 _REST = (2,)
+"""Rows in an order that no flip or rotation of the rows maps onto itself."""
+
 _ROWS = len(_SOME) + len(_REST)
 
 _Found = tuple[Tensor, list[Tensor | None], dict[int, Tensor]]
