@@ -53,6 +53,13 @@ def test_a_change_on_one_rank_is_one_error_on_all(kind: str, pool: Any) -> None:
         assert "other operations" in found[0][1][1]
 
 
+def test_a_model_that_is_gone_leaves_no_threads(pool: Any) -> None:
+    found = pool("zoo_check", "threads_over_models", "plain_mlp")
+    for rank, (kind, counts) in enumerate(found):
+        assert kind == "value", counts
+        assert counts[0] == counts[-1], f"rank {rank}: {counts}"
+
+
 def test_the_zoo_is_large_enough() -> None:
     refused = [case for case in zoo_models.CASES.values() if case.refused is not None]
     assert len(zoo_models.CASES) >= 60

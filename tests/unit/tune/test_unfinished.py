@@ -135,7 +135,7 @@ def test_what_a_short_run_found_out_is_kept_as_unfinished_and_told_in_one_line(
     assert found is not None
     assert found.plan == seen.ddp
     assert (found.step_s, found.ddp_step_s) == (pytest.approx(0.2), found.step_s)
-    assert found.unfinished_steps == 18  # that under way included
+    assert found.unfinished_steps == 17  # those whose backward has reduced
     assert (found.workload, found.cluster) == (seen.workload, seen.cluster)
     (given,) = files.given
     assert given is not None
@@ -145,7 +145,7 @@ def test_what_a_short_run_found_out_is_kept_as_unfinished_and_told_in_one_line(
     assert [event.what for event in given.story.events] == ["tried"]
     (record,) = caplog.records
     line = record.getMessage()
-    assert line.startswith("tuning had not settled after 18 steps; best so far, ")
+    assert line.startswith("tuning had not settled after 17 steps; best so far, ")
     assert "measured step 200 ms" in line
     assert line.endswith("goes on from there; this is in plan.json")
 
@@ -161,7 +161,7 @@ def test_before_the_first_trial_nothing_is_kept_and_only_who_asked_is_told(
     end(known, memory, lambda so_far: "not written: p" if so_far is None else "")
     (record,) = caplog.records
     line = record.getMessage()
-    assert line == "tuning had not settled after 4 steps; not written: p"
+    assert line == "tuning had not settled after 3 steps; not written: p"
     assert memory.all() == []
 
 
@@ -208,7 +208,7 @@ def test_a_plan_taken_up_stands_until_its_steps_take_longer(
     found = memory.exact(JOB)
     assert found is not None
     kept = (found.unfinished_steps, found.step_s)
-    assert kept == ((7, 0.3) if stale else (None, 0.2))
+    assert kept == ((6, 0.3) if stale else (None, 0.2))
 
 
 def test_runs_that_are_each_too_short_share_one_search(
@@ -224,7 +224,7 @@ def test_runs_that_are_each_too_short_share_one_search(
     end(known, memory)
     found = memory.exact(JOB)
     assert found is not None
-    assert found.unfinished_steps == 70
+    assert found.unfinished_steps == 69
     # What another time contradicts is no beginning.
     known.stale = True
     assert known.steps_left(40) == 40
