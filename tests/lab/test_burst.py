@@ -32,5 +32,7 @@ def test_a_vgg_on_four_hosts_sends_samples_but_no_gradients_of_dense_layers(
 
 def test_the_example_is_as_short_as_promised():
     code = [line for line in EXAMPLE.read_text().splitlines() if line.strip()]
-    assert len(code) <= 34  # thirty lines and the docstring
+    assert (
+        len(code) <= 44
+    )  # thirty lines, the docstring and the definition of its model
     compile("\n".join(code), str(EXAMPLE), "exec")
