@@ -20,7 +20,7 @@ class Steps:
     """The forwards that each ``backward`` of a step goes through.
 
     After a backward, gradients of a model are exchanged again only once the model was
-    called anew: a second backward through earlier calls stays on its rank.
+    called again: a second backward through earlier calls stays on its rank.
     """
 
     def __init__(self, work: Work, models: Models) -> None:

@@ -59,7 +59,7 @@ class WatchedGroup(dist.ProcessGroup):
             numerics: Looks at gradients.
             buckets: Those of the Reducer, where it need not ask for them; positions in
                 DDP's list of parameters.
-            rebuilt: A weak reference to what is told the buckets that DDP rebuilds.
+            rebuilt: A weak reference to a callback for the buckets that DDP rebuilds.
             reduced: The same to what is called at the end of each reduced backward.
         """
         # Only this form of the constructor lets C++ call the methods below.

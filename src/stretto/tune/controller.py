@@ -11,7 +11,7 @@ Every step trains. The phases of a run, in order:
    plan is applied (`stretto.tune.look`).
 4. ``SEARCH``: plans are tried while the training goes on (`stretto.tune.trials`),
    within limits on steps and on lost time.
-5. ``CONFIRM``: all ranks have settled on the best plan; the user is told.
+5. ``CONFIRM``: all ranks have settled on the best plan; it is logged.
 6. ``WATCH``: step times are watched; a lasting change begins again at 3
    (`stretto.tune.drift`).
 
@@ -94,7 +94,7 @@ MEMORY_S = 2.0
 
 CHECK_WARMUP_STEPS = 2
 CHECK_STEPS = 5
-"""A remembered plan is carried out for so many steps before it is believed, and for as
+"""A remembered plan runs for so many steps before it is believed, and for as
 many again before it is not."""
 
 AGREES_RATIO = 0.10
@@ -404,9 +404,9 @@ class AutoPlan:
                 return
             self._tell(
                 "changed",
-                f"its step now takes {format_s(now_s)}: measuring anew"
+                f"its step now takes {format_s(now_s)}: measuring again"
                 if math.isfinite(now_s)
-                else "no step of it could be counted: measuring anew",
+                else "no step of it could be counted: measuring again",
             )
             self._known.stale = True
             self._profile()
@@ -414,7 +414,7 @@ class AutoPlan:
         if not self._continues:
             self._settle_remembered(now_s)
         elif now_s < (1 - AGREES_RATIO) * then_s:
-            why = f"its step takes only {format_s(now_s)} now: measuring anew"
+            why = f"its step takes only {format_s(now_s)} now: measuring again"
             self._tell("changed", why)
             self._known.stale = True
             self._profile()
@@ -449,7 +449,7 @@ class AutoPlan:
                 offer = str(exc)
         offer = self._board.shared(offer)
         if isinstance(offer, str):
-            self._tell("changed", f"{offer}: measuring anew")
+            self._tell("changed", f"{offer}: measuring again")
             self._profile()
             return
         self._planned(Seen(**decoded(offer), probe_s=0.0))
