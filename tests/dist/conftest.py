@@ -1,19 +1,23 @@
 """Starts Gloo ranks as processes on loopback and gathers what they return.
 
 A test passes a function of its own module; every rank loads that file anew, joins a
-process group and calls it. Importing torch costs a second or two per process, so a
-test groups several checks in one start. Time-outs count from when all have started.
+process group and calls it. Ranks are forked from servers that have imported torch
+(`rank_process.py`). Time-outs count from when all ranks have started.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,45 +25,9 @@ import pytest
 from stretto.lab.ports import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
-_RANK = """
-import importlib.util, os, pickle, sys, time, traceback
-path, name, out, arguments, group_s = sys.argv[1:6]
-import torch
-import torch.distributed as dist
-from datetime import timedelta
-torch.set_num_threads(1)
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-# Importing torch may take a minute where much else runs: not within a time-out.
-outs = [out[: -len(str(rank))] + str(r) for r in range(size)]
-open(out + ".ready", "w").close()
-while not all(os.path.exists(other + ".ready") for other in outs):
-    time.sleep(0.02)
-dist.init_process_group("gloo", timeout=timedelta(seconds=float(group_s)))
-spec = importlib.util.spec_from_file_location("ranks_of_a_test", path)
-module = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = module
-spec.loader.exec_module(module)
-try:
-    more = pickle.loads(bytes.fromhex(arguments))
-    found = ("value", getattr(module, name)(rank, size, *more))
-except Exception as exc:
-    found = ("error", (type(exc).__name__, str(exc), traceback.format_exc()))
-with open(out + ".part", "wb") as file:
-    pickle.dump(found, file)
-os.rename(out + ".part", out)
-# Rank 0 holds the store: others may still read in it.
-if rank == 0:
-    deadline = time.perf_counter() + 2.0
-    while not all(map(os.path.exists, outs)) and time.perf_counter() < deadline:
-        time.sleep(0.005)
-sys.stdout.flush(); sys.stderr.flush()
-# Not by the interpreter's own end: a peer may have died on purpose.
-os._exit(0)
-"""
-
+_PROGRAM = Path(__file__).parent / "rank_process.py"
 
 START_S = 300.0
 """Ranks have all started within this, however busy the machine is."""
@@ -86,11 +54,133 @@ class RankError:
     traceback: str
 
 
+class Forked:
+    """A process that a `RankServer` forked; the part of `subprocess.Popen` used here."""
+
+    def __init__(self, server: RankServer, pid: int) -> None:
+        self._server = server
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; ``None`` while it runs."""
+        return self._server.statuses.get(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; `subprocess.TimeoutExpired` after `timeout` seconds."""
+        with self._server.changed:
+            if not self._server.changed.wait_for(lambda: self.poll() is not None, timeout):
+                raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+        status = self.poll()
+        assert status is not None
+        return status
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+class RankServer:
+    """Forks one rank's processes (`rank_process.serve`)."""
+
+    def __init__(self) -> None:
+        self.environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+        self.changed = threading.Condition()
+        self.statuses: dict[int, int] = {}
+        self._started: list[int] = []
+        self._process = subprocess.Popen(
+            [sys.executable, str(_PROGRAM), "serve"],
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def start(self, run: list[str], environment: dict[str, str], log: Path) -> Forked:
+        """Fork a process that calls ``rank_process.run(*run)``; its output goes to `log`."""
+        assert self._process.stdin is not None
+        with self.changed:
+            before = len(self._started)
+            request = {"run": run, "environment": environment, "log": str(log)}
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            if not self.changed.wait_for(lambda: len(self._started) > before, START_S):
+                raise RuntimeError("the server of ranks did not answer")
+            return Forked(self, self._started[-1])
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            what, *numbers = line.split()
+            with self.changed:
+                if what == "started":
+                    self._started.append(int(numbers[0]))
+                elif what == "ended":
+                    self.statuses[int(numbers[0])] = int(numbers[1])
+                self.changed.notify_all()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        self._process.stdout.close()
+
+
+_READ_AT_IMPORT = ("TORCH", "PYTORCH", "OMP_", "PYTHON", "LD_", "MALLOC_")
+"""Variables with these beginnings are read when a process or torch starts."""
+
+
+class RankServers:
+    """One server per rank, each started when first needed."""
+
+    def __init__(self) -> None:
+        self._servers: list[RankServer] = []
+
+    def start(
+        self, rank: int, run: list[str], environment: dict[str, str], log: Path
+    ) -> Forked | subprocess.Popen[bytes]:
+        while len(self._servers) <= rank:
+            self._servers.append(RankServer())
+        server = self._servers[rank]
+        keys = {*environment, *server.environment}
+        if any(
+            key.startswith(_READ_AT_IMPORT) and environment.get(key) != server.environment.get(key)
+            for key in keys
+        ):
+            with log.open("wb") as file:
+                return subprocess.Popen(
+                    [sys.executable, str(_PROGRAM), *run],
+                    env=environment,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+        return server.start(run, environment, log)
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+
+
+@pytest.fixture(scope="session")
+def rank_servers() -> Iterator[RankServers]:
+    made = RankServers()
+    yield made
+    made.close()
+
+
 class Ranks:
     """Runs a function on several ranks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, servers: RankServers) -> None:
         self._folder = folder
+        self._servers = servers
         self._runs = 0
 
     def __call__(
@@ -111,46 +201,37 @@ class Ranks:
         outs = [self._folder / f"{self._runs}-{rank}" for rank in range(size)]
         logs = [out.with_suffix(".log") for out in outs]
         port = free_port()
-        processes = []
-        with contextlib.ExitStack() as stack:
-            for rank in range(size):
-                log = stack.enter_context(logs[rank].open("wb"))
-                environment = {
-                    **os.environ,
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(size),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                    "OMP_NUM_THREADS": "1",
-                    "GLOO_SOCKET_IFNAME": "lo",
-                }
-                command = [
-                    sys.executable,
-                    "-c",
-                    _RANK,
-                    function.__code__.co_filename,
-                    function.__name__,
-                    str(outs[rank]),
-                    pickle.dumps(arguments).hex(),
-                    str(group_s),
-                ]
-                processes.append(
-                    subprocess.Popen(
-                        command, env=environment, stdout=log, stderr=subprocess.STDOUT
-                    )
-                )
-            try:
-                _wait_until_ready(processes, outs)
-                deadline = time.perf_counter() + BUSY * timeout_s
-                for process in processes:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(max(0.1, deadline - time.perf_counter()))
-            finally:
-                late = [r for r, p in enumerate(processes) if p.poll() is None]
-                for process in processes:
-                    if process.poll() is None:
-                        process.kill()
-                    process.wait()
+        processes: list[Any] = []
+        for rank in range(size):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
+            run = [
+                function.__code__.co_filename,
+                function.__name__,
+                str(outs[rank]),
+                pickle.dumps(arguments).hex(),
+                str(group_s),
+            ]
+            processes.append(self._servers.start(rank, run, environment, logs[rank]))
+        try:
+            _wait_until_ready(processes, outs)
+            deadline = time.perf_counter() + BUSY * timeout_s
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.1, deadline - time.perf_counter()))
+        finally:
+            late = [r for r, p in enumerate(processes) if p.poll() is None]
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
         text = "\n".join(
             f"--- rank {rank}\n{log.read_text(errors='replace')[-3000:]}"
             for rank, log in enumerate(logs)
@@ -184,5 +265,5 @@ def _result(out: Path, rank: int, text: str, errors: bool) -> Any:
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Ranks:
-    return Ranks(tmp_path)
+def ranks(tmp_path: Path, rank_servers: RankServers) -> Ranks:
+    return Ranks(tmp_path, rank_servers)
