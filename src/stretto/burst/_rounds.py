@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from stretto.measure.clocks import AbstractClock
 
-Loss = Callable[[Tensor], Tensor]
+Loss = Callable[[Any], Tensor]
 
 
 @final

@@ -21,9 +21,14 @@ _FORM = "PATH.py:FUNCTION or MODULE:FUNCTION"
 def made_by(
     name: str,
 ) -> tuple[
-    nn.Module, tuple[Any, ...], Callable[..., Any] | None, Callable[..., Any] | None
+    nn.Module,
+    tuple[tuple[Any, ...], dict[str, Any]],
+    Callable[..., Any] | None,
+    Callable[..., Any] | None,
 ]:
     """Model, example inputs, loss and what makes an optimizer; the last two may lack.
+
+    Example inputs are given as positional arguments and keyword arguments.
 
     Raises:
         SpecError: there is no such function, or it returns something else.
@@ -42,12 +47,14 @@ def made_by(
             f"optimizer; it returned {type(made).__name__}"
         )
     model, inputs, loss, optimizer = (*made, None, None)[:4]
-    if not isinstance(model, nn.Module) or not isinstance(inputs, tuple):
+    if not isinstance(model, nn.Module) or not isinstance(inputs, (tuple, dict)):
         raise SpecError(
-            f"{name} must return a torch.nn.Module and a tuple of its inputs, it "
-            f"returned {type(model).__name__} and {type(inputs).__name__}"
+            f"{name} must return a torch.nn.Module and its inputs as a tuple, or as a "
+            f"dictionary of keyword arguments, it returned {type(model).__name__} and "
+            f"{type(inputs).__name__}"
         )
-    return model, inputs, loss, optimizer
+    given = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    return model, given, loss, optimizer
 
 
 def _file(path: Path) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from stretto.burst._rounds import Rounds
 from stretto.burst.graph import INPUT, JOINED, LayerGraph, LayerNode, capture
-from stretto.burst.tracing.packing import Arguments
+from stretto.burst.tracing.packing import Arguments, tensors_in
 from stretto.cost.burst import samples_on, widths_of
 from stretto.errors import NoisyProfile, SpecError
 from stretto.measure.clocks import clock_for
@@ -73,8 +73,8 @@ def profile(
         gpus: the most GPUs a layer may get.
         kwargs: further arguments of ``forward``.
         widths: the numbers of GPUs a layer may get, as for a plan.
-        loss: of the output; its time is counted to the last layer. The mean square of
-            the output where absent.
+        loss: of the output; its time is counted to the last layer. Where absent, the
+            sum of the mean squares of the output's floating tensors.
         optimizer: makes one for some parameters; what it takes for each layer's is
             ``update_s``. 0 where absent.
         name: the profile's; the module's class where absent.
@@ -193,8 +193,20 @@ def _rows(example: Tensor, count: int) -> Tensor:
     return torch.stack(rows)
 
 
-def _mean_square(output: Tensor) -> Tensor:
-    return output.float().square().mean()
+def _mean_square(output: Any) -> Tensor:
+    """Return the sum of the mean squares of an output's floating tensors.
+
+    Raises:
+        SpecError: it has none.
+    """
+    floats = [t for t in tensors_in(output) if t.is_floating_point()]
+    if not floats:
+        raise SpecError(
+            "the model gives no tensor of floating point numbers: pass a loss that "
+            "takes its output"
+        )
+    total: Tensor = torch.stack([t.float().square().mean() for t in floats]).sum()
+    return total
 
 
 @contextmanager

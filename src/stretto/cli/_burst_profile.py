@@ -70,18 +70,20 @@ def profile_command(
     """Measures the layers of the model that FACTORY makes.
 
     FACTORY is PATH.py:FUNCTION or MODULE:FUNCTION. Called without arguments the
-    function returns the model, a tuple of example inputs and, if it likes, a function
-    from the output to the loss and one from parameters to an optimizer.
+    function returns the model, example inputs as a tuple or as a dictionary of keyword
+    arguments, and optionally a function from the output to the loss and one from
+    parameters to an optimizer.
     """
     from stretto.burst.factory import made_by
 
-    model, inputs, loss, optimizer = made_by(factory)
+    model, (inputs, kwargs), loss, optimizer = made_by(factory)
     from stretto._api import burst
 
     with _planning.progress(f"measuring {type(model).__name__}"):
         found = burst.profile(
             model,
             inputs,
+            kwargs=kwargs,
             gpus=gpus,
             batch=batch,
             widths=widths,

@@ -210,6 +210,15 @@ def odd():
     return 3
 def three():
     return 1, (2,)
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 32), nn.Linear(32, 4)
+    def forward(self, *, x):
+        y = self.one(x)
+        return {"logits": self.two(y.tanh()), "word": x.argmax(1)}
+def named():
+    return Named(), {"x": torch.randn(2, 8)}
 """
 
 
@@ -230,6 +239,30 @@ def test_the_command_profiles_what_a_function_makes(tmp_path):
     assert planned.exit_code == 0, planned.output
     assert "idle GPU time" in planned.output
     assert "the best single width" in planned.output
+
+
+def test_the_command_takes_keyword_arguments_and_outputs_of_several_tensors(tmp_path):
+    (tmp_path / "train_me.py").write_text(FACTORY)
+    out = tmp_path / "p.json"
+    args = [f"{tmp_path}/train_me.py:named", "-o", str(out), "--gpus", "2", "--batch"]
+    done = CliRunner().invoke(
+        command, ["profile", *args, "4", "--rounds", "2", "--max-spread", "1e9"]
+    )
+    assert done.exit_code == 0, done.output
+    assert LayerProfile.load(out).whole[0].backward_s > 0
+
+
+def test_a_model_that_gives_no_floats_needs_a_loss():
+    class Index(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.one(x).argmax(1)
+
+    with pytest.raises(SpecError, match="pass a loss that takes its output"):
+        profile(Index(), (torch.randn(2, 4),), batch=2, gpus=1, **CALM)
 
 
 @pytest.mark.parametrize(

@@ -247,8 +247,7 @@ class Results:
 
     def packed(self, output: Any, rows: int) -> Tensor:
         """The result's tensors as one; the first call notes their shapes."""
-        leaves, _ = _taken_apart(output)
-        tensors = [v for v in leaves if isinstance(v, Tensor)]
+        tensors = tensors_in(output)
         for tensor in tensors:
             if tensor.dim() < 1 or tensor.shape[0] != rows:
                 return tensors[0] if len(tensors) == 1 else tensor
@@ -264,6 +263,11 @@ class Results:
         for i, tensor in zip(self._places, self.packing.unpack(packed), strict=True):
             leaves[i] = tensor
         return self._rebuild(leaves)
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """The tensors of a model's result, in the order of packing."""
+    return [v for v in _taken_apart(output)[0] if isinstance(v, Tensor)]
 
 
 def _taken_apart(output: Any) -> tuple[list[Any], Any]:
