@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import operator
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -196,67 +197,92 @@ def _between(
 
 
 def _contract(traced: Traced, joined: _Joined) -> None:
-    """Joins operations that cost little with their only neighbour."""
-    heavy = {op for op in traced.ops if is_heavy(op, traced.root)}
-    changed = True
-    while changed:
-        changed = False
-        groups = joined.groups()
-        groups_by_first = {group[0]: group for group in groups}
-        has_heavy = {joined.of(g[0]): any(op in heavy for op in g) for g in groups}
-        before: dict[fx.Node, set[fx.Node]] = defaultdict(set)
-        behind: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+    """Joins operations that cost little with their only neighbour.
+
+    The first group that can be joined is, until none can. Joining one changes what is
+    possible for it and for those that read it alone, so these are looked at again.
+    """
+    links = _Links(traced, joined)
+    order = {op: i for i, op in enumerate(traced.ops)}
+    left = [(order[first], first) for first in links.before]
+    waiting = set(links.before)
+    while left:
+        _, group = heapq.heappop(left)
+        waiting.discard(group)
+        if joined.of(group) is not group or len(links.before[group]) != 1:
+            continue
+        (one,) = links.before[group]
+        if len(links.behind[one]) != 1 or links.are_apart(one, group):
+            continue  # or the output goes elsewhere too
+        # What follows a layer and costs little belongs to it; so does what comes
+        # before one, but a join stays where its branches end.
+        follows = group not in links.heavy
+        leads = one not in links.heavy and len(links.before[one]) < 2
+        if not (follows or leads) or group in links.reads_input:
+            continue
+        joined.join([one, group])
+        made = links.merge(one, group, joined.of(one))
+        for again in (made, *links.behind[made]):
+            if again not in waiting:
+                waiting.add(again)
+                heapq.heappush(left, (order[again], again))
+
+
+class _Links:
+    """What each group, known by its first operation, reads and is."""
+
+    def __init__(self, traced: Traced, joined: _Joined) -> None:
+        self.before: dict[fx.Node, set[fx.Node]] = {}
+        self.behind: dict[fx.Node, set[fx.Node]] = {}
+        self.heavy: set[fx.Node] = set()
+        self.reads_input: set[fx.Node] = set()
+        self._draws: set[fx.Node] = set()
+        self._whole: set[fx.Node] = set()
+        for op in traced.ops:
+            group = joined.of(op)
+            self.before.setdefault(group, set())
+            self.behind.setdefault(group, set())
+            if is_heavy(op, traced.root):
+                self.heavy.add(group)
+            if traced.source in op.all_input_nodes:
+                self.reads_input.add(group)
+            for node in (op, *_fixed_of(traced, op)):
+                if node.meta.get("draws"):
+                    self._draws.add(group)
+                if node.meta.get("norms") or node.meta.get("keeps_state"):
+                    self._whole.add(group)
         for op in traced.ops:
             for read in traced.before[op]:
                 one, two = joined.of(read), joined.of(op)
                 if one is not two:
-                    before[two].add(one)
-                    behind[one].add(two)
-        for group in groups:
-            if len(before[group[0]]) != 1:
-                continue
-            (one,) = before[group[0]]
-            if len(behind[one]) != 1 or joined.of(one) is not one:
-                continue  # the output goes elsewhere too, or this round joined it
-            if joined.of(group[0]) is not group[0]:
-                continue
-            if _are_apart(traced, groups_by_first[one], group):
-                continue
-            # What follows a layer and costs little belongs to it; so does what comes
-            # before one, but a join stays where its branches end.
-            follows = not has_heavy[group[0]]
-            leads = not has_heavy[one] and len(before[one]) < 2
-            if (follows or leads) and not _reads_input(traced, group):
-                joined.join([one, group[0]])
-                changed = True
-                break
+                    self.before[two].add(one)
+                    self.behind[one].add(two)
 
+    def are_apart(self, one: fx.Node, two: fx.Node) -> bool:
+        """Whether one draws random numbers and the other can't run sample by sample."""
+        return (one in self._draws and two in self._whole) or (
+            two in self._draws and one in self._whole
+        )
 
-def _are_apart(traced: Traced, one: Group, two: Group) -> bool:
-    """Whether one draws random numbers and the other may not run by single samples."""
-    return any(
-        _has(traced, a, ("draws",)) and _has(traced, b, ("norms", "keeps_state"))
-        for a, b in ((one, two), (two, one))
-    )
-
-
-def _has(traced: Traced, group: Group, kinds: tuple[str, ...]) -> bool:
-    return any(
-        node.meta.get(kind)
-        for op in group
-        for node in (op, *_fixed_of(traced, op))
-        for kind in kinds
-    )
-
-
-def _reads_input(traced: Traced, group: Group) -> bool:
-    return any(traced.source in _reads(traced, op) for op in group)
+    def merge(self, one: fx.Node, two: fx.Node, made: fx.Node) -> fx.Node:
+        """Note that a group was joined with the only one that reads it."""
+        before, behind = self.before.pop(one), self.behind.pop(two)
+        del self.before[two], self.behind[one]
+        self.before[made], self.behind[made] = before, behind
+        for other in before:
+            self.behind[other] = {made if g is one else g for g in self.behind[other]}
+        for other in behind:
+            self.before[other] = {made if g is two else g for g in self.before[other]}
+        for kind in (self.heavy, self.reads_input, self._draws, self._whole):
+            if one in kind or two in kind:
+                kind.add(made)
+        return made
 
 
 def _reads(traced: Traced, op: fx.Node) -> list[fx.Node]:
     """The tensors that an operation reads and that come from the input."""
-    known = {traced.source, *traced.before}
-    return [node for node in op.all_input_nodes if node in known]
+    before, source = traced.before, traced.source
+    return [n for n in op.all_input_nodes if n in before or n is source]
 
 
 def _add_stem(traced: Traced) -> None:

@@ -13,6 +13,7 @@ is a decision or a value that layers on other ranks would not repeat, and is ref
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import operator
@@ -29,11 +30,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from stretto.burst.tracing.fakes import Fakes
 from stretto.burst.tracing.packing import Arguments, Results
 from stretto.burst.tracing.reads import Ambient, Reads, Watch
 from stretto.burst.tracing.recorder import (
     SOURCE,
-    Fakes,
     Fixed,
     Record,
     Recording,
@@ -268,9 +269,13 @@ def _recordings(
     arguments: Arguments,
     reads: Reads,
 ) -> tuple[Recording, Recording]:
-    """Record a call with each batch, having compared a second call with the first."""
+    """Record a call with each batch, having compared a second call with the first.
+
+    The second call is of the other batch. Where it differs in more than sizes, three
+    calls tell whether it does so because of the batch or from call to call.
+    """
     dtype, device = arguments.packing.dtype, arguments.device
-    fakes = Fakes()
+    fakes = Fakes(module)
     distributions: Any = torch.distributions.Distribution
 
     def once(batch: int) -> Recording:
@@ -303,6 +308,18 @@ def _recordings(
             )
         return found
 
+    with (
+        contextlib.suppress(SpecError),
+        keep_attributes(module),
+        given_momenta(module),
+    ):
+        first = once(_BATCHES[0])
+        _refuse_stored(module)
+        before = reads.plain()
+        other = once(_BATCHES[1])
+        _refuse_counted(module, before, reads.plain())
+        _compare(first, other, batches=True)
+        return first, other
     with keep_attributes(module), given_momenta(module):
         first = once(_BATCHES[0])
         _refuse_stored(module)
@@ -354,7 +371,7 @@ def _where_drawn(
     was = sys.gettrace()
     sys.settrace(watch)
     try:
-        record(module, run, (shape, dtype, device), Fakes())
+        record(module, run, (shape, dtype, device), Fakes(module))
     finally:
         sys.settrace(was)
         _set_generators(before)

@@ -22,8 +22,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from stretto.burst.tracing.fakes import swapped
 from stretto.burst.tracing.operations import keep_attributes, place_of
-from stretto.burst.tracing.recorder import BatchNorm, place_in, swapped
+from stretto.burst.tracing.recorder import BatchNorm, place_in
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -213,7 +214,6 @@ class _Check:
         with (
             swapped(parts.values(), self._perturbed),
             _without_inner_dropout(self._module),
-            _Calm(),
             torch.set_grad_enabled(self._graph.ambient.grad),
         ):
             packed = self._inputs()
@@ -284,7 +284,7 @@ class _Check:
 
     def _whole(self, packed: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         args, kwargs = self._graph.arguments.unpack(packed)
-        with _fresh_buffers(self._module):
+        with _fresh_buffers(self._module), _Calm():
             output = self._module.forward(*args, **kwargs)
             wanted = self._graph.results.packed(output, len(packed))
             parameters = self._trained()
@@ -505,7 +505,7 @@ class _Check:
     ) -> dict[fx.Node, Any]:
         inputs = [values[name][list(rows)] for name in node.inputs]
         found: dict[fx.Node, Any] = {}
-        with contextlib.suppress(Exception), _fresh_buffers(node.module):
+        with contextlib.suppress(Exception), _fresh_buffers(node.module), _Calm():
             _Interpreter(node.module, found).run(*inputs)
         return found
 
@@ -549,7 +549,7 @@ def _graph_of(node: LayerNode) -> fx.Graph:
 
 
 def _run(node: LayerNode, inputs: list[Tensor]) -> Tensor:
-    with _fresh_buffers(node.module):
+    with _fresh_buffers(node.module), _Calm():
         output: Tensor = node.module(*inputs)
     return output
 
@@ -590,7 +590,8 @@ def _gradients(
     output: Tensor, cotangent: Tensor, tensors: list[Tensor]
 ) -> list[Tensor | None]:
     """Gradients by ``backward``, which reentrant checkpointing needs."""
-    torch.autograd.backward(output, cotangent)
+    with _Calm():  # a checkpoint or a function may draw again
+        torch.autograd.backward(output, cotangent)
     found = [
         grad.to_dense()
         if (grad := tensor.grad) is not None and grad.is_sparse

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.burst.boundary import in_checkpoint
+from stretto.burst.tracing.fakes import storage_of, swapped
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
+    from stretto.burst.tracing.fakes import Fakes
     from stretto.burst.tracing.reads import Reads
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -243,7 +244,7 @@ class Recorder(TorchFunctionMode):
     def _require_current(self, tensor: Tensor, place: str) -> None:
         if not self._written or not isinstance(tensor, FakeTensor):
             return
-        written = self._written.get(_storage(tensor))
+        written = self._written.get(storage_of(tensor))
         ref = self._refs[id(tensor)]
         number = ref.number if isinstance(ref, Ref) else -1
         if written is not None and written[0] != id(tensor) and number < written[2]:
@@ -376,15 +377,15 @@ class Recorder(TorchFunctionMode):
         if target._is_view():  # noqa: SLF001
             record.aliases = True
         number = len(self.recording.records)
-        self._written[_storage(target)] = (id(target), record.place, number)
+        self._written[storage_of(target)] = (id(target), record.place, number)
 
     def _add(self, record: Record, result: Any, given: list[Tensor]) -> None:
         number = len(self.recording.records)
         self.recording.records.append(record)
-        storages = {_storage(t) for t in given if isinstance(t, FakeTensor)}
+        storages = {storage_of(t) for t in given if isinstance(t, FakeTensor)}
         for path, tensor in _leaves(result):
             record.tensors[path] = tensor
-            if _storage(tensor) in storages:
+            if storage_of(tensor) in storages:
                 record.aliases = True
             self.knows(tensor, Ref(number, path))
 
@@ -565,10 +566,6 @@ def _version(tensor: Tensor) -> int:
     return tensor._version  # noqa: SLF001
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
-
-
 def _holds(value: Any) -> bool:
     return next(_leaves(value), None) is not None
 
@@ -582,22 +579,6 @@ def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tenso
     elif isinstance(value, dict):
         for key, part in value.items():
             yield from _leaves(part, (*path, key))
-
-
-class _Draws(TorchDispatchMode):
-    """Sees operations that draw random numbers."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(
-        self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._recorder.drew(func, args, kwargs)
-        return func(*args, **kwargs)
 
 
 def _apply_code() -> types.CodeType:
@@ -670,50 +651,6 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         _original.pop()
 
 
-@contextlib.contextmanager
-def swapped(
-    modules: Iterable[tuple[str, nn.Module]], make: Callable[[Tensor], Tensor]
-) -> Iterator[dict[str, Tensor]]:
-    """Modules hold other parameters and buffers meanwhile, which are yielded by name.
-
-    Those that modules share stay shared.
-    """
-    memo: dict[int, Tensor] = {}
-    names: dict[str, Tensor] = {}
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for prefix, part in modules:
-            for held in (part._parameters, part._buffers):  # noqa: SLF001
-                for name, tensor in held.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in memo:
-                        memo[id(tensor)] = make(tensor)
-                        full = f"{prefix}.{name}" if prefix else name
-                        names[full] = memo[id(tensor)]
-                    undo.append((held, name, tensor))
-                    held[name] = memo[id(tensor)]  # type: ignore[assignment]
-        yield names
-    finally:
-        for held, name, tensor in reversed(undo):
-            held[name] = tensor
-
-
-@final
-class Fakes:
-    """Tensors without values for a module's parameters and buffers, made once."""
-
-    def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """A tensor's twin without values."""
-        if id(tensor) not in self._made:
-            self._made[id(tensor)] = tensor, self.mode.from_tensor(tensor)
-        return self._made[id(tensor)][1]
-
-
 def record(
     root: nn.Module,
     run: Callable[[Tensor], Any],
@@ -738,10 +675,14 @@ def record(
                     full = f"{prefix}.{name}" if prefix else name
                     recorder.knows(value, Fixed(full))
         noted = contextlib.nullcontext() if reads is None else reads.noted()
-        with _patched(recorder), mode, _Draws(recorder):
-            batch = torch.empty(shape, dtype=dtype, device=device)
-            recorder.knows(batch, SOURCE)
-            with recorder, noted:
-                output = run(batch)
-            named_output = recorder._named(output, "the output")  # noqa: SLF001
+        mode.recorder = recorder
+        try:
+            with _patched(recorder), mode:
+                batch = torch.empty(shape, dtype=dtype, device=device)
+                recorder.knows(batch, SOURCE)
+                with recorder, noted:
+                    output = run(batch)
+                named_output = recorder._named(output, "the output")  # noqa: SLF001
+        finally:
+            mode.recorder = None
         return recorder.finish(named_output)
