@@ -45,7 +45,7 @@ def views(workload: Workload, caps_bytes: tuple[int, int]) -> tuple[Workload, ..
         return (workload,)
     found = [workload, grouped(workload, caps_bytes)]
     found += [_windowed(workload, windows) for windows in _WINDOWS]
-    return tuple({view.digest: view for view in found}.values())
+    return tuple({tuple(t.name for t in view.tensors): view for view in found}.values())
 
 
 def view_of(workload: Workload, plan: Plan) -> Workload:

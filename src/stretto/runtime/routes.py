@@ -11,7 +11,7 @@ from torch import nn
 from stretto.errors import PlanMismatch
 from stretto.runtime.lanes import check_lanes
 from stretto.runtime.recorder import BucketRow
-from stretto.schema import NARROWER, slice_bounds, tensors_digest
+from stretto.schema import NARROWER, model_digest, slice_bounds, tensors_digest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -216,18 +216,19 @@ def _check_digest(
 ) -> None:
     """Requires that sizes and types are those the plan was made for.
 
-    The digest covers an order the plan need not keep, so the plan's order is tried,
-    then the order of declaration, forwards and backwards. An empty digest says that a
-    plan was made by hand, for whatever model has these names.
+    Digests of version 0.1 cover an order that the plan need not keep, so the plan's
+    order is tried, then the order of declaration, forward and backward. An empty digest
+    says that a plan was made by hand, for any model that has these names.
     """
     if not plan.workload_digest:
         return
     in_plan = [rows[index_of[n]] for bucket in plan.buckets for n in bucket.tensors]
-    tried = [tensors_digest(order) for order in (in_plan, rows, rows[::-1])]
+    tried = [model_digest(rows)]
+    tried += [tensors_digest(order) for order in (in_plan, rows, rows[::-1])]
     if plan.workload_digest not in tried:
         raise PlanMismatch(
             f"the plan was made for a model with digest {plan.workload_digest}, this "
-            f"one has {tried[0]}: names agree, but sizes, types or order differ. "
+            f"one has {tried[0]}: names agree, but sizes or types differ. "
             f"{_AGAIN}"
         )
 

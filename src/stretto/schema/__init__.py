@@ -13,7 +13,7 @@ from stretto.schema.cluster import (
 from stretto.schema.plan import NARROWER, Bucket, Plan, Prediction, slice_bounds
 from stretto.schema.samples import CollectiveSample, ContentionSample
 from stretto.schema.timeline import Span, Timeline
-from stretto.schema.workload import TensorSpec, Workload, tensors_digest
+from stretto.schema.workload import TensorSpec, Workload, model_digest, tensors_digest
 
 __all__ = [
     "NARROWER",
@@ -34,6 +34,7 @@ __all__ = [
     "TensorSpec",
     "Timeline",
     "Workload",
+    "model_digest",
     "slice_bounds",
     "tensors_digest",
 ]

@@ -185,11 +185,10 @@ class Plan:
                 "the plan was made for another model. "
                 "Run `stretto profile` and plan again."
             )
-        if self.workload_digest != workload.digest:
+        if self.workload_digest not in (workload.digest, workload.ordered_digest):
             raise PlanMismatch(
                 f"the plan was made for a workload with digest {self.workload_digest}, "
-                f"{workload.name!r} has {workload.digest}: sizes, types or the order "
-                "in which gradients become ready differ. "
+                f"{workload.name!r} has {workload.digest}: sizes or types differ. "
                 "Run `stretto profile` and plan again."
             )
 

@@ -112,7 +112,16 @@ class Workload:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of tensor names, sizes, dtypes and order, not of times."""
+        """A digest of tensor names, sizes and dtypes, not of their order or times.
+
+        The order in which gradients become ready may differ from run to run, and a
+        plan stays valid when it does.
+        """
+        return model_digest((t.name, t.bytes, t.dtype) for t in self.tensors)
+
+    @property
+    def ordered_digest(self) -> str:
+        """The digest that plans written by version 0.1 carry: it covers the order."""
         return tensors_digest((t.name, t.bytes, t.dtype) for t in self.tensors)
 
     @property
@@ -132,6 +141,11 @@ class Workload:
     def save(self, path: str | Path) -> None:
         """Writes the workload atomically."""
         codec.save(path, self)
+
+
+def model_digest(rows: Any) -> str:
+    """``sha256:...`` over (name, bytes, dtype) rows, in any order."""
+    return tensors_digest(sorted(rows))
 
 
 def tensors_digest(rows: Any) -> str:

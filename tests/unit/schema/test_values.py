@@ -24,6 +24,7 @@ from stretto.schema import (
     Timeline,
     Workload,
     slice_bounds,
+    model_digest,
     tensors_digest,
 )
 from stretto.schema.cluster import ComputeContention
@@ -169,7 +170,7 @@ def test_broken_values_are_refused_at_their_place(case):
 
 
 @given(data=st.data(), one=drawn.workloads(max_tensors=6))
-def test_the_digest_is_of_the_model_and_not_of_times(data, one):
+def test_the_digest_is_of_the_model_and_not_of_times_or_order(data, one):
     slower = dataclasses.replace(
         one,
         forward_s=2 * one.forward_s + 1,
@@ -184,7 +185,8 @@ def test_the_digest_is_of_the_model_and_not_of_times(data, one):
     assert slower.digest == one.digest
     rows = [(t.name, t.bytes, t.dtype) for t in one.tensors]
     order = data.draw(st.permutations(rows))
-    assert (tensors_digest(order) == one.digest) == (order == rows)
+    assert model_digest(order) == one.digest
+    assert (tensors_digest(order) == one.ordered_digest) == (order == rows)
     i = data.draw(st.integers(0, len(rows) - 1))
     name, size_bytes, dtype = rows[i]
     for other in (
@@ -192,7 +194,7 @@ def test_the_digest_is_of_the_model_and_not_of_times(data, one):
         (name, size_bytes + 4, dtype),
         (name, size_bytes, "int32"),
     ):
-        assert tensors_digest([*rows[:i], other, *rows[i + 1 :]]) != one.digest
+        assert model_digest([*rows[:i], other, *rows[i + 1 :]]) != one.digest
 
 
 def test_a_plans_digest_is_of_what_it_does():
@@ -231,6 +233,9 @@ def test_a_plan_for_another_model_is_refused_by_name():
         Bucket(tensors=("a", "b"), wire_dtype="float32"), workload_digest=model.digest
     )
     fits.check_matches(model)
+    fits.check_matches(workload(tensor("b"), tensor("a")))
+    old = dataclasses.replace(fits, workload_digest=model.ordered_digest)
+    old.check_matches(model)
     with pytest.raises(PlanMismatch, match="'c'"):
         plan(Bucket(tensors=("a", "c"), wire_dtype="float32")).check_matches(model)
     with pytest.raises(PlanMismatch, match="'b'"):
