@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import threading
@@ -308,6 +309,10 @@ def shutdown() -> None:
         atexit.unregister(shutdown)
         timeline.stop_timeline()
         world.close()
+        del world
+    # The engines' parts refer to each other: their connections to the store end with
+    # them, now and not at some later collection.
+    gc.collect()
 
 
 def is_initialized() -> bool:

@@ -458,7 +458,9 @@ class Core:
         if not waiting:
             return "the negotiation"
         more = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
-        return f"the wait for other ranks to submit {waiting[0]}{more}"
+        missing = self._stalls.last_missing(waiting[0])
+        others = self.ranks.name_all(missing) if missing else "other ranks"
+        return f"the wait for {others} to submit {waiting[0]}{more}"
 
     def _waiting(self) -> list[str]:
         steps = [s.place for s in self.sets.values() if s.waits]

@@ -32,6 +32,7 @@ class StallDesk:
         self._ranks = ranks
         self._store = PrefixStore("stall", ranks.store)
         self._told: list[str] = []
+        self._missing: dict[str, list[int]] = {}
 
     @property
     def published(self) -> bool:
@@ -41,6 +42,7 @@ class StallDesk:
     def publish(self, waiting: Sequence[str]) -> None:
         """Tells others what this rank waits for; an empty list takes it back."""
         mine = list(waiting[:_MOST_NAMES])
+        self._missing = {p: r for p, r in self._missing.items() if p in mine}
         if mine != self._told:
             self._store.set(str(self._ranks.rank), json.dumps(mine))
             self._told = mine
@@ -48,7 +50,12 @@ class StallDesk:
     def missing(self, place: str) -> list[int]:
         """Ranks that do not wait for ``place``, which this one waits for."""
         others = [r for r in range(self._ranks.size) if r != self._ranks.rank]
-        return [r for r in others if place not in self._waiting(r)]
+        self._missing[place] = [r for r in others if place not in self._waiting(r)]
+        return self._missing[place]
+
+    def last_missing(self, place: str) -> list[int]:
+        """Return what `missing` found last, without a request to the store."""
+        return self._missing.get(place, [])
 
     def _waiting(self, rank: int) -> list[str]:
         if not self._store.check([str(rank)]):
