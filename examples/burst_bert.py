@@ -66,7 +66,7 @@ layers = stretto.profile_layers(
     model, (), kwargs=example, optimizer=adam, max_spread_ratio=2.0, **size
 )
 plan = stretto.plan_layers(layers, cluster=cluster, cores=2.0, **size)
-model = stretto.BurstParallel(model, plan, example_kwargs=example)
+model = stretto.BurstParallel(model, plan, example_kwargs=example, verify=True)
 
 optimizer = adam(list(model.parameters()))
 mine = slice(rank * options.share, (rank + 1) * options.share)

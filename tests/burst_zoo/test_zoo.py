@@ -38,6 +38,32 @@ def test_a_model_trains_as_one_process_or_is_refused(name: str, pool: Any) -> No
             assert not worst, f"rank {rank} of {ranks}, {shares} shares: {worst}"
 
 
+VERIFIED = [
+    "plain_mlp",
+    "residual_network",
+    "dense_network",
+    "lstm_batch_first",
+    "tied_embedding_and_head",
+    "torch_encoder_batch_first",
+    "vision_transformer",
+    "floats_and_integers",
+    "hf_bert_with_dropout",
+    "hf_gpt2",
+    "hf_convnext_with_drop_path",
+]
+
+
+@pytest.mark.parametrize("name", VERIFIED)
+def test_verify_passes_and_leaves_no_trace_in_training(name: str, pool: Any) -> None:
+    case = zoo_models.CASES[name]
+    found = pool("zoo_check", "verify", name, 3, zlib.crc32(name.encode()))
+    for rank, (kind, value) in enumerate(found[:3]):
+        assert kind == "value", f"rank {rank}: {value[0]}: {value[1]}\n{value[2]}"
+        assert "refused" not in value, value
+        worst = {k: amount for k, amount in value.items() if amount > case.limit}
+        assert not worst, f"rank {rank}: {worst}"
+
+
 @pytest.mark.parametrize("kind", ["attribute", "mode", "autocast", "uncapturable"])
 def test_a_change_on_one_rank_is_one_error_on_all(kind: str, pool: Any) -> None:
     found = pool("zoo_check", "differ", kind)

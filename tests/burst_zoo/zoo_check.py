@@ -98,7 +98,12 @@ def made(case: zoo_models.Case) -> nn.Module:
 
 
 def train(
-    name: str, size: int, seed: int, shares: str, batch: int = 9
+    name: str,
+    size: int,
+    seed: int,
+    shares: str,
+    batch: int = 9,
+    **more: Any,
 ) -> dict[str, Any]:
     """Differences from one process, or the sentence with which it is refused."""
     if dist.get_rank() >= size:
@@ -122,6 +127,7 @@ def train(
             example_inputs=args,
             process_group=group,
             **options,
+            **more,
         )
         if case.draws:
             reference = BurstParallel(
@@ -217,6 +223,11 @@ def worst_grad(model: nn.Module, reference: nn.Module) -> float:
             want = torch.zeros_like(p) if q.grad is None else q.grad
             found.append(float((p.grad - want).abs().max()))
     return max(found) / scale
+
+
+def verify(name: str, size: int, seed: int) -> dict[str, Any]:
+    """As `train`, with ``verify=True``."""
+    return train(name, size, seed, "uneven", verify=True)
 
 
 def differ(kind: str) -> list[str]:

@@ -7,6 +7,7 @@ same, and so does one process. It is another mask than ``torch.manual_seed`` wou
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from typing import TYPE_CHECKING, Any, final
 
@@ -35,6 +36,17 @@ class Draws:
         self.step = 0
         self.samples: Numbers | None = None
         """The numbers of the running layer's samples on this rank."""
+        self.is_still = False
+        """Whether dropout modules run as they are, for a comparison."""
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """Let dropout modules run as they are and no step be counted meanwhile."""
+        step, self.is_still = self.step, True
+        try:
+            yield
+        finally:
+            self.step, self.is_still = step, False
 
     def seeds(self, name: str) -> list[int]:
         """One for each sample of the running layer."""
@@ -58,6 +70,9 @@ class DropoutDraw:
 
     def __call__(self, x: Tensor) -> Tensor:
         """What the module gives, with each sample's own mask."""
+        if self.draws.is_still:
+            made: Tensor = type(self.module).forward(self.module, x)
+            return made
         p = float(self.module.p)
         if not self.module.training or p == 0:
             return x

@@ -42,6 +42,7 @@ from stretto.burst.structure import Structure, number_of
 from stretto.burst.sync import GradientSync, SyncedLayer
 from stretto.burst.timings import Timings
 from stretto.burst.tracing.reads import Ambient
+from stretto.burst.verify import SEEDS, Trial, require_comparable
 from stretto.errors import PlanMismatch, RankDisagreement, SpecError, StrettoError
 from stretto.runtime.agreement import Agreement, ranks_of
 from stretto.schema.burst import BurstPlan
@@ -113,9 +114,14 @@ class BurstParallel(nn.Module):
         timeout_s: how long to wait for another rank; ``None``: as the process group.
         bucket_bytes: gradients sent together.
         lanes: connections for gradients at the same time.
+        verify: before training, compute one small step with random rows on the ranks
+            and in one process, and compare outputs, gradients and buffers. It takes
+            about two steps' time and a copy of the module's memory on each rank.
 
     Raises:
         PlanMismatch: the plan is for another model or for more ranks.
+        StrettoError: on all ranks, the step that ``verify`` asks for differs from one
+            process's.
         RankDisagreement: ranks came with different models, plans or settings.
         SpecError: the module can't be split into layers, or an argument is wrong.
     """
@@ -133,6 +139,7 @@ class BurstParallel(nn.Module):
         timeout_s: float | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         lanes: int = 1,
+        verify: bool = False,
     ) -> None:
         super().__init__()
         if batch_norm not in KINDS:
@@ -147,8 +154,9 @@ class BurstParallel(nn.Module):
         self.plan = plan if isinstance(plan, BurstPlan) else BurstPlan.load(plan)
         self._settings = (
             f"batch_norm={batch_norm}, seed={seed}, bucket_bytes={bucket_bytes}, "
-            f"lanes={lanes}"
+            f"lanes={lanes}, verify={verify}"
         )
+        self._verify = verify
         self._batch_norm = batch_norm
         self._bucket_bytes = bucket_bytes
         group = process_group or dist.distributed_c10d._get_default_group()  # noqa: SLF001
@@ -211,6 +219,8 @@ class BurstParallel(nn.Module):
         try:
             graph = self._capture()
             widths = widths_of(self.plan, graph, self._ranks.size)
+            if self._verify:
+                require_comparable(graph, self._batch_norm)
         except StrettoError as exc:
             trouble = exc
         self._meet("build a burst-parallel model", graph, self.plan, trouble)
@@ -221,21 +231,63 @@ class BurstParallel(nn.Module):
             place = "sending the first rank's state"
             params.bring(self._links, graph, roots, place)
             params.bring_tensors(self._links, self._loose, 0, place)
+        if self._verify:
+            try:
+                self._require_one_process()
+            except BaseException:
+                self._steps = {}  # never train what was found wrong
+                raise
 
-    def _capture(self) -> LayerGraph:
-        """Capture the model as it trains, which the plan is made for."""
+    def _require_one_process(self) -> None:
+        """Compute a small step on the ranks and in one process. Collective.
+
+        Raises:
+            StrettoError: on all ranks, they differ.
+        """
         assert self._example is not None  # noqa: S101
+        graph = self._graphs[0]
+        args, kwargs = self._example
+        examples = graph.arguments.tensors(args, dict(kwargs))
+        own = [node for node in graph.nodes if self._runs(node.name)]
+
+        def run(rows: Tensor) -> Tensor:
+            return self._through_layers(self._steps[graph], rows, None)
+
+        for seed in SEEDS:
+            with self._training(), self._freshness.opened():
+                trial = Trial(self.module, graph, own, self._links, seed)
+                mine = trial.difference(examples, self._forward.draws, run)
+            self._freshness.is_stale = False  # all values are back
+            texts = self._agreement.gather("verify a burst-parallel model", mine)
+            rank, text = next(((i, t) for i, t in enumerate(texts) if t), (0, ""))
+            if not text:
+                return
+        raise StrettoError(
+            f"verify=True found that the first step by this plan is not one process's: "
+            f"{text} on {self._ranks.name(rank)}. Train {type(self.module).__name__} "
+            "with DistributedDataParallel, and report the model to stretto: its "
+            "capture is wrong"
+        )
+
+    @contextlib.contextmanager
+    def _training(self) -> Iterator[None]:
+        """Put the module into train mode meanwhile."""
         was = [(part, part.training) for part in self.module.modules()]
         try:
             if not self.module.training:  # as train() would
                 for part, _ in was:
                     part.training = True
-            with self._freshness.opened():
-                graph = capture(self.module, *self._example)
-                return graph.joined([entry.layer for entry in self.plan.layers])
+            yield
         finally:
             for part, flag in was:
                 part.training = flag
+
+    def _capture(self) -> LayerGraph:
+        """Capture the model as it trains, which the plan is made for."""
+        assert self._example is not None  # noqa: S101
+        with self._training(), self._freshness.opened():
+            graph = capture(self.module, *self._example)
+            return graph.joined([entry.layer for entry in self.plan.layers])
 
     def _capture_as_is(self, ambient: Ambient) -> LayerGraph:
         """Capture the model in its present modes and state."""
@@ -505,6 +557,14 @@ class BurstParallel(nn.Module):
         trouble = trouble or odd
         if self._timings.is_on:
             self._clock.other()
+        output = self._through_layers(steps, batch, trouble)
+        found = steps.graph.results.unpack(output)
+        return hooks.after(self.module, args, kwargs, found)
+
+    def _through_layers(
+        self, steps: Steps, batch: Tensor, trouble: StrettoError | None
+    ) -> Tensor:
+        """The layers' output for this rank's packed rows, ready for backward."""
         self._cut_short()
         self._mover.settle()
         assert self._trained is not None  # noqa: S101
@@ -544,8 +604,7 @@ class BurstParallel(nn.Module):
                     for step in steps.layers
                 }
             )
-        found = steps.graph.results.unpack(output)
-        return hooks.after(self.module, args, kwargs, found)
+        return output
 
     def _packed(
         self, graph: LayerGraph, args: tuple[Any, ...], kwargs: dict[str, Any]

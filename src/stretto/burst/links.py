@@ -127,9 +127,11 @@ class Links:
         return rows
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Gives every rank what ``root`` has in a tensor."""
-        if self._moves is not None:
-            self._moves.broadcast([tensor], _broadcast_options(root)).wait()
+        """Gives every rank what ``root`` has in a contiguous tensor."""
+        if self._moves is not None and tensor.numel():
+            # As bytes: backends do not know every type.
+            whole = tensor.detach().view(-1).view(torch.uint8)
+            self._moves.broadcast([whole], _broadcast_options(root)).wait()
 
     def reduce_number(self, value: torch.Tensor, operation: Any) -> None:
         """All-reduces a tensor over all ranks in place."""

@@ -174,9 +174,7 @@ class Agreement:
             CommTimeout: some ranks did not come in time, or the store is gone; the
                 message names them.
         """
-        mine = {"purpose": purpose, **values}
-        all_values = self._exchange(purpose, json.dumps(mine))
-        rows = [json.loads(value) for value in all_values]
+        rows = self._rows(purpose, values)
         # What ranks want to do comes first: other values then differ by nature.
         keys = sorted({k for row in rows for k in row}, key=_order)
         for key in keys:
@@ -184,11 +182,29 @@ class Agreement:
                 # Options follow: one that can't be used differs by nature.
                 self._refuse_trouble(rows)
                 continue
-            ranks_by_value: dict[str, list[int]] = {}
-            for rank, row in enumerate(rows):
-                ranks_by_value.setdefault(row.get(key, "nothing"), []).append(rank)
-            if len(ranks_by_value) > 1:
-                raise RankDisagreement(self._difference(key, ranks_by_value))
+            self._refuse_different(key, rows)
+
+    def gather(self, purpose: str, text: str) -> list[str]:
+        """Return what every rank passes, by rank. A meeting, as `require_same`.
+
+        Raises:
+            RankDisagreement: on every rank, ranks came for different purposes.
+            CommTimeout: some ranks did not come in time, or the store is gone.
+        """
+        rows = self._rows(purpose, {"text": text})
+        self._refuse_different("purpose", rows)
+        return [row["text"] for row in rows]
+
+    def _rows(self, purpose: str, values: Mapping[str, str]) -> list[dict[str, str]]:
+        mine = json.dumps({"purpose": purpose, **values})
+        return [json.loads(value) for value in self._exchange(purpose, mine)]
+
+    def _refuse_different(self, key: str, rows: Sequence[Mapping[str, str]]) -> None:
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            ranks_by_value.setdefault(row.get(key, "nothing"), []).append(rank)
+        if len(ranks_by_value) > 1:
+            raise RankDisagreement(self._difference(key, ranks_by_value))
 
     def _refuse_trouble(self, rows: Sequence[Mapping[str, str]]) -> None:
         for rank, row in enumerate(rows):

@@ -13,18 +13,23 @@ executor joins the first over ranks and draws the second by sample.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from stretto.burst.tracing.fakes import swapped
 from stretto.burst.tracing.operations import keep_attributes, place_of
 from stretto.burst.tracing.recorder import BatchNorm, place_in
+from stretto.burst.tracing.trial import (
+    COARSE,
+    TOLERANCES,
+    Calm,
+    Numbers,
+    without_inner_dropout,
+)
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -43,97 +48,6 @@ _Found = tuple[Tensor, list[Tensor | None], dict[int, Tensor]]
 
 _Twins = tuple[Tensor, Tensor]
 """A parameter and the leaf in its place."""
-
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
-_COARSE = 5e-2
-
-_DROPOUTS = {
-    functional.dropout,
-    functional.dropout1d,
-    functional.dropout2d,
-    functional.dropout3d,
-    functional.alpha_dropout,
-    functional.feature_alpha_dropout,
-    torch.dropout,
-}
-_CONSTANTS: dict[Any, float] = {
-    torch.empty: 0.0,
-    torch.empty_like: 0.0,
-    Tensor.new_empty: 0.0,
-    torch.rand: 0.6,
-    torch.rand_like: 0.6,
-    torch.randn: 0.3,
-    torch.randn_like: 0.3,
-    torch.normal: 0.3,
-    torch.bernoulli: 1.0,
-    torch.poisson: 1.0,
-    torch.randint: 1,
-    torch.randint_like: 1,
-    torch.multinomial: 0,
-}
-_FILLS = {
-    "bernoulli_": 1.0,
-    "cauchy_": 0.4,
-    "exponential_": 0.7,
-    "geometric_": 1.0,
-    "log_normal_": 0.8,
-    "normal_": 0.3,
-    "random_": 1.0,
-    "uniform_": 0.6,
-}
-
-
-@final
-class _Calm(TorchFunctionMode):
-    """Replaces random numbers by constants; dropout scales where it is active."""
-
-    def __torch_function__(
-        self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if func in _DROPOUTS:
-            given = {"p": 0.5, "training": True, "train": True}
-            names = ("input", "p", "training", "inplace")
-            given |= dict(zip(names, args, strict=False)) | kwargs
-            x = given["input"]
-            if not given["training"] or not given["train"] or not given["p"]:
-                return x
-            return x * (1.0 - given["p"] / 2)
-        if name == "scaled_dot_product_attention":
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
-        elif func is functional.multi_head_attention_forward:
-            bound = inspect.signature(func).bind(*args, **kwargs)
-            bound.arguments["dropout_p"] = 0.0
-            args, kwargs = bound.args, bound.kwargs
-        elif func is functional.gumbel_softmax:
-            return _gumbel_softmax(*args, **kwargs)
-        elif func is functional.rrelu:
-            bound = inspect.signature(func).bind(*args, **kwargs)
-            bound.arguments["training"] = False
-            args, kwargs = bound.args, bound.kwargs
-        elif name in _FILLS and getattr(Tensor, name, None) is func:
-            return args[0].fill_(_FILLS[name])
-        elif func in _CONSTANTS:
-            return torch.full_like(func(*args, **kwargs), _CONSTANTS[func])
-        return func(*args, **kwargs)
-
-
-def _gumbel_softmax(
-    logits: Tensor,
-    tau: float = 1,
-    hard: bool = False,  # noqa: FBT001, FBT002 - as torch's
-    eps: float = 1e-10,
-    dim: int = -1,
-) -> Tensor:
-    """Torch's with constant noise."""
-    soft = (logits / tau).softmax(dim)
-    if not hard:
-        return soft
-    index = soft.max(dim, keepdim=True)[1]
-    one_hot = torch.zeros_like(logits).scatter_(dim, index, 1.0)
-    return one_hot - soft.detach() + soft
 
 
 def require_equal(
@@ -179,7 +93,7 @@ class _Check:
     ) -> None:
         self._graph, self._module = graph, module
         self._examples, self._seed = examples, seed
-        self._draw = torch.Generator().manual_seed(seed)
+        self._numbers = Numbers(seed)
         self._is_coarse = graph.uses_half
         self._known: dict[str, _Found] = {}
         self._cotangent: Tensor | None = None
@@ -194,9 +108,9 @@ class _Check:
         if not found.is_floating_point():
             return bool(torch.equal(found, wanted))
         scale = max(_largest(wanted), 0.0 if largest is None else largest)
-        limit = _COARSE
+        limit = COARSE
         if not self._is_coarse:
-            limit = _TOLERANCES.get(found.dtype, _COARSE)
+            limit = TOLERANCES.get(found.dtype, COARSE)
         return bool(
             torch.allclose(
                 found, wanted, rtol=0.0, atol=limit * scale or 1e-30, equal_nan=True
@@ -213,7 +127,7 @@ class _Check:
                 parts.setdefault(id(part), (name, part))
         with (
             swapped(parts.values(), self._perturbed),
-            _without_inner_dropout(self._module),
+            without_inner_dropout(self._module),
             torch.set_grad_enabled(self._graph.ambient.grad),
         ):
             packed = self._inputs()
@@ -227,64 +141,20 @@ class _Check:
         with torch.no_grad():
             made = tensor.detach().clone()
             if isinstance(tensor, nn.Parameter) and made.is_floating_point():
-                noise = self._randn(made.shape, made)
-                scale = made.abs().mean() if made.numel() else made.new_zeros(())
-                if not bool(torch.isfinite(scale)):
-                    scale = scale.new_zeros(())
-                made += noise * (0.1 * scale if scale > 0 else 0.2)
+                made += self._numbers.noise_for(made)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, requires_grad=tensor.requires_grad)
         return made
 
-    def _randn(self, shape: Any, like: Tensor) -> Tensor:
-        # float32 on the CPU: one generator, whatever the device and type.
-        with torch._C.DisableTorchFunction():  # noqa: SLF001 - really random
-            made = torch.empty(shape).normal_(generator=self._draw)
-        return made.to(device=like.device, dtype=like.dtype)
-
     def _inputs(self) -> Tensor:
-        pack = self._graph.arguments.packing.pack
-        return pack([self._like(example.detach()) for example in self._examples])
-
-    def _like(self, example: Tensor) -> Tensor:
-        """Random rows such as the example's."""
-        count = max(1, len(example))
-        order = [
-            int(torch.randint(count, (), generator=self._draw)) for _ in range(_ROWS)
-        ]
-        rows = (
-            example[order]
-            if len(example)
-            else example.new_zeros((_ROWS, *example.shape[1:]))
-        )
-        if not example.is_floating_point():
-            same = not example.numel() or bool((example == example.flatten()[0]).all())
-            if same and example.dtype != torch.bool and not example.is_complex():
-                low = torch.randint(2, rows.shape, generator=self._draw)
-                return low.to(device=rows.device, dtype=rows.dtype)
-            flat = rows.reshape(_ROWS, -1)
-            for row in flat:
-                mixed = torch.randperm(len(row), generator=self._draw)
-                row.copy_(row[mixed.to(row.device)])
-            return flat.reshape(rows.shape)
-        least, most = (
-            (float(example.min()), float(example.max()))
-            if example.numel()
-            else (0.0, 0.0)
-        )
-        if 0 <= least < most:  # such as images: not below zero
-            with torch._C.DisableTorchFunction():  # noqa: SLF001 - really random
-                noise = torch.empty(rows.shape)
-                noise.uniform_(0.05, 1.0, generator=self._draw)
-            return noise.to(device=rows.device, dtype=rows.dtype) * most
-        spread = float(example.std()) if example.numel() > 1 else 1.0
-        return self._randn(rows.shape, rows) * (spread if spread > 0 else 1.0)
+        pack, rows = self._graph.arguments.packing.pack, self._numbers.rows
+        return pack([rows(example.detach(), _ROWS) for example in self._examples])
 
     # The model and its layers.
 
     def _whole(self, packed: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         args, kwargs = self._graph.arguments.unpack(packed)
-        with _fresh_buffers(self._module), _Calm():
+        with _fresh_buffers(self._module), Calm():
             output = self._module.forward(*args, **kwargs)
             wanted = self._graph.results.packed(output, len(packed))
             parameters = self._trained()
@@ -298,7 +168,7 @@ class _Check:
         return [p for p in self._module.parameters() if p.requires_grad]
 
     def _cotangent_of(self, output: Tensor) -> Tensor:
-        made = self._randn(output.shape, output)
+        made = self._numbers.normal(output.shape, output)
         packing = self._graph.results.packing
         assert packing is not None  # noqa: S101
         for part in packing.parts if not packing.is_one else ():
@@ -505,7 +375,7 @@ class _Check:
     ) -> dict[fx.Node, Any]:
         inputs = [values[name][list(rows)] for name in node.inputs]
         found: dict[fx.Node, Any] = {}
-        with contextlib.suppress(Exception), _fresh_buffers(node.module), _Calm():
+        with contextlib.suppress(Exception), _fresh_buffers(node.module), Calm():
             _Interpreter(node.module, found).run(*inputs)
         return found
 
@@ -549,7 +419,7 @@ def _graph_of(node: LayerNode) -> fx.Graph:
 
 
 def _run(node: LayerNode, inputs: list[Tensor]) -> Tensor:
-    with _fresh_buffers(node.module), _Calm():
+    with _fresh_buffers(node.module), Calm():
         output: Tensor = node.module(*inputs)
     return output
 
@@ -590,7 +460,7 @@ def _gradients(
     output: Tensor, cotangent: Tensor, tensors: list[Tensor]
 ) -> list[Tensor | None]:
     """Gradients by ``backward``, which reentrant checkpointing needs."""
-    with _Calm():  # a checkpoint or a function may draw again
+    with Calm():  # a checkpoint or a function may draw again
         torch.autograd.backward(output, cotangent)
     found = [
         grad.to_dense()
@@ -630,23 +500,6 @@ def _fresh_buffers(module: nn.Module) -> Iterator[None]:
     finally:
         for held, name, buffer in undo:
             held[name] = buffer
-
-
-@contextlib.contextmanager
-def _without_inner_dropout(module: nn.Module) -> Iterator[None]:
-    """Modules that drop within one call of torch do not."""
-    kept = [
-        (part, part.dropout)
-        for part in module.modules()
-        if isinstance(part, (nn.MultiheadAttention, nn.RNNBase))
-    ]
-    try:
-        for part, _ in kept:
-            part.dropout = 0.0
-        yield
-    finally:
-        for part, rate in kept:
-            part.dropout = rate
 
 
 @contextlib.contextmanager

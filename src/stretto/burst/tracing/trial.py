@@ -1,0 +1,188 @@
+"""Random rows, perturbed parameters and steady draws, to compute with a captured model.
+
+Parameters are perturbed because an effect may vanish behind a zero at initialization;
+what the model draws itself is replaced by constants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+"""By how much values may differ, relative to the largest."""
+
+COARSE = 5e-2
+"""The same where something computes with fewer than 32 bits."""
+
+_DROPOUTS = {
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    functional.alpha_dropout,
+    functional.feature_alpha_dropout,
+    torch.dropout,
+}
+_CONSTANTS: dict[Any, float] = {
+    torch.empty: 0.0,
+    torch.empty_like: 0.0,
+    Tensor.new_empty: 0.0,
+    torch.rand: 0.6,
+    torch.rand_like: 0.6,
+    torch.randn: 0.3,
+    torch.randn_like: 0.3,
+    torch.normal: 0.3,
+    torch.bernoulli: 1.0,
+    torch.poisson: 1.0,
+    torch.randint: 1,
+    torch.randint_like: 1,
+    torch.multinomial: 0,
+}
+_FILLS = {
+    "bernoulli_": 1.0,
+    "cauchy_": 0.4,
+    "exponential_": 0.7,
+    "geometric_": 1.0,
+    "log_normal_": 0.8,
+    "normal_": 0.3,
+    "random_": 1.0,
+    "uniform_": 0.6,
+}
+
+
+@final
+class Calm(TorchFunctionMode):
+    """Replaces random numbers by constants; dropout scales where it is active."""
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if func in _DROPOUTS:
+            given = {"p": 0.5, "training": True, "train": True}
+            names = ("input", "p", "training", "inplace")
+            given |= dict(zip(names, args, strict=False)) | kwargs
+            x = given["input"]
+            if not given["training"] or not given["train"] or not given["p"]:
+                return x
+            return x * (1.0 - given["p"] / 2)
+        if name == "scaled_dot_product_attention":
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        elif func is functional.multi_head_attention_forward:
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            bound.arguments["dropout_p"] = 0.0
+            args, kwargs = bound.args, bound.kwargs
+        elif func is functional.gumbel_softmax:
+            return _gumbel_softmax(*args, **kwargs)
+        elif func is functional.rrelu:
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            bound.arguments["training"] = False
+            args, kwargs = bound.args, bound.kwargs
+        elif name in _FILLS and getattr(Tensor, name, None) is func:
+            return args[0].fill_(_FILLS[name])
+        elif func in _CONSTANTS:
+            return torch.full_like(func(*args, **kwargs), _CONSTANTS[func])
+        return func(*args, **kwargs)
+
+
+def _gumbel_softmax(
+    logits: Tensor,
+    tau: float = 1,
+    hard: bool = False,  # noqa: FBT001, FBT002 - as torch's
+    eps: float = 1e-10,
+    dim: int = -1,
+) -> Tensor:
+    """Torch's with constant noise."""
+    soft = (logits / tau).softmax(dim)
+    if not hard:
+        return soft
+    index = soft.max(dim, keepdim=True)[1]
+    one_hot = torch.zeros_like(logits).scatter_(dim, index, 1.0)
+    return one_hot - soft.detach() + soft
+
+
+@final
+class Numbers:
+    """Random numbers that follow a seed alone, whatever the device and type."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, shape: Any, like: Tensor) -> Tensor:
+        """Return normal numbers of a shape, with the type and device of a tensor."""
+        # float32 on the CPU: one generator, whatever the device and type.
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - really random
+            made = torch.empty(shape).normal_(generator=self._generator)
+        return made.to(device=like.device, dtype=like.dtype)
+
+    def rows(self, example: Tensor, number: int) -> Tensor:
+        """Return so many random rows such as the example's."""
+        count = max(1, len(example))
+        order = [
+            int(torch.randint(count, (), generator=self._generator))
+            for _ in range(number)
+        ]
+        rows = (
+            example[order]
+            if len(example)
+            else example.new_zeros((number, *example.shape[1:]))
+        )
+        if not example.is_floating_point():
+            same = not example.numel() or bool((example == example.flatten()[0]).all())
+            if same and example.dtype != torch.bool and not example.is_complex():
+                low = torch.randint(2, rows.shape, generator=self._generator)
+                return low.to(device=rows.device, dtype=rows.dtype)
+            flat = rows.reshape(number, -1)
+            for row in flat:
+                mixed = torch.randperm(len(row), generator=self._generator)
+                row.copy_(row[mixed.to(row.device)])
+            return flat.reshape(rows.shape)
+        least, most = (
+            (float(example.min()), float(example.max()))
+            if example.numel()
+            else (0.0, 0.0)
+        )
+        if 0 <= least < most:  # such as images: not below zero
+            with torch._C.DisableTorchFunction():  # noqa: SLF001 - really random
+                noise = torch.empty(rows.shape)
+                noise.uniform_(0.05, 1.0, generator=self._generator)
+            return noise.to(device=rows.device, dtype=rows.dtype) * most
+        spread = float(example.std()) if example.numel() > 1 else 1.0
+        return self.normal(rows.shape, rows) * (spread if spread > 0 else 1.0)
+
+    def noise_for(self, tensor: Tensor) -> Tensor:
+        """Return what a parameter is perturbed by: a tenth of its usual value."""
+        noise = self.normal(tensor.shape, tensor)
+        scale = tensor.abs().mean() if tensor.numel() else tensor.new_zeros(())
+        if not bool(torch.isfinite(scale)):
+            scale = scale.new_zeros(())
+        return noise * (0.1 * scale if scale > 0 else 0.2)
+
+
+@contextlib.contextmanager
+def without_inner_dropout(module: nn.Module) -> Iterator[None]:
+    """Modules that drop within one call of torch do not."""
+    kept = [
+        (part, part.dropout)
+        for part in module.modules()
+        if isinstance(part, (nn.MultiheadAttention, nn.RNNBase))
+    ]
+    try:
+        for part, _ in kept:
+            part.dropout = 0.0
+        yield
+    finally:
+        for part, rate in kept:
+            part.dropout = rate

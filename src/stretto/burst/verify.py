@@ -1,0 +1,271 @@
+"""`BurstParallel(verify=True)`: one small step on the ranks against one process.
+
+Every rank computes a few random rows with the module itself, then all compute them with
+the captured layers on the layers' ranks. Outputs, the gradients of the layers that a
+rank runs, and these layers' buffers after the step must be the same but for rounding.
+Parameters are perturbed meanwhile and random draws are constants, as in
+`stretto.burst.tracing.trial`; everything is as before afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+from stretto.burst.tracing.fakes import swapped
+from stretto.burst.tracing.operations import keep_attributes
+from stretto.burst.tracing.recorder import BatchNorm
+from stretto.burst.tracing.trial import (
+    COARSE,
+    TOLERANCES,
+    Calm,
+    Numbers,
+    without_inner_dropout,
+)
+from stretto.errors import SpecError, StrettoError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from stretto.burst.dropout import Draws
+    from stretto.burst.graph import LayerGraph, LayerNode
+    from stretto.burst.links import Links
+
+SEEDS = (1, 2)
+"""A step counts as wrong only with both: rounding may flip a unit in one of them."""
+
+_LEAST = 1e-2
+"""Of the model's largest gradient: below it a gradient may be nothing but rounding."""
+
+
+def require_comparable(graph: LayerGraph, batch_norm: str) -> None:
+    """Require that one process with the whole batch computes what the ranks shall.
+
+    Raises:
+        SpecError: batch norms use the statistics of each rank's samples alone.
+    """
+    if batch_norm == "sync":
+        return
+    for node in graph.nodes:
+        if any(isinstance(part, BatchNorm) for part in node.module.modules()):
+            raise SpecError(
+                f"verify=True compares with one process, and layer {node.name!r} has a "
+                'batch norm that batch_norm="local" computes otherwise on purpose: '
+                'use batch_norm="sync", or leave verify out'
+            )
+
+
+@final
+class Trial:
+    """A small step's rows, and what one process makes of them.
+
+    Args:
+        module: with equal parameters and buffers on all ranks.
+        graph: its layers.
+        own: the layers that this rank runs.
+        links: of the ranks.
+        seed: the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        graph: LayerGraph,
+        own: Sequence[LayerNode],
+        links: Links,
+        seed: int,
+    ) -> None:
+        self._module, self._graph, self._own = module, graph, own
+        self._links = links
+        self._numbers = Numbers(seed)
+        self._twins: dict[int, Tensor] = {}
+        self._output: Tensor | None = None
+        self._cotangent: Tensor | None = None
+        ranks = links.ranks
+        self._shares = [2 + (rank == ranks.size - 1) for rank in range(ranks.size)]
+        start = sum(self._shares[: ranks.rank])
+        self._mine = slice(start, start + self._shares[ranks.rank])
+
+    def difference(
+        self, examples: Sequence[Tensor], draws: Draws, run: Callable[[Tensor], Tensor]
+    ) -> str:
+        """Return what differs from one process, or nothing. Collective.
+
+        Args:
+            examples: the model's input tensors, of which rows are made.
+            draws: the executor's, to hold its dropout still.
+            run: the executor's forward of this rank's packed rows.
+
+        Raises:
+            CommTimeout: a rank was lost.
+        """
+        device = examples[0].device
+        devices = [device] if device.type == "cuda" else []
+        with (
+            torch.random.fork_rng(devices=devices),
+            keep_attributes(self._module),
+            without_inner_dropout(self._module),
+            self._changed_values(),
+            self._graph.ambient.set(device),
+            draws.still(),
+            Calm(),
+        ):
+            packed = self._packed(examples)
+            try:
+                self._run_alone(packed)
+                trouble = ""
+            except StrettoError:
+                raise
+            except Exception as error:  # noqa: BLE001 - becomes one error on all ranks
+                first = (str(error).splitlines() or [""])[0]
+                trouble = f"one process fails: {type(error).__name__}: {first}"
+            if any(row[0] for row in self._links.exchange([int(bool(trouble))])):
+                return trouble
+            output = run(packed[self._mine])
+            if self._cotangent is not None:
+                # The executor weights what enters a rank by its share of the batch.
+                weight = sum(self._shares) / max(1, len(output))
+                output.backward(self._cotangent[self._mine] * weight)
+            return self._compared(output)
+
+    def _packed(self, examples: Sequence[Tensor]) -> Tensor:
+        """The rows of the first rank's example, the same on all ranks."""
+        number = sum(self._shares)
+        rows = [self._numbers.rows(e.detach(), number) for e in examples]
+        packed = self._graph.arguments.packing.pack(rows).contiguous()
+        with self._links.guard("sending the rows to verify"):
+            self._links.broadcast(packed, 0)
+        return packed
+
+    def _run_alone(self, packed: Tensor) -> None:
+        args, kwargs = self._graph.arguments.unpack(packed)
+        with swapped(self._module.named_modules(), self._twin):
+            output = self._module.forward(*args, **kwargs)
+            wanted = self._graph.results.packed(output, len(packed))
+            if wanted.requires_grad:
+                self._cotangent = self._numbers.normal(wanted.shape, wanted)
+                packing = self._graph.results.packing
+                assert packing is not None  # noqa: S101
+                for part in packing.parts if not packing.is_one else ():
+                    if not part.dtype.is_floating_point:
+                        self._cotangent[:, part.start : part.start + part.length] = 0
+                torch.autograd.backward(wanted, self._cotangent)
+            self._output = wanted.detach()
+
+    def _twin(self, tensor: Tensor) -> Tensor:
+        made = tensor.detach().clone()
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        self._twins[id(tensor)] = made
+        return made
+
+    def _compared(self, output: Tensor) -> str:
+        wanted = self._output
+        assert wanted is not None  # noqa: S101
+        limit = self._limit(wanted)
+        differs = _differs(output.detach(), wanted[self._mine], _largest(wanted))
+        if differs > limit:
+            return f"the output differs by {differs:.2g} of its largest value"
+        grads = [t.grad for t in self._twins.values() if t.grad is not None]
+        least = _LEAST * max((_largest(grad) for grad in grads), default=0.0)
+        for node in self._own:
+            for name, parameter in node.module.named_parameters():
+                truth = self._twins[id(parameter)].grad
+                found = parameter.grad
+                if truth is None and found is None:
+                    continue
+                if truth is None or found is None:
+                    which = "no gradient" if found is None else "a gradient"
+                    return f"{name!r} of layer {node.name!r} has {which}"
+                differs = _differs(found, truth, max(least, _largest(truth)))
+                if differs > self._limit(found):
+                    return (
+                        f"the gradient of {name!r} in layer {node.name!r} differs by "
+                        f"{differs:.2g} of its largest value"
+                    )
+            for name, buffer in node.module.named_buffers():
+                truth = self._twins.get(id(buffer))
+                if truth is None:
+                    continue
+                differs = _differs(buffer, truth, _largest(truth))
+                if differs > self._limit(buffer):
+                    return (
+                        f"buffer {name!r} of layer {node.name!r} differs by "
+                        f"{differs:.2g} of its largest value after the step"
+                    )
+        return ""
+
+    def _limit(self, tensor: Tensor) -> float:
+        if self._graph.uses_half:
+            return COARSE
+        return TOLERANCES.get(tensor.dtype, COARSE)
+
+    @contextlib.contextmanager
+    def _changed_values(self) -> Iterator[None]:
+        """Parameters are perturbed and have neither gradients nor hooks meanwhile."""
+        parameters = list(self._module.parameters())
+        every = [*parameters, *self._module.buffers()]
+        with torch.no_grad():
+            values = [tensor.detach().clone() for tensor in every]
+        kept = [(p, p.grad, _user_hooks(p)) for p in parameters]
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+                for held, hooks in _user_hooks(parameter):
+                    for key in hooks:
+                        del held[key]
+                if parameter.is_floating_point():
+                    with torch.no_grad():
+                        parameter.add_(self._numbers.noise_for(parameter.detach()))
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(every, values, strict=True):
+                    tensor.copy_(value)
+            for parameter, grad, every_hooks in kept:
+                parameter.grad = grad
+                for held, hooks in every_hooks:
+                    ours = dict(held)
+                    held.clear()
+                    # Keys are counted up: by them the order is as before.
+                    held.update(sorted({**ours, **hooks}.items()))
+
+
+def _user_hooks(parameter: Tensor) -> list[tuple[Any, dict[int, Any]]]:
+    """A parameter's hooks that are not the executor's, with what holds them."""
+    found = []
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        held = getattr(parameter, name, None)
+        if held:
+            theirs = {
+                key: hook
+                for key, hook in held.items()
+                if not getattr(hook, "is_stretto", False)
+            }
+            found.append((held, theirs))
+    return found
+
+
+def _largest(tensor: Tensor) -> float:
+    if not tensor.numel() or not tensor.is_floating_point():
+        return 0.0
+    values = tensor.detach().double()
+    return float(torch.where(torch.isfinite(values), values, 0).abs().max())
+
+
+def _differs(found: Tensor, wanted: Tensor, largest: float) -> float:
+    """The largest difference, relative; infinite where they can't be compared."""
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return float("inf")
+    if not found.is_floating_point():
+        return 0.0 if torch.equal(found, wanted) else float("inf")
+    if not found.numel():
+        return 0.0
+    one, two = found.detach().double(), wanted.detach().double()
+    same = (one == two) | (torch.isnan(one) & torch.isnan(two))
+    apart = torch.where(same, 0.0, (one - two).abs())
+    worst = float(apart.nan_to_num(nan=float("inf")).max())
+    return worst / (largest or 1e-30)

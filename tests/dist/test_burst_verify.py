@@ -1,0 +1,161 @@
+"""`verify=True` finds a wrong capture, on all ranks, before anything is trained."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.burst import executor
+from stretto.burst.executor import BurstParallel
+from stretto.errors import SpecError, StrettoError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from burst_ranks import plan_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+EXAMPLE = torch.zeros(2, 6)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8),
+        nn.Tanh(),
+        nn.Linear(8, 7, bias=False),
+        nn.BatchNorm1d(7),
+        nn.Dropout(0.4),
+        nn.Linear(7, 4),
+    )
+
+
+class Calls(nn.Module):
+    """A layer's module with another function around its call."""
+
+    def __init__(self, inner: nn.Module, change: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.inner, self.change = inner, change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.change(self.inner, x)
+
+
+def without_a_bias(inner: Any, x: Any) -> Any:
+    return inner(x) - inner.bias.detach()
+
+
+def without_a_gradient(inner: Any, x: Any) -> Any:
+    return inner(x.detach())
+
+
+def with_half_a_weights_gradient(inner: Any, x: Any) -> Any:
+    out = inner(x)
+    other = nn.functional.linear(x, inner.weight.detach(), inner.bias)
+    return (out + other) / 2
+
+
+def mixing_samples(inner: Any, x: Any) -> Any:
+    """Right where one rank has all rows, wrong over several."""
+    return inner(x) - inner(x).mean(0)
+
+
+def on_all_rows_alone(inner: Any, x: Any) -> Any:
+    return inner(x) if len(x) == 7 else 1.01 * inner(x)
+
+
+def with_another_momentum(inner: Any) -> nn.Module:
+    made = nn.BatchNorm1d(7, momentum=0.3)
+    made._parameters, made._buffers = inner._parameters, inner._buffers
+    return made
+
+
+WRONG: dict[str, tuple[str, Any, str]] = {
+    "bias": ("0", without_a_bias, "the output differs by"),
+    "gradient": ("5", without_a_gradient, "the gradient of '0.weight' in layer '0'"),
+    "half": ("5", with_half_a_weights_gradient, "the gradient of '5.inner.weight'"),
+    "mixing": ("5", mixing_samples, "the output differs by"),
+    "rows": ("0", on_all_rows_alone, "the output differs by"),
+    "buffers": ("3", with_another_momentum, "buffer '3.running_mean'"),
+}
+
+
+def rank_of_wrong_captures(rank: int, size: int) -> dict[str, tuple[str, str]]:
+    torch.set_default_dtype(torch.float64)
+    right, found = executor.capture, {}
+    plan = plan_of(net(), EXAMPLE.double(), lambda i: [(0, 3), (1, 2), (0, 1)][i], size)
+
+    def capture_with(child: str, change: Any) -> Any:
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            graph = right(*args, **kwargs)
+            joined = graph.joined
+
+            def changed(names: Any) -> Any:
+                made = joined(names)
+                for node in made.nodes:
+                    for name, part in list(node.module.named_children()):
+                        if name == child:
+                            is_norm = change is with_another_momentum
+                            other = change(part) if is_norm else Calls(part, change)
+                            setattr(node.module, name, other)
+                return made
+
+            object.__setattr__(graph, "joined", changed)
+            return graph
+
+        return wrong
+
+    def build(**more: Any) -> tuple[str, str]:
+        model = net()
+        before = copy.deepcopy(model.state_dict())
+        kept = torch.get_rng_state()
+        try:
+            BurstParallel(
+                model, plan, example_inputs=(EXAMPLE.double(),), verify=True, **more
+            )
+        except StrettoError as exc:
+            return type(exc).__name__, str(exc)
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, before[key]), key
+        assert all(p.grad is None for p in model.parameters())
+        assert torch.equal(kept, torch.get_rng_state())
+        return "", ""
+
+    found["right"] = build()
+    found["local"] = build(batch_norm="local")
+    for name, (child, change, _) in WRONG.items():
+        executor.capture = capture_with(child, change)
+        found[name] = build()
+    executor.capture = right
+    # At the first forward, and again at the next one after it was refused.
+    executor.capture = capture_with("0", without_a_bias)
+    late = BurstParallel(net(), plan, verify=True)
+    for name in ("first", "second"):
+        with pytest.raises(StrettoError) as refused:
+            late(torch.linspace(-1, 1, 12).view(2, 6))
+        found[name] = (type(refused.value).__name__, str(refused.value))
+    executor.capture = right
+    return found
+
+
+def test_a_wrong_capture_is_one_error_on_all_ranks(ranks: Any) -> None:
+    everyone = ranks(rank_of_wrong_captures, 3, timeout_s=150)
+    for found in everyone:
+        assert found["right"] == ("", ""), found["right"]
+        assert found["local"][0] == SpecError.__name__
+        assert 'use batch_norm="sync"' in found["local"][1]
+        for name, (_, _, words) in WRONG.items():
+            assert found[name][0] == "StrettoError", (name, found[name])
+            assert words in found[name][1], (name, found[name])
+            assert "Train Sequential with DistributedDataParallel" in found[name][1]
+        assert "the output differs by" in found["first"][1]
+        assert found["first"] == found["second"]
+    assert everyone[0] == everyone[1] == everyone[2]
