@@ -23,8 +23,8 @@ from stretto.schema import (
     TensorSpec,
     Timeline,
     Workload,
-    slice_bounds,
     model_digest,
+    slice_bounds,
     tensors_digest,
 )
 from stretto.schema.cluster import ComputeContention
