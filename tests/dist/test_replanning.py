@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import stretto
 from stretto.runtime import DistributedDataParallel, Recorder
 from stretto.testing.soak import random_plan
 
@@ -167,6 +169,32 @@ def test_a_hundred_plans_leave_nothing_behind(ranks: Any) -> None:
         assert found["freed"]
         assert found["after"][0] < sockets[-1]
         assert found["after"][1] < threads[-1]
+
+
+def rank_drops_models(rank: int, size: int) -> dict[str, bool]:
+    nn.parallel.DistributedDataParallel(nn.Linear(2, 2))  # imports what leaves cycles
+    found = {}
+    for name, plan in (("none", None), ("ddp", "ddp"), ("auto", "auto")):
+        for fails in (False, True):
+            model = stretto.DDP(nn.Linear(3, 3), plan=plan)
+            gc.collect()
+            gc.disable()
+            for _ in range(3):
+                model(torch.ones(2, 3)).sum().backward()
+            if fails:
+                with contextlib.suppress(RuntimeError):
+                    model(torch.ones(2, 4))
+            reference = weakref.ref(model)
+            del model
+            found[f"{name}, {'error' if fails else 'no error'}"] = reference() is None
+            gc.enable()
+    return found
+
+
+def test_a_dropped_model_is_freed_at_once(ranks: Any) -> None:
+    """Its Reducer's hooks would reduce gradients of whatever wraps the module next."""
+    for found in ranks(rank_drops_models, 2):
+        assert all(found.values()), found
 
 
 def rank_uses_a_hook(rank: int, size: int) -> dict[str, Any]:

@@ -169,7 +169,8 @@ class DistributedDataParallel(TorchDDP):
         try:
             super().__init__(module, *args, **kwargs)
         except RuntimeError as exc:
-            raise self._named("a collective of the model's set-up", exc) from exc
+            self._raise_named("a collective of the model's set-up", exc)
+            raise
         self._comm_ready = True
         self._trained = self._table(self.module)
         self._stand_alone()
@@ -656,13 +657,17 @@ class DistributedDataParallel(TorchDDP):
                 return self._negotiated.forward(inputs, kwargs)
             return parent.forward(*inputs, **kwargs)
         except RuntimeError as exc:
-            raise self._named("a collective of forward", exc) from exc
+            self._raise_named("a collective of forward", exc)
+            raise
 
-    def _named(self, place: str, exc: Exception) -> Exception:
-        """The error that says who is gone, where ``exc`` comes from a collective."""
-        if isinstance(exc, StrettoError) or not is_communication_error(exc):
-            return exc
-        return self._desk.report(place, exc)
+    def _raise_named(self, place: str, exc: Exception) -> None:
+        """Raise the error that says who is gone, if ``exc`` comes from a collective.
+
+        Any other exception stays as it is. An exception that is its own cause is a
+        cycle, which keeps the model and DDP's hooks alive until garbage is collected.
+        """
+        if is_communication_error(exc) and not isinstance(exc, StrettoError):
+            raise self._desk.report(place, exc) from exc
 
     def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.device_ids:

@@ -8,7 +8,7 @@ import weakref
 from collections import defaultdict
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
@@ -162,7 +162,7 @@ class GradientReducer:
             engine = self._require_engine()
             handle = engine.submit(request, tensor, tensor)
         except StrettoError as exc:
-            raise _as_horovod(exc) from exc
+            _raise_as_horovod(exc)
         self._requests[i] = request
         self._sent[i] = partial(_waited, handle)
 
@@ -212,7 +212,7 @@ class GradientReducer:
             error = self._share_layouts() or self._finish()
         self._begin()
         if error is not None:
-            raise _as_horovod(error) from error
+            _raise_as_horovod(error)
         self._register()
 
     def abandon(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -307,9 +307,9 @@ class GradientReducer:
             # the next step tries again. The engine has no other word for it than this.
             if "ranks have joined" in str(exc):
                 return
-            raise _as_horovod(exc) from exc
+            _raise_as_horovod(exc)
         except StrettoError as exc:
-            raise _as_horovod(exc) from exc
+            _raise_as_horovod(exc)
         self._sets.append(tensor_set)
         for place, i in enumerate(new):
             self._member_of[i] = (tensor_set, place)
@@ -332,10 +332,11 @@ def _remove(hooks: Iterable[Any]) -> None:
         hook.remove()
 
 
-def _as_horovod(error: StrettoError) -> StrettoError:
+def _raise_as_horovod(error: StrettoError) -> NoReturn:
+    """Raise what Horovod's scripts catch; an error that they catch stays itself."""
     if isinstance(error, SpecError | HorovodInternalError):
-        return error
-    return HorovodInternalError(str(error))
+        raise error
+    raise HorovodInternalError(str(error)) from error
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
