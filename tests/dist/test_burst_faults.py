@@ -41,6 +41,27 @@ def message(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
     return "", ""
 
 
+class Breaks(torch.autograd.Function):
+    """The identity; its backward first calls what a rank sets."""
+
+    call: Any = None
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        if Breaks.call is not None:
+            Breaks.call()
+        return grads[0]
+
+
+class Broken(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Breaks.apply(x)
+
+
 EXAMPLE = torch.zeros(2, 4)
 
 
@@ -119,6 +140,7 @@ def test_what_can_not_be_carried_out_is_refused_on_every_rank(ranks: Any) -> Non
 
 def rank_of_a_death(rank: int, size: int, when: str) -> tuple[str, str, float]:
     model = net(64)
+    model[3] = Broken()
     plan = plan_of(model, EXAMPLE, lambda i: [(0, size), (1, 2), (0, 1)][i], size)
     burst = BurstParallel(model, plan, example_inputs=(EXAMPLE,))
     victim = 2
@@ -130,7 +152,7 @@ def rank_of_a_death(rank: int, size: int, when: str) -> tuple[str, str, float]:
                     # After the shares were exchanged: others wait for its samples.
                     model[0].register_forward_pre_hook(lambda *_: os._exit(9))
                 else:
-                    model[2].weight.register_hook(lambda _grad: os._exit(9))
+                    Breaks.call = lambda: os._exit(9)
             burst(torch.randn(3, 4)).sum().backward()
         except Exception as exc:  # noqa: BLE001
             took_s = time.perf_counter() - began_s
@@ -152,7 +174,8 @@ def test_a_rank_lost_between_layers_is_named_by_every_other(
         assert "rank 2 is gone" in text
         assert took_s < 30
     # The rank that waited for the lost one's samples or gradients says of which layer.
-    assert any("the redistribution of layer " in found[rank][1] for rank in (0, 1, 3))
+    texts = [found[rank][1] for rank in (0, 1, 3)]
+    assert any("the redistribution of layer " in text for text in texts), texts
 
 
 def rank_that_stalls(rank: int, size: int) -> tuple[str, str]:
@@ -171,3 +194,157 @@ def test_a_wait_ends_at_its_timeout_and_names_who_is_stuck(ranks: Any) -> None:
     assert kind == "CommTimeout"
     assert "within 3 s" in text
     assert "rank 1 is gone or stuck" in text
+
+
+def rank_with_a_bad_plan_file(
+    rank: int, size: int, folder: str
+) -> dict[str, tuple[str, str]]:
+    model = net()
+    plan = plan_of(model, EXAMPLE, lambda i: (0, 1 + i % 2), size)
+    good = Path(folder) / f"good-{rank}.json"
+    plan.save(good)
+    broken = Path(folder) / f"broken-{rank}.json"
+    broken.write_text('{"kind": "burst_plan", "schema')
+    found: dict[str, tuple[str, str]] = {}
+    bad: dict[str, Any] = {
+        "missing": Path(folder) / "nowhere.json",
+        "broken": broken,
+        "folder": Path(folder),
+        "no path": 7,
+    }
+    for kind, path in bad.items():
+        mine = path if rank == 1 else good
+        for example in (None, (EXAMPLE,)):
+            began_s = time.perf_counter()
+            try:
+                BurstParallel(net(), mine, example_inputs=example)
+            except Exception as exc:  # noqa: BLE001
+                found[f"{kind} {example is None}"] = (type(exc).__name__, str(exc))
+            assert time.perf_counter() - began_s < 15
+    for example in (None, (EXAMPLE,)):
+        burst = BurstParallel(net(), good, example_inputs=example)
+        for kind, path in bad.items():
+            try:
+                burst.apply_plan(path if rank == 1 else good)
+            except Exception as exc:  # noqa: BLE001
+                found[f"apply {kind} {example is None}"] = (
+                    type(exc).__name__,
+                    str(exc),
+                )
+        burst.apply_plan(good)
+        burst(torch.randn(3, 4)).sum().backward()
+    return found
+
+
+def test_a_plan_file_that_one_rank_can_not_read_is_an_error_on_all(
+    ranks: Any, tmp_path: Path
+) -> None:
+    other, one = ranks(rank_with_a_bad_plan_file, 2, str(tmp_path), group_s=60)
+    assert len(one) == len(other) == 16
+    for case, (kind, text) in other.items():
+        assert kind == "RankDisagreement", (case, kind, text)
+        assert text.startswith("rank 1 can't go on: "), (case, text)
+        assert one[case][1] in text
+        assert one[case][0] == ("TypeError" if "no path" in case else "SpecError"), (
+            case,
+            one[case],
+        )
+
+
+def two_ranks(size: int, **more: Any) -> BurstParallel:
+    """Its last layer runs on rank 0 alone, so that rank 1 has no current values."""
+    model = net()
+    model[1] = Broken()
+    plan = plan_of(model, EXAMPLE, lambda i: [(0, 2), (0, 2), (0, 1)][i], size)
+    return BurstParallel(model, plan, example_inputs=(EXAMPLE,), **more)
+
+
+def rank_that_refuses(rank: int, size: int, kind: str) -> list[tuple[str, str, float]]:
+    """Rank 1 alone meets an error, which its program catches."""
+    from stretto.burst import refusals
+
+    refusals.GRACE_S = 3.0
+    burst = two_ranks(size)
+    optimizer = torch.optim.SGD(burst.parameters(), lr=0.1)
+    plan = burst.plan
+    found = []
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        burst(x).sum().backward()
+        optimizer.step()
+
+    def tried(function: Any, *args: Any) -> None:
+        began_s = time.perf_counter()
+        try:
+            function(*args)
+            found.append(("", "", 0.0))
+        except Exception as exc:  # noqa: BLE001
+            took_s = time.perf_counter() - began_s
+            found.append((type(exc).__name__, str(exc), took_s))
+
+    def fails(*_: Any) -> None:
+        raise ValueError("on this rank alone")
+
+    step(torch.ones(2, 4))
+    if rank == 1:
+        if kind in ("read", "comes back", "plan"):
+            tried(burst.module.state_dict)
+            time.sleep(1.0 if kind == "comes back" else 12.0)
+        elif kind == "forward":
+            handle = burst.module[2].register_forward_pre_hook(fails)
+            tried(step, torch.ones(2, 4))
+            handle.remove()
+        elif kind == "backward":
+            Breaks.call = fails
+            tried(step, torch.ones(2, 4))
+            Breaks.call = None
+        elif kind == "hooks":
+            handle = burst.module.register_forward_pre_hook(fails)
+            tried(step, torch.ones(2, 4))
+            handle.remove()
+            time.sleep(12.0)
+    for _ in range(2):
+        if kind == "plan":
+            tried(burst.apply_plan, plan)
+        else:
+            tried(step, torch.ones(2, 4))
+    if kind == "comes back":
+        tried(burst.full_state_dict)
+    elif rank == 0:
+        time.sleep(12.0)  # the store is this process's
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "within_s"),
+    [
+        ("read", "does not run layer '4'", 9.0),
+        ("plan", "does not run layer '4'", 9.0),
+        ("forward", "ValueError: on this rank alone", 5.0),
+        ("backward", "its backward was ended by an exception", 5.0),
+        ("hooks", "ValueError: on this rank alone", 9.0),
+    ],
+)
+def test_ranks_do_not_wait_for_one_that_stopped_with_an_error(
+    ranks: Any, kind: str, words: str, within_s: float
+) -> None:
+    waiting, refused = ranks(rank_that_refuses, 2, kind, group_s=600)
+    for error, text, took_s in waiting:
+        assert error == "CommTimeout", waiting
+        assert "because rank 1 stopped with an error of its own" in text, waiting
+        assert words in text
+        assert took_s < within_s
+    own, *later = refused
+    assert own[0] in ("StrettoError", "ValueError")
+    for error, _, took_s in later:
+        assert error == "CommTimeout", refused
+        assert took_s < 15
+    if kind != "plan":
+        assert "the other ranks do not wait for this one any more" in later[0][1]
+
+
+def test_a_rank_that_catches_a_refusal_goes_on_with_the_others(ranks: Any) -> None:
+    waiting, refused = ranks(rank_that_refuses, 2, "comes back", group_s=600)
+    assert [row[0] for row in waiting] == ["", "", ""]
+    assert [row[0] for row in refused] == ["StrettoError", "", "", ""]

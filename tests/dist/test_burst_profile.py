@@ -154,3 +154,24 @@ def test_what_training_measures_makes_the_next_plan(ranks):
         low, high = min(t.forward_s for t in same), max(t.forward_s for t in same)
         time = next(t for t in layer.times if t.samples == timing.samples)
         assert low <= time.forward_s <= high
+
+
+def rank_whose_loss_fails(_rank: int, size: int) -> tuple[str, str]:
+    def fails(_output: Any) -> Any:
+        raise ValueError("a loss of its own")
+
+    x, _ = images()
+    try:
+        burst.profile_on_ranks(model(), (x[:2],), batch=BATCH, gpus=size, loss=fails)
+    except Exception as exc:  # noqa: BLE001
+        return type(exc).__name__, str(exc)
+    return "", ""
+
+
+def test_an_error_of_the_first_rank_in_profiling_is_told_to_all(ranks: Any) -> None:
+    found = ranks(rank_whose_loss_fails, 2)
+    assert found[0] == ("ValueError", "a loss of its own")
+    assert found[1] == (
+        "StrettoError",
+        "rank 0 can't profile: ValueError: a loss of its own",
+    )

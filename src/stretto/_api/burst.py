@@ -302,6 +302,7 @@ def profile_on_ranks(
 
     Raises:
         SpecError, NoisyProfile: on every rank, what the first rank's `profile` raised.
+        StrettoError: on other ranks, the first one's `profile` raised another error.
         CommTimeout: a rank was lost.
     """
     import torch
@@ -321,6 +322,13 @@ def profile_on_ranks(
             found = [profile(module, example_inputs, **options)]
         except StrettoError as exc:
             found = [exc]
+        except Exception as exc:
+            text = (str(exc) or type(exc).__name__).splitlines()[0]
+            found = [
+                StrettoError(f"rank 0 can't profile: {type(exc).__name__}: {text}")
+            ]
+            dist.broadcast_object_list(found, group=group, group_src=0)
+            raise
     dist.broadcast_object_list(found, group=group, group_src=0)
     if isinstance(found[0], StrettoError):
         raise found[0]

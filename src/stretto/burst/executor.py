@@ -16,7 +16,7 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -43,12 +43,18 @@ from stretto.burst.sync import GradientSync, SyncedLayer
 from stretto.burst.timings import Timings
 from stretto.burst.tracing.reads import Ambient
 from stretto.burst.verify import SEEDS, Trial, require_comparable
-from stretto.errors import PlanMismatch, RankDisagreement, SpecError, StrettoError
+from stretto.errors import (
+    CommTimeout,
+    PlanMismatch,
+    RankDisagreement,
+    SpecError,
+    StrettoError,
+)
 from stretto.runtime.agreement import Agreement, ranks_of
 from stretto.schema.burst import BurstPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from torch.optim import Optimizer
@@ -142,16 +148,7 @@ class BurstParallel(nn.Module):
         verify: bool = False,
     ) -> None:
         super().__init__()
-        if batch_norm not in KINDS:
-            raise SpecError(
-                f"batch_norm must be one of {', '.join(KINDS)}, got {batch_norm!r}"
-            )
-        for name, value in (("bucket_bytes", bucket_bytes), ("lanes", lanes)):
-            if value < 1:
-                raise SpecError(f"{name} must be >= 1, got {value}")
-        _refuse_nested(module)
         self.module = module
-        self.plan = plan if isinstance(plan, BurstPlan) else BurstPlan.load(plan)
         self._settings = (
             f"batch_norm={batch_norm}, seed={seed}, bucket_bytes={bucket_bytes}, "
             f"lanes={lanes}, verify={verify}"
@@ -164,6 +161,10 @@ class BurstParallel(nn.Module):
         self._device_used = device
         self._ranks = ranks_of(group, timeout_s=timeout_s)
         self._agreement = Agreement(self._ranks)
+        self.plan = self._together(
+            "begin to build a burst-parallel model",
+            lambda: _checked(module, plan, batch_norm, bucket_bytes, lanes),
+        )
         self._links = Links(
             self._ranks,
             serial=self._agreement.serial,
@@ -175,6 +176,8 @@ class BurstParallel(nn.Module):
         # The graph of a last forward may keep the links; their connections end here.
         ended = weakref.finalize(self, self._links.close)
         ended.atexit = False
+        weak = weakref.ref(self._links)
+        self._agreement.is_over = lambda: _is_ended(weak)
         self._mover = Mover(self._links, self._clock)
         self._timings = Timings(self._clock)
         self._forward = Forward(
@@ -187,7 +190,7 @@ class BurstParallel(nn.Module):
         self._widths: dict[str, Width] = {}
         self._sync: GradientSync | None = None
         self._queued = False
-        self._freshness = Freshness(module, self._ranks)
+        self._freshness = Freshness(module, self._ranks, self._links.refusals.tell)
         self._replicas = Replicas(self._ranks)
         self._shadows = Shadows(self._gradient_arrived)
         self._structure = Structure(module)
@@ -210,6 +213,44 @@ class BurstParallel(nn.Module):
             self._set_up(example_inputs or (), example_kwargs or {})
 
     # Setting up.
+
+    def _together(self, purpose: str, make: Callable[[], _Made]) -> _Made:
+        """Return what ``make`` gives if it fails on no rank. A meeting of all ranks.
+
+        Raises:
+            RankDisagreement: it failed on another rank.
+        """
+        values: dict[str, str] = {}
+        trouble: Exception | None = None
+        try:
+            made = make()
+        except Exception as exc:  # noqa: BLE001 - raised below, once others know
+            trouble = exc
+            values["trouble"] = str(exc) or type(exc).__name__
+        if self._ranks.size > 1:
+            self._compare(purpose, values, trouble)
+        if trouble is not None:
+            raise trouble
+        return made
+
+    def _compare(
+        self, purpose: str, values: Mapping[str, str], trouble: Exception | None
+    ) -> None:
+        """Meet all ranks. With trouble of its own this rank raises nothing here."""
+        # There are none yet at the first meeting.
+        links: Links | None = vars(self).get("_links")
+        try:
+            with contextlib.ExitStack() as stack:
+                if links is not None:
+                    what = f"the meeting to {purpose}"
+                    stack.enter_context(links.refusals.waiting(what))
+                self._agreement.require_same(purpose, values)
+        except RankDisagreement:
+            if trouble is None:
+                raise
+        except CommTimeout as exc:
+            known = None if links is None else links.desk.error
+            raise known or exc from None
 
     def _set_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._example = args, kwargs
@@ -362,11 +403,7 @@ class BurstParallel(nn.Module):
             }
             if trouble is not None:
                 values["trouble"] = str(trouble)
-            try:
-                self._agreement.require_same(purpose, values)
-            except RankDisagreement:
-                if trouble is None:
-                    raise
+            self._compare(purpose, values, trouble)
         if trouble is not None:
             raise trouble
 
@@ -531,8 +568,16 @@ class BurstParallel(nn.Module):
         Raises:
             SpecError: a sample has another shape or type than the example's.
             RankDisagreement: ranks came in different modes, or one with bad input.
-            CommTimeout: a rank was lost.
+            CommTimeout: a rank was lost, or stopped with an error of its own.
         """
+        try:
+            return self._forwarded(args, kwargs)
+        except Exception as exc:
+            if self._links.desk.error is None:
+                self._links.refusals.tell(exc)
+            raise
+
+    def _forwarded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._links.desk.error is not None:
             raise self._links.desk.error
         if in_checkpoint():
@@ -566,6 +611,7 @@ class BurstParallel(nn.Module):
     ) -> Tensor:
         """The layers' output for this rank's packed rows, ready for backward."""
         self._cut_short()
+        self._links.refusals.next_step()
         self._mover.settle()
         assert self._trained is not None  # noqa: S101
         layouts, input_needs = self._shares.exchange(
@@ -580,7 +626,7 @@ class BurstParallel(nn.Module):
         )
         grad = torch.is_grad_enabled()
         self._freshness.is_stale |= self.module.training and self._ranks.size > 1
-        with self._freshness.opened(), self._shadows.in_place():
+        with self._inside(), self._freshness.opened(), self._shadows.in_place():
             output = self._forward(
                 steps,
                 self._shares.course(steps, layouts),
@@ -650,16 +696,28 @@ class BurstParallel(nn.Module):
             if first <= rank < first + width:
                 yield parameter
 
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Tell the others where this rank can't end the step."""
+        try:
+            yield
+        except Exception as exc:
+            if self._links.desk.error is None:
+                self._links.refusals.tell(exc, inside=True)
+            raise
+
     def _begin_backward(self) -> None:
         if not self._queued:
             self._queued = True
             assert self._sync is not None  # noqa: S101
-            self._sync.begin()
+            with self._inside():
+                self._sync.begin()
             _queue_callback(self._backward_ended)
 
     def _gradient_arrived(self, parameter: nn.Parameter) -> None:
         assert self._sync is not None  # noqa: S101
-        self._sync.arrived(parameter)
+        with self._inside():
+            self._sync.arrived(parameter)
 
     def _direct_gradient(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
         """Take the gradient of the loss's own use of a parameter.
@@ -667,6 +725,10 @@ class BurstParallel(nn.Module):
         Raises:
             StrettoError: not every rank runs the parameter's layer.
         """
+        with self._inside():
+            return self._taken(parameter, grad)
+
+    def _taken(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
         if self._width_of[id(parameter)] != (0, self._ranks.size):
             raise StrettoError(
                 f"the loss uses a parameter of layer {self._layer_of[id(parameter)]!r} "
@@ -684,14 +746,17 @@ class BurstParallel(nn.Module):
             self._clock.other()
         self._queued = False
         assert self._sync is not None  # noqa: S101
-        self._sync.finish()
-        self._mover.settle()
+        with self._inside():
+            self._sync.finish()
+            self._mover.settle()
         self._timings.step_ended()
 
     def _cut_short(self) -> None:
         """Clears what a backward left that an exception ended."""
         if self._queued and self._sync is not None:
             self._queued = False
+            error = StrettoError("its backward was ended by an exception")
+            self._links.refusals.tell(error, inside=True)
             self._sync.reset()
             self._mover.drop()
 
@@ -763,7 +828,9 @@ class BurstParallel(nn.Module):
             PlanMismatch: it is for another model or more ranks; the old one stays.
             RankDisagreement: ranks came with different plans or optimizers.
         """
-        plan = plan if isinstance(plan, BurstPlan) else BurstPlan.load(plan)
+        given, purpose = plan, "begin to apply a burst plan"
+        self._links.refusals.withdraw()
+        plan = self._together(purpose, lambda: _loaded(given))
         if not self._steps:
             self.plan = plan
             return
@@ -876,6 +943,37 @@ class BurstParallel(nn.Module):
     def widths(self) -> dict[str, Width]:
         """Each layer's ranks: the first, and how many. Empty before a first forward."""
         return dict(self._widths)
+
+
+_Made = TypeVar("_Made")
+
+
+def _loaded(plan: BurstPlan | str | Path) -> BurstPlan:
+    return plan if isinstance(plan, BurstPlan) else BurstPlan.load(plan)
+
+
+def _checked(
+    module: nn.Module,
+    plan: BurstPlan | str | Path,
+    batch_norm: str,
+    bucket_bytes: int,
+    lanes: int,
+) -> BurstPlan:
+    """The plan, if the arguments are valid."""
+    if batch_norm not in KINDS:
+        raise SpecError(
+            f"batch_norm must be one of {', '.join(KINDS)}, got {batch_norm!r}"
+        )
+    for name, value in (("bucket_bytes", bucket_bytes), ("lanes", lanes)):
+        if value < 1:
+            raise SpecError(f"{name} must be >= 1, got {value}")
+    _refuse_nested(module)
+    return _loaded(plan)
+
+
+def _is_ended(links: weakref.ref[Links]) -> bool:
+    found = links()
+    return found is not None and found.desk.error is not None
 
 
 @final

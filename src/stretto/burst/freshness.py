@@ -21,7 +21,7 @@ from torch import nn
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.optim import Optimizer
 
@@ -56,8 +56,11 @@ _WRITES = frozenset(
 class Freshness:
     """Watches one module on one rank."""
 
-    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+    def __init__(
+        self, module: nn.Module, ranks: Ranks, tell: Callable[[StrettoError], None]
+    ) -> None:
         self._ranks = ranks
+        self._tell = tell
         self._own: tuple[nn.Parameter, ...] = ()
         self._foreign: tuple[str, ...] = ()
         self._guarded: list[nn.Parameter] = []
@@ -127,7 +130,7 @@ class Freshness:
             return
         stepped = self._own_versions >= 0 and self._own_versions != self._versions()
         if self.is_stale or stepped:
-            raise StrettoError(
+            raise self._told(
                 f"{self._ranks.name(self._ranks.rank)} does not run layer "
                 f"{self._foreign[0]!r} and has no current parameters of it: let all "
                 "ranks call full_state_dict(), or refresh() after optimizer.step()"
@@ -146,6 +149,12 @@ class Freshness:
                 f"{exc}. For a penalty on parameters use the optimizer's weight_decay "
                 "or add its gradient to .grad where that is not None"
             ) from None
+
+    def _told(self, text: str) -> StrettoError:
+        """An error that the other ranks know of, see `stretto.burst.refusals`."""
+        error = StrettoError(text)
+        self._tell(error)
+        return error
 
     def _versions(self) -> int:
         return sum(parameter._version for parameter in self._own)  # noqa: SLF001
@@ -170,7 +179,7 @@ class Freshness:
             StrettoError: it lacks the current state of a layer.
         """
         if self._foreign and not self._open and optimizer in self._stepped:
-            raise StrettoError(
+            raise self._told(
                 f"{self._ranks.name(self._ranks.rank)} does not run layer "
                 f"{self._foreign[0]!r} and has no current optimizer state of it: let "
                 "all ranks call refresh(optimizer) after optimizer.step()"

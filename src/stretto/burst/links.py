@@ -9,13 +9,16 @@ one for the statistics of batch norms, which must not queue behind gradients.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
+from stretto.burst.refusals import Refusals
 from stretto.cost.burst import MOST_DIRECT
+from stretto.errors import CommTimeout
 from stretto.runtime.failure import FailureDesk
 from stretto.runtime.lanes import LanePool
 
@@ -67,13 +70,16 @@ class Links:
         self._pools: list[LanePool] = []
         self._groups: dict[Width, GroupLinks] = {}
         self.desk = FailureDesk(ranks, self._abort)
+        weak = weakref.ref(self)
+        self.refusals = Refusals(ranks, serial, lambda text: _stop(weak, text))
         self._moves: Any = None
         self._numbers: Any = None
         self._direct: Any = torch.distributed.AllToAllOptions()
         if ranks.size > 1:
-            self._moves = self._pool(ranks, backend, device).lane(_MOVES)
-            on_cpu = self._pool(ranks, "gloo", torch.device("cpu"))
-            self._numbers = on_cpu.lane(_NUMBERS)
+            with self.guard("opening connections"):
+                self._moves = self._pool(ranks, backend, device).lane(_MOVES)
+                on_cpu = self._pool(ranks, "gloo", torch.device("cpu"))
+                self._numbers = on_cpu.lane(_NUMBERS)
 
     def _pool(self, ranks: Ranks, backend: str, device: torch.device) -> LanePool:
         pool = LanePool(ranks, serial=self._serial, backend=backend, device=device)
@@ -173,13 +179,29 @@ class Links:
         """
         if self.desk.error is not None:
             raise self.desk.error
+        self.refusals.withdraw()
         try:
-            yield
+            with self.refusals.waiting(place):
+                yield
         except RuntimeError as exc:
+            own = self.refusals.given_up()
+            if own and self.desk.error is None:
+                self.desk.error = CommTimeout(
+                    f"{self.ranks.name(self.ranks.rank)}: {place} can't end: the other "
+                    "ranks do not wait for this one any more, after an error of its "
+                    f"own: {own}"
+                )
             raise self.desk.report(place, exc) from exc
+
+    def end(self, text: str) -> None:
+        """Close the connections and make this every later call's error."""
+        if self.desk.error is None:
+            self.desk.error = CommTimeout(text)
+            self._abort()
 
     def close(self) -> None:
         """End all connections, once their collectives are done."""
+        self.refusals.close()
         for pool in self._pools:
             pool.close()
         # A Gloo backend ends with the last reference to it.
@@ -191,6 +213,12 @@ class Links:
     def _abort(self) -> None:
         for pool in self._pools:
             pool.abort()
+
+
+def _stop(links: weakref.ref[Links], text: str) -> None:
+    found = links()
+    if found is not None:
+        found.end(text)
 
 
 def _broadcast_options(root: int) -> Any:

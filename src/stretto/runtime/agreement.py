@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from stretto.errors import CommTimeout, RankDisagreement, StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _log = logging.getLogger(__name__)
 
@@ -111,14 +111,22 @@ def own_connection(store: Store) -> Store:
         return store
 
 
-def missing_after(store: Store, keys: Sequence[str], timeout_s: float) -> list[int]:
-    """Return the positions of the keys that are missing when the time is up."""
+def missing_after(
+    store: Store,
+    keys: Sequence[str],
+    timeout_s: float,
+    is_over: Callable[[], bool] = lambda: False,
+) -> list[int]:
+    """Return the positions of the keys that are missing when the time is up.
+
+    ``is_over`` is asked meanwhile; the time is up when it says so.
+    """
     deadline = time.perf_counter() + timeout_s
     pause_s = _POLL_S
     missing = list(range(len(keys)))
     while True:
         missing = [i for i in missing if not store.check([keys[i]])]
-        if not missing or time.perf_counter() > deadline:
+        if not missing or time.perf_counter() > deadline or is_over():
             return missing
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _POLL_MOST_S)
@@ -146,6 +154,8 @@ class Agreement:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._meeting = 0
+        self.is_over: Callable[[], bool] = lambda: False
+        """Whether a meeting is to end without those who have not come."""
 
     @cached_property
     def serial(self) -> int:
@@ -246,7 +256,7 @@ class Agreement:
         meeting, self._meeting = self._meeting, self._meeting + 1
         keys = [f"{meeting}/{rank}" for rank in range(ranks.size)]
         store.set(keys[ranks.rank], mine)
-        missing = missing_after(store, keys, ranks.timeout_s)
+        missing = missing_after(store, keys, ranks.timeout_s, self.is_over)
         decision = store.compare_set(f"{meeting}/end", "", "stop" if missing else "go")
         if decision != b"go":
             what = (

@@ -1,0 +1,152 @@
+"""A rank that refuses a call tells the ranks that would wait for it.
+
+# Note [What others learn of a refusal]
+A read of values that are not current, or an error in forward or backward, is raised on
+the rank where it happens, whose program may catch it. The other ranks wait for that
+rank in their next collective and would do so until the time-out. So the rank leaves its
+error in the store. An error inside a step means that what the others wait for in this
+step never comes: they end at once. Any other error they give `GRACE_S` seconds, because
+the rank may go on; its next call withdraws what it left. Ending means to close the
+model's connections and to raise one error that names the rank and its error. Nothing
+is asked of the store before a wait has lasted `_POLL_S` seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from time import perf_counter
+from typing import TYPE_CHECKING, final
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from stretto.runtime.agreement import Ranks
+
+GRACE_S = 30.0
+"""A rank that has refused something may take so long until its next call."""
+
+_POLL_S = 0.5
+
+
+@final
+class Refusals:
+    """What this rank refused, and a watch on the others while it waits."""
+
+    def __init__(self, ranks: Ranks, serial: int, stop: Callable[[str], None]) -> None:
+        self._ranks = ranks
+        self._store = PrefixStore(f"refused/{serial}", ranks.store)
+        self._stop = stop
+        self._step = 0
+        self._is_told = False
+        self._since: tuple[float, str] | None = None
+        self._seen: dict[int, float] = {}
+        self._ended = threading.Event()
+        self._own = ""
+        if ranks.size > 1:
+            threading.Thread(
+                target=_watch,
+                args=(weakref.ref(self), self._ended),
+                name="stretto-burst-refusals",
+                daemon=True,
+            ).start()
+
+    # On the rank that refuses.
+
+    def tell(self, error: BaseException, *, inside: bool = False) -> None:
+        """Tell the other ranks of an error; ``inside`` a step it ends that step."""
+        if self._ranks.size == 1:
+            return
+        text = (str(error) or type(error).__name__).splitlines()[0]
+        self._own = f"{type(error).__name__}: {text}"
+        with contextlib.suppress(RuntimeError):  # without a store there is no job
+            if inside:
+                key = f"inside/{self._ranks.rank}"
+                self._store.set(key, f"{self._step} {self._own}")
+            if not self._is_told:
+                self._store.set(f"outside/{self._ranks.rank}", self._own)
+                self._is_told = True
+
+    def withdraw(self) -> None:
+        """Note that this rank goes on."""
+        if self._is_told:
+            self._is_told = False
+            with contextlib.suppress(RuntimeError):
+                self._store.delete_key(f"outside/{self._ranks.rank}")
+
+    def given_up(self) -> str:
+        """Return the error for which the others wait for this rank no longer."""
+        if not self._own:
+            return ""
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([f"ended/{self._ranks.rank}"]):
+                return self._own
+        return ""
+
+    def next_step(self) -> None:
+        """Count a forward, which all ranks call equally often."""
+        self._step += 1
+
+    # On a rank that waits.
+
+    @contextlib.contextmanager
+    def waiting(self, place: str) -> Iterator[None]:
+        """Look after the others' refusals meanwhile."""
+        before, self._since = self._since, (perf_counter(), place)
+        try:
+            yield
+        finally:
+            self._since = before
+
+    def look(self) -> None:
+        """End a wait for a rank that has refused what is waited for."""
+        since = self._since
+        if since is None or perf_counter() - since[0] < _POLL_S:
+            self._seen.clear()
+            return
+        for rank in range(self._ranks.size):
+            if rank == self._ranks.rank:
+                continue
+            text = self._found(rank)
+            if text is not None and self._since is since:
+                self._store.set(f"ended/{rank}", text)
+                self._stop(
+                    f"{self._ranks.name(self._ranks.rank)}: {since[1]} can't end, "
+                    f"because {self._ranks.name(rank)} stopped with an error of its "
+                    f"own: {text}"
+                )
+                return
+
+    def _found(self, rank: int) -> str | None:
+        key = f"inside/{rank}"
+        if self._store.check([key]):
+            step, _, text = self._store.get(key).decode().partition(" ")
+            if int(step) == self._step:
+                return text
+        key = f"outside/{rank}"
+        if not self._store.check([key]):
+            self._seen.pop(rank, None)
+            return None
+        first_s = self._seen.setdefault(rank, perf_counter())
+        if perf_counter() - first_s < min(GRACE_S, self._ranks.timeout_s):
+            return None
+        return self._store.get(key).decode()
+
+    def close(self) -> None:
+        """End the watch."""
+        self._ended.set()
+
+
+def _watch(refusals: weakref.ref[Refusals], ended: threading.Event) -> None:
+    while not ended.wait(_POLL_S):
+        found = refusals()
+        if found is None:
+            return
+        try:
+            found.look()
+        except RuntimeError:
+            return  # the store is gone, which the next request reports
+        del found
