@@ -1470,6 +1470,44 @@ def checkpointed_dropout_in_a_hooked_block() -> nn.Module:
     )
 
 
+class ByPlace(nn.Module):
+    """What a sample gets depends on its place in the batch."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.after(self.change(self.before(x)))
+        return h
+
+
+@refused(flat, "place in the batch")
+def masks_late_samples() -> nn.Module:
+    return ByPlace(lambda h: h * (torch.arange(h.shape[0]) < 6)[:, None])
+
+
+@refused(flat, "depends on the number of samples")
+def decides_on_the_batch() -> nn.Module:
+    return ByPlace(lambda h: h * 2 if h.shape[0] == 9 else h)
+
+
+@right(flat)
+def takes_as_many_as_there_are() -> nn.Module:
+    return ByPlace(lambda h: h[: h.shape[0]] + h)
+
+
+def _picked(h: Tensor) -> Tensor:
+    index = h.argmax(1) + torch.arange(h.shape[0]) * h.shape[1]
+    return h.reshape(-1)[index][:, None] * h
+
+
+@right(flat)
+def picks_from_flat_rows() -> nn.Module:
+    return ByPlace(_picked)
+
+
 # ---------------------------------------------------------------------- Hugging Face
 
 

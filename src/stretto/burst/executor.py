@@ -626,6 +626,8 @@ class BurstParallel(nn.Module):
         )
         grad = torch.is_grad_enabled()
         self._freshness.is_stale |= self.module.training and self._ranks.size > 1
+        with self._inside(), self._freshness.opened():
+            steps.graph.require_count(layouts.num_samples)
         with self._inside(), self._freshness.opened(), self._shadows.in_place():
             output = self._forward(
                 steps,

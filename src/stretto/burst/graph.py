@@ -113,6 +113,16 @@ class LayerGraph:
         """Return what forward read and has changed since the capture, or None."""
         return self._traced.watch.changed()
 
+    def require_count(self, count: int) -> None:
+        """Require that the forward does the same for a number of samples in all.
+
+        It is recorded again for the first few numbers and for any larger one.
+
+        Raises:
+            SpecError: it does something else: the line is named.
+        """
+        self._traced.counts_known.require(count)
+
     @property
     def uses_half(self) -> bool:
         """Whether some operation computes with fewer than 32 bits."""

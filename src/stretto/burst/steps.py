@@ -12,7 +12,7 @@ from stretto.burst.dropout import draws_otherwise, dropouts_of
 from stretto.burst.graph import INPUT, LayerGraph, LayerNode
 from stretto.burst.links import Width
 from stretto.burst.norm import BatchNorm
-from stretto.burst.tracing.operations import place_of
+from stretto.burst.tracing.places import place_of
 from stretto.errors import PlanMismatch, SpecError
 
 if TYPE_CHECKING:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from stretto.burst.graph import capture
 from stretto.burst.tracing.recorder import FakeTensor
+from stretto.errors import SpecError
 
 CALLS: list[bool] = []
 
@@ -34,3 +37,150 @@ def test_parameters_that_share_memory_are_captured_as_they_are():
     model[1].weight.data = flat[16:].view(4, 4)
     graph = capture(model, (torch.randn(2, 4),))
     assert [node.name for node in graph.nodes] == ["0", "1"]
+
+
+def late_half(h):
+    return h.masked_fill((torch.arange(h.shape[0]) >= 6)[:, None], 0.0)
+
+
+def late_thousands(h):
+    return h.masked_fill((torch.arange(h.shape[0]) >= 600)[:, None], 0.0)
+
+
+def by_group(h):
+    return h * (torch.arange(h.shape[0]) // 5)[:, None]
+
+
+def by_count_of_ones(h):
+    return h * (torch.ones(h.shape[0]).cumsum(0) > 6)[:, None]
+
+
+def table_by_place(h):
+    return h + torch.linspace(0, 1, 4000).square()[: h.shape[0], None]
+
+
+def adds_the_place(h):
+    return h + torch.arange(h.shape[0])[:, None]
+
+
+def looks_six_rows_away(h):
+    weight = torch.ones(4, 4, 3, dtype=h.dtype)
+    return functional.conv1d(h.t()[None], weight, padding=6, dilation=6)[0].t()
+
+
+def rolls(h):
+    return h.roll(5, 0)
+
+
+def even_numbers(h):
+    return h * 2 if h.shape[0] % 2 == 0 else h
+
+
+def first_row_filled(h):
+    return h.index_fill(0, torch.tensor([6]), 0.0)
+
+
+def first_1500(h):
+    return h[:1500]
+
+
+def large_batches(h):
+    return h * 2 if h.shape[0] > 2000 else h
+
+
+def sixty_four(h):
+    return h * 2 if h.shape[0] == 64 else h
+
+
+def as_many_as_there_are(h):
+    return h[: h.shape[0]] + h[-h.shape[0] :] + h.narrow(0, 0, h.shape[0])
+
+
+def picks_by_place(h):
+    return h[torch.arange(h.shape[0]), h.argmax(1)][:, None] * h
+
+
+def picks_from_flat(h):
+    index = h.argmax(1) + torch.arange(h.shape[0]) * h.shape[1]
+    return h.reshape(-1)[index][:, None] * h
+
+
+def rows_of_zeros(h):
+    return torch.cat([h, h.new_zeros(h.shape[0], 4)], 1)[:, :4]
+
+
+class Between(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.after(self.function(self.before(x)))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (late_half, "'getitem' depends on a sample's place"),
+        (late_thousands, "depends on a sample's place"),
+        (by_group, "depends on a sample's place"),
+        (by_count_of_ones, "depends on a sample's place"),
+        (table_by_place, "depends on a sample's place"),
+        (adds_the_place, "'add' depends on a sample's place"),
+        (looks_six_rows_away, "mixes samples"),
+        (rolls, "'roll': it mixes samples"),
+        (even_numbers, "depends on the number of samples"),
+        (first_row_filled, "index 6 is out of bounds"),
+    ],
+)
+def test_what_differs_by_place_or_number_is_refused_with_its_line(function, message):
+    with pytest.raises(SpecError, match=message) as caught:
+        capture(Between(function), (torch.randn(3, 4),))
+    assert "test_capture.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [first_1500, large_batches, sixty_four])
+def test_numbers_of_samples_are_recorded_when_they_come(function):
+    graph = capture(Between(function), (torch.randn(3, 4),))
+    graph.require_count(9)
+    count = 64 if function is sixty_four else 4096
+    with pytest.raises(SpecError, match=r"test_capture.py:.*(number|no multiple)"):
+        graph.require_count(count)
+
+
+def test_few_numbers_of_samples_are_recorded_and_larger_ones_always():
+    graph = capture(Noted(), (torch.randn(2, 4),))
+    CALLS.clear()
+    for count in range(10, 40):
+        graph.require_count(count)
+    assert len(CALLS) == 6
+    graph.require_count(2000)
+    graph.require_count(2000)
+    assert len(CALLS) == 7
+
+
+@pytest.mark.parametrize(
+    "function",
+    [as_many_as_there_are, picks_by_place, picks_from_flat, rows_of_zeros],
+)
+def test_what_counts_the_samples_and_treats_them_alike_is_captured(function):
+    model = Between(function)
+    graph = capture(model, (torch.randn(3, 4),))
+    graph.require_count(5)
+    x = torch.randn(5, 4)
+    values = {"input": x}
+    for node in graph.nodes:
+        values[node.name] = node.module(*[values[name] for name in node.inputs])
+    torch.testing.assert_close(values[graph.output], model(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_embeddings_that_look_at_the_whole_batch_are_refused(kind, option):
+    options = option if kind is nn.Embedding else {**option, "mode": "sum"}
+    model = nn.Sequential(kind(10, 4, **options), nn.Flatten(), nn.ReLU())
+    words = torch.randint(0, 10, (3, 4))
+    message = "max_norm" if "max_norm" in option else "scale_grad_by_freq"
+    with pytest.raises(SpecError, match=message):
+        capture(model, (words,))

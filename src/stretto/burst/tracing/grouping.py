@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from stretto.burst.tracing.operations import Traced, is_heavy, place_of
+from stretto.burst.tracing.operations import Traced, is_heavy
+from stretto.burst.tracing.places import depends_on_place, place_of
 from stretto.burst.tracing.recorder import Context
 from stretto.errors import SpecError
 
@@ -85,6 +86,8 @@ def _regions(traced: Traced, joined: _Joined) -> None:
         end = after[op]
         while end is not None and end not in traced.rows:
             end = after[end]
+        if end is None and op in traced.places:
+            raise depends_on_place(op)
         if end is None:
             raise SpecError(
                 f"{place_of(op)}: {op.name!r} gives no tensor with a row for each "

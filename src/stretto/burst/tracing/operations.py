@@ -22,6 +22,7 @@ import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,8 +31,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from stretto.burst.tracing.comparing import BATCHES, Count, Counts, compare, follows
 from stretto.burst.tracing.fakes import Fakes
 from stretto.burst.tracing.packing import Arguments, Results
+from stretto.burst.tracing.places import place_of, places_in
 from stretto.burst.tracing.reads import Ambient, Reads, Watch
 from stretto.burst.tracing.recorder import (
     SOURCE,
@@ -48,10 +51,6 @@ from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-_BATCHES = (7, 1001)
-"""Two numbers of samples: what differs between them in this ratio follows the batch.
-The second is larger than most batches, so that code for large ones is seen too."""
 
 NORMS = (
     nn.modules.batchnorm._NormBase,  # noqa: SLF001
@@ -87,38 +86,6 @@ _DROPOUTS: dict[Any, Any] = {
     functional.dropout3d: nn.Dropout3d,
     functional.alpha_dropout: nn.AlphaDropout,
 }
-
-_SHAPING = {
-    "affine_grid",
-    "arange",
-    "broadcast_to",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "empty",
-    "expand",
-    "full",
-    "group_norm",
-    "new_empty",
-    "new_full",
-    "new_ones",
-    "new_zeros",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "repeat",
-    "reshape",
-    "unflatten",
-    "view",
-    "zeros",
-    "normal",
-}
-"""Functions in which a number that follows the batch can be a size, or a number of
-groups."""
 
 
 @dataclass
@@ -165,14 +132,14 @@ class Traced:
     watch: Watch
     """What its forward read of plain state."""
 
+    counts_known: Counts
+    """The numbers of samples for which its forward does this."""
+
+    places: set[fx.Node] = field(default_factory=set)
+    """Those of ``ops`` whose rows are samples' places in the batch."""
+
     semantics: list[str] = field(default_factory=list)
     """A line for each operation, with its constants: equal on all ranks."""
-
-
-def place_of(node: fx.Node) -> str:
-    """Where in the user's code an operation stands, as ``file:line``."""
-    found = node.meta.get("place")
-    return str(found) if found else f"operation {node.name!r}"
 
 
 def trace(
@@ -204,6 +171,7 @@ def trace(
     shape = tuple(_packed_shape(arguments))
     reads = Reads(module)
     first, other = _recordings(module, run, shape, arguments, reads)
+    counts = Counts(first, other, partial(_recording, module, run, shape, arguments))
     build = _graph_of(module, first, other)
     semantics = [_line_of(record, module) for record in first.records]
     semantics += [
@@ -212,7 +180,12 @@ def trace(
     ]
     # Outputs' types follow autocast, and ranks must agree in what travels.
     semantics.append(f"autocast {Ambient.now(arguments.device).autocast}")
-    return _classify(module, build, semantics, arguments, found[0], reads.watch())
+    traced = _classify(
+        module, build, semantics, arguments, found[0], reads.watch(), counts
+    )
+    traced.places = places_in(traced.root, traced.ops, build.shapes, build.counts)
+    traced.rows -= traced.places
+    return traced
 
 
 def _line_of(one: Record, module: nn.Module) -> str:
@@ -274,62 +247,85 @@ def _recordings(
     The second call is of the other batch. Where it differs in more than sizes, three
     calls tell whether it does so because of the batch or from call to call.
     """
-    dtype, device = arguments.packing.dtype, arguments.device
     fakes = Fakes(module)
-    distributions: Any = torch.distributions.Distribution
 
     def once(batch: int) -> Recording:
-        before, checked = _generators(), distributions._validate_args  # noqa: SLF001
-        try:
-            # Their checks of arguments read values; a run on values makes them still.
-            distributions.set_default_validate_args(value=False)
-            found = record(module, run, ((batch, *shape), dtype, device), fakes, reads)
-        except SpecError:
-            raise
-        except Exception as error:
-            where = place_in(error, type(module).__name__)
-            text = (str(error).splitlines() or [type(error).__name__])[0]
-            raise SpecError(
-                f"{where}: the layers of {type(module).__name__} can't be found "
-                f"without values of tensors ({type(error).__name__}: {text}). What "
-                "runs must not depend on a tensor's value: rewrite this line with "
-                "tensor operations, or move it out of the model"
-            ) from error
-        finally:
-            distributions.set_default_validate_args(value=checked)
-        drew = not _same_state(_generators(), before)
-        _set_generators(before)
-        if drew:
-            raise SpecError(
-                f"{_where_drawn(module, run, (batch, *shape), dtype, device)}: forward "
-                "draws from Python's or NumPy's random numbers, so that calls and "
-                "ranks would differ: draw with torch for each sample, or decide "
-                "outside of the model"
-            )
-        return found
+        return _once(module, run, (batch, *shape), arguments, fakes, reads)
 
     with (
         contextlib.suppress(SpecError),
         keep_attributes(module),
         given_momenta(module),
     ):
-        first = once(_BATCHES[0])
+        first = once(BATCHES[0])
         _refuse_stored(module)
         before = reads.plain()
-        other = once(_BATCHES[1])
+        other = once(BATCHES[1])
         _refuse_counted(module, before, reads.plain())
-        _compare(first, other, batches=True)
+        compare(first, other, BATCHES)
         return first, other
     with keep_attributes(module), given_momenta(module):
-        first = once(_BATCHES[0])
+        first = once(BATCHES[0])
         _refuse_stored(module)
         before = reads.plain()
-        again = once(_BATCHES[0])
-        _compare(first, again, batches=False)
+        again = once(BATCHES[0])
+        compare(first, again, None)
         _refuse_counted(module, before, reads.plain())
     with keep_attributes(module), given_momenta(module):
-        other = once(_BATCHES[1])
+        other = once(BATCHES[1])
     return first, other
+
+
+def _recording(
+    module: nn.Module,
+    run: Any,
+    shape: tuple[int, ...],
+    arguments: Arguments,
+    batch: int,
+) -> Recording:
+    """Record a call with some number of samples."""
+    with keep_attributes(module), given_momenta(module):
+        return _once(module, run, (batch, *shape), arguments, Fakes(module), None)
+
+
+def _once(
+    module: nn.Module,
+    run: Any,
+    shape: tuple[int, ...],
+    arguments: Arguments,
+    fakes: Fakes,
+    reads: Reads | None,
+) -> Recording:
+    dtype, device = arguments.packing.dtype, arguments.device
+    distributions: Any = torch.distributions.Distribution
+    before, checked = _generators(), distributions._validate_args  # noqa: SLF001
+    try:
+        # Their checks of arguments read values; a run on values makes them still.
+        distributions.set_default_validate_args(value=False)
+        found = record(module, run, (shape, dtype, device), fakes, reads)
+    except SpecError:
+        raise
+    except Exception as error:
+        where = place_in(error, type(module).__name__)
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SpecError(
+            f"{where}: the layers of {type(module).__name__} can't be found "
+            f"without values of tensors ({type(error).__name__}: {text}). What "
+            "runs must not depend on a tensor's value: rewrite this line with "
+            "tensor operations, or move it out of the model"
+        ) from error
+    finally:
+        distributions.set_default_validate_args(value=checked)
+    drew = not _same_state(_generators(), before)
+    _set_generators(before)
+    if drew:
+        raise SpecError(
+            f"{_where_drawn(module, run, shape, dtype, device)}: forward "
+            "draws from Python's or NumPy's random numbers, so that calls and "
+            "ranks would differ: draw with torch for each sample, or decide "
+            "outside of the model"
+        )
+    return found
 
 
 def _generators() -> tuple[Any, Any]:
@@ -439,116 +435,6 @@ def _line_setting(module: nn.Module, name: str) -> str:
             if sets.search(line):
                 found = f"{file}:{number}: "
     return found
-
-
-# Comparing recordings.
-
-
-@dataclass(frozen=True)
-class Count:
-    """A number that follows the batch."""
-
-    each: int
-    """For one sample."""
-
-
-def _compare(first: Recording, second: Recording, *, batches: bool) -> list[Any]:
-    """Each record's arguments, with `Count` where a number follows the batch.
-
-    Raises:
-        SpecError: the recordings differ in anything else.
-    """
-    found = []
-    for one, two in zip(first.records, second.records, strict=False):
-        same_target = one.target == two.target or (
-            getattr(one.target, "__func__", 1) is getattr(two.target, "__func__", 2)
-            and getattr(one.target, "__self__", 1) is getattr(two.target, "__self__", 2)
-        )
-        if one.kind != two.kind or not same_target or one.context != two.context:
-            raise _differs(one, batches)
-        found.append(
-            (
-                _joined(one.args, two.args, one, batches),
-                _joined(one.kwargs, two.kwargs, one, batches),
-            )
-        )
-    if len(first.records) != len(second.records):
-        longer = max(first.records, second.records, key=len)
-        place = min(len(first.records), len(second.records))
-        raise _differs(longer[place], batches)
-    if first.output != second.output:
-        raise _differs(first.records[-1], batches)
-    return found
-
-
-def _differs(one: Record, batches: bool) -> SpecError:  # noqa: FBT001
-    if batches:
-        return SpecError(
-            f"{one.place}: what runs here depends on the number of samples: a layer's "
-            "work must not depend on how many samples run beside one"
-        )
-    return SpecError(
-        f"{one.place}: what runs here differs from call to call (a counter, a "
-        "schedule, or a random decision), and would be fixed as it was at capture: "
-        "pass it as an input tensor, or change the model outside of forward"
-    )
-
-
-def _joined(one: Any, two: Any, at: Record, batches: bool) -> Any:  # noqa: FBT001
-    if isinstance(one, (Ref, Fixed)) or isinstance(two, (Ref, Fixed)):
-        if one != two:
-            raise _differs(at, batches)
-        return one
-    if type(one) is not type(two):
-        raise _differs(at, batches)
-    if isinstance(one, (tuple, list)):
-        if len(one) != len(two):
-            raise _differs(at, batches)
-        parts = [_joined(a, b, at, batches) for a, b in zip(one, two, strict=True)]
-        if hasattr(one, "_fields"):
-            return type(one)(*parts)
-        # A torch.Size takes numbers alone.
-        return tuple(parts) if isinstance(one, torch.Size) else type(one)(parts)
-    if isinstance(one, dict):
-        if list(one) != list(two):
-            raise _differs(at, batches)
-        return {k: _joined(v, two[k], at, batches) for k, v in one.items()}
-    if isinstance(one, slice):
-        return slice(
-            *(
-                _joined(getattr(one, end), getattr(two, end), at, batches)
-                for end in ("start", "stop", "step")
-            )
-        )
-    if isinstance(one, (int, float, complex, str, bool)):
-        return _number(one, two, at, batches)
-    return one
-
-
-def _number(one: Any, two: Any, at: Record, batches: bool) -> Any:  # noqa: FBT001
-    if one == two or (one != one and two != two):
-        return one
-    if not batches:
-        raise _differs(at, batches)
-    if isinstance(one, bool) or not isinstance(one, int):
-        raise SpecError(
-            f"{at.place}: uses the number of samples as a number ({one} for "
-            f"{_BATCHES[0]} samples, {two} for {_BATCHES[1]}), which mixes samples: it "
-            "is another on each rank. Leave what depends on the batch to the loss"
-        )
-    if one * _BATCHES[1] != two * _BATCHES[0] or one % _BATCHES[0]:
-        raise SpecError(
-            f"{at.place}: a size follows the number of samples, but not as a multiple "
-            "of it: a layer's work must not depend on how many samples run beside one"
-        )
-    name = str(getattr(at.target, "__name__", at.target))
-    if name not in _SHAPING:
-        raise SpecError(
-            f"{at.place}: {name} uses the number of samples as a number, which mixes "
-            "samples: it is another on each rank. Leave what depends on the batch to "
-            "the loss"
-        )
-    return Count(one // _BATCHES[0])
 
 
 # The graph.
@@ -707,7 +593,7 @@ _PLAIN = (
 
 
 def _graph_of(module: nn.Module, first: Recording, other: Recording) -> _Build:
-    arguments = _compare(first, other, batches=True)
+    arguments = compare(first, other, BATCHES)
     build = _Build(module, first)
     for one, two, (args, kwargs) in zip(
         first.records, other.records, arguments, strict=True
@@ -729,6 +615,7 @@ def _classify(
     arguments: Arguments,
     results: Results,
     watch: Watch,
+    counts_known: Counts,
 ) -> Traced:
     root = build.root()
     source = build.source
@@ -754,6 +641,7 @@ def _classify(
         or any(one.dtype in _HALVES for one, _ in build.shapes.values()),
         ambient=Ambient.now(arguments.device),
         watch=watch,
+        counts_known=counts_known,
         semantics=semantics,
     )
     ops = {source}
@@ -842,18 +730,9 @@ def _require_same_for_all(node: fx.Node, build: _Build) -> None:
         )
 
 
-def _follows(one: int, two: int) -> bool | None:
-    """Whether a number follows the batch; ``None`` where it does so in no ratio."""
-    if one == two:
-        return False
-    if one * _BATCHES[1] == two * _BATCHES[0]:
-        return one % _BATCHES[0] == 0 or None
-    return None
-
-
 def _row(traced: Traced, node: fx.Node, value: Tensor, other: Tensor) -> None:
     """Notes whether a tensor has a row for each sample."""
-    sides = [_follows(v, w) for v, w in zip(value.shape, other.shape, strict=True)]
+    sides = [follows(v, w) for v, w in zip(value.shape, other.shape, strict=True)]
     if not any(side is not False for side in sides):
         raise SpecError(
             f"{place_of(node)}: {node.name!r} gives {tuple(value.shape)} whatever the "
@@ -863,11 +742,11 @@ def _row(traced: Traced, node: fx.Node, value: Tensor, other: Tensor) -> None:
     if any(side is None for side in sides):
         raise SpecError(
             f"{place_of(node)}: {node.name!r} gives {tuple(value.shape)} for "
-            f"{_BATCHES[0]} samples and {tuple(other.shape)} for {_BATCHES[1]}, which "
+            f"{BATCHES[0]} samples and {tuple(other.shape)} for {BATCHES[1]}, which "
             "is no multiple: it treats some samples in another way than others, and "
             "these may be on other ranks. Treat every sample alike"
         )
-    if value.shape[0] == _BATCHES[0] and sides == [True, *(False for _ in sides[1:])]:
+    if value.shape[0] == BATCHES[0] and sides == [True, *(False for _ in sides[1:])]:
         traced.rows.add(node)
         traced.shapes[node] = (tuple(value.shape[1:]), value.dtype)
 

@@ -21,7 +21,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from stretto.burst.tracing.fakes import swapped
-from stretto.burst.tracing.operations import keep_attributes, place_of
+from stretto.burst.tracing.operations import keep_attributes
+from stretto.burst.tracing.places import place_of
 from stretto.burst.tracing.recorder import BatchNorm, place_in
 from stretto.burst.tracing.trial import (
     COARSE,
@@ -33,7 +34,7 @@ from stretto.burst.tracing.trial import (
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from stretto.burst.graph import LayerGraph, LayerNode
 
@@ -42,6 +43,9 @@ _REST = (2,)
 """Rows in an order that no flip or rotation of the rows maps onto itself."""
 
 _ROWS = len(_SOME) + len(_REST)
+
+_WIDE, _WIDEST, _WIDE_NUMBERS = 13, 1009, 1 << 16
+"""Rows of the check with many of them: so many that all have about these numbers."""
 
 _Found = tuple[Tensor, list[Tensor | None], dict[int, Tensor]]
 """A layer's output, and gradients of its inputs and of its parameters."""
@@ -269,6 +273,9 @@ class _Check:
             every = tuple(range(_ROWS))
             full = self._known.get(node.name)
             full = full or self._part(node, values, cotangents, every)
+            found = self._wide(node, values, full[0])
+            if found is not None:
+                return found
             parts = []
             for rows in (_SOME, _REST):
                 try:
@@ -287,6 +294,26 @@ class _Check:
                 if not self._near(added, grad, largest):
                     return self._mixes(node, values, backward=True)
         return None
+
+    def _wide(
+        self, node: LayerNode, values: dict[str, Tensor], full: Tensor
+    ) -> SpecError | None:
+        """Where many rows, each of a few kinds, are not each the row of its kind.
+
+        What reaches further than `_ROWS` rows does not show with so few.
+        """
+        taken = [values[name] for name in node.inputs]
+        numbers = sum(x.numel() for x in (*taken, full)) // _ROWS
+        count = min(_WIDEST, max(_WIDE, _WIDE_NUMBERS // max(1, numbers)))
+        rows = torch.randint(_ROWS, (count,), generator=self._draw).tolist()
+        try:
+            with torch.no_grad():
+                output = _run(node, [x[rows] for x in taken])
+        except Exception as error:  # noqa: BLE001 - the user's code
+            return self._fails(node, values, error)
+        if self._near(output, full[rows], _largest(full)):
+            return None
+        return self._mixes(node, values, rows=rows)
 
     def _other_rows(
         self,
@@ -329,11 +356,16 @@ class _Check:
         return output.detach(), to_inputs, to_parameters
 
     def _mixes(
-        self, node: LayerNode, values: dict[str, Tensor], *, backward: bool = False
+        self,
+        node: LayerNode,
+        values: dict[str, Tensor],
+        *,
+        backward: bool = False,
+        rows: Sequence[int] = (),
     ) -> SpecError:
         place = f"layer {node.name!r}"
         if not backward:
-            place = self._line(node, values)
+            place = self._line(node, values, rows)
         else:
             op = next((n for n in _graph_of(node).nodes if n.meta.get("place")), None)
             place = place if op is None else f"{place_of(op)}: {place}"
@@ -355,14 +387,15 @@ class _Check:
             "of squeeze()"
         )
 
-    def _line(self, node: LayerNode, values: dict[str, Tensor]) -> str:
+    def _line(
+        self, node: LayerNode, values: dict[str, Tensor], rows: Sequence[int] = ()
+    ) -> str:
         """The first operation of a layer that gives other rows for some of them."""
-        full, *parts = (
-            self._trace(node, values, rows)
-            for rows in (tuple(range(_ROWS)), _SOME, _REST)
-        )
-        for rows, some in zip((_SOME, _REST), parts, strict=True):
-            found = self._first_other(full, some, rows)
+        orders = (rows,) if rows else (_SOME, _REST)
+        full = self._trace(node, values, tuple(range(_ROWS)))
+        for order in orders:
+            some = self._trace(node, values, order)
+            found = self._first_other(full, some, order)
             if found is not None:
                 return found
         for op in reversed(_graph_of(node).nodes):
@@ -371,7 +404,7 @@ class _Check:
         return f"layer {node.name!r}"
 
     def _trace(
-        self, node: LayerNode, values: dict[str, Tensor], rows: tuple[int, ...]
+        self, node: LayerNode, values: dict[str, Tensor], rows: Sequence[int]
     ) -> dict[fx.Node, Any]:
         inputs = [values[name][list(rows)] for name in node.inputs]
         found: dict[fx.Node, Any] = {}
@@ -383,11 +416,17 @@ class _Check:
         self,
         full: dict[fx.Node, Any],
         some: dict[fx.Node, Any],
-        rows: tuple[int, ...],
+        rows: Sequence[int],
     ) -> str | None:
+        read: set[fx.Node] = set()
         for op, want in full.items():
+            if op.op == "placeholder" or (
+                op.target != "size" and any(n in read for n in op.all_input_nodes)
+            ):
+                read.add(op)
             if (
-                op.op in ("placeholder", "get_attr", "output")
+                op not in read
+                or op.op in ("placeholder", "output")
                 or not isinstance(want, Tensor)
                 or not want.dim()
                 or want.shape[0] != _ROWS

@@ -452,12 +452,22 @@ class Recorder(TorchFunctionMode):
         if id(module) not in self._modules or not is_leaf(module, self._root):
             return call(module, *args, **kwargs)
         place = _place()
+        if getattr(module, "scale_grad_by_freq", False):
+            raise SpecError(
+                f"{place}: {type(module).__name__} with scale_grad_by_freq divides a "
+                "word's gradient by how often it is in the batch, which ranks do not "
+                "know of each other. Leave out scale_grad_by_freq"
+            )
 
         def run(*more: Any, **named: Any) -> Any:
             # Counted as within itself: a norm or dropout is noted as such.
             buffers = _buffers(module)
             versions = [_version(b) for _, b, _ in buffers]
+            trained = [(n, p, _version(p)) for n, p in module.named_parameters()]
             result = self.module(call, module, more, named)
+            for name, parameter, version in trained:
+                if _version(parameter) != version:
+                    raise _writes_parameter(place, module, name)
             for (name, buffer, owner), version in zip(buffers, versions, strict=True):
                 if _version(buffer) != version:
                     _require_known_state(owner, name, place)
@@ -559,6 +569,16 @@ def _require_known_state(owner: nn.Module, name: str, place: str) -> None:
         f"{place}: {type(owner).__name__} writes into its buffer {name!r} in forward: "
         "ranks would differ in it, as each sees other samples. Update it outside of "
         "the model"
+    )
+
+
+def _writes_parameter(place: str, module: nn.Module, name: str) -> SpecError:
+    way = "Update it outside of the model"
+    if getattr(module, "max_norm", None) is not None:
+        way = "Leave out max_norm, and limit the norms after each optimizer's step"
+    return SpecError(
+        f"{place}: {type(module).__name__} writes into its parameter {name!r} in "
+        f"forward: ranks would differ in it, as each sees other samples. {way}"
     )
 
 

@@ -1,0 +1,240 @@
+"""What differs between recordings of two batches: sizes that follow the batch.
+
+# Note [Numbers of samples]
+A forward may decide by how many samples there are. A capture holds for the numbers with
+which it was recorded: two at construction, chosen so that a limit between them, or
+whether the number is even, shows; and each further number of samples of a global batch
+when it first comes, the first few of them and each that is larger than all before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from stretto.burst.tracing.recorder import Fixed, Record, Recording, Ref
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BATCHES = (7, 1008)
+"""Two numbers of samples: what differs between them in this ratio follows the batch."""
+
+_MOST_COUNTS = 8
+"""Other numbers of samples that are recorded, unless larger than all before."""
+
+_SHAPING = {
+    "affine_grid",
+    "arange",
+    "broadcast_to",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "empty",
+    "expand",
+    "full",
+    "group_norm",
+    "narrow",
+    "new_empty",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "repeat",
+    "tile",
+    "reshape",
+    "unflatten",
+    "view",
+    "zeros",
+    "normal",
+}
+"""Functions in which a number that follows the batch can be a size, or a number of
+groups."""
+
+
+@final
+@dataclass(frozen=True)
+class Count:
+    """A number that follows the batch."""
+
+    each: int
+    """For one sample."""
+
+
+def compare(
+    first: Recording, second: Recording, batches: tuple[int, int] | None
+) -> list[Any]:
+    """Each record's arguments, with `Count` where a number follows the batch.
+
+    ``batches`` are the recordings' numbers of samples, ``None`` if they are the same.
+
+    Raises:
+        SpecError: the recordings differ in anything else.
+    """
+    found = []
+    for one, two in zip(first.records, second.records, strict=False):
+        same_target = one.target == two.target or (
+            getattr(one.target, "__func__", 1) is getattr(two.target, "__func__", 2)
+            and getattr(one.target, "__self__", 1) is getattr(two.target, "__self__", 2)
+        )
+        if one.kind != two.kind or not same_target or one.context != two.context:
+            raise _differs(one, batches)
+        found.append(
+            (
+                _joined(one.args, two.args, one, batches),
+                _joined(one.kwargs, two.kwargs, one, batches),
+            )
+        )
+    if len(first.records) != len(second.records):
+        longer = max(first.records, second.records, key=len)
+        place = min(len(first.records), len(second.records))
+        raise _differs(longer[place], batches)
+    if first.output != second.output:
+        raise _differs(first.records[-1], batches)
+    return found
+
+
+def _differs(one: Record, batches: tuple[int, int] | None) -> SpecError:
+    if batches is not None:
+        return SpecError(
+            f"{one.place}: what runs here depends on the number of samples: a layer's "
+            "work must not depend on how many samples run beside one"
+        )
+    return SpecError(
+        f"{one.place}: what runs here differs from call to call (a counter, a "
+        "schedule, or a random decision), and would be fixed as it was at capture: "
+        "pass it as an input tensor, or change the model outside of forward"
+    )
+
+
+def _joined(
+    one: Any,
+    two: Any,
+    at: Record,
+    batches: tuple[int, int] | None,
+    *,
+    is_end: bool = False,
+) -> Any:
+    if isinstance(one, (Ref, Fixed)) or isinstance(two, (Ref, Fixed)):
+        if one != two:
+            raise _differs(at, batches)
+        return one
+    if type(one) is not type(two):
+        raise _differs(at, batches)
+    if isinstance(one, (tuple, list)):
+        if len(one) != len(two):
+            raise _differs(at, batches)
+        parts = [_joined(a, b, at, batches) for a, b in zip(one, two, strict=True)]
+        if hasattr(one, "_fields"):
+            return type(one)(*parts)
+        # A torch.Size takes numbers alone.
+        return tuple(parts) if isinstance(one, torch.Size) else type(one)(parts)
+    if isinstance(one, dict):
+        if list(one) != list(two):
+            raise _differs(at, batches)
+        return {k: _joined(v, two[k], at, batches) for k, v in one.items()}
+    if isinstance(one, slice):
+        return slice(
+            *(
+                _joined(getattr(one, e), getattr(two, e), at, batches, is_end=True)
+                for e in ("start", "stop", "step")
+            )
+        )
+    if isinstance(one, (int, float, complex, str, bool)):
+        return _number(one, two, at, batches, is_end=is_end)
+    return one
+
+
+def _number(
+    one: Any,
+    two: Any,
+    at: Record,
+    batches: tuple[int, int] | None,
+    *,
+    is_end: bool,
+) -> Any:
+    if one == two or (one != one and two != two):
+        return one
+    if batches is None:
+        raise _differs(at, batches)
+    if isinstance(one, bool) or not isinstance(one, int):
+        raise SpecError(
+            f"{at.place}: uses the number of samples as a number ({one} for "
+            f"{batches[0]} samples, {two} for {batches[1]}), which mixes samples: it "
+            "is another on each rank. Leave what depends on the batch to the loss"
+        )
+    if one * batches[1] != two * batches[0] or one % batches[0]:
+        raise SpecError(
+            f"{at.place}: a size follows the number of samples, but not as a multiple "
+            "of it: a layer's work must not depend on how many samples run beside one"
+        )
+    name = str(getattr(at.target, "__name__", at.target))
+    if name not in _SHAPING and not (is_end and name == "__getitem__"):
+        raise SpecError(
+            f"{at.place}: {name} uses the number of samples as a number, which mixes "
+            "samples: it is another on each rank. Leave what depends on the batch to "
+            "the loss"
+        )
+    return Count(one // batches[0])
+
+
+def follows(one: int, two: int, batches: tuple[int, int] = BATCHES) -> bool | None:
+    """Whether a number follows the batch; ``None`` where it does so in no ratio."""
+    if one == two:
+        return False
+    if one * batches[1] == two * batches[0]:
+        return one % batches[0] == 0 or None
+    return None
+
+
+@final
+class Counts:
+    """The numbers of samples for which a forward is known to do the same."""
+
+    def __init__(
+        self, first: Recording, other: Recording, again: Callable[[int], Recording]
+    ) -> None:
+        self._known = dict(zip(BATCHES, (first, other), strict=True))
+        self._seen = set(BATCHES)
+        self._again = again
+
+    def require(self, count: int) -> None:
+        """Record the forward of another number of samples where that is due.
+
+        Raises:
+            SpecError: it does something else than for those of the capture.
+        """
+        if count in self._seen:
+            return
+        if len(self._seen) >= _MOST_COUNTS and count < max(self._seen):
+            return
+        found = self._again(count)
+        for size, known in self._known.items():
+            compare(known, found, (size, count))
+            for one, two in zip(known.records, found.records, strict=True):
+                _require_shapes(one, two, (size, count))
+        self._seen.add(count)
+
+
+def _require_shapes(one: Record, two: Record, batches: tuple[int, int]) -> None:
+    for path, tensor in one.tensors.items():
+        other = two.tensors[path]
+        sides = zip(tensor.shape, other.shape, strict=False)
+        if tensor.dim() != other.dim() or any(
+            follows(v, w, batches) is None for v, w in sides
+        ):
+            raise SpecError(
+                f"{one.place}: gives {tuple(tensor.shape)} for {batches[0]} samples "
+                f"and {tuple(other.shape)} for {batches[1]}, which is no multiple: it "
+                "treats some samples in another way than others, and these may be on "
+                "other ranks. Treat every sample alike"
+            )

@@ -1,0 +1,174 @@
+"""Refuses what depends on a sample's place in the batch.
+
+# Note [Places]
+A tensor made of the number of samples alone, such as ``arange(batch)``, is made on each
+rank for its own samples. That is right where all its rows are equal, and for the places
+themselves, which count rows from zero wherever they are: as an index, in the layer in
+which they are made. What such an index does is checked by computing. Anything else,
+such as ``arange(batch) >= 6``, means certain samples of the global batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from stretto.burst.tracing.comparing import BATCHES, follows
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_ALIKE, _PLACES, _OTHER = "alike", "places", "other"
+
+_INDEXING = {
+    "__getitem__",
+    "gather",
+    "getitem",
+    "index_add",
+    "index_copy",
+    "index_put",
+    "index_put_",
+    "index_select",
+    "scatter",
+    "scatter_",
+    "scatter_add",
+    "scatter_add_",
+    "scatter_reduce",
+    "set_item",
+    "take",
+    "take_along_dim",
+}
+"""What reads places and gives none."""
+
+_MOST_NUMBERS = 1 << 22
+_FEWEST, _MOST = 8, 4099
+"""Samples for which such a tensor is computed, so that it has not too many numbers."""
+
+
+def place_of(node: fx.Node) -> str:
+    """Where in the user's code an operation stands, as ``file:line``."""
+    found = node.meta.get("place")
+    return str(found) if found else f"operation {node.name!r}"
+
+
+def depends_on_place(node: fx.Node) -> SpecError:
+    """The error of an operation that means certain samples of a batch."""
+    return SpecError(
+        f"{place_of(node)}: {node.name!r} depends on a sample's place in the batch, "
+        "and samples have other places on each rank. Treat every sample alike"
+    )
+
+
+def places_in(
+    root: fx.GraphModule,
+    ops: Iterable[fx.Node],
+    shapes: Mapping[fx.Node, tuple[Any, Any]],
+    counts: Mapping[fx.Node, int],
+) -> set[fx.Node]:
+    """Return those of ``ops`` whose rows are places, for an index that reads them.
+
+    What follows the batch and not the samples must have rows alike, or be places.
+
+    Args:
+        root: holds all operations.
+        ops: those computed from the input.
+        shapes: what operations give with each of `BATCHES`.
+        counts: nodes that are a number of samples, with its value for one.
+
+    Raises:
+        SpecError: naming the line of one that has not.
+    """
+    known = set(ops)
+    order = {node: i for i, node in enumerate(root.graph.nodes)}
+    seen: set[fx.Node] = set()
+    places: set[fx.Node] = set()
+    for op in ops:
+        for node in op.all_input_nodes:
+            if node in known or node in seen or node not in shapes:
+                continue
+            seen.add(node)
+            one, two = shapes[node]
+            sides = [
+                (i, v // BATCHES[0])
+                for i, (v, w) in enumerate(zip(one.shape, two.shape, strict=True))
+                if follows(v, w)
+            ]
+            behind = _behind(node)
+            if not sides or any(n.meta.get("draws") for n in behind):
+                continue
+            for_one = max(1, one.numel() // BATCHES[0])
+            count = min(_MOST, max(_FEWEST, _MOST_NUMBERS // for_one))
+            value = _value(
+                root, node, sorted(behind, key=order.__getitem__), counts, count
+            )
+            if value is None:
+                continue  # the layers' check will tell
+            kinds = {_kind_of(value, i, count, each) for i, each in sides}
+            if _OTHER in kinds:
+                raise depends_on_place(node)
+            if kinds != {_ALIKE}:
+                places.add(node)
+    found: set[fx.Node] = set()
+    for op in ops:
+        if str(getattr(op.target, "__name__", op.target)) in _INDEXING:
+            continue
+        if any(node in places or node in found for node in op.all_input_nodes):
+            found.add(op)
+    return found
+
+
+def _behind(node: fx.Node) -> set[fx.Node]:
+    found, work = {node}, [node]
+    while work:
+        for before in work.pop().all_input_nodes:
+            if before not in found:
+                found.add(before)
+                work.append(before)
+    return found
+
+
+def _value(
+    root: fx.GraphModule,
+    node: fx.Node,
+    nodes: list[fx.Node],
+    counts: Mapping[fx.Node, int],
+    count: int,
+) -> Tensor | None:
+    """What fixed operations give for a number of samples."""
+    run = fx.Interpreter(root)
+    try:
+        with torch.no_grad():
+            for n in nodes:
+                if n in counts:
+                    run.env[n] = counts[n] * count
+                elif n.op != "placeholder":
+                    run.env[n] = run.run_node(n)
+    except Exception:  # noqa: BLE001 - such as too few rows of a table
+        return None
+    value = run.env[node]
+    return value if isinstance(value, Tensor) else None
+
+
+def _kind_of(value: Tensor, side: int, count: int, each: int) -> str:
+    """How rows differ along a side that follows the batch."""
+    if value.shape[side] != count * each:
+        return _OTHER
+    flat = value.movedim(side, 0).reshape(count * each, -1)
+    ways = [flat.reshape(count, -1)]
+    if each > 1:  # the samples are the inner part
+        ways.append(flat.reshape(each, count, -1).transpose(0, 1).reshape(count, -1))
+    kinds = {_kind_of_rows(rows) for rows in ways}
+    return next(kind for kind in (_ALIKE, _PLACES, _OTHER) if kind in kinds)
+
+
+def _kind_of_rows(rows: Tensor) -> str:
+    alike = (rows == rows[:1]) | ((rows != rows) & (rows[:1] != rows[:1]))
+    if bool(alike.all()):
+        return _ALIKE
+    if rows.dtype == torch.bool or rows.is_complex():
+        return _OTHER
+    steps = rows[1:] - rows[:-1]
+    return _PLACES if torch.allclose(steps, steps[:1].expand_as(steps)) else _OTHER
