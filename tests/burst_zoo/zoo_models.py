@@ -1493,6 +1493,38 @@ def decides_on_the_batch() -> nn.Module:
     return ByPlace(lambda h: h * 2 if h.shape[0] == 9 else h)
 
 
+def _split_by_heads(h: Tensor) -> Tensor:
+    heads = torch.cat(h.split(4, 1), 0)
+    return torch.cat((heads * heads.sigmoid()).split(h.shape[0], 0), 1)
+
+
+@right(flat)
+def splits_heads_of_the_batch() -> nn.Module:
+    return ByPlace(_split_by_heads)
+
+
+@right(flat)
+def asks_for_a_gradient() -> nn.Module:
+    return ByPlace(lambda h: h * h.detach().requires_grad_())
+
+
+class AsksForInput(nn.Module):
+    """The caller may read the input's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x.requires_grad_())
+        return found
+
+
+@refused(flat, "requires_grad_")
+def asks_for_the_inputs_gradient() -> nn.Module:
+    return AsksForInput()
+
+
 @right(flat)
 def takes_as_many_as_there_are() -> nn.Module:
     return ByPlace(lambda h: h[: h.shape[0]] + h)
@@ -1506,6 +1538,96 @@ def _picked(h: Tensor) -> Tensor:
 @right(flat)
 def picks_from_flat_rows() -> nn.Module:
     return ByPlace(_picked)
+
+
+class Changing(nn.Module):
+    """Changes what it holds, or the state of the random numbers, in forward."""
+
+    def __init__(self, change: Callable[[Changing, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 5)
+        self.target = nn.Linear(8, 8).requires_grad_(requires_grad=False)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.after(self.change(self, self.before(x)))
+        return h
+
+
+def _follow(model: Changing, h: Tensor) -> Tensor:
+    pairs = zip(model.before.parameters(), model.target.parameters(), strict=True)
+    for p, q in pairs:
+        q.data.mul_(0.9).add_(p.data, alpha=0.1)
+    return h - model.target(h)
+
+
+@refused(flat, "writes into the parameter 'target.weight'")
+def momentum_encoder_in_forward() -> nn.Module:
+    return Changing(_follow)
+
+
+def _clip(model: Changing, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.before.weight.view(-1).clamp_(-0.2, 0.2)
+    return h
+
+
+@refused(flat, "writes into the parameter 'before.weight'")
+def clips_its_weights() -> nn.Module:
+    return Changing(_clip)
+
+
+@refused(
+    flat,
+    "writes into the parameter '0.before.weight'",
+    prepare=lambda m: m[0].register_forward_hook(_double),
+)
+def clips_its_weights_in_a_hooked_block() -> nn.Module:
+    return nn.Sequential(Changing(_clip), nn.Linear(5, 5))
+
+
+class Decaying(Changing):
+    """Has another scale in each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = self.scale * 0.9
+        return super().forward(x)
+
+
+@refused(flat, "replaces, adds or removes its parameter or buffer 'scale'")
+def replaces_its_buffer() -> nn.Module:
+    return Decaying(lambda _model, h: h)
+
+
+def _part_of_buffer(model: Changing, h: Tensor) -> Tensor:
+    model.scale.view(2, 4)[0].add_(1)
+    return h
+
+
+@refused(flat, "writes into the parameter or buffer")
+def writes_a_part_of_its_buffer() -> nn.Module:
+    return Changing(_part_of_buffer)
+
+
+def _seeded(_model: Changing, h: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return h + torch.rand_like(h)
+
+
+@refused(flat, "set a seed", draws=True)
+def seeds_in_forward() -> nn.Module:
+    return Changing(_seeded)
+
+
+def _own_generator(_model: Changing, h: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return h + torch.rand(h.shape, generator=generator)
+
+
+@refused(flat, "generator of its own", draws=True)
+def draws_from_its_own_generator() -> nn.Module:
+    return Changing(_own_generator)
 
 
 # ---------------------------------------------------------------------- Hugging Face

@@ -52,6 +52,7 @@ _SHAPING = {
     "repeat",
     "tile",
     "reshape",
+    "split",
     "unflatten",
     "view",
     "zeros",

@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 _DEVICE = torch.ops.prim.device.default
 
 
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors into which an operation writes."""
+    for i, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            for tensor in given if isinstance(given, (list, tuple)) else (given,):
+                if isinstance(tensor, FakeTensor):
+                    yield tensor
+
+
 @final
 class Mode(FakeTensorMode):
     """Fake tensors, seeing operations that draw random numbers.
@@ -39,8 +49,11 @@ class Mode(FakeTensorMode):
         if self._inside:  # an operation of which another consists
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         recorder = self.recorder
-        if recorder is not None and torch.Tag.nondeterministic_seeded in func.tags:
-            recorder.drew(func, args, kwargs or {})
+        if recorder is not None:
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                recorder.drew(func, args, kwargs or {})
+            if func._schema.is_mutable:  # noqa: SLF001
+                recorder.wrote(list(_written(func, args, kwargs or {})))
         self._inside = True
         try:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
@@ -77,15 +90,33 @@ def swapped(
             held[name] = tensor
 
 
+def held_by(root: nn.Module) -> dict[str, Tensor | None]:
+    """Every parameter and buffer that modules hold now, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: tensor
+        for prefix, part in root.named_modules()
+        for held in (part._parameters, part._buffers)  # noqa: SLF001
+        for name, tensor in held.items()
+    }
+
+
 @final
 class Fakes:
     """Tensors without values for a module's parameters and buffers, made once."""
 
     def __init__(self, root: nn.Module) -> None:
         self.mode = Mode()
+        self._root = root
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         held = {id(t): t for t in (*root.parameters(), *root.buffers())}
         self._shared = Counter(storage_of(t) for t in held.values() if _is_plain(t))
+
+    def trained(self) -> dict[int, str]:
+        """The memory of each parameter, with its name."""
+        return {
+            storage_of(self.of(parameter)): name
+            for name, parameter in self._root.named_parameters()
+        }
 
     def of(self, tensor: Tensor) -> Tensor:
         """A tensor's twin without values."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import operator
 import random
 import re
@@ -43,6 +42,8 @@ from stretto.burst.tracing.recorder import (
     Recording,
     Ref,
     is_user,
+    line_setting,
+    note_inputs,
     place_in,
     record,
     set_item,
@@ -162,6 +163,7 @@ def trace(
 
     def run(packed: Tensor) -> Any:
         args, named = arguments.unpack(packed)
+        note_inputs((args, named))
         output = module.forward(*args, **named)
         results = Results(output, type(module).__name__)
         tensor = results.packed(output, packed.shape[0])
@@ -412,29 +414,11 @@ def _refuse_stored(module: nn.Module) -> None:
             if any(isinstance(v, torch._subclasses.FakeTensor) for v in values):  # noqa: SLF001
                 full = f"{name}.{key}" if name else key
                 raise SpecError(
-                    f"{_line_setting(part, key)}forward of "
+                    f"{line_setting(part, key)}forward of "
                     f"{type(part).__name__} keeps a tensor in its attribute "
                     f"{full!r}, which ranks that do not run this layer would not have: "
                     "return it as another output of the model"
                 )
-
-
-def _line_setting(module: nn.Module, name: str) -> str:
-    """The last line of a class that assigns or extends an attribute, if it is found."""
-    found = ""
-    for kind in reversed(type(module).__mro__):
-        if kind.__module__.startswith(("torch", "builtins")):
-            continue
-        try:
-            lines, first = inspect.getsourcelines(kind)
-            file = inspect.getsourcefile(kind)
-        except (OSError, TypeError):  # made at run time
-            continue
-        sets = re.compile(rf"\.{re.escape(name)}\b(?!\s*==)(.*=|\.\w+\()")
-        for number, line in enumerate(lines, first):
-            if sets.search(line):
-                found = f"{file}:{number}: "
-    return found
 
 
 # The graph.

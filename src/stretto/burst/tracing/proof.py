@@ -13,6 +13,7 @@ executor joins the first over ranks and draws the second by sample.
 from __future__ import annotations
 
 import contextlib
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -46,6 +47,9 @@ _ROWS = len(_SOME) + len(_REST)
 
 _WIDE, _WIDEST, _WIDE_NUMBERS = 13, 1009, 1 << 16
 """Rows of the check with many of them: so many that all have about these numbers."""
+
+_MOST_INPUT = 1e3
+"""Larger inputs, such as words' numbers beside floats, say nothing of rounding."""
 
 _Found = tuple[Tensor, list[Tensor | None], dict[int, Tensor]]
 """A layer's output, and gradients of its inputs and of its parameters."""
@@ -103,7 +107,11 @@ class _Check:
         self._cotangent: Tensor | None = None
 
     def _near(
-        self, found: Tensor, wanted: Tensor, largest: float | None = None
+        self,
+        found: Tensor,
+        wanted: Tensor,
+        largest: float | None = None,
+        rounding: float = 0.0,
     ) -> bool:
         """Whether values are equal but for rounding, relative to the largest."""
         found, wanted = found.detach(), wanted.detach()
@@ -115,11 +123,8 @@ class _Check:
         limit = COARSE
         if not self._is_coarse:
             limit = TOLERANCES.get(found.dtype, COARSE)
-        return bool(
-            torch.allclose(
-                found, wanted, rtol=0.0, atol=limit * scale or 1e-30, equal_nan=True
-            )
-        )
+        limit = max(limit * scale, rounding) or 1e-30
+        return bool(torch.allclose(found, wanted, rtol=0.0, atol=limit, equal_nan=True))
 
     def run(self) -> SpecError | None:
         """Where samples are mixed, if they are."""
@@ -282,16 +287,17 @@ class _Check:
                     part = self._part(node, values, cotangents, rows)
                 except Exception as error:  # noqa: BLE001 - such as shapes for one row
                     return self._fails(node, values, error)
-                found = self._other_rows(node, values, full, part, rows)
+                found = self._other_rows(node, values, cotangents, full, part, rows)
                 if found is not None:
                     return found
                 parts.append(part)
             largest = max((_largest(g) for g in full[2].values()), default=0.0)
+            rounding = self._rounding(node, values, cotangents)
             for key, grad in full[2].items():
                 added = sum(
                     (p[2][key] for p in parts if key in p[2]), torch.zeros_like(grad)
                 )
-                if not self._near(added, grad, largest):
+                if not self._near(added, grad, largest, rounding):
                     return self._mixes(node, values, backward=True)
         return None
 
@@ -305,7 +311,7 @@ class _Check:
         taken = [values[name] for name in node.inputs]
         numbers = sum(x.numel() for x in (*taken, full)) // _ROWS
         count = min(_WIDEST, max(_WIDE, _WIDE_NUMBERS // max(1, numbers)))
-        rows = torch.randint(_ROWS, (count,), generator=self._draw).tolist()
+        rows = self._numbers.order(_ROWS, count)
         try:
             with torch.no_grad():
                 output = _run(node, [x[rows] for x in taken])
@@ -319,6 +325,7 @@ class _Check:
         self,
         node: LayerNode,
         values: dict[str, Tensor],
+        cotangents: dict[str, Tensor],
         full: _Found,
         part: _Found,
         rows: tuple[int, ...],
@@ -333,9 +340,25 @@ class _Check:
                 return self._mixes(node, values)
             if mine is None or all_rows is None:
                 continue
-            if not self._near(mine, all_rows[list(rows)], _largest(all_rows)):
+            rounding = self._rounding(node, values, cotangents)
+            if not self._near(mine, all_rows[list(rows)], _largest(all_rows), rounding):
                 return self._mixes(node, values, backward=True)
         return None
+
+    def _rounding(
+        self,
+        node: LayerNode,
+        values: dict[str, Tensor],
+        cotangents: dict[str, Tensor],
+    ) -> float:
+        """How far gradients may be apart that are sums of terms that cancel."""
+        given = cotangents.get(node.name)
+        if given is None or not given.is_floating_point():
+            return 0.0
+        inputs = max(_largest(values[name]) for name in node.inputs)
+        terms = _largest(given) * min(max(1.0, inputs), _MOST_INPUT)
+        eps = float(torch.finfo(given.dtype).eps)
+        return 8.0 * eps * terms * math.sqrt(given.numel())
 
     def _part(
         self,

@@ -11,6 +11,8 @@ number of samples is found by comparing records of two batches, see ``operations
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from stretto.burst.boundary import in_checkpoint
-from stretto.burst.tracing.fakes import storage_of, swapped
+from stretto.burst.tracing.fakes import held_by, storage_of, swapped
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from stretto.burst.tracing.fakes import Fakes
     from stretto.burst.tracing.reads import Reads
@@ -148,6 +151,24 @@ def is_user(file: str) -> bool:
     return not file.startswith((_TORCH, _OWN, "<")) and "contextlib" not in file
 
 
+def line_setting(module: nn.Module, name: str) -> str:
+    """The last line of a class that assigns or extends an attribute, if it is found."""
+    found = ""
+    for kind in reversed(type(module).__mro__):
+        if kind.__module__.startswith(("torch", "builtins")):
+            continue
+        try:
+            lines, first = inspect.getsourcelines(kind)
+            file = inspect.getsourcefile(kind)
+        except (OSError, TypeError):  # made at run time
+            continue
+        sets = re.compile(rf"\.{re.escape(name)}\b(?!\s*==)(.*=|\.\w+\()")
+        for number, line in enumerate(lines, first):
+            if sets.search(line):
+                found = f"{file}:{number}: "
+    return found
+
+
 def _place() -> str:
     import sys
 
@@ -180,14 +201,23 @@ def is_leaf(module: nn.Module, root: nn.Module) -> bool:
     )
 
 
+_SEED = 0x5EED_0FF0_57E7
 _active: list[Recorder] = []
+
+
+def note_inputs(arguments: Any) -> None:
+    """Tell the running recorder the tensors with which the model is called."""
+    for recorder in _active[-1:]:
+        recorder.inputs = {id(t) for t in pytree.tree_leaves(arguments)}
 
 
 @final
 class Recorder(TorchFunctionMode):
     """Notes what runs while it is entered."""
 
-    def __init__(self, root: nn.Module, mode: FakeTensorMode) -> None:
+    def __init__(
+        self, root: nn.Module, mode: FakeTensorMode, trained: dict[int, str]
+    ) -> None:
         super().__init__()
         self.recording = Recording()
         self._root = root
@@ -206,12 +236,21 @@ class Recorder(TorchFunctionMode):
         self._keeps_state = False
         self._autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self._fakes: dict[int, Tensor] = {}
+        self._trained = trained
+        """Parameters' names by their memory."""
+        self._held: set[int] = set()
+        """The memory of what modules hold, and of constants."""
+        self._memory_written: set[int] = set()
+        self.inputs: set[int] = set()
+        """The tensors with which the model is called."""
 
     # Tensors.
 
     def knows(self, tensor: Tensor, ref: Ref | Fixed) -> None:
         """Gives a tensor a name."""
         self._refs[id(tensor)] = ref
+        if isinstance(ref, Fixed):
+            self._held.add(storage_of(tensor))
         self._alive.append(tensor)
 
     def ref(self, tensor: Tensor, place: str) -> Ref | Fixed:
@@ -264,6 +303,8 @@ class Recorder(TorchFunctionMode):
         if self._depth:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
+        if self._asks_for_gradient(func, name, args, kwargs):
+            return func(*args, **kwargs)
         if name in _REFUSED:
             place = _place()
             raise SpecError(
@@ -288,6 +329,18 @@ class Recorder(TorchFunctionMode):
         if method is not None:
             kind, target = "call_method", method
         return self.operation(kind, target, func, args, kwargs)
+
+    def _asks_for_gradient(self, func: Any, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether a call says of a computed tensor that it needs a gradient.
+
+        No other gradient depends on it, and nobody else holds the tensor.
+        """
+        value = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
+        is_set = name == "__set__" and func.__self__.__name__ == "requires_grad"
+        if not (is_set or name == "requires_grad_") or value is not True:
+            return False
+        ref = self._refs.get(id(args[0]))
+        return isinstance(ref, Ref) and ref != SOURCE and id(args[0]) not in self.inputs
 
     def _property(self, func: Any, args: Any) -> Any:
         name = func.__self__.__name__
@@ -360,10 +413,15 @@ class Recorder(TorchFunctionMode):
             return
         target = written[0]
         ref = self._refs.get(id(target))
-        if isinstance(ref, Fixed) or not isinstance(target, FakeTensor):
-            what = ref.name if isinstance(ref, Fixed) else "a constant"
+        shown = self._fakes.get(id(target), target)
+        if (
+            isinstance(ref, Fixed)
+            or not isinstance(target, FakeTensor)
+            or storage_of(shown) in self._held
+        ):
+            what = repr(ref.name) if isinstance(ref, Fixed) else "that it reads"
             raise SpecError(
-                f"{record.place}: writes into the parameter or buffer {what!r} in "
+                f"{record.place}: writes into the parameter or buffer {what} in "
                 "forward: ranks would differ in it, as each sees other samples. Update "
                 "it outside of the model, or use a torch.nn module that does"
             )
@@ -414,6 +472,7 @@ class Recorder(TorchFunctionMode):
             if id(value) not in self._fakes:
                 self._alive.append(value)
                 self._fakes[id(value)] = self._mode.from_tensor(value)
+                self._held.add(storage_of(self._fakes[id(value)]))
             return self._fakes[id(value)]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self._fake(v) for v in value))
@@ -463,13 +522,11 @@ class Recorder(TorchFunctionMode):
             # Counted as within itself: a norm or dropout is noted as such.
             buffers = _buffers(module)
             versions = [_version(b) for _, b, _ in buffers]
-            trained = [(n, p, _version(p)) for n, p in module.named_parameters()]
+            before = set(self._memory_written)
             result = self.module(call, module, more, named)
-            for name, parameter, version in trained:
-                if _version(parameter) != version:
-                    raise _writes_parameter(place, module, name)
             for (name, buffer, owner), version in zip(buffers, versions, strict=True):
-                if _version(buffer) != version:
+                new = storage_of(buffer) in self._memory_written - before
+                if _version(buffer) != version or new:
                     _require_known_state(owner, name, place)
                     self._keeps_state |= not isinstance(owner, BatchNorm)
             return result
@@ -497,6 +554,17 @@ class Recorder(TorchFunctionMode):
 
     def drew(self, operator: Any, args: Any, kwargs: Any) -> None:
         """Notes that random numbers were drawn."""
+        if torch.initial_seed() != _SEED:
+            raise SpecError(
+                f"{_place()}: draws random numbers after forward set a seed or a state "
+                "of the generator: ranks draw by sample, from seeds of their own. Set "
+                "seeds outside of the model"
+            )
+        if kwargs.get("generator") is not None:
+            raise SpecError(
+                f"{_place()}: draws random numbers from a generator of its own: ranks "
+                "draw by sample, from seeds of their own. Leave out generator="
+            )
         if self._in_dropout:
             return
         schema = operator._schema  # noqa: SLF001
@@ -506,6 +574,25 @@ class Recorder(TorchFunctionMode):
                 if not value:
                     return
         self._draws += 1
+
+    def wrote(self, tensors: Iterable[Tensor]) -> None:
+        """Notes that an operation writes into tensors, wherever it is called."""
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            self._memory_written.add(storage)
+            name = self._trained.get(storage)
+            if name is not None:
+                raise self._writes_parameter(name)
+
+    def _writes_parameter(self, name: str) -> SpecError:
+        way = "Update it outside of the model, after the optimizer's step"
+        owner = self._root.get_submodule(name.rpartition(".")[0])
+        if getattr(owner, "max_norm", None) is not None:
+            way = "Leave out max_norm, and limit the norms after each optimizer's step"
+        return SpecError(
+            f"{_place()}: writes into the parameter {name!r} in forward: ranks would "
+            f"differ in it, as each runs other layers and samples. {way}"
+        )
 
     def autocast_entered(self, entry: tuple[str, torch.dtype, bool, bool]) -> None:
         """The module begins an autocast region."""
@@ -569,16 +656,6 @@ def _require_known_state(owner: nn.Module, name: str, place: str) -> None:
         f"{place}: {type(owner).__name__} writes into its buffer {name!r} in forward: "
         "ranks would differ in it, as each sees other samples. Update it outside of "
         "the model"
-    )
-
-
-def _writes_parameter(place: str, module: nn.Module, name: str) -> SpecError:
-    way = "Update it outside of the model"
-    if getattr(module, "max_norm", None) is not None:
-        way = "Leave out max_norm, and limit the norms after each optimizer's step"
-    return SpecError(
-        f"{place}: {type(module).__name__} writes into its parameter {name!r} in "
-        f"forward: ranks would differ in it, as each sees other samples. {way}"
     )
 
 
@@ -671,6 +748,19 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         _original.pop()
 
 
+def _refuse_replaced(root: nn.Module, before: dict[str, Tensor | None]) -> None:
+    after = held_by(root)
+    for name in {**before, **after}:
+        if name not in before or name not in after or before[name] is not after[name]:
+            owner, _, key = name.rpartition(".")
+            part = root.get_submodule(owner)
+            raise SpecError(
+                f"{line_setting(part, key)}forward of {type(part).__name__} replaces, "
+                f"adds or removes its parameter or buffer {name!r}, which layers on "
+                "other ranks would not. Update it outside of the model"
+            )
+
+
 def record(
     root: nn.Module,
     run: Callable[[Tensor], Any],
@@ -685,8 +775,9 @@ def record(
     """
     mode = fakes.mode
     shape, dtype, device = source
+    trained = fakes.trained()
     with swapped(root.named_modules(), fakes.of) as named:
-        recorder = Recorder(root, mode)
+        recorder = Recorder(root, mode, trained)
         for name, tensor in named.items():
             recorder.knows(tensor, Fixed(name))
         for prefix, part in root.named_modules():
@@ -696,12 +787,16 @@ def record(
                     recorder.knows(value, Fixed(full))
         noted = contextlib.nullcontext() if reads is None else reads.noted()
         mode.recorder = recorder
+        devices = [device] if device.type == "cuda" else []
         try:
-            with _patched(recorder), mode:
+            with torch.random.fork_rng(devices=devices), _patched(recorder), mode:
+                torch.manual_seed(_SEED)  # nothing is drawn while recording
                 batch = torch.empty(shape, dtype=dtype, device=device)
                 recorder.knows(batch, SOURCE)
                 with recorder, noted:
+                    before = held_by(root)
                     output = run(batch)
+                _refuse_replaced(root, before)
                 named_output = recorder._named(output, "the output")  # noqa: SLF001
         finally:
             mode.recorder = None

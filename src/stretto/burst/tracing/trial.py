@@ -162,6 +162,11 @@ class Numbers:
         spread = float(example.std()) if example.numel() > 1 else 1.0
         return self.normal(rows.shape, rows) * (spread if spread > 0 else 1.0)
 
+    def order(self, kinds: int, number: int) -> list[int]:
+        """Return so many random numbers below ``kinds``."""
+        found = torch.randint(kinds, (number,), generator=self._generator)
+        return [int(kind) for kind in found]
+
     def noise_for(self, tensor: Tensor) -> Tensor:
         """Return what a parameter is perturbed by: a tenth of its usual value."""
         noise = self.normal(tensor.shape, tensor)
