@@ -224,6 +224,7 @@ class JointPlanner(AbstractPlanner):
         for draft in search.leaders(effort.climbs):
             search.climb(draft)
         search.climb_on(effort.more_climbs)
+        search.anneal()
         if space.forward:
             leaders = search.leaders(2 * effort.climbs)
             for draft in forward_starts(view, space, leaders):

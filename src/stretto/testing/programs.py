@@ -7,6 +7,7 @@ Only what DDP allows is drawn: ranks differ where DDP lets them differ.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import io
@@ -23,7 +24,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     Wrap = Callable[..., Any]
 
@@ -85,7 +86,10 @@ def draw(number: int) -> Program:
     """Return the program of a number."""
     rng = random.Random(number)
     model = rng.choice(
-        ("mlp", "mlp", "norm", "branches", "tied", "words", "double", "mixed", "gan")
+        (
+            *("mlp", "mlp", "norm", "branches", "tied"),
+            *("words", "double", "mixed", "gan", "pair"),
+        )
     )
     arguments: dict[str, Any] = {}
     if rng.random() < 0.4:
@@ -97,7 +101,7 @@ def draw(number: int) -> Program:
     elif rng.random() < 0.2:
         arguments["static_graph"] = True
     static = "static_graph" in arguments
-    if model == "gan":
+    if model in ("gan", "pair"):
         arguments.pop("static_graph", None)
     actions = list(ACTIONS)
     if model != "norm":
@@ -106,11 +110,18 @@ def draw(number: int) -> Program:
         # One static graph is one way through the model in each reduced step.
         for name in ("no_sync", "backward_twice", "two_forwards"):
             actions.remove(name)
-    if not static and model not in ("branches", "gan"):
+    if model == "pair":
+        actions.remove("wrap_again")  # the two models would rebuild at different steps
+    if not static and model not in ("branches", "gan", "pair"):
         actions += ["join", "freeze"]
     if rng.random() < 0.05:
         actions = ["compile"] if model == "mlp" else actions
     chosen = rng.sample(actions, min(len(actions), rng.randint(1, 4)))
+    if "join" in chosen:
+        # DDP leaves a model marked as joining: each of its later forwards tells the
+        # other ranks, so from then on all ranks must run the same ones.
+        alone = {*LOCAL_ACTIONS, "no_sync", "evaluate"}
+        chosen = [name for name in chosen if name not in alone]
     steps: list[tuple[tuple[str, int], ...]] = []
     once = {"join", "freeze", "wrap_again", "compile"}
     rebuilt = REBUILT
@@ -131,7 +142,7 @@ def draw(number: int) -> Program:
             found = found[:1]
         steps.append(tuple(found))
     ending = ""
-    if rng.random() < 0.15 and not static and model not in ("branches", "gan"):
+    if rng.random() < 0.15 and not static and model not in ("branches", "gan", "pair"):
         ending = rng.choice(("unused", "backward_error"))
         if "find_unused_parameters" in arguments and ending == "unused":
             ending = ""
@@ -180,15 +191,19 @@ class _Net(nn.Module):
 
 
 def outcome(
-    program: Program, wrap: Wrap, rank: int, size: int, group: dist.ProcessGroup
+    program: Program,
+    wrap: Wrap,
+    rank: int,
+    size: int,
+    groups: Sequence[dist.ProcessGroup],
 ) -> list[Any]:
     """Run a program; return what came of it on this rank.
 
-    ``wrap`` is DDP's class or one in its place.
+    ``wrap`` is DDP's class or one in its place; a "pair" has a group for each model.
     """
     found: list[Any] = []
     try:
-        _Run(program, wrap, rank, size, group, found).all_steps()
+        _Run(program, wrap, rank, size, groups, found).all_steps()
     except Exception as exc:  # noqa: BLE001 - errors are compared, too
         line = (str(exc).splitlines() or [""])[0]
         found.append(("error", type(exc).__name__, line[:80]))
@@ -206,10 +221,13 @@ def compared(
     program = draw(number)
     found = []
     for wrap in (theirs, ours):
-        group = dist.new_group(timeout=timedelta(seconds=timeout_s))
-        assert isinstance(group, dist.ProcessGroup)
-        found.append(outcome(program, wrap, rank, size, group))
-        dist.destroy_process_group(group)
+        groups: list[Any] = [
+            dist.new_group(timeout=timedelta(seconds=timeout_s))
+            for _ in range(2 if program.model == "pair" else 1)
+        ]
+        found.append(outcome(program, wrap, rank, size, groups))
+        for group in groups:
+            dist.destroy_process_group(group)
     if repr(found[0]) == repr(found[1]):
         return None
     pairs = list(zip_longest(*found))
@@ -224,12 +242,13 @@ class _Run:
         wrap: Wrap,
         rank: int,
         size: int,
-        group: dist.ProcessGroup,
+        groups: Sequence[dist.ProcessGroup],
         found: list[Any],
     ) -> None:
         self.program = program
         self.wrap = wrap
-        self.rank, self.size, self.group = rank, size, group
+        self.rank, self.size = rank, size
+        self.group = groups[0]
         self.found = found
         torch.manual_seed(program.number)
         self.net: nn.Module = _Net(program.model)
@@ -239,7 +258,11 @@ class _Run:
         self.critic: Any = None
         if program.model == "gan":
             critic = _Net("mlp")
-            self.critic = wrap(critic, process_group=group, **program.arguments)
+            self.critic = wrap(critic, process_group=self.group, **program.arguments)
+        self.partner: Any = None
+        if program.model == "pair":
+            partner = _Net("mlp")
+            self.partner = wrap(partner, process_group=groups[1], **program.arguments)
         self.step = 0
         self.inputs = 0
         self._wrap()
@@ -248,8 +271,9 @@ class _Run:
         self.model = self.wrap(
             self.net, process_group=self.group, **self.program.arguments
         )
+        also = [] if self.partner is None else self.partner.parameters()
         self.optimizer = torch.optim.SGD(
-            [p for p in self.net.parameters() if p.requires_grad],
+            [p for p in (*self.net.parameters(), *also) if p.requires_grad],
             lr=0.05,
             momentum=0.9,
         )
@@ -263,7 +287,15 @@ class _Run:
 
     def loss(self, branch: int = 0) -> torch.Tensor:
         """A forward's loss."""
-        out: torch.Tensor = self.model(self.batch(), branch)
+        inputs = self.batch()
+        if self.partner is not None:
+            # Backward ends in another order on every other rank. While DDP rebuilds its
+            # buckets, which is a collective in forward, all ranks have one order.
+            turned = self.step > REBUILT and (self.rank + self.step // 3) % 2
+            if turned:
+                return cast("torch.Tensor", self.model(self.partner(inputs)).mean())
+            return cast("torch.Tensor", self.partner(self.model(inputs)).mean())
+        out: torch.Tensor = self.model(inputs, branch)
         return out.square().mean()
 
     def all_steps(self) -> None:
@@ -283,10 +315,19 @@ class _Run:
             getattr(self, f"end_{self.program.ending}")()
         self.found.append(self.digest())
 
+    @contextlib.contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.model.no_sync())
+            if self.partner is not None:
+                stack.enter_context(self.partner.no_sync())
+            yield
+
     def digest(self) -> str:
         """A digest of all parameters and buffers."""
         sha = hashlib.sha256()
-        for tensor in self.net.state_dict().values():
+        partner = {} if self.partner is None else self.partner.state_dict()
+        for tensor in [*self.net.state_dict().values(), *partner.values()]:
             sha.update(tensor.detach().contiguous().numpy().tobytes())
         return sha.hexdigest()[:16]
 
@@ -312,7 +353,7 @@ class _Run:
 
     def do_no_sync(self, number: int) -> None:
         """Micro-steps without reduction, of which each rank has its own number."""
-        with self.model.no_sync():
+        with self._no_sync():
             for _ in range((number + self.rank * (number // 7)) % 3):
                 self.loss(self.step).backward()
 
@@ -365,7 +406,7 @@ class _Run:
     def do_backward_twice(self, _number: int) -> None:
         loss = self.loss(self.step)
         loss.backward(retain_graph=True)
-        with self.model.no_sync():
+        with self._no_sync():
             loss.backward()
 
     def do_two_forwards(self, _number: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import time
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
+from stretto.planners._joint.anneal import Neighbors, annealed
 from stretto.planners._joint.moves import (
     merged,
     plainer,
@@ -62,6 +64,12 @@ class Effort:
     """Collectives that all simulations of one climb may have: a budget that does not
     depend on the machine, so that the plan does not either."""
 
+    anneal_evaluations: int
+    """Drafts that annealing tries from the best, where buckets may differ in kind."""
+
+    anneal_work: int
+    """Collectives that all simulations of annealing may have."""
+
     pool: int
     """Drafts near the fastest of which the sturdiest is taken."""
 
@@ -76,6 +84,8 @@ FULL = Effort(
     more_climbs=4,
     helps_ratio=GAIN_RATIO,
     work_limit=12_000,
+    anneal_evaluations=3_000,
+    anneal_work=150_000,
     pool=200,
     enough_ratio=1e-5,
 )
@@ -241,6 +251,27 @@ class Search:
             self.climb(self.fastest())
             if self.best_s >= before_s * (1.0 - self.effort.helps_ratio):
                 break
+
+    def anneal(self) -> None:
+        """Anneal from the fastest draft, then climb from the best that was found.
+
+        Where all buckets have one resource and algorithm, climbing is as good.
+        """
+        draft = self.fastest()
+        if not self.space.mixed or draft.overlap != "backward" or self.enough:
+            return
+        rng = random.Random(0)
+        neighbors = Neighbors(rng, self.space, self._between, self._dtype_starts)
+        limit = self._work + self.effort.anneal_work
+        annealed(
+            draft,
+            neighbors,
+            self.value_s,
+            rng,
+            self.effort.anneal_evaluations,
+            goes_on=lambda: self._work < limit and not self.out_of_time,
+        )
+        self.climb_on(1)
 
     def _ranked(self) -> list[Draft]:
         return sorted(self._values, key=lambda d: (self._values[d], plainness(d)))
