@@ -93,7 +93,9 @@ class JointPlanner(AbstractPlanner):
     each resource and algorithm alone; and the plan of every other planner. The best few
     climb: a cut removed, moved or added, a bucket's slices, first lane, resource or
     algorithm changed, first improvement taken, within a fixed number of simulated
-    collectives, and not beyond the bound that no plan beats. ``time_limit_s`` may end
+    collectives, and not beyond the bound that no plan beats. Where buckets may differ
+    in resource or algorithm, simulated annealing from the best of them follows, with a
+    fixed seed and a fixed number of simulations. ``time_limit_s`` may end
     the climbing earlier; then the plan depends on the machine's speed.
 
     A plan that is fastest for exact times can be fragile: its buckets become ready the

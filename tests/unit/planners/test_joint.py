@@ -10,6 +10,7 @@ import pytest
 
 from stretto import planners
 from stretto.errors import SpecError
+from stretto.planners._joint.search import Search
 from stretto.planners._joint.space import DIMS
 from stretto.planners.joint import NEAR_RATIO
 from stretto.sim.step import simulate_step
@@ -94,6 +95,23 @@ def test_joint_is_near_the_best_of_all_dimensions(make_instance) -> None:
         best = planners.get("exhaustive", **options).plan(workload, cluster)
         excess = joint.predicted.iteration_s / best.predicted.iteration_s - 1
         assert -1e-9 < excess < 1e-6
+
+
+def test_annealing_finds_what_climbing_does_not(make_instance, monkeypatch) -> None:
+    instances = [make_instance(seed, tensors=30, contended=True) for seed in range(12)]
+    dims = ("fusion", "lanes", "slices", "resource", "algorithm")
+    joint = planners.get("joint", dims=dims, max_lanes=4, sturdy=False)
+
+    def times_s() -> list[float]:
+        return [joint.plan(*one).predicted.iteration_s for one in instances]
+
+    with_annealing = times_s()
+    monkeypatch.setattr(Search, "anneal", lambda _: None)
+    without = times_s()
+    assert all(
+        a <= b * (1 + 1e-6) for a, b in zip(with_annealing, without, strict=True)
+    )
+    assert min(a / b for a, b in zip(with_annealing, without, strict=True)) < 1 - 1e-4
 
 
 def test_joint_takes_few_steps_where_there_are_many_ranks(make_workload, make_cluster):
