@@ -7,6 +7,7 @@ the whole batch. What it returns must be equal, or all ranks must raise the word
 
 from __future__ import annotations
 
+import copy
 import io
 import sys
 import tempfile
@@ -43,6 +44,17 @@ def net(inputs: int = 6, outputs: int = 4, seed: int = 0) -> nn.Sequential:
         nn.Sigmoid(),
         nn.Linear(7, outputs),
     )
+
+
+class Shorts(nn.Module):
+    """Its buffer has a type that Gloo can't send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([3, 2, 1, 2], dtype=torch.int16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale.to(x.dtype)
 
 
 class WithTemperature(nn.Module):
@@ -398,6 +410,22 @@ def saved_optimizer(side: Side) -> Any:
     return [rows[i]["exp_avg"] for i in sorted(rows)], list(again.parameters())
 
 
+def statistics_after_refresh(side: Side) -> Any:
+    """Running statistics read, copied and saved where a layer does not run."""
+    model = side.wrap(nn.Sequential(*net(), Shorts()))
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inner = model.module if side.size else model
+    if side.size:
+        model.refresh()
+    saved = io.BytesIO()
+    torch.save(inner, saved)
+    saved.seek(0)
+    found = [inner, copy.deepcopy(inner), torch.load(saved, weights_only=False)]
+    for each in found[1:]:
+        assert all(type(b) is torch.Tensor for b in each.buffers())
+    return [b.detach().clone() for each in found for b in each.buffers()]
+
+
 def new_plan_keeps_state(side: Side) -> Any:
     """`apply_plan` finds the optimizers by itself."""
     model = side.wrap(net())
@@ -408,6 +436,18 @@ def new_plan_keeps_state(side: Side) -> Any:
             widths = [(step % 2, 1), (0, side.size), (0, 1)]
             model.apply_plan(side.plan(net(), widths[step:] + widths[:step]))
     train(side, model, optimizer, 2)
+    return side.state(model)
+
+
+def new_plan_with_a_counting_optimizer(side: Side) -> Any:
+    """What an optimizer keeps besides its state is the same on all ranks."""
+    model = side.wrap(net())
+    optimizer = Momentum(model.parameters(), "plain")
+    for _ in range(2):
+        train(side, model, optimizer, 1)
+        if side.size:
+            model.apply_plan(side.plan(net(), [(0, 1), (0, side.size)]))
+    assert optimizer.param_groups[0]["steps"] == 2
     return side.state(model)
 
 
@@ -506,7 +546,9 @@ RIGHT = [
     adafactor_and_fused,
     average,
     saved_optimizer,
+    statistics_after_refresh,
     new_plan_keeps_state,
+    new_plan_with_a_counting_optimizer,
 ]
 
 
@@ -659,6 +701,56 @@ def stale_optimizer(side: Side) -> None:
     optimizer.state_dict()
 
 
+def stale_statistics(side: Side) -> None:
+    """Running statistics of a layer that runs on rank 1, and a weight of rank 0's."""
+    model = side.wrap(net())
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    held = model.module[5].weight if side.rank else model.module[3].running_mean
+    held.abs().sum()
+
+
+class Momentum(torch.optim.Optimizer):
+    """Keeps its momentum in an attribute, or what it saw in its parameter groups."""
+
+    def __init__(self, parameters: Any, kind: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.kind = kind
+        self.kept: dict[Any, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if self.kind == "attribute":
+                    self.kept[p] = 0.9 * self.kept.get(p, 0) + p.grad
+                    p -= group["lr"] * self.kept[p]
+                    continue
+                if self.kind == "group":
+                    group["seen"] = group.get("seen", 0) + p.grad.numel()
+                p -= group["lr"] * p.grad
+
+
+def optimizer_with_an_attribute(side: Side, kind: str = "attribute") -> None:
+    model = side.wrap(net())
+    optimizer = Momentum(model.parameters(), kind)
+    train(side, model, optimizer, 1)
+    model.apply_plan(side.plan(net(), [(0, 1)]))
+
+
+def optimizer_with_an_entry(side: Side) -> None:
+    optimizer_with_an_attribute(side, "group")
+
+
+def saved_optimizer_with_an_attribute(side: Side) -> None:
+    model = side.wrap(net())
+    optimizer = Momentum(model.parameters(), "attribute")
+    train(side, model, optimizer, 1)
+    model.refresh(optimizer)
+
+
 def stale_save(side: Side) -> None:
     model = side.wrap(net())
     train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
@@ -756,6 +848,10 @@ REFUSED = {
     stale_by_foreach: "full_state_dict(), or refresh()",
     stale_optimizer: "refresh(optimizer)",
     stale_save: "full_state_dict(), or refresh()",
+    stale_statistics: "full_state_dict(), or refresh()",
+    optimizer_with_an_attribute: "attribute 'kept' of Momentum differs between ranks",
+    optimizer_with_an_entry: "entry 'seen' of Momentum's parameter group 0 differs",
+    saved_optimizer_with_an_attribute: "only what an optimizer keeps in",
     copied: "can't be copied or pickled",
     pickled: "can't be copied or pickled",
     replaced: "'5' was replaced",

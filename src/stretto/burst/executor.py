@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import time
 import weakref
@@ -33,6 +34,7 @@ from stretto.burst.freshness import Freshness
 from stretto.burst.graph import LayerGraph, LayerNode, capture
 from stretto.burst.links import Links, Width
 from stretto.burst.norm import KINDS
+from stretto.burst.optimizers import first_difference, kept_outside
 from stretto.burst.redistribute import Mover
 from stretto.burst.replicas import Replicas
 from stretto.burst.shadows import MODEL_GONE, Shadows
@@ -434,11 +436,11 @@ class BurstParallel(nn.Module):
         mine = [node for node in graph.nodes if self._runs(node.name)]
         self._freshness.runs(
             [
-                *(p for node in mine for p in node.module.parameters()),
+                *(t for node in mine for t in params.trained_and_changed(node)),
                 *self._loose,
             ],
             [
-                (node.name, list(node.module.parameters()))
+                (node.name, params.trained_and_changed(node))
                 for node in graph.nodes
                 if not self._runs(node.name)
             ],
@@ -787,6 +789,8 @@ class BurstParallel(nn.Module):
         if not self._steps:
             return
         self._require_equal_copies()
+        if optimizers:
+            self._require_nothing_else(optimizers)
         roots = {name: first for name, (first, _) in self._widths.items()}
         self._bring(roots, optimizers, "bringing parameters")
         self._freshness.refreshed(optimizers)
@@ -813,6 +817,27 @@ class BurstParallel(nn.Module):
                 rows = self._links.exchange(values)
             self._replicas.require_all_equal(rows)
 
+    def _require_nothing_else(self, optimizers: tuple[Optimizer, ...]) -> None:
+        """Require that optimizers differ by rank in their ``state`` alone. A meeting.
+
+        Raises:
+            StrettoError: on all ranks, naming what differs.
+        """
+        if self._ranks.size == 1:
+            return
+        with self._freshness.opened():
+            mine = json.dumps(kept_outside(optimizers))
+        with self._links.refusals.waiting("comparing what optimizers keep"):
+            texts = self._agreement.gather("compare what optimizers keep", mine)
+        found = first_difference([json.loads(text) for text in texts])
+        if found is None:
+            return
+        raise StrettoError(
+            f"{found[0]} differs between {self._ranks.name_all((0, found[1]))}: only "
+            "what an optimizer keeps in optimizer.state comes to other ranks. Keep it "
+            "there by parameter, or set it to the same value on all ranks"
+        )
+
     def full_state_dict(self) -> dict[str, Any]:
         """Return the module's whole state; every rank must call it."""
         self.refresh()
@@ -823,12 +848,14 @@ class BurstParallel(nn.Module):
 
         Layers that a rank runs from now on come to it with their parameters, buffers,
         gradients and the optimizers' states: those given, and those that have taken a
-        step. Of an optimizer what it keeps in its ``state`` comes. Call it between a
-        backward and the next forward.
+        step. Of an optimizer what it keeps in its ``state`` comes; other values must be
+        the same on all ranks. Call it between a backward and the next forward.
 
         Raises:
             PlanMismatch: it is for another model or more ranks; the old one stays.
             RankDisagreement: ranks came with different plans or optimizers.
+            StrettoError: an optimizer keeps something besides its ``state`` that
+                differs by rank; the old plan stays.
         """
         given, purpose = plan, "begin to apply a burst plan"
         self._links.refusals.withdraw()
@@ -850,6 +877,8 @@ class BurstParallel(nn.Module):
         try:
             more = f", {len(every)} optimizers"
             self._meet("apply a burst plan", graph, plan, trouble, more=more)
+            if every:
+                self._require_nothing_else(every)
         except StrettoError:
             self.plan = before
             raise

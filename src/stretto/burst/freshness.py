@@ -1,4 +1,4 @@
-"""Guards a rank's parameters of layers that it does not run against being read.
+"""Guards a rank's values of layers that it does not run against being read.
 
 Their values are those of an earlier refresh. Where they are not current, reading them
 raises, whatever reads: ``state_dict``, the module itself, an exponential average.
@@ -6,7 +6,8 @@ raises, whatever reads: ``state_dict``, the module itself, an exponential averag
 # Note [Guarded parameters]
 The class of such a parameter is replaced by a subclass whose ``__torch_function__``
 sees every operation. Overwriting a value and asking for shapes, types and gradients is
-allowed, so that optimizers and ``load_state_dict`` work.
+allowed, so that optimizers and ``load_state_dict`` work. Buffers that forward changes,
+such as running statistics, are guarded in the same way; others stay what they are.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class Freshness:
         self._tell = tell
         self._own: tuple[nn.Parameter, ...] = ()
         self._foreign: tuple[str, ...] = ()
-        self._guarded: list[nn.Parameter] = []
-        self._guard = _guard_of(self)
+        self._guarded: list[tuple[torch.Tensor, type[torch.Tensor]]] = []
+        """Each with its own class."""
+        self._guard, self._buffer_guard = _guards_of(self)
         self._own_versions = -1
         self._open = 0
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -77,24 +79,29 @@ class Freshness:
 
     def runs(
         self,
-        own: Sequence[nn.Parameter],
-        foreign: Sequence[tuple[str, Sequence[nn.Parameter]]],
+        own: Sequence[torch.Tensor],
+        foreign: Sequence[tuple[str, Sequence[torch.Tensor]]],
     ) -> None:
-        """Note the parameters of layers run here, and the other layers with theirs."""
+        """Note what layers run here hold, and the other layers with what they hold.
+
+        Of buffers only those that forward changes.
+        """
         self.release()
-        self._own = tuple(own)
+        self._own = tuple(t for t in own if isinstance(t, nn.Parameter))
         self._foreign = tuple(name for name, _ in foreign)
-        mine = {id(p) for p in own}
-        for _, parameters in foreign:
-            for parameter in parameters:
-                if type(parameter) is nn.Parameter and id(parameter) not in mine:
-                    parameter.__class__ = self._guard
-                    self._guarded.append(parameter)
+        mine = {id(tensor) for tensor in own}
+        guards = {nn.Parameter: self._guard, torch.Tensor: self._buffer_guard}
+        for _, tensors in foreign:
+            for tensor in tensors:
+                kind = type(tensor)
+                if kind in guards and id(tensor) not in mine:
+                    tensor.__class__ = guards[kind]
+                    self._guarded.append((tensor, kind))
 
     def release(self) -> None:
-        """Make the guarded parameters usual ones again."""
-        for parameter in self._guarded:
-            parameter.__class__ = nn.Parameter
+        """Make the guarded tensors usual ones again."""
+        for tensor, kind in self._guarded:
+            tensor.__class__ = kind
         self._guarded = []
 
     @contextlib.contextmanager
@@ -186,26 +193,23 @@ class Freshness:
             )
 
 
-def _guard_of(freshness: Freshness) -> Any:
-    """Return a parameter class whose values are read only when current."""
+def _guards_of(freshness: Freshness) -> tuple[Any, Any]:
+    """Return classes of parameters and buffers whose values are read when current."""
     ref = weakref.ref(freshness)
+
+    def guarded(
+        cls: Any, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        owner = ref()
+        if owner is not None and _reads(func, args, cls):
+            owner.check_reading()
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return func(*args, **(kwargs or {}))
 
     class GuardedParameter(nn.Parameter):
         """A parameter of a layer that this rank does not run."""
 
-        @classmethod
-        def __torch_function__(
-            cls,
-            func: Any,
-            types: Any,
-            args: Any = (),
-            kwargs: Any = None,
-        ) -> Any:
-            owner = ref()
-            if owner is not None and _reads(func, args, cls):
-                owner.check_reading()
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-                return func(*args, **(kwargs or {}))
+        __torch_function__ = classmethod(guarded)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
             if id(self) not in memo:
@@ -214,8 +218,24 @@ def _guard_of(freshness: Freshness) -> Any:
             found: nn.Parameter = memo[id(self)]
             return found
 
+    class GuardedBuffer(torch.Tensor):
+        """A buffer of a layer that this rank does not run."""
+
+        __torch_function__ = classmethod(guarded)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+            if id(self) not in memo:
+                memo[id(self)] = self.clone(memory_format=torch.preserve_format)
+            found: torch.Tensor = memo[id(self)]
+            return found
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            # A plain tensor; saving is no other than reading.
+            return self.detach().__reduce_ex__(protocol)
+
     GuardedParameter.__name__ = GuardedParameter.__qualname__ = "Parameter"
-    return GuardedParameter
+    GuardedBuffer.__name__ = GuardedBuffer.__qualname__ = "Tensor"
+    return GuardedParameter, GuardedBuffer
 
 
 def _reads(func: Any, args: Any, guarded: type) -> bool:
@@ -226,7 +246,8 @@ def _reads(func: Any, args: Any, guarded: type) -> bool:
         return False
     if name not in _WRITES:
         return True
-    return any(isinstance(arg, guarded) for arg in args[1:])
+    # Batch norms load a counter that is missing in a state from itself.
+    return any(isinstance(arg, guarded) and arg is not args[0] for arg in args[1:])
 
 
 @final

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stretto.burst.tracing.recorder import BatchNorm
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -24,6 +26,17 @@ if TYPE_CHECKING:
 def tensors_of(node: LayerNode) -> list[Tensor]:
     """A layer's parameters and buffers, in one order on all ranks."""
     return [*node.module.parameters(), *node.module.buffers()]
+
+
+def trained_and_changed(node: LayerNode) -> list[Tensor]:
+    """A layer's parameters, and the buffers that its forward changes."""
+    if node.keeps_state:
+        return tensors_of(node)
+    found: list[Tensor] = list(node.module.parameters())
+    for part in node.module.modules():
+        if isinstance(part, BatchNorm):
+            found += part.buffers()
+    return found
 
 
 @torch.no_grad()

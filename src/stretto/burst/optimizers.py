@@ -1,0 +1,108 @@
+"""What an optimizer keeps besides its ``state``, which must be the same on all ranks.
+
+`BurstParallel` brings the entries of ``optimizer.state`` from rank to rank. What an
+optimizer keeps elsewhere, in its parameter groups or its own attributes, stays on each
+rank. As long as it is the same everywhere nothing is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_DEPTH = 4
+_LATER = frozenset(("state", "param_groups", "defaults"))
+
+
+def kept_outside(optimizers: Iterable[Optimizer]) -> dict[str, str]:
+    """Return digests of what optimizers keep besides their state, by where.
+
+    Functions, hooks and what every optimizer has of ``torch.optim`` are left out.
+    """
+    found: dict[str, str] = {}
+    for number, optimizer in enumerate(optimizers):
+        name = type(optimizer).__name__
+        place = f"{name} {number}" if number else name
+        index = {
+            id(p): f"parameter {i}"
+            for i, p in enumerate(
+                p for group in optimizer.param_groups for p in group["params"]
+            )
+        }
+        for i, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params":
+                    where = f"entry {key!r} of {place}'s parameter group {i}"
+                    found[where] = _digest(value, index)
+        plain = _PLAIN
+        for key, value in vars(optimizer).items():
+            if key in plain or key in _LATER or callable(value):
+                continue
+            found[f"attribute {key!r} of {place}"] = _digest(value, index)
+    return found
+
+
+def first_difference(rows: Sequence[Mapping[str, str]]) -> tuple[str, int] | None:
+    """Return where ranks' digests differ, and the first rank that differs from 0."""
+    for key in sorted({key for row in rows for key in row}):
+        for rank, row in enumerate(rows):
+            if row.get(key) != rows[0].get(key):
+                return key, rank
+    return None
+
+
+def _digest(value: Any, index: Mapping[int, str]) -> str:
+    sha = hashlib.sha256()
+    for part in _parts(value, index, _DEPTH):
+        sha.update(part)
+        sha.update(b"\0")
+    return sha.hexdigest()[:16]
+
+
+def _parts(value: Any, index: Mapping[int, str], depth: int) -> Iterable[bytes]:
+    if id(value) in index:
+        yield index[id(value)].encode()
+    elif isinstance(value, _ATOMS):
+        yield f"{type(value).__name__} {value!r}".encode()
+    elif isinstance(value, Tensor):
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        if value.layout == torch.strided:
+            whole = value.detach().cpu().contiguous().view(-1)
+            yield whole.view(torch.uint8).numpy().tobytes() if len(whole) else b""
+    elif depth == 0 or callable(value):
+        yield type(value).__name__.encode()
+    elif isinstance(value, Mapping):
+        yield f"{type(value).__name__} {len(value)}".encode()
+        for key, held in value.items():
+            yield from _parts(key, index, depth - 1)
+            yield from _parts(held, index, depth - 1)
+    elif isinstance(value, Set):
+        every = [b" ".join(_parts(held, index, depth - 1)) for held in value]
+        yield from sorted(every)
+    elif isinstance(value, Sequence):
+        yield f"{type(value).__name__} {len(value)}".encode()
+        for held in value:
+            yield from _parts(held, index, depth - 1)
+    else:
+        yield type(value).__name__.encode()
+        if isinstance(value, Optimizer):
+            yield repr(kept_outside([value])).encode()
+            return
+        for key, held in getattr(value, "__dict__", {}).items():
+            yield key.encode()
+            yield from _parts(held, index, depth - 1)
+
+
+_PLAIN = frozenset(
+    vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
+) | frozenset(("_step_count", "_opt_called"))
+"""Attributes of every optimizer, and those that schedulers set."""
