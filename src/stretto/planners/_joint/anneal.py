@@ -10,7 +10,6 @@ Simulated Annealing, Science 220 (1983).
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from stretto.planners._joint.moves import (
 )
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable
 
     from stretto.planners._joint.space import Space
