@@ -11,6 +11,7 @@ from typing import Any
 from stretto.demo.settings import DemoSettings, Outcome
 from stretto.errors import LabError, SpecError
 from stretto.lab import LabSpec, Mode, run_lab
+from stretto.measure.others import OthersLoad, busy_note
 from stretto.report import (
     DemoReport,
     MethodResult,
@@ -47,6 +48,7 @@ def run_demo(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise SpecError(f"{folder}: can't be made: {exc.strerror}") from exc
+    load = OthersLoad()
     with tempfile.TemporaryDirectory(prefix="stretto-demo-") as scratch:
         settings.save(Path(scratch) / SETTINGS_FILE)
         status = run_lab(
@@ -60,7 +62,10 @@ def run_demo(
                 f"the training in the lab ended with status {status}; its own message "
                 "stands above"
             )
-        report = _report(settings, spec, Path(scratch))
+        note = busy_note(load.cores())
+        if note is not None:
+            sys.stderr.write(f"stretto: {note}\n")
+        report = _report(settings, spec, Path(scratch), note)
     save_results(out / "results.json", report)
     save_trace(out / "trace.json", report)
     save_page(out / "report.html", report)
@@ -72,7 +77,9 @@ def plan_file(out: Path, method: str) -> Path:
     return out / "plans" / f"{method}.json"
 
 
-def _report(settings: DemoSettings, spec: LabSpec, scratch: Path) -> DemoReport:
+def _report(
+    settings: DemoSettings, spec: LabSpec, scratch: Path, busy: str | None
+) -> DemoReport:
     out = Path(settings.out)
     outcome = Outcome.load(scratch / OUTCOME_FILE)
     cluster = Cluster.load(out / "cluster.json")
@@ -106,7 +113,7 @@ def _report(settings: DemoSettings, spec: LabSpec, scratch: Path) -> DemoReport:
         bound_s=outcome.bound_s,
         bound_scope=outcome.bound_scope,
         environment=_environment(settings, spec, outcome),
-        notes=_notes(outcome),
+        notes=(*_notes(outcome), *([] if busy is None else [busy])),
     )
 
 
