@@ -6,6 +6,7 @@ import random
 import time
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,9 @@ class Effort:
     """Collectives that all simulations of one climb may have: a budget that does not
     depend on the machine, so that the plan does not either."""
 
+    anneal_rounds: int
+    """How often annealing begins, each time from the best."""
+
     anneal_evaluations: int
     """Drafts that annealing tries from the best, where buckets may differ in kind."""
 
@@ -84,6 +88,7 @@ FULL = Effort(
     more_climbs=4,
     helps_ratio=GAIN_RATIO,
     work_limit=12_000,
+    anneal_rounds=4,
     anneal_evaluations=3_000,
     anneal_work=150_000,
     pool=200,
@@ -253,25 +258,28 @@ class Search:
                 break
 
     def anneal(self) -> None:
-        """Anneal from the fastest draft, then climb from the best that was found.
+        """Anneal from the fastest draft and climb from the best found, a few times.
 
         Where all buckets have one resource and algorithm, climbing is as good.
         """
-        draft = self.fastest()
-        if not self.space.mixed or draft.overlap != "backward" or self.enough:
-            return
-        rng = random.Random(0)
-        neighbors = Neighbors(rng, self.space, self._between, self._dtype_starts)
-        limit = self._work + self.effort.anneal_work
-        annealed(
-            draft,
-            neighbors,
-            self.value_s,
-            rng,
-            self.effort.anneal_evaluations,
-            goes_on=lambda: self._work < limit and not self.out_of_time,
-        )
-        self.climb_on(1)
+        for seed in range(self.effort.anneal_rounds):
+            draft = self.fastest()
+            if not self.space.mixed or draft.overlap != "backward" or self.enough:
+                return
+            rng = random.Random(seed)
+            limit = self._work + self.effort.anneal_work
+            annealed(
+                draft,
+                Neighbors(rng, self.space, self._between, self._dtype_starts),
+                self.value_s,
+                rng,
+                self.effort.anneal_evaluations,
+                goes_on=partial(self._goes_on, limit),
+            )
+            self.climb_on(1)
+
+    def _goes_on(self, limit: int) -> bool:
+        return self._work < limit and not self.out_of_time
 
     def _ranked(self) -> list[Draft]:
         return sorted(self._values, key=lambda d: (self._values[d], plainness(d)))
