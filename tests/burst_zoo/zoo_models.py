@@ -1630,6 +1630,53 @@ def draws_from_its_own_generator() -> nn.Module:
     return Changing(_own_generator)
 
 
+def _without_positive(_model: Changing, h: Tensor) -> Tensor:
+    h = h.clone()
+    h[h.sum(1) > 0] = 0
+    return h
+
+
+@right(flat)
+def writes_where_a_mask_says() -> nn.Module:
+    return Changing(_without_positive)
+
+
+class Numbers(nn.Module):
+    """Layers give masks and whole numbers, through which no gradient comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.before(x)
+        mask, best = h.gt(0), h.argmax(1)
+        h = torch.tanh(self.after(h))
+        return h * best[:, None] + h * mask[:, :4], mask.any(1)
+
+
+@right(flat)
+def masks_and_numbers_between_layers() -> nn.Module:
+    return Numbers()
+
+
+@right(flat)
+def masks_and_numbers_twice() -> nn.Module:
+    return Chained()
+
+
+class Chained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = Numbers(), nn.Linear(4, 8), Numbers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, mask = self.one(x)
+        h, other = self.three(self.two(h))
+        found: Tensor = h * (mask & other)[:, None]
+        return found
+
+
 # ---------------------------------------------------------------------- Hugging Face
 
 

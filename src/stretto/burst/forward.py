@@ -1,4 +1,10 @@
-"""One forward: each layer's turn on this rank, with samples moved in between."""
+"""One forward: each layer's turn on this rank, with samples moved in between.
+
+# Note [Outputs without a gradient]
+Backward ends at a layer that gives whole numbers or a mask. Where floats moved to its
+ranks, other ranks wait for the gradients' way; so backward comes by at that layer's
+inputs from the next layer on the same rank that reads it.
+"""
 
 from __future__ import annotations
 
@@ -117,6 +123,7 @@ class Forward:
             for number, transfer, layer in course.moves
         }
         held: dict[str, Held] = {INPUT: batch}
+        ways: dict[str, tuple[Tensor, ...]] = {}
         training = self._module.training
         needs = False
         self._graph = steps.graph
@@ -131,18 +138,24 @@ class Forward:
                     held[name] if number is None else moves[number].end()
                     for name, number in turn.takes
                 ]
+                # See Note [Outputs without a gradient].
+                extra = [w for name, _ in turn.takes for w in ways.get(name, ())]
+                if needs and not _has_gradient(step.node.output_dtype):
+                    ways[step.node.name] = _ways_of([*inputs, tuple(extra)])
+                    needs, extra = False, []
                 output: Held
                 if turn.is_passed:
-                    output = _ways_of(inputs)
+                    output = _ways_of([*inputs, tuple(extra)]) if needs else ()
                 else:
                     if stamp:
                         self._clock.begin(step.node.name, FORWARD)
-                    output = self._turn(turn, inputs, needs)
+                    output = self._turn(turn, inputs, tuple(extra), needs)
                     if stamp:
                         self._clock.other()
                         self._clock.stamp(output, step.node.name)
                 for name in step.last_of:
                     held.pop(name, None)
+                    ways.pop(name, None)
                 if turn.starts:
                     output = self._here(output, step, needs)
                     for number in turn.starts:
@@ -163,12 +176,13 @@ class Forward:
         self,
         turn: Turn,
         given: list[Held],
+        extra: tuple[Tensor, ...],
         needs: bool,  # noqa: FBT001
     ) -> Tensor:
-        """A layer's output on one of its ranks."""
+        """A layer's output on one of its ranks; backward comes by at ``extra`` too."""
         node = turn.step.node
         if not len(turn.samples):
-            return self._without(turn.step, given, needs)
+            return self._without(turn.step, [*given, extra], needs)
         inputs: list[Tensor] = given  # type: ignore[assignment]  # samples are tensors
         self.draws.samples = turn.samples
         if turn.step.is_alone:
@@ -183,7 +197,7 @@ class Forward:
                 "or sizes"
             )
         if needs and turn.is_tied:
-            behind = [x for x in inputs if x.requires_grad]
+            behind = [x for x in (*inputs, *extra) if x.requires_grad]
             return tied(output, behind) if behind else output
         return output
 
@@ -273,6 +287,10 @@ class Forward:
         finally:
             for module in stands:
                 del module.__dict__["forward"]
+
+
+def _has_gradient(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _unchanged(x: Tensor) -> Tensor:
