@@ -173,9 +173,11 @@ def test_a_rank_lost_between_layers_is_named_by_every_other(
         assert text.startswith(f"rank {rank}: the ")
         assert "rank 2 is gone" in text
         assert took_s < 30
-    # The rank that waited for the lost one's samples or gradients says of which layer.
-    texts = [found[rank][1] for rank in (0, 1, 3)]
-    assert any("the redistribution of layer " in text for text in texts), texts
+    if when == "forward":
+        # The rank that waited for the lost one's samples says of which layer. In
+        # backward the last gradients of samples may have left before.
+        texts = [found[rank][1] for rank in (0, 1, 3)]
+        assert any("the redistribution of layer " in text for text in texts), texts
 
 
 def rank_that_stalls(rank: int, size: int) -> tuple[str, str]:
@@ -193,7 +195,7 @@ def test_a_wait_ends_at_its_timeout_and_names_who_is_stuck(ranks: Any) -> None:
     kind, text = ranks(rank_that_stalls, 2, group_s=600)[0]
     assert kind == "CommTimeout"
     assert "within 3 s" in text
-    assert "rank 1 is gone or stuck" in text
+    assert "rank 1 is late or stuck" in text
 
 
 def rank_with_a_bad_plan_file(

@@ -338,7 +338,7 @@ def test_waiting_sleeps_and_a_lost_rank_ends_the_others_with_one_message(ranks) 
         assert max(one["cpu"]) < 0.1, one["cpu"]
         assert "rank 1" in one["engine"]
         assert one["seconds"] < 40
-        assert "rank 1 is gone or stuck" in one["model"]
+        assert "rank 1 is gone (process " in one["model"]
 
 
 _LEFT_OPEN = """

@@ -69,7 +69,7 @@ class Links:
         self._lanes = lanes
         self._pools: list[LanePool] = []
         self._groups: dict[Width, GroupLinks] = {}
-        self.desk = FailureDesk(ranks, self._abort)
+        self.desk = FailureDesk(ranks, self._abort, key=lambda: f"burst/{serial}")
         weak = weakref.ref(self)
         self.refusals = Refusals(ranks, serial, lambda text: _stop(weak, text))
         self._moves: Any = None

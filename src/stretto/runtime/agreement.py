@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stretto.errors import CommTimeout, RankDisagreement, StrettoError
+from stretto.runtime.presence import Presence, State, Wait, call_aside
+from stretto.runtime.sockets import (
+    Socket,
+    bound_answers,
+    connections_to,
+    open_sockets,
+    shut,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.0003  # ranks mostly come to a meeting together
 _POLL_MOST_S = 0.1
+
+LEAST_ANSWER_S = 1.0
+"""A store may take so long for an answer, however short a time-out is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +53,9 @@ class Ranks:
 
     timeout_s: float
 
+    presence: Presence | None = None
+    """Which processes the ranks are; ``None``: not known."""
+
     def name(self, rank: int) -> str:
         """``rank 3``, by its global number."""
         return f"rank {self.names[rank]}"
@@ -58,12 +73,20 @@ def ranks_of(group: dist.ProcessGroup, *, timeout_s: float | None) -> Ranks:
     """
     if timeout_s is None:
         timeout_s = _group_timeout_s(group)
+    store = PrefixStore("stretto", _store_of(group))
+    rank, names = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
+    presence = _presences.get(group)
+    if presence is None and len(names) > 1:
+        presence = _presences[group] = Presence(store, rank=names[rank])
+        with contextlib.suppress(RuntimeError):  # the first meeting reports it
+            presence.publish()
     return Ranks(
-        rank=dist.get_rank(group),
-        size=dist.get_world_size(group),
-        names=tuple(dist.get_process_group_ranks(group)),
-        store=PrefixStore("stretto", _store_of(group)),
+        rank=rank,
+        size=len(names),
+        names=names,
+        store=store,
         timeout_s=timeout_s,
+        presence=presence,
     )
 
 
@@ -80,6 +103,11 @@ _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Store] = (
 )
 
 
+_presences: weakref.WeakKeyDictionary[dist.ProcessGroup, Presence] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def _store_of(group: dist.ProcessGroup) -> Store:
     """Return stretto's connection to a group's store."""
     found = _connections.get(group)
@@ -89,47 +117,165 @@ def _store_of(group: dist.ProcessGroup) -> Store:
         else:
             theirs = dist.distributed_c10d._world.pg_map[group][1]  # noqa: SLF001
         # MPI has no store; whatever needs one is for Gloo and NCCL.
-        found = dist.HashStore() if theirs is None else own_connection(theirs)
+        found = dist.HashStore() if theirs is None else _connect(theirs, group)
         _connections[group] = found
     return found
 
 
-def own_connection(store: Store) -> Store:
-    """Return the same store over a connection of its own.
+def _connect(theirs: Store, group: dist.ProcessGroup) -> Store:
+    """Return a connection of stretto's to the store of a group.
+
+    Raises:
+        CommTimeout: the store does not answer.
+    """
+    limit_s = max(LEAST_ANSWER_S, _group_timeout_s(group))
+    deadline = time.perf_counter() + limit_s
+    # On the group's own connection a request has no time-out: the thread is left
+    # behind in it where the store's process is stopped.
+    ended, found = call_aside(
+        partial(_clone, theirs, limit_s),
+        name="stretto-connecting",
+        look=lambda: time.perf_counter() > deadline,
+    )
+    if not ended:
+        raise CommTimeout(
+            f"rank {dist.get_rank()}: the store, which rank 0 or the launcher holds, "
+            f"did not answer for {limit_s:g} s. Look at the log of rank 0 first."
+        )
+    return cast("Store", found)
+
+
+def own_connection(ranks: Ranks, *, limit_s: float | None = None) -> Store:
+    """Return the ranks' store over a connection of its own.
 
     Use it wherever a thread may block in the store. A store that cannot be cloned, or
     that does not answer, is returned as it is: the next request reports the failure.
+    On the new connection a request fails whose answer takes longer than ``limit_s``
+    (``None``: the ranks' time-out); it is of no use then, and its owner drops it.
     """
+    limit_s = max(LEAST_ANSWER_S, ranks.timeout_s if limit_s is None else limit_s)
+    watch = Wait(ranks.presence)
+    deadline = time.perf_counter() + limit_s
+
+    def in_vain() -> bool:
+        return bool(watch.lost(ranks.names[:1])) or time.perf_counter() > deadline
+
+    # Where nobody listens any more, connecting is tried again for many minutes.
+    ended, found = call_aside(
+        partial(_clone, ranks.store, limit_s), name="stretto-connecting", look=in_vain
+    )
+    return cast("Store", found) if ended else ranks.store
+
+
+def _clone(store: Store, limit_s: float) -> Store:
     cloned: Any = store
     try:
         # A clone connects again, and retries for more than twice the store's time-out
         # if nobody listens; a request on the open connection fails at once.
         store.check(["stretto"])
-        return cast("Store", cloned.clone())
+        before = open_sockets()
+        found = cast("Store", cloned.clone())
     except (AttributeError, RuntimeError) as exc:
         _log.debug("the store is not cloned: %s", str(exc).splitlines()[0])
         return store
+    mine = connections_to(open_sockets() - before, found)
+    bound_answers(mine, limit_s)
+    _sockets[found] = mine
+    return found
+
+
+_sockets: weakref.WeakKeyDictionary[Store, set[Socket]] = weakref.WeakKeyDictionary()
+
+
+def end_requests(store: Store) -> None:
+    """End what waits on a connection that `own_connection` made, and the connection."""
+    shut(_sockets.get(store, set()))
 
 
 def missing_after(
+    ranks: Ranks,
     store: Store,
     keys: Sequence[str],
-    timeout_s: float,
     is_over: Callable[[], bool] = lambda: False,
-) -> list[int]:
-    """Return the positions of the keys that are missing when the time is up.
+) -> Missing | None:
+    """Wait for a key of each rank, no longer than ``ranks.timeout_s``.
 
-    ``is_over`` is asked meanwhile; the time is up when it says so.
+    Args:
+        ranks: Who is waited for.
+        store: Where the keys are.
+        keys: One of each rank, in their order.
+        is_over: Is asked meanwhile; the time is up when it says so.
+
+    Returns:
+        Who did not come; ``None``: all came. The wait ends early where a rank that did
+        not come has ended: its key will never be there.
     """
-    deadline = time.perf_counter() + timeout_s
+    began_s = time.perf_counter()
     pause_s = _POLL_S
     missing = list(range(len(keys)))
+    watch = Wait(ranks.presence)
     while True:
+        lost = watch.lost(ranks.names[i] for i in missing)
+        # Asked after the look: an ended rank's key is there by now or never.
         missing = [i for i in missing if not store.check([keys[i]])]
-        if not missing or time.perf_counter() > deadline or is_over():
-            return missing
+        if not missing:
+            return None
+        waited_s = time.perf_counter() - began_s
+        gone = [i for i in missing if ranks.names[i] in lost]
+        if gone:
+            return Missing(missing, waited_s, who_is_gone(ranks, gone, lost))
+        if waited_s > ranks.timeout_s or is_over():
+            return Missing(missing, waited_s, None)
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _POLL_MOST_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Ranks that did not come."""
+
+    ranks: list[int]
+
+    waited_s: float
+
+    gone: str | None
+    """Who has ended and how, for a message; ``None``: nobody is known to have."""
+
+
+def store_lost(ranks: Ranks, purpose: str, cause: RuntimeError) -> CommTimeout:
+    """Return the error for a store that does not answer."""
+    state = State.UNKNOWN
+    if ranks.presence is not None:
+        state = ranks.presence.state(ranks.names[0])
+    what = {
+        State.RUNS: f"{ranks.name(0)} is stuck, or the network is gone",
+        State.STOPPED: f"{ranks.name(0)} is stuck (it {State.STOPPED.value})",
+        State.ENDED: f"{ranks.name(0)} is gone",
+        State.UNKNOWN: f"{ranks.name(0)} is gone, or the network is",
+    }
+    return CommTimeout(
+        f"{ranks.name(ranks.rank)} can't {purpose}: the store, which {ranks.name(0)} "
+        f"or the launcher holds, does not answer: {what[state]}. Look at the log of "
+        f"{ranks.name(0)} first. Cause: {str(cause).splitlines()[0]}"
+    )
+
+
+def who_is_gone(ranks: Ranks, gone: Sequence[int], how: Mapping[int, str]) -> str:
+    """Return what to say of ranks that have ended, with where to look.
+
+    Args:
+        ranks: Of whom ``gone`` are some.
+        gone: Those whose processes have ended. Of several, those are named that did
+            not end because another did.
+        how: What is known of each, by its global number.
+    """
+    named = [ranks.names[r] for r in gone]
+    if ranks.presence is not None:
+        named = ranks.presence.causes(named)
+    who = ranks.name_all([r for r in gone if ranks.names[r] in named])
+    verb = "is" if len(named) == 1 else "are"
+    what = "; ".join(how[name] for name in named)
+    return f"{who} {verb} gone ({what}). Look at the log of {who} first."
 
 
 def _group_timeout_s(group: dist.ProcessGroup) -> float:
@@ -156,6 +302,7 @@ class Agreement:
         self._meeting = 0
         self.is_over: Callable[[], bool] = lambda: False
         """Whether a meeting is to end without those who have not come."""
+        self._lost: RuntimeError | None = None
 
     @cached_property
     def serial(self) -> int:
@@ -167,6 +314,11 @@ class Agreement:
         # A counter inside the store rather than in this process: it begins anew
         # with the store, so it is the same on all ranks also after a restart.
         return self._ranks.store.add(f"serial/{self._ranks.rank}", 1)
+
+    @property
+    def number(self) -> int | None:
+        """The model's `serial`, where it was asked for already."""
+        return self.__dict__.get("serial")
 
     @cached_property
     def _store(self) -> Store:
@@ -234,17 +386,16 @@ class Agreement:
     def _exchange(self, purpose: str, mine: str) -> list[str]:
         """What every rank brought, by rank."""
         ranks = self._ranks
+        if self._lost is not None:
+            raise store_lost(ranks, purpose, self._lost)
         try:
             return self._exchange_in_store(purpose, mine)
         except RuntimeError as exc:
             if isinstance(exc, StrettoError):
                 raise
-            raise CommTimeout(
-                f"{ranks.name(ranks.rank)} can't {purpose}: the store, which "
-                f"{ranks.name(0)} or the launcher holds, does not answer: "
-                f"{ranks.name(0)} is gone, or the network is. Look at the log of "
-                f"{ranks.name(0)} first. Cause: {str(exc).splitlines()[0]}"
-            ) from exc
+            # Late answers would be taken for those to later requests.
+            self._lost = exc
+            raise store_lost(ranks, purpose, exc) from exc
 
     # Note [One decision per meeting]
     # A rank whose time is up while the last one comes would stop where others go on.
@@ -256,19 +407,14 @@ class Agreement:
         meeting, self._meeting = self._meeting, self._meeting + 1
         keys = [f"{meeting}/{rank}" for rank in range(ranks.size)]
         store.set(keys[ranks.rank], mine)
-        missing = missing_after(store, keys, ranks.timeout_s, self.is_over)
-        decision = store.compare_set(f"{meeting}/end", "", "stop" if missing else "go")
-        if decision != b"go":
-            what = (
-                f"waited {ranks.timeout_s:g} s for {ranks.name_all(missing)} to "
-                if missing
-                else "came after others had stopped waiting for it to "
-            )
-            who = "what did not come" if missing else ranks.name(ranks.rank)
-            raise CommTimeout(
-                f"{ranks.name(ranks.rank)} {what}{purpose}. Look at the log of "
-                f"{who}: it ended, hangs, or does something else."
-            )
+        missing = missing_after(ranks, store, keys, self.is_over)
+        mine = "go" if missing is None else f"stop{missing.gone or ''}"
+        decision = store.compare_set(f"{meeting}/end", "", mine).decode()
+        if decision != "go":
+            gone = decision.removeprefix("stop")
+            raise CommTimeout(self._not_come(purpose, missing, gone))
+        if ranks.presence is not None:
+            ranks.presence.learn(ranks.names)
         found = [value.decode() for value in _values(store, keys)]
         if meeting > 0:
             # All came to this meeting, so all have read what the last one left.
@@ -276,6 +422,29 @@ class Agreement:
             if ranks.rank == 0:
                 store.delete_key(f"{meeting - 1}/end")
         return found
+
+    def _not_come(self, purpose: str, missing: Missing | None, gone: str) -> str:
+        """Return what to say of a meeting that ended without some rank."""
+        ranks = self._ranks
+        mine = ranks.name(ranks.rank)
+        if gone:
+            return f"{mine} can't {purpose}: {gone}"
+        if missing is None:
+            return (
+                f"{mine} came after others had stopped waiting for it to {purpose}. "
+                f"Look at the log of {mine}: it hung, or did something else."
+            )
+        known = "; ".join(
+            row
+            for r in missing.ranks
+            if ranks.presence and (row := ranks.presence.describe(ranks.names[r]))
+        )
+        return (
+            f"{mine} waited {ranks.timeout_s:g} s for "
+            f"{ranks.name_all(missing.ranks)} to {purpose}"
+            f"{f' ({known})' if known else ''}. Look at the log of what did not come: "
+            "it ended, hangs, or does something else."
+        )
 
 
 def _values(store: Any, keys: list[str]) -> list[bytes]:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from stretto.errors import PlanMismatch, StrettoError
 from stretto.runtime.agreement import Agreement, ranks_of
 from stretto.runtime.ends import at_the_end
-from stretto.runtime.failure import FailureDesk, is_communication_error
+from stretto.runtime.failure import FailureDesk
 from stretto.runtime.hook import PlannedGroup
 from stretto.runtime.lane_hooks import on_lanes
 from stretto.runtime.lanes import LanePool
@@ -28,6 +28,7 @@ from stretto.runtime.negotiated.front import (
     refused,
 )
 from stretto.runtime.numerics import NumericsWatch, check_words
+from stretto.runtime.presence import is_communication_error
 from stretto.runtime.reducer import build_reducer
 from stretto.runtime.routes import (
     ignored_names,
@@ -164,7 +165,11 @@ class DistributedDataParallel(TorchDDP):
         self._attach(group, module, timeout_s)
         self._meet(module, plan, "build a model", settings=compared, trouble=trouble)
         if plan is not None:
-            self._planned = self._build_group(module, group, plan)
+            try:
+                self._planned = self._build_group(module, group, plan)
+            except RuntimeError as exc:
+                self._raise_named("the opening of a plan's lanes", exc)
+                raise
             self._plan = plan
         try:
             super().__init__(module, *args, **kwargs)
@@ -833,7 +838,9 @@ class DistributedDataParallel(TorchDDP):
         self._pools = 0
         # Weak: a model that is dropped must be freed at once, as DDP's is.
         abort = weakref.WeakMethod(self._abort_lanes)
-        self._desk = FailureDesk(self._ranks, partial(_call, abort))
+        self._desk = FailureDesk(
+            self._ranks, partial(_call, abort), key=partial(_key_of, self._agreement)
+        )
         self._numerics = NumericsWatch.of(
             *self._nan,
             ranks=self._ranks,
@@ -962,6 +969,14 @@ class DistributedDataParallel(TorchDDP):
         )
         if in_backward and self._lazy_init_ran:
             reducer._set_optimizer_in_backward()  # noqa: SLF001
+
+
+def _key_of(agreement: Agreement) -> str:
+    """Return what tells a model's failure from those of the group's other models.
+
+    A copied model that never met has no number; what it fails on is the group itself.
+    """
+    return "group" if agreement.number is None else str(agreement.number)
 
 
 def _call(method: Callable[[], Any], *args: Any) -> None:

@@ -145,7 +145,7 @@ class RecordGathering:
             gathered(records, missing)
 
     def _connection(self) -> Store:
-        return own_connection(self._ranks.store)
+        return own_connection(self._ranks, limit_s=self._timeout_s)
 
     def _compare(self, when: str) -> None:
         """Lays this rank's clock on rank 0's; rank 0 answers all others."""

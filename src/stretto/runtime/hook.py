@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_USED = "the all-reduce of which parameters were used"
+
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 _graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 
@@ -121,6 +123,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._in_backward = False
         self._warm = False
         self._works: list[Any] = []
+        self._aside: list[Any] = []
         self._pending: list[tuple[Future[Any], torch.Tensor]] = []
         self._held: list[tuple[Any, torch.Tensor, Any, Future[Any]]] = []
         self._rebuild_rows: list[list[int]] = []
@@ -139,9 +142,8 @@ class PlannedGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         """Launches the next bucket of the step."""
         buffer = tensors[0]
-        # Which parameters were used, or a hook in C++.
         if buffer.dtype is torch.int32 or self._native:
-            return self._base.allreduce(tensors, opts)
+            return self._allreduce_aside(tensors, opts)
         index = self._next
         if buffer.numel() != self._elements[index]:
             raise StrettoError(
@@ -153,6 +155,17 @@ class PlannedGroup(dist.ProcessGroup):
         if index == 0:
             self._open_step()
         return self._launchers[index](buffer, opts)
+
+    def _allreduce_aside(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Reduce what is no bucket: which parameters were used, or for a C++ hook."""
+        if self._native or self._nccl is not None:
+            return self._base.allreduce(tensors, opts)
+        try:
+            work = self._base.allreduce(tensors, opts)
+        except RuntimeError as exc:
+            raise self._desk.report(_USED, exc) from exc
+        self._aside.append(work)
+        return work
 
     @without_dynamo
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
@@ -382,6 +395,7 @@ class PlannedGroup(dist.ProcessGroup):
     def _open_step(self) -> None:
         self._in_backward = _graph_task_id() != -1
         self._works.clear()
+        self._aside.clear()
         self._pending.clear()
         self._looked_at.clear()
         quick = self._in_backward and self._raises_late and self._warm
@@ -434,6 +448,9 @@ class PlannedGroup(dist.ProcessGroup):
                 raise self._desk.report(route.place, exc) from exc
         if self._desk.error is not None and self._works:
             raise self._desk.error
+        for work in self._aside:
+            self._desk.wait(work, _USED)
+        self._aside.clear()
         for pending, buffer in self._pending:
             pending.set_result(buffer)
         self._works.clear()

@@ -9,11 +9,12 @@ options, and keeps the group until the job ends.
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from stretto.runtime.agreement import own_connection
+from stretto.runtime.agreement import end_requests, own_connection
 from stretto.runtime.lanes_gloo import GlooLanes
 from stretto.runtime.lanes_gloo import check_here as check_gloo
 from stretto.runtime.lanes_nccl import NcclLanes
@@ -67,13 +68,17 @@ class LanePool:
     ) -> None:
         # Connecting waits in the store. See Note [One connection per thread that may
         # block].
-        store = own_connection(ranks.store) if ranks.size > 1 else ranks.store
+        store = ranks.store
+        if ranks.size > 1:
+            store = own_connection(ranks)
 
         def store_for(name: str) -> PrefixStore:
             return PrefixStore(f"lanes/{serial}/{name}", store)
 
-        kind = NcclLanes if backend == "nccl" else GlooLanes
+        kind: Any = NcclLanes if backend == "nccl" else GlooLanes
         self._lanes: Any = kind(ranks=ranks, store_for=store_for, device=device)
+        if backend != "nccl" and store is not ranks.store:
+            self._lanes.end_requests = partial(end_requests, store)
         self._close = weakref.finalize(self, self._lanes.close)
         # A process that ends must end NCCL's communicators while the driver is there.
         # Gloo's would wait for what is under way, which may be for a peer that failed.

@@ -29,19 +29,19 @@ cores).
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import resource as process_limits
-import socket
+import time
 from collections import Counter
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch.distributed as dist
 
-from stretto.errors import PlanMismatch
-from stretto.runtime.agreement import timeout_of
+from stretto.errors import CommTimeout, PlanMismatch
+from stretto.runtime.agreement import timeout_of, who_is_gone
+from stretto.runtime.presence import Wait, call_aside
+from stretto.runtime.sockets import Socket, connections_among, open_sockets, shut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
@@ -51,9 +51,13 @@ if TYPE_CHECKING:
 
     from stretto.runtime.agreement import Ranks
 
-_log = logging.getLogger(__name__)
-
 LEAST_THREADS = 2
+
+_LATE_S = 1.0
+"""A rank that has ended may have connected before."""
+
+_TIMEOUTS = 1.5
+"""Gloo ends by itself at its time-out, unless the store does not answer."""
 
 _MORE_DESCRIPTORS = 3
 """Descriptors of a connection to every peer beyond one per peer: its listener, its
@@ -126,8 +130,10 @@ class GlooLanes:
         self._ranks = ranks
         self._store_for = store_for
         self._lanes: dict[tuple[int, int], Any] = {}
-        self._sockets: set[tuple[int, str]] = set()
+        self._sockets: set[Socket] = set()
         self._made: Counter[tuple[int, int]] = Counter()
+        self.end_requests: Callable[[], None] = lambda: None
+        """Ends what waits in the lanes' store."""
 
     def open(
         self, needs: Sequence[tuple[int, int | None]]
@@ -139,9 +145,11 @@ class GlooLanes:
     def _lane(self, number: int, connections: int) -> Any:
         key = (number, connections)
         if key not in self._lanes:
-            before = _open_sockets()
+            before = open_sockets()
             self._lanes[key] = self._make(number, connections)
-            self._sockets |= _open_sockets() - before
+            self._sockets |= connections_among(
+                open_sockets() - before, self._ranks.store
+            )
         return self._lanes[key]
 
     def _make(self, number: int, connections: int) -> Any:
@@ -157,27 +165,68 @@ class GlooLanes:
         self._made[number, connections] += 1
         times = self._made[number, connections]
         name = f"{number}/{connections}" + (f"/{times}" if times > 1 else "")
-        return gloo(
-            self._store_for(name),
-            self._ranks.rank,
-            self._ranks.size,
-            options,
+        return self._connect(
+            number,
+            partial(
+                gloo,
+                self._store_for(name),
+                self._ranks.rank,
+                self._ranks.size,
+                options,
+            ),
         )
+
+    def _connect(self, number: int, connect: Callable[[], Any]) -> Any:
+        """Return what ``connect`` makes, unless a rank is lost meanwhile.
+
+        Gloo by itself waits for a peer that is gone until its time-out, which may be
+        half an hour.
+
+        Raises:
+            CommTimeout: naming the rank.
+            RuntimeError: what Gloo raises.
+        """
+        ranks = self._ranks
+        watch = Wait(ranks.presence, grace_s=_LATE_S)
+        deadline = time.perf_counter() + _TIMEOUTS * ranks.timeout_s
+        lost: dict[int, str] = {}
+
+        def in_vain() -> bool:
+            lost.update(watch.lost(ranks.names))
+            return bool(lost) or time.perf_counter() > deadline
+
+        before = open_sockets()
+        ended, found = call_aside(
+            connect,
+            name="stretto-opening",
+            look=in_vain,
+            give_up=lambda: self._end_opening(before),
+        )
+        if ended:
+            return found
+        why = (
+            who_is_gone(
+                ranks, [r for r in range(ranks.size) if ranks.names[r] in lost], lost
+            )
+            if lost
+            else f"a rank or the store, which {ranks.name(0)} or the launcher holds, "
+            f"did not answer for {_TIMEOUTS * ranks.timeout_s:g} s"
+        )
+        raise CommTimeout(f"{ranks.name(ranks.rank)} can't open lane {number}: {why}")
+
+    def _end_opening(self, before: set[Socket]) -> None:
+        """Let Gloo's opening of a lane fail now rather than at its time-out."""
+        # A thread that came back while the interpreter is being finalized would end
+        # the process. See Note [Exit while Gloo's threads still work].
+        self.end_requests()
+        shut(connections_among(open_sockets() - before, self._ranks.store))
 
     def abort(self) -> None:
         """Shuts the sockets down that came with the lanes.
 
-        Gloo has no such call (its ``abort`` does nothing). Descriptors stay open, for
-        Gloo to close.
+        Gloo has no such call (its ``abort`` does nothing).
         """
-        for descriptor, inode in self._sockets & _open_sockets():
-            with (
-                contextlib.suppress(OSError),
-                socket.socket(fileno=os.dup(descriptor)) as connection,
-            ):
-                connection.getpeername()  # a listener has none and must stay
-                connection.shutdown(socket.SHUT_RDWR)
-                _log.debug("shut socket %s down", inode)
+        shut(self._sockets)
 
     def retain(self, lanes: Container[int]) -> None:
         """Release the backends of other lanes; each ends with its last user."""
@@ -197,17 +246,3 @@ def _gloo_device(number: int) -> Any:
         interface = named[number % len(named)]
         return dist.ProcessGroupGloo.create_device(interface=interface)
     return dist.ProcessGroupGloo.create_default_device()
-
-
-def _open_sockets() -> set[tuple[int, str]]:
-    """(descriptor, inode) of this process's sockets; empty where /proc is missing."""
-    found = set()
-    try:
-        for entry in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                target = os.readlink(entry)  # noqa: PTH115
-                if target.startswith("socket:"):
-                    found.add((int(entry.name), target))
-    except OSError:
-        return set()
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from stretto.runtime.numerics import NumericsWatch
 
 _PLACE = "the all-reduce of a bucket of DDP's"
-
-_LOOK_EVERY = timedelta(seconds=1)
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 _graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
@@ -153,7 +150,7 @@ class WatchedGroup(dist.ProcessGroup):
         works = self._works[:]
         self._works.clear()
         for work in works:
-            self._wait(work)
+            self._desk.wait(work, _PLACE)
         if self._numerics is not None:
             self._numerics.reduced()
         # Behind the Reducer's callback, which was queued after this one.
@@ -163,22 +160,6 @@ class WatchedGroup(dist.ProcessGroup):
         call = None if self._reduced is None else self._reduced()
         if call is not None:
             call()
-
-    def _wait(self, work: Any) -> None:
-        # The group's connections are not ours to close, so a rank that waits for one
-        # which has already given up would wait on: it looks into the store meanwhile.
-        while True:
-            try:
-                work.wait(_LOOK_EVERY)
-            except RuntimeError as exc:
-                if work.is_completed():
-                    raise self._desk.report(_PLACE, exc) from exc
-            else:
-                return
-            if self._desk.others_failed():
-                raise self._desk.report(
-                    _PLACE, RuntimeError("another rank has given up")
-                )
 
     def _settle(self, tensors: list[torch.Tensor], ended: Any) -> list[torch.Tensor]:
         try:

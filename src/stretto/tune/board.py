@@ -21,16 +21,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from datetime import timedelta
+import time
 from typing import TYPE_CHECKING, Any, final
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import StrettoError
-from stretto.runtime.agreement import own_connection
+from stretto.runtime.agreement import own_connection, who_is_gone
+from stretto.runtime.presence import Wait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from stretto.runtime.agreement import Ranks
 
@@ -40,6 +41,20 @@ GATE_S = 30.0
 WORK_S = 120.0
 """How long ranks wait for each other between a gate and the end of the meeting: rank 0
 may plan meanwhile."""
+
+OF_TIMEOUT = 0.5
+"""Neither takes more than this share of the group's time-out, which begins anew with
+the collective that finds the missing rank."""
+
+ANSWER = 1.5
+"""Ranks wait so many times as long for rank 0, which itself waits for the others."""
+
+_LEAST_PAUSE_S, _MOST_PAUSE_S, _PAUSE_SHARE = 0.0002, 0.05, 0.03
+"""Between two requests for what others have not written yet: longer the longer it has
+taken, so that little time is lost and few requests are made."""
+
+_LOOK_S = 0.5
+"""How often a rank that waits looks whether the others' processes are there."""
 
 
 class Stopped(StrettoError):
@@ -58,11 +73,15 @@ class Board:
         self._ranks = ranks
         self.rank = ranks.rank
         self.size = ranks.size
-        store = own_connection(ranks.store) if ranks.size > 1 else ranks.store
+        store = ranks.store
+        if ranks.size > 1:
+            limit_s = ANSWER * min(WORK_S, OF_TIMEOUT * ranks.timeout_s)
+            store = own_connection(ranks, limit_s=limit_s)
         self._store: Any = PrefixStore(f"tune/{serial}", store)
         self._step = 0
         self._number = 0
         self._written: list[str] = []
+        self._lost: str | None = None
 
     def gate(
         self,
@@ -130,6 +149,8 @@ class Board:
     def fail(self, why: str) -> None:
         """Leave a failure where the other ranks may wait for this one."""
         key = self._next_key()
+        if self._lost is not None:
+            return
         with contextlib.suppress(RuntimeError):
             if self.rank == 0:
                 self._answer(key, {"stopped": why})
@@ -150,17 +171,20 @@ class Board:
         failed: str | None,
     ) -> Any:
         key = self._next_key()
-        timeout = timedelta(seconds=min(timeout_s, self._ranks.timeout_s))
+        timeout_s = min(timeout_s, OF_TIMEOUT * self._ranks.timeout_s)
+        if self._lost is not None:
+            raise Stopped(self._lost)
         mine = {"message": message} if failed is None else {"failed": failed}
         try:
             if self.rank == 0:
-                found = self._answer(key, self._collect(key, mine, answer, timeout))
+                found = self._answer(key, self._collect(key, mine, answer, timeout_s))
             else:
                 self._write(f"{key}/{self.rank}", mine)
-                found = self._wait_for_answer(key, timeout)
+                found = self._wait_for_answer(key, ANSWER * timeout_s)
         except RuntimeError as exc:
-            why = str(exc).splitlines()[0]
-            raise Stopped(f"the store does not answer: {why}") from exc
+            # Late answers would be taken for those to later requests.
+            self._lost = f"the store does not answer: {str(exc).splitlines()[0]}"
+            raise Stopped(self._lost) from exc
         if "stopped" in found:
             raise Stopped(found["stopped"])
         return found["answer"]
@@ -170,13 +194,12 @@ class Board:
         key: str,
         mine: Any,
         answer: Callable[[list[Any]], Any],
-        timeout: timedelta,
+        timeout_s: float,
     ) -> Any:
         keys = [f"{key}/{rank}" for rank in range(1, self.size)]
-        missing = self._missing(keys, timeout)
-        if missing:
-            who = self._ranks.name_all([1 + keys.index(k) for k in missing])
-            return {"stopped": f"{who} did not come within {timeout.seconds} s"}
+        missing = self._wait({k: 1 + r for r, k in enumerate(keys)}, timeout_s)
+        if missing is not None:
+            return {"stopped": missing}
         rows = [mine, *(_loads(value) for value in self._values(keys))]
         for row in rows:
             if "failed" in row:
@@ -189,24 +212,34 @@ class Board:
                 "stopped": str(exc) if judged else f"{self.name(0)}: {reason_of(exc)}"
             }
 
-    def _missing(self, keys: Sequence[str], timeout: timedelta) -> list[str]:
-        if not keys:
-            return []
-        try:
-            self._store.wait(list(keys), timeout)
-        except RuntimeError:
-            return [key for key in keys if not self._store.check([key])]
-        return []
+    def _wait(self, keys: dict[str, int], timeout_s: float) -> str | None:
+        """Wait for the ranks' keys; return who did not come, ``None`` if all did."""
+        # Asked again and again rather than waited for in the store: that can't be ended
+        # when a process is found gone, and each time-out of it prints warnings.
+        ranks = self._ranks
+        watch = Wait(ranks.presence, every_s=_LOOK_S)
+        began_s = time.perf_counter()
+        while keys and not self._store.check(list(keys)):
+            waited_s = time.perf_counter() - began_s
+            lost = watch.lost(ranks.names[r] for r in keys.values())
+            if lost or waited_s > timeout_s:
+                # After the look: an ended rank's key is there by now or never.
+                keys = {k: r for k, r in keys.items() if not self._store.check([k])}
+            gone = [r for r in keys.values() if ranks.names[r] in lost]
+            if gone:
+                return who_is_gone(ranks, gone, lost)
+            if keys and waited_s > timeout_s:
+                who = ranks.name_all(list(keys.values()))
+                return f"{who} did not come within {timeout_s:g} s"
+            time.sleep(min(_MOST_PAUSE_S, _LEAST_PAUSE_S + _PAUSE_SHARE * waited_s))
+        return None
 
-    def _wait_for_answer(self, key: str, timeout: timedelta) -> Any:
+    def _wait_for_answer(self, key: str, timeout_s: float) -> Any:
         name = f"{key}/answer"
-        # Rank 0 itself waits as long for the others, and answers then.
-        try:
-            self._store.wait([name], timeout + timedelta(seconds=GATE_S))
-        except RuntimeError:
-            if not self._store.check([name]):
-                why = f"{self._ranks.name(0)} did not come"
-                return self._answer(key, {"stopped": why})
+        # Rank 0 itself waits for the others, and answers then.
+        missing = self._wait({name: 0}, timeout_s)
+        if missing is not None:
+            return self._answer(key, {"stopped": missing})
         return _loads(self._store.get(name))
 
     def _answer(self, key: str, value: Any) -> Any:

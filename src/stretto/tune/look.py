@@ -12,7 +12,7 @@ from stretto import planners
 from stretto.cost.fit import fit_cluster
 from stretto.errors import Infeasible, NoisyProfile, SpecError
 from stretto.measure import NetworkSamples, probe_network
-from stretto.runtime.failure import is_communication_error
+from stretto.runtime.presence import is_communication_error
 from stretto.schema import Cluster, CollectiveSample, Plan, Workload, codec
 from stretto.tune.board import reason_of
 from stretto.tune.profiling import (

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from stretto.errors import CommTimeout, RankDisagreement
 from stretto.runtime.agreement import Agreement, Ranks
-from stretto.runtime.failure import FailureDesk, is_communication_error
+from stretto.runtime.failure import FailureDesk
+from stretto.runtime.presence import is_communication_error
 
 
 def make_ranks(size: int, timeout_s: float = 20.0) -> list[Ranks]:

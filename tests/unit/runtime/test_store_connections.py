@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
 from datetime import timedelta
 from time import perf_counter
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from stretto.runtime.agreement import missing_after, own_connection
+from stretto.runtime.agreement import Ranks, missing_after, own_connection
+
+
+def ranks_over(store: Any) -> Ranks:
+    return Ranks(rank=0, size=2, names=(0, 1), store=store, timeout_s=20.0)
 
 
 @pytest.fixture
@@ -19,12 +25,17 @@ def store() -> dist.TCPStore:
 
 
 def test_a_wait_on_one_connection_leaves_the_other_free(store: dist.TCPStore) -> None:
-    mine = own_connection(dist.PrefixStore("a", store))
+    mine = own_connection(ranks_over(dist.PrefixStore("a", store)))
     waiting = threading.Thread(target=lambda: mine.wait(["late"]))
     waiting.start()
     store.set("a/late", "")  # waits for the wait's end over one shared connection
     waiting.join()
-    assert missing_after(mine, ["late", "never"], 0.0) == [1]
+    ranks = ranks_over(mine)
+    found = missing_after(
+        dataclasses.replace(ranks, timeout_s=0.0), mine, ["late", "never"]
+    )
+    assert found is not None
+    assert found.ranks == [1]
 
 
 def test_a_store_that_can_not_be_cloned_is_used_as_it_is() -> None:
@@ -33,7 +44,7 @@ def test_a_store_that_can_not_be_cloned_is_used_as_it_is() -> None:
             return False
 
     plain = Plain()
-    assert own_connection(plain) is plain
+    assert own_connection(ranks_over(plain)) is plain
 
 
 def test_a_store_that_is_gone_is_not_connected_to_again() -> None:
@@ -45,6 +56,6 @@ def test_a_store_that_is_gone_is_not_connected_to_again() -> None:
     )
     del server
     began = perf_counter()
-    assert own_connection(client) is client
+    assert own_connection(ranks_over(client)) is client
     # A clone would retry for longer than the store's time-out.
     assert perf_counter() - began < 15

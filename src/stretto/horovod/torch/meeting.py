@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.distributed.rendezvous import rendezvous
 
-from stretto.runtime.agreement import Ranks, ranks_of
+from stretto.runtime.agreement import Ranks, ranks_of, store_lost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,10 @@ def meet(
     else:
         made, ranks = _make_group(place, timeout_s)
     store = PrefixStore("horovod", ranks.store)
-    serial = store.add(f"serial/{ranks.rank}", 1)
+    try:
+        serial = store.add(f"serial/{ranks.rank}", 1)
+    except RuntimeError as exc:
+        raise store_lost(ranks, "call hvd.init()", exc) from exc
     store = PrefixStore(f"{serial}", store)
     ranks = dataclasses.replace(ranks, store=store)
     return (ranks if members is None else _part(ranks, members)), made

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from stretto.errors import CommTimeout
-from stretto.runtime.agreement import missing_after
+from stretto.errors import CommTimeout, StrettoError
+from stretto.runtime.agreement import missing_after, store_lost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,20 +69,32 @@ def exchange(ranks: Ranks, place: Place | None) -> Topology:
             host = f"number {place.host}"
     if ranks.size == 1:
         return arrange([host], [local_rank or 0], 0)
-    store = PrefixStore("hosts", ranks.store)
-    store.set(str(ranks.rank), json.dumps([host, local_rank]))
-    keys = [str(rank) for rank in range(ranks.size)]
-    missing = missing_after(store, keys, ranks.timeout_s)
-    if missing:
-        raise CommTimeout(
-            f"{ranks.name(ranks.rank)}: hvd.init() waited {ranks.timeout_s:g} s for "
-            f"{ranks.name_all(missing)} to report its host. Check the log of "
-            f"{ranks.name_all(missing)}: it exited, hung, or took another code path."
-        )
-    table = [json.loads(store.get(key)) for key in keys]
+    try:
+        table = _all_say(ranks, [host, local_rank])
+    except RuntimeError as exc:
+        if isinstance(exc, StrettoError):
+            raise
+        raise store_lost(ranks, "call hvd.init()", exc) from exc
     hosts = [row[0] for row in table]
     local_ranks = [
         hosts[:rank].count(host) if told is None else told
         for rank, (host, told) in enumerate(table)
     ]
     return arrange(hosts, local_ranks, ranks.rank)
+
+
+def _all_say(ranks: Ranks, mine: list[Any]) -> list[list[Any]]:
+    """What every rank says of its place, by rank."""
+    store = PrefixStore("hosts", ranks.store)
+    store.set(str(ranks.rank), json.dumps(mine))
+    keys = [str(rank) for rank in range(ranks.size)]
+    missing = missing_after(ranks, store, keys)
+    if missing is not None:
+        who = ranks.name_all(missing.ranks)
+        gone = f" {missing.gone}" if missing.gone else ""
+        raise CommTimeout(
+            f"{ranks.name(ranks.rank)}: hvd.init() waited {missing.waited_s:.3g} s for "
+            f"{who} to report its host.{gone} Check the log of {who}: it exited, hung, "
+            "or took another code path."
+        )
+    return [json.loads(store.get(key)) for key in keys]

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto._version import __version__
 from stretto.errors import CommTimeout, RankDisagreement, SpecError, StrettoError
-from stretto.runtime.agreement import Agreement
+from stretto.runtime.agreement import Agreement, store_lost
 from stretto.runtime.failure import FailureDesk
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.negotiated.control import Control
@@ -67,7 +67,10 @@ class Core:
         options: EngineOptions,
         observer: AbstractEngineObserver | None,
     ) -> None:
-        serial = ranks.store.add(f"negotiated/serial/{ranks.rank}", 1)
+        try:
+            serial = ranks.store.add(f"negotiated/serial/{ranks.rank}", 1)
+        except RuntimeError as exc:
+            raise store_lost(ranks, "open an engine", exc) from exc
         store = PrefixStore(f"negotiated/{serial}", ranks.store)
         self.ranks = dataclasses.replace(ranks, store=store)
         self.options = options
@@ -117,7 +120,10 @@ class Core:
                 backend="gloo",
                 device=torch.device("cpu"),
             )
-            lane = self._pool.lane(0)
+            try:
+                lane = self._pool.lane(0)
+            except RuntimeError as exc:
+                raise self.desk.report("the opening of an engine", exc) from exc
         self.control = Control(
             lane, size=ranks.size, tick_s=self._tick_s, tick=self._tick
         )

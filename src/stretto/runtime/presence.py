@@ -1,0 +1,368 @@
+"""Which ranks' processes have ended, told by the processes rather than by who is late.
+
+# Note [Evidence that a rank is lost]
+A rank that does not answer may be dead, stopped, or busy with a long forward. So each
+rank publishes once which process it is: host, process id, and when that process
+started, because ids are used again. Whoever then misses a rank of its own host looks
+whether that process is there, and leaves what it found for ranks of other hosts. A
+process that is not there, or that is a zombie, has ended for certain; nothing is
+concluded from silence.
+
+A process that ends with an exception notes it in the store before it is gone. Others
+then say what ended it, and tell it from a rank that only ended because its own
+collective failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import enum
+import functools
+import json
+import os
+import platform
+import sys
+import threading
+import time
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from stretto.errors import CommTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch.distributed.distributed_c10d import Store
+
+_PROC = Path("/proc")
+_NOTE_S = 1.0
+"""A process that ends waits no longer for the store to take its note."""
+
+_NOTE_CHARACTERS = 200
+
+_LOOK_EVERY_S = 0.5
+_END_S = 1.0
+
+_TRANSPORT = (
+    "gloo/transport",
+    "gloo/rendezvous",
+    "gloo/common/store",
+    "wait timeout after",  # the store's, for a peer that never came
+)
+
+
+def is_communication_error(exc: BaseException) -> bool:
+    """Whether an error comes from the transport below a collective."""
+    text = str(exc)
+    return any(mark in text for mark in _TRANSPORT)
+
+
+class State(enum.Enum):
+    """What is known of another rank's process."""
+
+    RUNS = "still runs"
+    STOPPED = "is stopped by a signal"
+    ENDED = "has ended"
+    UNKNOWN = "is on another host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """A process, apart from every other on any host."""
+
+    host: str
+    """The host's name, for messages."""
+
+    kernel: str
+    """The boot and the namespace in which ``pid`` is one; empty: not known."""
+
+    pid: int
+
+    started: str
+    """When the process started, in the kernel's own units; empty: not known."""
+
+
+def own_identity() -> Identity:
+    """Return this process's identity."""
+    pid = os.getpid()
+    row = _stat(pid)
+    return Identity(
+        host=platform.node(),
+        kernel=_kernel(),
+        pid=pid,
+        started="" if row is None else row[1],
+    )
+
+
+@functools.cache
+def _kernel() -> str:
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(_PROC / 'self/ns/pid')}"  # noqa: PTH115
+    except OSError:
+        return "" if sys.platform == "linux" else f"{sys.platform} {platform.node()}"
+
+
+def state_of(process: Identity) -> State:
+    """Return what this process can see of another."""
+    if not process.kernel or process.kernel != _kernel():
+        return State.UNKNOWN
+    row = _stat(process.pid)
+    if row is None:
+        try:
+            os.kill(process.pid, 0)
+        except ProcessLookupError:
+            return State.ENDED
+        except OSError:  # it is another user's
+            return State.RUNS
+        return State.RUNS
+    letter, started = row
+    if started != process.started or letter in "ZXx":
+        return State.ENDED
+    return State.STOPPED if letter in "Tt" else State.RUNS
+
+
+def _stat(pid: int) -> tuple[str, str] | None:
+    """Return a process's state letter and start; ``None`` where it can't be read."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # a name may hold spaces and brackets
+    return fields[0], fields[19]
+
+
+@final
+class Presence:
+    """The processes of a process group's ranks, by the ranks' global numbers."""
+
+    def __init__(self, store: Store, *, rank: int) -> None:
+        """Prepare; ``rank`` is this process's global number."""
+        self._store: Any = PrefixStore("presence", store)
+        self._rank = rank
+        self._known: dict[int, Identity] = {}
+        self._ended: dict[int, str] = {}
+
+    def publish(self) -> None:
+        """Say in the store which process this rank is."""
+        mine = own_identity()
+        self._store.set(f"who/{self._rank}", json.dumps(asdict(mine)))
+        _all.add(self)
+
+    def learn(self, ranks: Iterable[int]) -> None:
+        """Note which processes ``ranks`` are, as far as they have published it.
+
+        Once known they can be looked for without the store, which may be lost with
+        the rank that holds it.
+        """
+        for rank in ranks:
+            if rank != self._rank and rank not in self._known:
+                self._read(rank)
+
+    def state(self, rank: int) -> State:
+        """Return what this process can see of a rank's."""
+        known = self._known.get(rank)
+        return State.UNKNOWN if known is None else state_of(known)
+
+    def ended(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return how each of ``ranks`` ended whose process has, for messages."""
+        others = [rank for rank in ranks if rank != self._rank]
+        # Where the store is gone, what is known already has to do.
+        with contextlib.suppress(RuntimeError):
+            self.learn(others)
+        return {rank: how for rank in others if (how := self._how(rank)) is not None}
+
+    def tell_ended(self, found: Iterable[int]) -> None:
+        """Leave what was seen for ranks on other hosts."""
+        for rank in found:
+            self._store.set(f"ended/{rank}", self._ended[rank])
+
+    def told_ended(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return what ranks on other hosts saw end."""
+        return {
+            rank: self._store.get(f"ended/{rank}").decode()
+            for rank in ranks
+            if self._store.check([f"ended/{rank}"])
+        }
+
+    def signs(self, rank: int, name: str) -> bool:
+        """Whether a rank's process on this host has a thread of that name."""
+        known = self._known.get(rank)
+        if known is None or state_of(known) is not State.RUNS:
+            return False
+        try:
+            tasks = list((_PROC / str(known.pid) / "task").iterdir())
+        except OSError:
+            return False
+        for task in tasks:
+            with contextlib.suppress(OSError):
+                if (task / "comm").read_text().strip() == name:
+                    return True
+        return False
+
+    def describe(self, rank: int) -> str:
+        """Return where a rank's process is and what it does; empty: not known."""
+        known = self._known.get(rank)
+        if known is None:
+            return ""
+        state = state_of(known)
+        place = f"process {known.pid} on {known.host}"
+        return place if state is State.UNKNOWN else f"{place} {state.value}"
+
+    def causes(self, ended: Sequence[int]) -> list[int]:
+        """Return those of the ended ranks that did not end because of another.
+
+        A rank that ended with the failure of a collective is no cause while there is
+        another; one that ended with an exception of its own is the first to name.
+        """
+        notes = {rank: self._note(rank) for rank in ended}
+        own = [r for r, note in notes.items() if note and not note["follows"]]
+        unexplained = [r for r, note in notes.items() if note is None]
+        return own or unexplained or list(ended)
+
+    def note_exception(self, exc: BaseException) -> None:
+        """Leave in the store what ends this process."""
+        line = (str(exc) or type(exc).__name__).splitlines()[0][:_NOTE_CHARACTERS]
+        follows = isinstance(exc, CommTimeout) or is_communication_error(exc)
+        note = {"what": f"{type(exc).__name__}: {line}", "follows": follows}
+        self._store.set(f"note/{self._rank}", json.dumps(note))
+
+    def _read(self, rank: int) -> Identity | None:
+        """Read a rank's identity anew."""
+        if not self._store.check([f"who/{rank}"]):
+            return None
+        fields = json.loads(self._store.get(f"who/{rank}"))
+        self._known[rank] = Identity(**fields)
+        return self._known[rank]
+
+    def _how(self, rank: int) -> str | None:
+        if rank in self._ended:
+            return self._ended[rank]
+        known = self._known.get(rank)
+        if known is None or state_of(known) is not State.ENDED:
+            return None
+        try:
+            # A rank that was started again in the same job has published itself anew.
+            now = self._read(rank)
+        except RuntimeError:
+            now = known
+        if now is not None and now != known:
+            return None
+        note = self._note(rank)
+        place = f"process {known.pid} on {known.host} has ended"
+        self._ended[rank] = place if note is None else f"{place}: {note['what']}"
+        return self._ended[rank]
+
+    def _note(self, rank: int) -> dict[str, Any] | None:
+        try:
+            if not self._store.check([f"note/{rank}"]):
+                return None
+            found: dict[str, Any] = json.loads(self._store.get(f"note/{rank}"))
+        except RuntimeError:
+            return None
+        return found
+
+
+@final
+class Wait:
+    """Tells a loop that waits for others when one of them can't come any more.
+
+    Processes are looked at no more than about once in ``every_s``. A rank that has
+    ended may have done its part before, and what it sent may still be on its way: so
+    it counts as lost only when it is found ended ``grace_s`` after the first time.
+    """
+
+    def __init__(
+        self, presence: Presence | None, *, every_s: float = 0.2, grace_s: float = 0.0
+    ) -> None:
+        self._presence = presence
+        self._every_s = every_s
+        self._grace_s = grace_s
+        self._next_s = time.perf_counter() + every_s
+        self._first_s: dict[int, float] = {}
+
+    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return which of ``ranks`` (global numbers) are lost, and how they ended."""
+        now_s = time.perf_counter()
+        if self._presence is None or now_s < self._next_s:
+            return {}
+        self._next_s = now_s + self._every_s
+        ended = self._presence.ended(ranks)
+        for rank in ended:
+            self._first_s.setdefault(rank, now_s)
+        return {
+            rank: how
+            for rank, how in ended.items()
+            if now_s - self._first_s[rank] >= self._grace_s
+        }
+
+
+def call_aside(
+    call: Callable[[], Any],
+    *,
+    name: str,
+    look: Callable[[], bool],
+    give_up: Callable[[], None] = lambda: None,
+) -> tuple[bool, Any]:
+    """Call in a thread that is left behind once ``look`` says so.
+
+    ``look`` is asked about twice a second while the call lasts. ``give_up`` may make
+    the call fail: it then has a second to end.
+
+    Returns:
+        Whether the call ended, and what it returned.
+
+    Raises:
+        Exception: what the call raised.
+    """
+    found: list[Any] = []
+    failed: list[Exception] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except Exception as exc:  # noqa: BLE001 - raised again below
+            failed.append(exc)
+        ended.set()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    while not ended.wait(_LOOK_EVERY_S):
+        if look() and not ended.is_set():
+            give_up()
+            ended.wait(_END_S)
+            return False, None
+    if failed:
+        raise failed[0]
+    return True, found[0]
+
+
+_all: weakref.WeakSet[Presence] = weakref.WeakSet()
+
+
+def _note_at_exit() -> None:
+    """Leave the exception that ends this process where others look for it."""
+    exc = getattr(sys, "last_value", None)
+    presences = list(_all)
+    if exc is None or not presences:
+        return
+
+    def note() -> None:
+        for presence in presences:
+            try:
+                presence.note_exception(exc)
+            except RuntimeError:  # the store was lost with the rank that holds it
+                return
+
+    # The store may be on a host that is gone, and then does not answer for minutes.
+    thread = threading.Thread(target=note, name="stretto-store", daemon=True)
+    thread.start()
+    thread.join(_NOTE_S)
+
+
+atexit.register(_note_at_exit)

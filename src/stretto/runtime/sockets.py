@@ -1,0 +1,128 @@
+"""This process's sockets: those of lanes, and a bound on a store's answers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed.distributed_c10d import Store
+
+_log = logging.getLogger(__name__)
+
+Socket = tuple[int, str]
+"""Descriptor and inode: descriptors are used again, inodes are not while it is open."""
+
+
+def open_sockets() -> set[Socket]:
+    """This process's sockets; empty where /proc is missing."""
+    found = set()
+    try:
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = os.readlink(entry)  # noqa: PTH115
+                if target.startswith("socket:"):
+                    found.add((int(entry.name), target))
+    except OSError:
+        return set()
+    return found
+
+
+def connections_among(new: set[Socket], store: Store) -> set[Socket]:
+    """Those of ``new`` that came with a lane.
+
+    While a lane opens, other sockets may appear: connections of other ranks to a store
+    that this process serves, or to any server of the user's. Such a connection was
+    accepted by a listener that was there before. What goes to ``store``'s own port is
+    no lane's either.
+    """
+    port = _port_of(store)
+    mine: dict[int, bool] = {}
+    connected: list[tuple[Socket, int, int]] = []
+    for number, inode in open_sockets():
+        with _opened((number, inode)) as found:
+            if found is None or found.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            local = found.getsockname()[1]
+            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                mine[local] = (number, inode) in new
+            elif (number, inode) in new:
+                with contextlib.suppress(OSError):  # not connected any more
+                    connected.append(((number, inode), local, found.getpeername()[1]))
+    return {
+        row
+        for row, local, remote in connected
+        if mine.get(local, True) and port not in (local, remote)
+    }
+
+
+def connections_to(new: set[Socket], store: Store) -> set[Socket]:
+    """Those of ``new`` that lead to a store's server."""
+    port = _port_of(store)
+    found = set()
+    for row in new:
+        with _opened(row) as opened, contextlib.suppress(OSError):
+            if opened is not None and opened.getpeername()[1] == port:
+                found.add(row)
+    return found
+
+
+def shut(sockets: set[Socket]) -> None:
+    """Shut connections down. Descriptors stay open, for their owner to close."""
+    for row in sockets & open_sockets():
+        with _opened(row) as found, contextlib.suppress(OSError):
+            if found is not None:
+                found.shutdown(socket.SHUT_RDWR)
+                _log.debug("shut socket %s down", row[1])
+
+
+def bound_answers(sockets: set[Socket], limit_s: float) -> None:
+    """Let requests on ``sockets`` fail whose answer takes longer than ``limit_s``.
+
+    A store whose process is stopped keeps its connections open and never answers, and
+    most requests to it have no time-out of their own.
+    """
+    whole_s = int(limit_s)
+    value = struct.pack("ll", whole_s, int((limit_s - whole_s) * 1e6))
+    for row in sockets:
+        with _opened(row) as found, contextlib.suppress(OSError):
+            if found is not None:
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+
+
+@contextlib.contextmanager
+def _opened(row: Socket) -> Iterator[socket.socket | None]:
+    """Give a socket for a descriptor; ``None`` where that is another's by now."""
+    number, inode = row
+    try:
+        copy = os.dup(number)
+    except OSError:
+        yield None
+        return
+    try:
+        # Of the copy: the descriptor itself may be closed and used again meanwhile.
+        same = os.readlink(f"/proc/self/fd/{copy}") == inode  # noqa: PTH115
+        found = socket.socket(fileno=copy) if same else None
+    except OSError:
+        found = None
+    if found is None:
+        os.close(copy)
+        yield None
+        return
+    with found:
+        yield found
+
+
+def _port_of(store: Any) -> int | None:
+    """The port of the server below a store; ``None``: it has none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    port = getattr(store, "port", None)
+    return port if isinstance(port, int) else None

@@ -1,0 +1,98 @@
+"""Ranks that are lost while ``plan="auto"`` tunes: named, in bounded time, by all.
+
+The forced schedule puts every phase of tuning into the first ten steps. Time-outs are
+long, so that only the look for a rank's process can end a wait in time; where the rank
+is stopped rather than gone, they are short.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stretto
+from stretto.runtime.lanes_gloo import GlooLanes
+from stretto.tune import look
+from stretto.tune.board import Board
+from stretto.tune.forced import SCHEDULE_VARIABLE
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+LONG_S = 1800.0
+
+
+def call_is_fatal(owner: Any, name: str, number: int, how: signal.Signals) -> None:
+    """Let this process get a signal at the n-th call of a method."""
+    real, calls = getattr(owner, name), [0]
+
+    def fatal(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number:
+            os.kill(os.getpid(), how)
+            time.sleep(60.0)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, fatal)
+
+
+MOMENTS = {
+    "gate": (Board, "gate", 3),
+    "lane": (GlooLanes, "_make", 2),
+    "probe": (look, "probe_network", 1),
+}
+
+
+def rank_that_tunes(
+    rank: int, size: int, victim: int, moment: str, how: signal.Signals
+) -> tuple[str, str, float]:
+    os.environ[SCHEDULE_VARIABLE] = "forced"
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+    model: Any = stretto.DDP(module)
+    if rank == victim:
+        call_is_fatal(*MOMENTS[moment], how)
+    ended_s = time.perf_counter()
+    for _ in range(30):
+        try:
+            model(torch.randn(4, 8)).sum().backward()
+        except Exception as exc:  # noqa: BLE001
+            took_s = time.perf_counter() - ended_s
+            if how is signal.SIGSTOP:
+                os.kill(model._ranks.presence._known[victim].pid, signal.SIGKILL)
+            return type(exc).__name__, str(exc), took_s
+        ended_s = time.perf_counter()
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize(
+    ("moment", "victim"),
+    [("gate", 1), ("lane", 0), ("probe", 1)],
+)
+def test_a_rank_that_dies_while_tuning_is_named(
+    ranks: Any, moment: str, victim: int
+) -> None:
+    how = signal.SIGKILL
+    found = ranks(rank_that_tunes, 3, victim, moment, how, errors=True, group_s=LONG_S)
+    assert found[victim] is None
+    for rank in {0, 1, 2} - {victim}:
+        kind, text, took_s = found[rank]
+        assert kind == "CommTimeout", text
+        assert f"rank {victim} is gone (process " in text
+        assert took_s < 20.0
+
+
+def test_a_rank_that_is_stopped_while_tuning_is_late_or_stuck(ranks: Any) -> None:
+    how, group_s = signal.SIGSTOP, 8.0
+    # It holds the store, which does not answer then.
+    found = ranks(rank_that_tunes, 2, 0, "gate", how, errors=True, group_s=group_s)
+    kind, text, took_s = found[1]
+    assert kind == "CommTimeout", text
+    assert "rank 0 is late or stuck" in text
+    assert "is stopped by a signal" in text
+    assert took_s < 4 * group_s

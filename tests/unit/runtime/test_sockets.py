@@ -1,0 +1,92 @@
+"""Which sockets a failure may shut down, and how long a store may not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+import torch.distributed as dist
+
+from stretto.runtime.agreement import Ranks, own_connection
+from stretto.runtime.sockets import connections_among, open_sockets, shut
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/fd").is_dir(), reason="needs Linux"
+)
+
+
+def ranks_over(store: dist.Store) -> Ranks:
+    return Ranks(rank=0, size=2, names=(0, 1), store=store, timeout_s=20.0)
+
+
+def numbers(sockets: set[tuple[int, str]]) -> set[int]:
+    return {number for number, _ in sockets}
+
+
+def test_only_a_lanes_own_connections_are_its() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        before = open_sockets()
+        # What Gloo makes: a listener, a connection from a peer, one to a peer.
+        lane = socket.create_server(("127.0.0.1", 0))
+        peer = socket.create_connection(lane.getsockname())
+        accepted, _ = lane.accept()
+        # What comes at the same time: somebody asks a server of this process, and
+        # another rank connects to the store.
+        client = socket.create_connection(server.getsockname())
+        served, _ = server.accept()
+        clone = own_connection(ranks_over(store), limit_s=20.0)
+        clone.set("key", "")
+        made = [lane, peer, accepted, client, served]
+        found = connections_among(open_sockets() - before, store)
+        assert numbers(found) == {peer.fileno(), accepted.fileno(), client.fileno()}
+        shut(found)
+        assert peer.recv(1) == b""
+        assert clone.check(["key"])
+        served.setblocking(False)
+        for each in made:
+            each.close()
+
+
+def test_a_descriptor_that_is_anothers_by_now_is_left_alone() -> None:
+    left, right = socket.socketpair()
+    (number, inode) = next(row for row in open_sockets() if row[0] == left.fileno())
+    left_again, other = socket.socketpair()
+    os.dup2(left_again.fileno(), number)
+    shut({(number, inode)})
+    other.sendall(b"x")
+    assert left_again.recv(1) == b"x"
+    for each in (left, right, left_again, other):
+        each.close()
+
+
+SERVER = """
+import time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_store_whose_process_is_stopped_fails_within_the_limit() -> None:
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        theirs = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))
+        mine = own_connection(ranks_over(theirs), limit_s=1.0)
+        mine.set("key", "")
+        server.send_signal(signal.SIGSTOP)
+        began_s = perf_counter()
+        with pytest.raises(RuntimeError, match="Timeout"):
+            mine.check(["key"])
+        assert perf_counter() - began_s < 10.0
+        server.kill()
