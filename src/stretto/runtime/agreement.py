@@ -155,7 +155,7 @@ def own_connection(ranks: Ranks, *, limit_s: float | None = None) -> Store:
     """
     limit_s = max(LEAST_ANSWER_S, ranks.timeout_s if limit_s is None else limit_s)
     watch = Wait(ranks.presence)
-    deadline = time.perf_counter() + limit_s
+    deadline = time.perf_counter() + max(limit_s, ranks.timeout_s)
 
     def in_vain() -> bool:
         return bool(watch.lost(ranks.names[:1])) or time.perf_counter() > deadline
