@@ -1349,13 +1349,73 @@ class Options:
 
 
 EPOCH = 1
+SCALES = [1.0, 1.0]
+
+
+def scaled_by_global(h: Tensor) -> Tensor:
+    return h * EPOCH
+
+
+def scaled_by_list(h: Tensor) -> Tensor:
+    return h * SCALES[1]
+
+
+def scaled_by_class(h: Tensor) -> Tensor:
+    return h * Options.shared
+
+
+def _closing() -> tuple[Any, Any]:
+    scale = 1.0
+
+    def scaled(h: Tensor) -> Tensor:
+        return h * scale
+
+    def change(value: float) -> None:
+        nonlocal scale
+        scale = value
+
+    return scaled, change
+
+
+SCALED_BY_CLOSURE = _closing()
+HELPERS = {
+    "global": scaled_by_global,
+    "list": scaled_by_list,
+    "class": scaled_by_class,
+    "closure": SCALED_BY_CLOSURE[0],
+}
+
+
+class Helped(nn.Module):
+    """Calls a helper, which reads a schedule where the module's own code does not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        _advance(None, 0)  # a rank may have trained another case before
+        self.one, self.two, self.kind = nn.Linear(8, 8), nn.Linear(8, 3), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(HELPERS[self.kind](self.one(x)))
 
 
 def _advance(model: Any, step: int) -> None:
     global EPOCH
-    model.epoch = step
-    model.weights[1] = model.options.scale = EPOCH = 1 + step
-    model.mask = torch.full((8,), 1.0 + step)
+    EPOCH = 1 + step
+    SCALES[1] = Options.shared = 1.0 + step
+    SCALED_BY_CLOSURE[1](1.0 + step)
+    if isinstance(model, Scheduled):
+        model.epoch = step
+        model.weights[1] = model.options.scale = EPOCH
+        model.mask = torch.full((8,), 1.0 + step)
+
+
+for _name in HELPERS:
+    CASES[f"helper_reads_a_{_name}"] = Case(
+        name=f"helper_reads_a_{_name}",
+        make=lambda kind=_name: Helped(kind),
+        data=flat,
+        change=_advance,
+    )
 
 
 for _name in ("number", "branch", "list", "object", "global", "tensor"):

@@ -11,8 +11,11 @@ used again as long as all of them have the values that they had.
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
 import types
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -42,6 +45,9 @@ _ATOMS = (
     torch.dtype,
     torch.device,
 )
+_NOT_USERS = frozenset(("torch", "stretto", *sys.stdlib_module_names)) - {"__main__"}
+"""Packages whose functions read no state of the user's; names of top-level modules."""
+
 _MISSING = object()
 _MOST_ITEMS = 64
 _DEPTH = 3
@@ -179,6 +185,8 @@ class Reads:
         self._root = root
         self._modules = {id(part): (name, part) for name, part in root.named_modules()}
         self._found: dict[tuple[int, str], None] = {}
+        self._codes: dict[int, types.CodeType] = {}
+        self._helpers: list[tuple[types.CodeType, dict[str, Any]]] = []
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -193,10 +201,27 @@ class Reads:
 
         kind: Any = nn.Module
         kind.__getattribute__ = note
+        before = sys.gettrace()
+        # Unlike a profile function it is called for Python's functions alone.
+        sys.settrace(self._called)
         try:
             yield
         finally:
+            sys.settrace(before)
             del kind.__getattribute__
+
+    def _called(self, frame: types.FrameType, _event: str, _arg: Any) -> None:
+        """Note a function of the user's that forward calls, see `_add_helpers`.
+
+        What it returns, nothing, says that the function's lines are not traced.
+        """
+        code = frame.f_code
+        if id(code) in self._codes:  # equal code may be another function's
+            return
+        self._codes[id(code)] = code
+        name = frame.f_globals.get("__name__") or ""
+        if name.partition(".")[0] not in _NOT_USERS:
+            self._helpers.append((code, frame.f_globals))
 
     def plain(self) -> dict[str, Any]:
         """Return what was read and is a plain value now, by name."""
@@ -245,6 +270,7 @@ class Reads:
                 if part is self._root or not _is_layer(part):
                     add(vars(part), key, f"the hooks of {prefix or 'the model'}")
         self._add_globals(add)
+        self._add_helpers(add)
         return Watch(list(rows.values()))
 
     def _add_globals(self, add: Any) -> None:
@@ -263,6 +289,73 @@ class Reads:
                 for key in function.__code__.co_names:
                     if isinstance(held.get(key), (bool, int, float, str)):
                         add(held, key, f"{function.__module__}.{key}")
+
+    def _add_helpers(self, add: Any) -> None:
+        """Add what the functions that forward called name outside of themselves.
+
+        Globals, attributes of imported modules and of classes, and what a function
+        closes over, where these are plain; of installed packages numbers and texts
+        alone. Cells are found by the functions that have the code.
+        """
+        for code, held in self._helpers:
+            is_state = _is_state if _INSTALLED.isdisjoint(_folders(code)) else _is_plain
+            for key in code.co_names:
+                value = held.get(key)
+                if isinstance(value, (types.ModuleType, type)):
+                    name = getattr(value, "__module__", value.__name__)
+                    if name.partition(".")[0] in _NOT_USERS:
+                        continue
+                    for inner in code.co_names:
+                        if is_state(vars(value).get(inner)):
+                            add(vars(value), inner, f"{value.__name__}.{inner}")
+                elif is_state(value):
+                    add(held, key, f"{held.get('__name__')}.{key}")
+        closing = [code for code, _ in self._helpers if code.co_freevars]
+        # One search for all: it goes through every object of the process.
+        for function in gc.get_referrers(*closing) if closing else ():
+            if not isinstance(function, types.FunctionType):
+                continue
+            code = function.__code__
+            cells = function.__closure__ or ()
+            for key, cell in zip(code.co_freevars, cells, strict=True):
+                found = _Cell(cell)
+                if _is_state(found.get("")):
+                    add(found, "", f"{key!r} in {function.__qualname__}")
+
+
+@final
+class _Cell:
+    """What a function closes over, read as a dictionary is."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def get(self, _key: str, missing: Any = None) -> Any:
+        """Return what the cell holds."""
+        try:
+            return self._cell.cell_contents
+        except ValueError:  # not set yet
+            return missing
+
+
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+
+
+def _folders(code: types.CodeType) -> tuple[str, ...]:
+    return Path(code.co_filename).parts
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str))
+
+
+def _is_state(value: Any) -> bool:
+    """Whether a value is plain, or a container or record of such."""
+    if _is_plain(value) or isinstance(value, (list, tuple, set, dict)):
+        return True
+    return _has_fields(value) and not type(value).__module__.startswith(
+        ("logging", "torch.")
+    )
 
 
 def _is_layer(part: nn.Module) -> bool:
