@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
 import itertools
 import os
 import random
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,32 @@ def test_a_hundred_plans_leave_nothing_behind(ranks: Any) -> None:
         assert found["freed"]
         assert found["after"][0] < sockets[-1]
         assert found["after"][1] < threads[-1]
+
+
+def rank_drops_lanes(rank: int, size: int) -> dict[str, list[int]]:
+    """Threads before a tuned model and after it, without a collection of garbage."""
+    os.environ["STRETTO_TUNE_SCHEDULE"] = "forced"
+    nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    found = {}
+    for steps in (1, 3, 5, 12, 20):
+        gc.collect()
+        gc.disable()
+        before = _threads()
+        model = stretto.DDP(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+        for _ in range(steps):
+            model(torch.ones(2, 3)).sum().backward()
+        del model
+        deadline = time.monotonic() + 10.0
+        while _threads() > before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        found[f"{steps} steps"] = [before, _threads()]
+        gc.enable()
+    return found
+
+
+def test_a_dropped_model_ends_its_lanes_at_once(ranks: Any) -> None:
+    for found in ranks(rank_drops_lanes, 2):
+        assert all(after <= before for before, after in found.values()), found
 
 
 def rank_drops_models(rank: int, size: int) -> dict[str, bool]:

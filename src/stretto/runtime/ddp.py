@@ -129,6 +129,7 @@ class DistributedDataParallel(TorchDDP):
         self._alone = False
         self._rule_buckets: list[list[int]] | None = None
         self._iterations = 0
+        self._release_planned: weakref.finalize[..., Any] | None = None
         self._lane_pool: LanePool | None = None
         self._pools = 0
         self._plan: Plan | None = None
@@ -171,6 +172,7 @@ class DistributedDataParallel(TorchDDP):
                 self._raise_named("the opening of a plan's lanes", exc)
                 raise
             self._plan = plan
+            self._own_planned()
         try:
             super().__init__(module, *args, **kwargs)
         except RuntimeError as exc:
@@ -272,6 +274,8 @@ class DistributedDataParallel(TorchDDP):
             if self.reducer is not before[3]:
                 self.reducer._remove_autograd_hooks()  # noqa: SLF001
             self._planned, self._plan, self._watched, self.reducer, self.logger = before
+            if planned is not None:
+                planned.release()
             raise
         self._retire(before[3], before[4])
         self._restore_reducer_state()
@@ -279,11 +283,21 @@ class DistributedDataParallel(TorchDDP):
 
     def _retire(self, reducer: Any, logger: Any) -> None:
         """Take an old Reducer out of service; its iterations still count."""
+        self._own_planned()
         # Its hooks on the parameters go now, not when the last reference does.
         reducer._remove_autograd_hooks()  # noqa: SLF001
         if logger is not None:
             data = logger._get_ddp_logging_data()  # noqa: SLF001
             self._iterations += data.ints_map.get("iteration", 0)
+
+    def _own_planned(self) -> None:
+        """Release the plan's group when the model is freed or gets another one."""
+        old, self._release_planned = self._release_planned, None
+        if old is not None:
+            old()
+        if self._planned is not None:
+            self._release_planned = weakref.finalize(self, self._planned.release)
+            self._release_planned.atexit = False
 
     def _keep_used_map(self, reducer: Any) -> None:
         """Keep what the last backward reported of unused parameters.
@@ -790,6 +804,7 @@ class DistributedDataParallel(TorchDDP):
             "_trained",
             "_plan",
             "_planned",
+            "_release_planned",
             "_watched",
             "_numerics",
             "_desk",
@@ -807,6 +822,7 @@ class DistributedDataParallel(TorchDDP):
         self._trained = None
         self._plan = None
         self._planned = None
+        self._release_planned = None
         self._rule_buckets = None
         self._iterations = 0
         self._negotiated = None

@@ -222,6 +222,14 @@ class PlannedGroup(dist.ProcessGroup):
         if self._numerics is not None:
             self._numerics.begin_step()
 
+    def release(self) -> None:
+        """Let go of what refers back to this group: it launches nothing any more.
+
+        Without it, lanes and their threads live until garbage is collected.
+        """
+        self._tables = ((), ())
+        self._launchers = self._nothing = ()
+
     def hand_over(self) -> None:
         """Lets a failure reach the user's own hook, which now waits for buckets."""
         self._raises_late = False
