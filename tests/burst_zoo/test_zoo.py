@@ -86,6 +86,15 @@ def test_a_model_that_is_gone_leaves_no_threads(pool: Any) -> None:
         assert counts[0] == counts[-1], f"rank {rank}: {counts}"
 
 
+@pytest.mark.parametrize(("size", "shares"), [(2, "uneven"), (3, "one")])
+def test_models_that_pass_dictionaries_on_are_a_chain(
+    size: int, shares: str, pool: Any
+) -> None:
+    for kind, value in pool("zoo_check", "chain", size, shares)[:size]:
+        assert kind == "value", value
+        assert value < 1e-9
+
+
 def test_the_zoo_is_large_enough() -> None:
     refused = [case for case in zoo_models.CASES.values() if case.refused is not None]
     assert len(zoo_models.CASES) >= 60

@@ -230,6 +230,49 @@ def verify(name: str, size: int, seed: int) -> dict[str, Any]:
     return train(name, size, seed, "uneven", verify=True)
 
 
+def chain(size: int, shares: str, batch: int = 9) -> float:
+    """How far two burst models, the one reading the other's dictionary, are apart.
+
+    From one process, in their parameters after some steps.
+    """
+    if dist.get_rank() >= size:
+        return 0.0
+    group = zoo_rank.GROUPS[size]
+    torch.manual_seed(5)
+    models = [zoo_models.GivesDictionary(), zoo_models.TakesDictionary()]
+    plain = copy.deepcopy(models)
+    x = torch.randn(2, 8)
+    examples = [(x,), (pytree.tree_map_only(Tensor, Tensor.detach, plain[0](x)),)]
+    made = [
+        BurstParallel(
+            model,
+            plan_of(capture(copy.deepcopy(model), example), size, seed),
+            example_inputs=example,
+            process_group=group,
+        )
+        for seed, (model, example) in enumerate(zip(models, examples, strict=True))
+    ]
+    both = [
+        torch.optim.SGD([p for m in some for p in m.parameters()], lr=0.1)
+        for some in (models, plain)
+    ]
+    rank, counts = dist.get_rank(group), shares_of(batch, size, shares)
+    start = sum(counts[:rank])
+    for step in range(STEPS):
+        x = torch.randn(batch, 8, generator=torch.Generator().manual_seed(step))
+        for optimizer in both:
+            optimizer.zero_grad()
+        loss_of(made[1](made[0](x[start : start + counts[rank]]))).backward()
+        loss_of(plain[1](plain[0](x))).backward()
+        for optimizer in both:
+            optimizer.step()
+    return max(
+        worst(burst.full_state_dict()[key], value)
+        for burst, model in zip(made, plain, strict=True)
+        for key, value in model.state_dict().items()
+    )
+
+
 def differ(kind: str) -> list[str]:
     """What each forward raises where rank 1 alone changes the model after a step."""
     rank = dist.get_rank()

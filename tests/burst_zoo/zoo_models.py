@@ -1880,4 +1880,43 @@ def hf_convnext_with_drop_path() -> nn.Module:
     return _quiet(hf.ConvNextForImageClassification(config))
 
 
+@right(_pixels)
+def hf_mobilevit() -> nn.Module:
+    hf = _transformers()
+    config = hf.MobileViTConfig(
+        image_size=32,
+        patch_size=2,
+        hidden_sizes=[8, 8, 8],
+        neck_hidden_sizes=[4, 4, 8, 8, 8, 8, 8],
+        num_attention_heads=2,
+        **_STILL,
+        classifier_dropout_prob=0.0,
+    )
+    return _quiet(hf.MobileViTForImageClassification(config))
+
+
+class GivesDictionary(nn.Module):
+    """The first of a chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.mean = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = torch.tanh(self.hidden(x))
+        return {"hidden": h, "more": (self.mean(h), h.argmax(1))}
+
+
+class TakesDictionary(nn.Module):
+    """The second of a chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.mean = nn.Linear(6, 5), nn.Linear(3, 5)
+
+    def forward(self, given: dict[str, Any]) -> dict[str, Tensor]:
+        mean, best = given["more"]
+        return {"out": self.hidden(given["hidden"]) + self.mean(mean) * best[:, None]}
+
+
 __all__ = ["CASES", "Case", "contextlib"]
