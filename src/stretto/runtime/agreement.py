@@ -189,7 +189,10 @@ _sockets: weakref.WeakKeyDictionary[Store, set[Socket]] = weakref.WeakKeyDiction
 
 def end_requests(store: Store) -> None:
     """End what waits on a connection that `own_connection` made, and the connection."""
-    shut(_sockets.get(store, set()))
+    below: Any = store
+    while below not in _sockets and hasattr(below, "underlying_store"):
+        below = below.underlying_store
+    shut(_sockets.get(below, set()))
 
 
 def missing_after(

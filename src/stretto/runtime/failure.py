@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import CommTimeout
-from stretto.runtime.agreement import who_is_gone
+from stretto.runtime.agreement import end_requests, who_is_gone
 from stretto.runtime.presence import State, Wait
 
 if TYPE_CHECKING:
@@ -253,6 +253,10 @@ class _RollCall:
         asking.join(self._limit_s + 1.0)
         if asking.is_alive() and self._trouble is None:
             self._trouble = f"no answer in {self._limit_s:g} s"
+            # The connection is of no use any more, and a thread that came back while
+            # the interpreter is being finalized would end the process.
+            end_requests(self._ranks.store)
+            asking.join(1.0)
         self.silent = list(self.silent)  # what a thread left behind does not change
         self.ended = dict(self.ended)
 
