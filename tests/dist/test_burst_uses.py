@@ -751,6 +751,19 @@ def saved_optimizer_with_an_attribute(side: Side) -> None:
     model.refresh(optimizer)
 
 
+def gradients_read_together(side: Side) -> None:
+    """LBFGS, on a plan in which no two ranks share a layer."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    wrapped = BurstParallel(
+        model,
+        side.plan(model, [(0, 1), (1, 1)]),
+        example_inputs=(example_of(model),),
+    )
+    optimizer = torch.optim.LBFGS(wrapped.parameters())
+    x, y = side.data(0)
+    optimizer.step(lambda: cross(wrapped(x), y))
+
+
 def stale_save(side: Side) -> None:
     model = side.wrap(net())
     train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
@@ -849,6 +862,7 @@ REFUSED = {
     stale_optimizer: "refresh(optimizer)",
     stale_save: "full_state_dict(), or refresh()",
     stale_statistics: "full_state_dict(), or refresh()",
+    gradients_read_together: "LBFGS reads the gradients of all layers together",
     optimizer_with_an_attribute: "attribute 'kept' of Momentum differs between ranks",
     optimizer_with_an_entry: "entry 'seen' of Momentum's parameter group 0 differs",
     saved_optimizer_with_an_attribute: "only what an optimizer keeps in",

@@ -942,7 +942,17 @@ class BurstParallel(nn.Module):
             self._links.reduce_number(value, operation)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer of the model's parameters takes a step."""
+        """Note that an optimizer of the model's parameters takes a step.
+
+        Raises:
+            StrettoError: it reads all gradients together, and ranks hold some each.
+        """
+        if isinstance(optimizer, torch.optim.LBFGS) and not self.is_whole():
+            raise StrettoError(
+                "LBFGS reads the gradients of all layers together, and this plan does "
+                "not run every layer on every rank: use an optimizer that treats each "
+                "parameter by itself, or a plan with all ranks for every layer"
+            )
         self._freshness.before_step(optimizer)
 
     def __deepcopy__(self, _memo: Any) -> Any:
