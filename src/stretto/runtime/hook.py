@@ -27,6 +27,7 @@ one callback.
 from __future__ import annotations
 
 import logging
+import weakref
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
@@ -66,6 +67,27 @@ _USED = "the all-reduce of which parameters were used"
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 _graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
+
+
+# Note [Callbacks hold no group]
+# Gloo's worker threads run a future's callbacks and then let go of them. A callback
+# that held the group could be the last to do so; then the group's backend would be
+# destroyed by its own thread, which can't join itself: the process aborts with
+# "Resource deadlock avoided".
+
+
+def _settle(
+    weak: weakref.ref[PlannedGroup], route: Route, buffer: torch.Tensor, ended: Any
+) -> torch.Tensor:
+    """Return a reduced bucket, or report the failure of its collective."""
+    try:
+        ended.value()
+    except RuntimeError as exc:
+        group = weak()
+        if group is None:
+            raise
+        group.fail(route, exc)
+    return buffer
 
 
 @final
@@ -264,7 +286,7 @@ class PlannedGroup(dist.ProcessGroup):
         """Launches a bucket whose future somebody else waits for."""
         if self.size() == 1:
             return launch_nothing
-        settle = partial(self._settle, route)
+        settle = partial(_settle, weakref.ref(self), route)
         if self._nccl is not None:
             launch = (
                 self._nccl.launcher(route, self._reduces(route), observer)
@@ -419,14 +441,8 @@ class PlannedGroup(dist.ProcessGroup):
             _queue_callback(self._before_finalize)
         return launched
 
-    def _settle(self, route: Route, buffer: torch.Tensor, ended: Any) -> torch.Tensor:
-        try:
-            ended.value()
-        except RuntimeError as exc:
-            self._fail(route, exc)
-        return buffer
-
-    def _fail(self, route: Route, cause: RuntimeError) -> None:
+    def fail(self, route: Route, cause: RuntimeError) -> None:
+        """Report a failed collective; raise the error where somebody waits for it."""
         error = self._desk.report(route.place, cause)
         # Buckets still to come would wait on lanes that are closed.
         self._launchers = self._nothing
@@ -436,7 +452,7 @@ class PlannedGroup(dist.ProcessGroup):
     def _give_up(
         self, route: Route, buffer: torch.Tensor, cause: RuntimeError
     ) -> dist.Work:
-        self._fail(route, cause)
+        self.fail(route, cause)
         return Launched(done(buffer))
 
     # Note [Failures are raised around the Reducer's end]

@@ -86,7 +86,7 @@ class WatchedGroup(dist.ProcessGroup):
             if not self._waits:
                 return self._base.allreduce(tensors, opts)
             future = self._base.allreduce(tensors, opts).get_future()
-            return Launched(future.then(partial(self._settle, tensors)))
+            return Launched(future.then(partial(_settle, self._desk, tensors)))
         if task != self._task:
             # The first bucket of a backward. What is queued here runs before the
             # Reducer's own callback, which it queues after its last bucket.
@@ -161,9 +161,13 @@ class WatchedGroup(dist.ProcessGroup):
         if call is not None:
             call()
 
-    def _settle(self, tensors: list[torch.Tensor], ended: Any) -> list[torch.Tensor]:
-        try:
-            ended.value()
-        except RuntimeError as exc:
-            raise self._desk.report(_PLACE, exc) from exc
-        return tensors
+
+def _settle(
+    desk: FailureDesk, tensors: list[torch.Tensor], ended: Any
+) -> list[torch.Tensor]:
+    # It holds no group: see Note [Callbacks hold no group].
+    try:
+        ended.value()
+    except RuntimeError as exc:
+        raise desk.report(_PLACE, exc) from exc
+    return tensors

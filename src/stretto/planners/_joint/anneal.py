@@ -61,6 +61,8 @@ class Neighbors:
 
     def of(self, draft: Draft) -> Draft | None:
         """Return a changed draft, or None where the drawn change is impossible."""
+        if not self._moves:  # one kind, one lane, fixed buckets
+            return None
         move = self._rng.choice(self._moves)
         return move(draft, self._rng.randrange(len(draft.ends)))
 
