@@ -69,7 +69,7 @@ class Classifier:
     def _names_of(self, call: cst.Call) -> set[str]:
         """The variables in what one ``backward`` is called on."""
         out = set()
-        node = call.func.value if isinstance(call.func, cst.Attribute) else None
+        node = self._work.job.differentiated(call)
         for name in found(node, cst.Name) if node is not None else ():
             parent = self._tree.parent(name)
             called = isinstance(parent, cst.Attribute) and parent.value is not name

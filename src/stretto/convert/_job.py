@@ -38,6 +38,18 @@ _OPTIMIZERS = frozenset(
 
 _COUNTERS = ("range", "trange", "tqdm.trange", "tqdm.auto.trange", "itertools.count")
 
+_BACKWARD = "torch.autograd.backward"
+
+_BY_HAND = (
+    "torch.autograd.grad",
+    "torch.func.grad",
+    "torch.func.grad_and_value",
+    "torch.func.vjp",
+    "functorch.grad",
+    "functorch.grad_and_value",
+)
+"""Calls that give gradients without storing them in parameters."""
+
 _CONTAINERS = (cst.Dict, cst.List, cst.Tuple, cst.ListComp, cst.DictComp)
 
 WRAPPERS = (
@@ -93,17 +105,9 @@ class Job:
         self.tree = tree
         self.flow = Flow(tree)
         self._name = name
-        self.backwards = [
-            c
-            for c in tree.calls
-            if tree.method_called(c, "backward") is not None
-            and not self._of_autograd(c)
-        ]
+        self.backwards = [c for c in tree.calls if self._begins_backward(c)]
         if not self.backwards:
-            raise SpecError(
-                f"{name}: no training loop found: nothing calls backward(). Give the "
-                "file that holds the loop"
-            )
+            raise self._no_backward()
         self.optimizers = self._optimizers()
         if not self.optimizers:
             raise SpecError(
@@ -131,15 +135,51 @@ class Job:
         """An error that names a node's line."""
         return SpecError(f"{self._name}:{self.tree.line(node)}: {text}")
 
-    def _of_autograd(self, call: cst.Call) -> bool:
-        receiver = (
-            dotted(call.func.value) if isinstance(call.func, cst.Attribute) else ""
+    def _begins_backward(self, call: cst.Call) -> bool:
+        """Whether a call is of a loss's ``backward``, or of torch.autograd's."""
+        if self.tree.called(call) == _BACKWARD:
+            return True
+        on = self.tree.method_called(call, "backward")
+        of_super = isinstance(on, cst.Call) and dotted(on.func) == "super"
+        return on is not None and not of_super
+
+    def _no_backward(self) -> SpecError:
+        by_hand = next(
+            (c for c in self.tree.calls if self.tree.called(c) in _BY_HAND), None
         )
-        return receiver == "torch.autograd" or (
-            isinstance(call.func, cst.Attribute)
-            and isinstance(call.func.value, cst.Call)
-            and dotted(call.func.value.func) == "super"
+        if by_hand is not None:
+            return self.refuse(
+                by_hand,
+                f"gradients are taken with {self.tree.called(by_hand)}() and nothing "
+                "calls backward(), and DistributedDataParallel exchanges gradients in "
+                "backward() only. Call loss.backward() and read each parameter's .grad",
+            )
+        return SpecError(
+            f"{self._name}: no training loop found: nothing calls backward(). Give the "
+            "file that holds the loop"
         )
+
+    def differentiated(self, call: cst.Call) -> cst.BaseExpression | None:
+        """Return the loss that a call of ``backward`` begins at.
+
+        Raises:
+            SpecError: it is not one tensor; line and next step said.
+        """
+        if self.tree.called(call) != _BACKWARD:
+            return call.func.value if isinstance(call.func, cst.Attribute) else None
+        given = argument(call, 0, "tensors")
+        if isinstance(given, cst.List | cst.Tuple) and len(given.elements) == 1:
+            given = given.elements[0].value
+        weights = argument(call, 1, "grad_tensors")
+        weighted = weights is not None and self.tree.text(weights) != "None"
+        if given is None or weighted or isinstance(given, cst.List | cst.Tuple):
+            raise self.refuse(
+                call,
+                "torch.autograd.backward() is given several tensors or grad_tensors, "
+                "so what is averaged over ranks is unknown. Add the losses, each "
+                "multiplied by its weight, and call backward() on the sum",
+            )
+        return given
 
     # Optimizers and models
 
@@ -281,11 +321,19 @@ class Job:
         for call in self.backwards:
             around = self._batch_loops(call, set())
             if not around:
+                inner = next((x for x in self.tree.loops(call)), None)
+                over = (
+                    f" (line {self.tree.line(inner)} goes over "
+                    f"`{self.tree.text(inner.iter)[:50]}`)"
+                    if isinstance(inner, cst.For)
+                    else ""
+                )
                 raise self.refuse(
                     call,
                     "backward() is called, but no loop around it takes batches from a "
-                    "DataLoader, so the data can not be divided among ranks. Let the "
-                    "batches come from a torch.utils.data.DataLoader",
+                    f"DataLoader made in this file{over}, so the data can not be "
+                    "divided among ranks. Let the batches come from a "
+                    "torch.utils.data.DataLoader",
                 )
             for loop in around:
                 loops.setdefault(id(loop.node), loop)
@@ -342,6 +390,8 @@ class Job:
             full = self.tree.called(node)
             if full in _COUNTERS:
                 return []
+            if self.is_loader(node):
+                return [(node, scope)]
             if full in WRAPPERS and node.args and self._local(node) is None:
                 several = node.args if full == "zip" else node.args[:1]
                 return [
@@ -354,7 +404,7 @@ class Job:
                     for loop in found(generator.body, cst.For)
                     for s in self._sources(loop.iter, generator, depth - 1)
                 ]
-            return []
+            return [(node, scope)] if self._gives_loader(node) else []
         if (path := dotted(node)) is not None:
             for origin in self.flow.assigned(path, scope):
                 made = origin.value
@@ -366,6 +416,18 @@ class Job:
         if isinstance(node, cst.Subscript) and dotted(node.value) is not None:
             return [(node, scope)]
         return []
+
+    def _gives_loader(self, call: cst.Call) -> bool:
+        """Whether a function of the script returns a loader, and nothing else."""
+        returned = [
+            self.flow.origins(given, function)
+            for function in self.flow.local(call)
+            for given in self.flow.returned(function)
+        ]
+        return bool(returned) and all(
+            origins and all(self.is_loader(o.value) for o in origins)
+            for origins in returned
+        )
 
     def _yields(self, call: cst.Call) -> bool:
         local = self._local(call)

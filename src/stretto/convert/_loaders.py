@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
+from stretto.convert._batch import Batch
 from stretto.convert._display import appended
 from stretto.convert._edit import theirs
 from stretto.convert._flow import Origin, parameters
@@ -28,7 +29,7 @@ class Loaders:
         origins = [o for loop in work.job.training for o in loop.origins]
         self._origins = list({o.key: o for o in origins}.values())
         self._ids = {o.key for o in self._origins}
-        self._batch_texts: set[str] = set()
+        self._batch_sizes: list[cst.BaseExpression] = []
 
     def is_divided(self, loop: Loop) -> bool:
         """Whether a loop's batches are this rank's alone."""
@@ -40,7 +41,7 @@ class Loaders:
             self._divide(origin)
         for loop in self._work.job.training:
             self._set_epoch(loop)
-        self._other_batch_sizes()
+        Batch(self._work, self._batch_sizes).convert()
 
     # Dividing
 
@@ -57,6 +58,8 @@ class Loaders:
             or (isinstance(data, cst.Subscript) and dotted(data.value) is not None)
         )
         if starred or data is None or not (plain or self._can_hoist(origin)):
+            size = argument(call, 1, "batch_size")
+            self._batch_sizes += [] if size is None else [size]
             self._work.call_around(call, "divided")
             self._work.done(
                 call,
@@ -69,6 +72,7 @@ class Loaders:
 
     def _divide_later(self, origin: Origin) -> None:
         """A loader that a function returned."""
+        self._batch_sizes += self._sizes_below(origin)
         text = self._tree.text(origin.value)[:50]
         if origin.path is None:
             self._work.call_around(origin.value, "divided")
@@ -82,6 +86,18 @@ class Loaders:
             f"the loader that `{text}` gives is divided among ranks"
             + ("" if self._work.choices.per_rank_batch else self._batch_note()),
         )
+
+    def _sizes_below(self, origin: Origin) -> list[cst.BaseExpression]:
+        """The batch sizes of the loaders that a function of the script makes."""
+        if not isinstance(origin.value, cst.Call):
+            return []
+        return [
+            size
+            for function in self._flow.local(origin.value)
+            for call in found(function.body, cst.Call)
+            if self._work.job.is_loader(call)
+            and (size := argument(call, 1, "batch_size")) is not None
+        ]
 
     def _batch_note(self) -> str:
         return "; its batch size stays that of all ranks together"
@@ -161,7 +177,7 @@ class Loaders:
                 "the training loader has no batch_size, so each step takes one sample, "
                 "which can not be divided among ranks. Give it a batch_size",
             )
-        self._batch_texts.add(self._tree.text(size))
+        self._batch_sizes.append(size)
         if not work.choices.per_rank_batch:
             work.call_around(size, "per_rank")
         sampler_argument = cst.Arg(
@@ -193,20 +209,6 @@ class Loaders:
             ),
         )
 
-    def _other_batch_sizes(self) -> None:
-        """Points out where else a step reads the batch size."""
-        if self._work.choices.per_rank_batch:
-            return
-        for loop in self._work.job.training:
-            for node in found(loop.node.body, cst.BaseExpression):
-                whole = isinstance(node, cst.Name | cst.Attribute)
-                if whole and self._tree.text(node) in self._batch_texts:
-                    self._work.undecided(
-                        node,
-                        f"a step reads `{self._tree.text(node)}`, which is the batch "
-                        "of all ranks, while the tensors here hold this rank's part",
-                    )
-
     # Epochs
 
     def _set_epoch(self, loop: Loop) -> None:
@@ -214,12 +216,50 @@ class Loaders:
             at = self._epoch_begins(loop, node, scope)
             name = self._tree.text(node)
             epoch = self._epoch(at, scope)
+            if isinstance(node, cst.Call) or (epoch is None and self._made_anew(loop)):
+                self._tell_new(node, at, epoch)
+                continue
             shown = epoch or f"{name}.sampler.epoch + 1"
             self._work.before(at, theirs(f"{name}.sampler.set_epoch({shown})"))
             self._work.done(
                 at,
                 f"the sampler of `{name}` is told the epoch ({shown})",
             )
+
+    def _tell_new(
+        self, node: cst.BaseExpression, at: cst.CSTNode, epoch: str | None
+    ) -> None:
+        """Tells the sampler of a loader that is made anew for each pass."""
+        name = self._tree.text(node)
+        new = self._work.expression("told_epoch")
+        given = [] if epoch is None else [cst.Arg(value=cst.Name(epoch))]
+        if isinstance(node, cst.Call):
+            self._work.change(
+                node,
+                lambda made: cst.Call(func=new, args=[_first(made, given), *given]),
+            )
+        else:
+            shown = "" if epoch is None else f", {epoch}"
+            self._work.before(at, f"told_epoch({theirs(name + shown)})")
+        self._work.done(
+            node,
+            f"`{name[:50]}` is made anew for each pass: its sampler is told the epoch ("
+            + (epoch or "counted from 0")
+            + ")",
+        )
+
+    def _made_anew(self, loop: Loop) -> bool:
+        """Whether each pass may make its loader again, which counts no epochs."""
+        return any(self._repeated(o.statement, set()) for o in loop.origins)
+
+    def _repeated(self, node: cst.CSTNode, seen: set[int]) -> bool:
+        if self._tree.loops(node):
+            return True
+        scope = self._tree.function(node)
+        if scope is None or id(scope) in seen:
+            return False
+        seen.add(id(scope))
+        return any(self._repeated(c, seen) for c in self._flow.calls_of(scope))
 
     def _epoch_begins(
         self, loop: Loop, node: cst.BaseExpression, scope: Scope
@@ -259,3 +299,11 @@ class Loaders:
         if scope is not None and "epoch" in parameters(scope):
             return "epoch"
         return None
+
+
+def _first(value: cst.BaseExpression, more: list[cst.Arg]) -> cst.Arg:
+    """A first argument, with a comma where more follow."""
+    if not more:
+        return cst.Arg(value=value)
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    return cst.Arg(value=value, comma=comma)

@@ -66,7 +66,7 @@ class Losses:
 
     def of(self, call: cst.Call) -> Loss:
         """What the loss of a call of ``backward`` is."""
-        node = call.func.value if isinstance(call.func, cst.Attribute) else None
+        node = self._work.job.differentiated(call)
         if node is None:
             return Loss.UNKNOWN
         if isinstance(node, cst.Call) and node.args:
@@ -83,8 +83,9 @@ class Losses:
         out: set[str] = set()
         scopes: list[cst.CSTNode] = []
         for call in self._work.job.backwards:
-            if isinstance(call.func, cst.Attribute):
-                out |= _tensor_names(call.func.value)
+            loss = self._work.job.differentiated(call)
+            if loss is not None:
+                out |= _tensor_names(loss)
             scope = self._tree.function(call)
             scopes.append(self._tree.module if scope is None else scope.body)
         grown = -1

@@ -95,7 +95,7 @@ class Numbers:
         ranks = self._work.expression("WORLD_SIZE")
         for call in self._work.job.backwards:
             loss = self._classify.losses.of(call)
-            node = call.func.value if isinstance(call.func, cst.Attribute) else None
+            node = self._work.job.differentiated(call)
             if node is None:
                 continue
             if loss is Loss.MIXED:

@@ -67,15 +67,21 @@ class Steps:
             if id(above) in chain and isinstance(above, cst.If):
                 own = above.body
                 return self._tree.within(first, own) == self._tree.within(second, own)
-        return True
+        return not any(
+            isinstance(above, cst.IndentedBlock) and _leaves(above)
+            for above in chain.values()
+            if isinstance(self._tree.parent(above), cst.If | cst.Else)
+            and not self._tree.within(second, above)
+        )
 
     def _calls(self, backward: cst.Call) -> list[cst.Call]:
         """The calls of trained models that a backward goes through."""
         scope, line = self._tree.function(backward), self._tree.line(backward)
-        if not isinstance(backward.func, cst.Attribute):
+        loss = self._work.job.differentiated(backward)
+        if loss is None:
             return []
         out: list[cst.Call] = []
-        waiting: list[tuple[cst.CSTNode, int]] = [(backward.func.value, line)]
+        waiting: list[tuple[cst.CSTNode, int]] = [(loss, line)]
         seen: set[int] = set()
         while waiting:
             node, before = waiting.pop()
@@ -121,3 +127,12 @@ class Steps:
             if dotted(a.target) == path and last < self._tree.line(a) < before
         ]
         return out
+
+
+def _leaves(block: cst.IndentedBlock) -> bool:
+    """Whether nothing after a block runs in the same pass."""
+    last = block.body[-1] if block.body else None
+    return isinstance(last, cst.SimpleStatementLine) and any(
+        isinstance(part, cst.Continue | cst.Break | cst.Return | cst.Raise)
+        for part in last.body
+    )

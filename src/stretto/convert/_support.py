@@ -89,6 +89,12 @@ def divided(loader):
         prefetch_factor=loader.prefetch_factor,
     )
 ''',
+    "told_epoch": '''
+def told_epoch(loader, epoch=None, passes=itertools.count()):
+    """A loader made for one pass; its sampler is told which epoch that is."""
+    loader.sampler.set_epoch(next(passes) if epoch is None else epoch)
+    return loader
+''',
     "print0": '''
 def print0(*values, **options):
     """Prints on rank 0; every rank has worked the values out."""
@@ -179,6 +185,7 @@ NEEDS = {
     "_reduced": {"torch", "dist"},
     "mean_over_ranks": {"_reduced"},
     "sum_over_ranks": {"_reduced"},
+    "told_epoch": {"itertools"},
     "share_of": {"SequentialSampler", "itertools"},
     "rank0_first": {"contextlib", "dist"},
     "seed_alike": {"torch", "dist"},

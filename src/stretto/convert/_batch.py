@@ -1,0 +1,247 @@
+"""Finds where a step counts on the batch size of one process.
+
+All ranks together take the script's batch, so the tensors of a step hold a part of it.
+A shape or a comparison that says the batch size must say this rank's part.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import libcst as cst
+
+from stretto.convert._tree import Scope, argument, dotted, found
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stretto.convert._edit import Work
+
+_MAKING = frozenset(
+    f"torch.{name}"
+    for name in (
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "rand",
+        "randn",
+        "randint",
+        "normal",
+        "arange",
+        "randperm",
+        "FloatTensor",
+        "LongTensor",
+        "cuda.FloatTensor",
+        "Tensor",
+    )
+)
+"""Functions that make a tensor of a shape, or of a length."""
+
+_SHAPING = frozenset(
+    ["view", "reshape", "expand", "repeat", "new_zeros", "new_ones", "new_full"]
+)
+"""Methods whose arguments are a shape."""
+
+_NUMPY = ("zeros", "ones", "full", "empty", "normal", "uniform", "randint", "randn")
+
+
+@final
+class Batch:
+    """The batch size of the training loaders, in the steps that use them."""
+
+    def __init__(self, work: Work, sizes: list[cst.BaseExpression]) -> None:
+        self._work, self._tree = work, work.tree
+        self._texts = {
+            self._tree.text(s) for s in sizes if isinstance(s, cst.Name | cst.Attribute)
+        }
+        self._values = {v for s in sizes if (v := self._value(s)) is not None}
+
+    def convert(self) -> None:
+        """Makes the batch size in a step this rank's, or lists where it is read."""
+        if self._work.choices.per_rank_batch:
+            return
+        seen: set[int] = set()
+        for loop in self._work.job.training:
+            for node in found(loop.node.body, cst.BaseExpression):
+                self._look(node, seen, in_step=True)
+        for function in self._called():
+            for node in found(function.body, cst.BaseExpression):
+                self._look(node, seen, in_step=False)
+
+    def _look(self, node: cst.BaseExpression, seen: set[int], *, in_step: bool) -> None:
+        named = self._is_named(node)
+        literal = isinstance(node, cst.Integer) and self._value(node) in self._values
+        if id(node) in seen or not (named or literal):
+            return
+        seen.add(id(node))
+        if self._tree.without_gradient(node) and not in_step:
+            return
+        text = self._tree.text(node)
+        place = self._place(node)
+        if self._of_a_length(node) or (place == 0 and (named or in_step)):
+            self._work.call_around(node, "per_rank")
+            if named:
+                self._work.done(
+                    node, f"`{text}` in a step is this rank's part of the batch"
+                )
+            else:
+                self._work.undecided(
+                    node,
+                    f"{text}, the loader's batch size, became per_rank({text}), this "
+                    "rank's part of it: put it back where it means something else",
+                )
+        elif place is not None:
+            self._work.undecided(
+                node,
+                f"whether {text} in this shape is the loader's batch size: the tensors "
+                f"here hold this rank's part of the batch, which is per_rank({text})",
+            )
+        elif named and in_step:
+            self._work.undecided(
+                node,
+                f"a step reads `{text}`, which is the batch of all ranks, while the "
+                "tensors here hold this rank's part, which is "
+                f"per_rank({text})",
+            )
+
+    def _value(self, node: cst.BaseExpression) -> int | None:
+        """The number that an expression surely is; none for 1."""
+        made = [node]
+        if isinstance(node, cst.Name | cst.Attribute):
+            origins = self._work.flow.origins(node, self._tree.function(node))
+            made = [o.value for o in origins]
+        values = {
+            int(m.value, 0) if isinstance(m, cst.Integer) and m.value.isdecimal() else 0
+            for m in made
+        }
+        value = values.pop() if len(values) == 1 else 0
+        return value if value > 1 else None
+
+    def _is_named(self, node: cst.BaseExpression) -> bool:
+        """Whether a name or an attribute is the loader's batch size."""
+        if not isinstance(node, cst.Name | cst.Attribute):
+            return False
+        if self._tree.text(node) not in self._texts:
+            return False
+        parent = self._tree.parent(node)
+        if isinstance(parent, cst.Arg) and parent.keyword is node:
+            return False
+        # A name that the function sets by itself is another.
+        scope: Scope = self._tree.function(node)
+        own = self._work.flow.assigned(dotted(node) or "", scope)
+        return scope is None or not any(
+            o.scope is scope and not self._sizes_loader(scope) for o in own
+        )
+
+    def _sizes_loader(self, scope: cst.FunctionDef) -> bool:
+        """Whether a function makes a training loader."""
+        return any(
+            o.scope is scope for loop in self._work.job.training for o in loop.origins
+        )
+
+    def _place(self, node: cst.BaseExpression) -> int | None:
+        """Which dimension of a shape a number is; ``None`` if it is none."""
+        parent = self._tree.parent(node)
+        shape: cst.BaseExpression = node
+        index: int | None = None
+        if isinstance(parent, cst.Element):
+            around = self._tree.parent(parent)
+            if not isinstance(around, cst.Tuple | cst.List):
+                return None
+            index = [e is parent for e in around.elements].index(True)
+            shape, parent = around, self._tree.parent(around)
+        if not isinstance(parent, cst.Arg):
+            return None
+        call = self._tree.parent(parent)
+        if not isinstance(call, cst.Call):
+            return None
+        if parent.keyword is not None and parent.keyword.value not in ("size", "shape"):
+            return None
+        full = self._tree.called(call)
+        last = full.rpartition(".")[2]
+        plain = [a for a in call.args if a.keyword is None]
+        place = plain.index(parent) if parent in plain else 0
+        if full in _MAKING:
+            if full in ("torch.full", "torch.normal", "torch.randint"):
+                return index  # the shape is a tuple of its own
+            return place if index is None else index
+        if full.startswith("numpy.") and last in _NUMPY:
+            if index is not None:
+                return index
+            if last in ("normal", "uniform", "randint"):
+                size = argument(call, 2, "size")
+                return 0 if size is shape else None
+            return place
+        if self._tree.method_called(call, *_SHAPING) is not None:
+            return place if index is None else index
+        in_range = full == "range" and (len(plain) == 1 or place == 1)
+        return 0 if in_range else None
+
+    def _of_a_length(self, node: cst.BaseExpression) -> bool:
+        """Whether a number is compared with the length of a tensor."""
+        parent = self._tree.parent(node)
+        if isinstance(parent, cst.ComparisonTarget):
+            parent = self._tree.parent(parent)
+        if not isinstance(parent, cst.Comparison):
+            return False
+        others = [parent.left, *(c.comparator for c in parent.comparisons)]
+        return any(self._is_length(o) for o in others if o is not node)
+
+    def _is_length(self, node: cst.BaseExpression) -> bool:
+        if isinstance(node, cst.Call):
+            if self._tree.called(node) == "len" and node.args:
+                return not self._is_of_data(node.args[0].value)
+            given = argument(node, 0, "dim")
+            on = self._tree.method_called(node, "size")
+            return on is not None and given is not None and self._is_zero(given)
+        if isinstance(node, cst.Subscript):
+            base, index = node.value, node.slice[0].slice
+            return (
+                isinstance(base, cst.Attribute)
+                and base.attr.value == "shape"
+                and isinstance(index, cst.Index)
+                and self._is_zero(index.value)
+            )
+        return False
+
+    def _is_zero(self, node: cst.BaseExpression) -> bool:
+        return isinstance(node, cst.Integer) and node.value == "0"
+
+    def _is_of_data(self, node: cst.BaseExpression) -> bool:
+        """Whether something is a loader or its data, not a batch."""
+        text = (dotted(node) or "").lower()
+        return "loader" in text or "dataset" in text
+
+    def _called(self) -> Iterator[cst.FunctionDef]:
+        """The functions that a step runs, with the models' ``forward``."""
+        waiting: list[cst.CSTNode] = [
+            loop.node.body for loop in self._work.job.training
+        ]
+        seen: set[int] = set()
+        while waiting:
+            for call in found(waiting.pop(), cst.Call):
+                scope = self._tree.function(call)
+                functions = list(self._work.flow.local(call))
+                if dotted(call.func) is not None:
+                    functions += self._forwards(call, scope)
+                for function in functions:
+                    if id(function) not in seen:
+                        seen.add(id(function))
+                        yield function
+                        waiting.append(function.body)
+
+    def _forwards(self, call: cst.Call, scope: Scope) -> Iterator[cst.FunctionDef]:
+        for origin in self._work.flow.origins(call.func, scope):
+            inner = origin.value
+            while isinstance(inner, cst.Call) and isinstance(inner.func, cst.Attribute):
+                inner = inner.func.value  # Net().to(device)
+            if not isinstance(inner, cst.Call):
+                continue
+            kind = self._tree.classes.get(dotted(inner.func) or "")
+            if kind is not None:
+                yield from (
+                    f
+                    for f in found(kind.body, cst.FunctionDef)
+                    if f.name.value == "forward"
+                )

@@ -1,0 +1,215 @@
+"""Loaders made in place, other calls of backward, and the batch size in a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.convert import Choices, Kind, convert_source
+from stretto.errors import SpecError
+
+HEAD = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.ones(8, 2))
+"""
+
+STEP = """\
+        loss = model(x).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+"""
+
+
+def convert(source, **choices):
+    return convert_source(source, name="train.py", choices=Choices(**choices))
+
+
+def refused(source):
+    with pytest.raises(SpecError) as raised:
+        convert(source)
+    return str(raised.value)
+
+
+def opened(conversion):
+    return [str(n) for n in conversion.notes if n.kind is Kind.OPEN]
+
+
+def step_of(line, size="16", head=HEAD, named=False):
+    """A script whose step has one more line, with batches of a size."""
+    sized = f"batch_size = {size}\n" if named else ""
+    given = "batch_size" if named else size
+    return (
+        f"{head}{sized}loader = DataLoader(data, batch_size={given}, shuffle=True)\n"
+        f"for epoch in range(2):\n    for (x,) in loader:\n        {line}\n{STEP}"
+    )
+
+
+def test_a_loader_made_in_the_loop_is_told_the_epoch():
+    loop = (
+        "for epoch in range(2):\n    for (x,) in DataLoader(data, 4, shuffle=True):\n"
+    )
+    after = convert(HEAD + loop + STEP).after
+    assert (
+        "for (x,) in told_epoch(DataLoader(data, per_rank(4), "
+        "sampler=DistributedSampler(data, shuffle=True)), epoch):\n"
+    ) in after
+    assert after.count("def told_epoch(") == 1
+    assert "import itertools\n" in after
+
+
+IN_PLACE = """\
+for _ in range(2):
+    for (x,) in DataLoader(data, batch_size=4, shuffle=True):
+"""
+
+BY_A_FUNCTION = """\
+def made():
+    return DataLoader(data, batch_size=4, shuffle=True)
+
+for _ in range(2):
+    for (x,) in made():
+"""
+
+BEFORE_THE_LOOP = """\
+for _ in range(2):
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    for (x,) in loader:
+"""
+
+
+@pytest.mark.parametrize("loop", [IN_PLACE, BY_A_FUNCTION, BEFORE_THE_LOOP])
+def test_a_loader_made_for_each_pass_has_another_order_in_each(loop):
+    """A new sampler begins to count anew, so it can not count the passes."""
+    after = convert(HEAD + loop + STEP).after
+    assert "sampler.epoch + 1" not in after
+    assert after.count("told_epoch(") == 2, after  # its definition, and one call
+
+
+def test_the_loader_of_an_evaluation_may_be_made_in_its_loop():
+    loop = (
+        "for epoch in range(2):\n    for (x,) in DataLoader(data, 4, shuffle=True):\n"
+    )
+    evaluation = (
+        "total = 0\nwith torch.no_grad():\n"
+        "    for (x,) in DataLoader(data, batch_size=4):\n"
+        "        total += model(x).sum().item()\nprint(total)\n"
+    )
+    after = convert(HEAD + loop + STEP + evaluation).after
+    assert "in share_of(DataLoader(data, batch_size=4)):" in after
+    assert "total = sum_over_ranks(total)" in after
+
+
+def test_a_loop_over_no_loader_is_named():
+    loop = "for epoch in range(2):\n    for x in batches:\n"
+    said = refused(HEAD + loop + STEP)
+    assert "line 8 goes over `batches`" in said
+
+
+@pytest.mark.parametrize(
+    "call", ["torch.autograd.backward(loss)", "torch.autograd.backward([loss])"]
+)
+def test_backward_may_be_a_function_of_autograd(call):
+    source = step_of("pass", "4").replace("loss.backward()", call)
+    assert call in convert(source).after
+    summed = source.replace(".mean()", ".sum()")
+    assert "(loss * WORLD_SIZE)" in convert(summed).after
+
+
+def test_backward_of_several_tensors_is_refused_with_its_line():
+    source = step_of("pass", "4")
+    call = "torch.autograd.backward([loss, loss])"
+    said = refused(source.replace("loss.backward()", call))
+    assert said.startswith("train.py:13: ")
+    assert "several tensors" in said
+
+
+def test_gradients_taken_by_hand_are_named():
+    call = "grads = torch.autograd.grad(loss, model.parameters())"
+    said = refused(step_of("pass", "4").replace("loss.backward()", call))
+    assert said.startswith("train.py:13: ")
+    assert "torch.autograd.grad()" in said
+
+
+def test_a_second_backward_after_a_branch_that_leaves_is_none():
+    step = (
+        "out = model(x)\n        if epoch == 0:\n            out.mean().backward()\n"
+        "            opt.step()\n            continue\n        out.sum().backward()"
+    )
+    source = step_of(step, "4").replace(STEP, "        opt.step()\n")
+    assert "DistributedDataParallel(model)" in convert(source).after
+    both = source.replace("            continue\n", "")
+    assert "a second backward()" in refused(both)
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes"),
+    [
+        ("x = x.view(16, -1)", "x.view(per_rank(16), -1)"),
+        ("y = torch.zeros(16, 1)", "torch.zeros(per_rank(16), 1)"),
+        ("y = torch.zeros((16, 1))", "torch.zeros((per_rank(16), 1))"),
+        ("z = torch.randn(16, 8)", "torch.randn(per_rank(16), 8)"),
+        ("y = torch.full((16,), 1.0)", "torch.full((per_rank(16),), 1.0)"),
+        ("y = [x[i] for i in range(16)]", "range(per_rank(16))]"),
+    ],
+)
+def test_a_literal_batch_size_in_a_shape_becomes_this_ranks(line, becomes):
+    conversion = convert(step_of(line))
+    assert becomes in conversion.after
+    assert any("16, the loader's batch size" in said for said in opened(conversion))
+    named = line.replace("16", "batch_size")
+    conversion = convert(step_of(named, named=True))
+    assert becomes.replace("16", "batch_size") in conversion.after
+    assert not opened(conversion)
+
+
+def test_a_batch_size_that_is_another_dimension_is_listed():
+    said = opened(convert(step_of("h = torch.zeros(1, 16, 32)")))
+    assert any("line 10" in s and "per_rank(16)" in s for s in said), said
+
+
+@pytest.mark.parametrize(
+    "line", ["if x.size(0) != 16: continue", "if len(x) < 16: break"]
+)
+def test_a_batch_that_is_compared_with_the_batch_size(line):
+    """Each rank's batch is smaller, so every batch would be left out."""
+    after = convert(step_of(line)).after
+    assert line.replace("16", "per_rank(16)") in after
+
+
+def test_other_numbers_of_a_step_stay():
+    for line in (
+        "y = torch.zeros(8, 1)",
+        "if epoch % 16 == 0: print(epoch)",
+        "seen = epoch * 16",
+        "y = (x / 16)",
+    ):
+        conversion = convert(step_of(line))
+        assert "per_rank(16)" not in conversion.after.replace("=per_rank(16)", "")
+        assert not opened(conversion), line
+
+
+def test_a_sum_divided_by_the_batch_size_is_the_whole_batches_mean():
+    source = step_of("pass").replace(".mean()", ".sum() / 16")
+    conversion = convert(source)
+    assert "(loss * WORLD_SIZE).backward()" in conversion.after
+    assert not opened(conversion)
+
+
+def test_a_batch_size_in_forward_is_found():
+    net = (
+        "class Net(torch.nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.fc = torch.nn.Linear(2, 1)\n\n"
+        "    def forward(self, x):\n        return self.fc(x.view(16, 2))\n\n\n"
+    )
+    head = HEAD.replace("model = torch.nn.Linear(2, 1)", net + "model = Net()")
+    said = opened(convert(step_of("pass", head=head)))
+    assert any("line 10" in s and "per_rank(16)" in s for s in said), said
+
+
+def test_per_rank_leaves_the_batch_size_alone():
+    conversion = convert(step_of("x = x.view(16, -1)"), per_rank_batch=True)
+    assert "x.view(16, -1)" in conversion.after
