@@ -520,7 +520,113 @@ def compiled(side: Side) -> Any:
     return side.state(model)
 
 
+# Gradients and parameters that a program changes by hand.
+
+
+def apart(side: Side, model: nn.Module) -> Any:
+    """A burst model of whose layers none runs on two ranks."""
+    if not side.size:
+        return model
+    plan = side.plan(model, [(0, 1), (1, 1)])
+    return BurstParallel(model, plan, example_inputs=(example_of(model),))
+
+
+def deep(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4)
+    )
+
+
+def held(model: Any) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.grad is not None]
+
+
+def clip_by_global_norm(side: Side) -> Any:
+    """By hand, by the norms that the library and PyTorch join."""
+    found = []
+    for kind in range(3):
+        model = apart(side, deep())
+        norms = []
+
+        def clip() -> None:
+            grads = [p.grad for p in held(model)]
+            if kind == 0 and side.size:
+                norm = model.grad_norm()
+            elif kind == 1:
+                norm = nn.utils.get_total_norm(grads, norm_type=3.0)
+            else:
+                norm = nn.utils.get_total_norm(p.grad for p in held(model))
+            norms.append(norm)
+            for grad in grads:
+                grad.mul_(0.1 / norm)
+
+        train(side, model, torch.optim.SGD(model.parameters(), lr=0.3), 4, after=clip)
+        found.append((norms, side.state(model)))
+    return found
+
+
+def changed_by_hand(side: Side) -> Any:
+    """Decay, limits, factors by layer, moved and averaged parameters: no norm."""
+    found = []
+    for kind in range(6):
+        model = apart(side, deep())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        every = list(model.parameters())
+        mean = [torch.zeros_like(p) for p in every]
+        steps = 0
+
+        @torch.no_grad()
+        def change() -> None:
+            nonlocal steps
+            steps += 1
+            for i, p in enumerate(every):
+                if p.grad is None:
+                    continue
+                if kind == 0:
+                    p.grad.add_(p, alpha=0.01 * steps)
+                elif kind == 1:
+                    p.grad.clamp_(-0.02 / steps, 0.02)
+                elif kind == 2 and i >= 2:  # ten times faster
+                    p.grad.mul_(10)
+                elif kind == 3:
+                    p.grad.mul_(min(1.0, 0.1 / float(p.grad.norm())))
+                elif kind == 4:
+                    p.sub_(p, alpha=0.01 * steps)
+                elif kind == 5:
+                    p.data.add_(p.grad, alpha=-0.1 / steps)
+                    mean[i].lerp_(p, 0.1)
+            if kind == 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05 * steps)
+            if kind == 5 and steps == 3:
+                for p, other in zip(every, mean, strict=True):
+                    if p.grad is not None:
+                        p.data.copy_(other)
+
+        train(side, model, optimizer, 5, after=change)
+        found.append(side.state(model))
+    return found
+
+
+def gradients_of_some_steps(side: Side) -> Any:
+    """Accumulated with zeroed gradients, and steps that all ranks leave out."""
+    model = apart(side, deep())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(7):
+        x, y = side.data(step)
+        (cross(model(x), y) / 2).backward()
+        if step % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if step % 3 == 1:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step < 4)
+    return side.state(model)
+
+
 RIGHT = [
+    clip_by_global_norm,
+    changed_by_hand,
+    gradients_of_some_steps,
     frozen_teacher,
     loaded_full_state,
     new_plan_keeps_gradients,
@@ -641,14 +747,6 @@ def penalty_of_a_narrow_layer(side: Side) -> None:
     (cross(model(x), y) + penalty).backward()
 
 
-def norm_of_some_gradients(side: Side) -> None:
-    model = side.wrap(net())
-    x, y = side.data(0)
-    cross(model(x), y).backward()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    nn.utils.get_total_norm(grads)
-
-
 def norm_by_hand(side: Side) -> None:
     """Each rank scales by its own norm: copies of a layer drift apart."""
     model = side.wrap(net())
@@ -660,6 +758,90 @@ def norm_by_hand(side: Side) -> None:
             grad.mul_(0.01 / norm)
 
     train(side, model, torch.optim.SGD(model.parameters(), lr=0.5), after=clip)
+
+
+def norm_by_hand_of_layers_apart(side: Side, kind: str = "clip") -> None:
+    """Each rank scales by its own norm, and no two ranks run one layer."""
+    model = apart(side, deep())
+    old: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def change() -> None:
+        grads = [p.grad for p in held(model)]
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        for p in held(model):
+            if kind == "decay":
+                p.grad.add_(p, alpha=0.01)
+            if kind == "data":
+                p.grad.data.mul_(min(1.0, 0.05 / norm))
+            elif kind == "new":
+                p.grad = p.grad * (0.05 / norm)
+            elif kind in ("clip", "decay", "save"):
+                p.grad.mul_(0.05 / norm)
+            elif kind == "step":
+                p.sub_(p.grad, alpha=float(0.1 / norm))
+            old.append(p.clone())
+            if kind == "sam":
+                p.add_(p.grad, alpha=float(0.05 / norm))
+            elif kind == "asam":
+                p.add_(p.square() * p.grad, alpha=float(0.05 / norm))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if not kind.endswith("sam"):
+        steps = 2 if kind == "save" else 3
+        train(side, model, optimizer, steps, after=change)
+        model.full_state_dict()
+        return
+    for step in range(3):
+        x, y = side.data(step)
+        cross(model(x), y).backward()
+        change()
+        optimizer.zero_grad()
+        cross(model(x), y).backward()
+        with torch.no_grad():
+            for p, before in zip(held(model), old, strict=True):
+                p.copy_(before)
+        old.clear()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def norm_by_data_of_layers_apart(side: Side) -> None:
+    norm_by_hand_of_layers_apart(side, "data")
+
+
+def norm_by_new_gradients(side: Side) -> None:
+    norm_by_hand_of_layers_apart(side, "new")
+
+
+def norm_by_hand_after_decay(side: Side) -> None:
+    norm_by_hand_of_layers_apart(side, "decay")
+
+
+def norm_by_hand_then_saved(side: Side) -> None:
+    norm_by_hand_of_layers_apart(side, "save")
+
+
+def normalized_steps_by_hand(side: Side) -> None:
+    norm_by_hand_of_layers_apart(side, "step")
+
+
+def sharpness_aware(side: Side) -> None:
+    norm_by_hand_of_layers_apart(side, "sam")
+
+
+def adaptive_sharpness_aware(side: Side) -> None:
+    norm_by_hand_of_layers_apart(side, "asam")
+
+
+def step_left_out_on_one_rank(side: Side) -> None:
+    model = apart(side, deep())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = side.data(step)
+        cross(model(x), y).backward()
+        if side.rank == 0:
+            optimizer.step()
 
 
 def rate_by_rank(side: Side) -> None:
@@ -852,7 +1034,15 @@ REFUSED = {
     backward_of_parameters: "Call loss.backward() and read .grad",
     penalty_in_the_loss: "use the optimizer's weight_decay",
     penalty_of_a_narrow_layer: "use the optimizer's weight_decay",
-    norm_of_some_gradients: "use torch.nn.utils.clip_grad_norm_",
+    norm_by_hand_of_layers_apart: "gradients were scaled by different factors",
+    norm_by_data_of_layers_apart: "gradients were scaled by different factors",
+    norm_by_new_gradients: "use torch.nn.utils.clip_grad_norm_",
+    norm_by_hand_after_decay: "gradients were scaled by different factors",
+    norm_by_hand_then_saved: "the norm from model.grad_norm()",
+    normalized_steps_by_hand: "parameters were moved along their gradients",
+    sharpness_aware: "parameters were moved along their gradients",
+    adaptive_sharpness_aware: "parameters were moved along their gradients",
+    step_left_out_on_one_rank: "rank 0 took an optimizer's step",
     norm_by_hand: "ranks 0, 1 hold different parameters of layer '0'",
     rate_by_rank: "ranks 0, 1 hold different parameters of layer '0'",
     rate_by_rank_then_saved: "ranks 0, 1 hold different parameters of layer '0'",

@@ -28,6 +28,7 @@ from stretto._version import __version__
 from stretto.burst import hooks, torch_calls
 from stretto.burst import parameters as params
 from stretto.burst.boundary import in_checkpoint, mark_input, mark_output
+from stretto.burst.changes import NUM_VALUES, Changes
 from stretto.burst.clock import StepClock
 from stretto.burst.forward import Forward
 from stretto.burst.freshness import Freshness
@@ -194,6 +195,7 @@ class BurstParallel(nn.Module):
         self._queued = False
         self._freshness = Freshness(module, self._ranks, self._links.refusals.tell)
         self._replicas = Replicas(self._ranks)
+        self._changes = Changes(self._ranks)
         self._shadows = Shadows(self._gradient_arrived)
         self._structure = Structure(module)
         self._graphs: list[LayerGraph] = []
@@ -301,6 +303,7 @@ class BurstParallel(nn.Module):
                 trial = Trial(self.module, graph, own, self._links, seed)
                 mine = trial.difference(examples, self._forward.draws, run)
             self._freshness.is_stale = False  # all values are back
+            self._changes.reset()
             texts = self._agreement.gather("verify a burst-parallel model", mine)
             rank, text = next(((i, t) for i, t in enumerate(texts) if t), (0, ""))
             if not text:
@@ -433,6 +436,7 @@ class BurstParallel(nn.Module):
         self._links.open([*widths.values(), *([everywhere] if self._loose else [])])
         self._forward.prepare(graph, widths, self._batch_norm)
         self._replicas.watch(graph, widths)
+        self._changes.reset(is_on=not self.is_whole())
         mine = [node for node in graph.nodes if self._runs(node.name)]
         self._freshness.runs(
             [
@@ -624,6 +628,7 @@ class BurstParallel(nn.Module):
             trained=number_of(self._trained),
             operations=int(steps.graph.semantics[-14:], 16),
             replicas=self._replicas,
+            changes=self._changes,
             trouble=trouble,
         )
         grad = torch.is_grad_enabled()
@@ -715,6 +720,7 @@ class BurstParallel(nn.Module):
             self._queued = True
             assert self._sync is not None  # noqa: S101
             with self._inside():
+                self._changes.backward_begins()
                 self._sync.begin()
             _queue_callback(self._backward_ended)
 
@@ -753,6 +759,9 @@ class BurstParallel(nn.Module):
         with self._inside():
             self._sync.finish()
             self._mover.settle()
+        torch_calls.backward_ended(self)
+        if self._sync.is_on:
+            self._changes.backward_ended(self._own_parameters())
         self._timings.step_ended()
 
     def _cut_short(self) -> None:
@@ -762,6 +771,7 @@ class BurstParallel(nn.Module):
             error = StrettoError("its backward was ended by an exception")
             self._links.refusals.tell(error, inside=True)
             self._sync.reset()
+            self._changes.reset()
             self._mover.drop()
 
     @contextlib.contextmanager
@@ -810,12 +820,17 @@ class BurstParallel(nn.Module):
             params.bring_gradients(self._links, self._graphs[0], roots)
 
     def _require_equal_copies(self) -> None:
-        """Compare some of every parameter that several ranks hold. Collective."""
+        """Compare some of every parameter that several ranks hold. Collective.
+
+        And what gradients were scaled by since the last forward.
+        """
         values = self._replicas.all_values()
-        if values:
+        if values or self._changes.is_on:
+            mine = [*self._changes.next_values(), *values]
             with self._links.guard("comparing the ranks' copies"):
-                rows = self._links.exchange(values)
-            self._replicas.require_all_equal(rows)
+                rows = self._links.exchange(mine)
+            self._replicas.require_all_equal([row[NUM_VALUES:] for row in rows])
+            self._changes.require_alike(rows)
 
     def _require_nothing_else(self, optimizers: tuple[Optimizer, ...]) -> None:
         """Require that optimizers differ by rank in their ``state`` alone. A meeting.
@@ -911,10 +926,28 @@ class BurstParallel(nn.Module):
         if not self._steps:
             raise StrettoError("there are no gradients before the first forward")
         held = list(self.module.parameters())
+        self._changes.look_at_gradients()
         total = torch_calls.joint_norm(held, [self], float(norm_type))
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         params.scale_gradients(held, factor)
+        self._changes.gradients_were_scaled()
         return total
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of all gradients of the model; every rank must call it.
+
+        For what is scaled by hand. A norm over this rank's `.grad` is not the model's:
+        other layers' gradients are on other ranks.
+
+        Raises:
+            StrettoError: before the first forward.
+            SpecError: ``norm_type`` is not above 0.
+            CommTimeout: a rank was lost.
+        """
+        if not self._steps:
+            raise StrettoError("there are no gradients before the first forward")
+        held = list(self.module.parameters())
+        return torch_calls.joint_norm(held, [self], float(norm_type))
 
     # What PyTorch's functions ask, see `torch_calls`.
 
@@ -954,6 +987,21 @@ class BurstParallel(nn.Module):
                 "parameter by itself, or a plan with all ranks for every layer"
             )
         self._freshness.before_step(optimizer)
+        self._changes.before_step(
+            p for group in optimizer.param_groups for p in group["params"]
+        )
+
+    def after_step(self) -> None:
+        """Note that an optimizer of the model's parameters has taken a step."""
+        self._changes.after_step()
+
+    def look_at_gradients(self) -> None:
+        """Note what the program did to gradients until now."""
+        self._changes.look_at_gradients()
+
+    def gradients_were_scaled(self) -> None:
+        """Note that gradients have just been scaled alike on all ranks."""
+        self._changes.gradients_were_scaled()
 
     def __deepcopy__(self, _memo: Any) -> Any:
         raise StrettoError(_NO_COPY)

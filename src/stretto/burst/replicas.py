@@ -9,12 +9,12 @@ is then no model at all. Each forward compares a few values of one layer.
 from __future__ import annotations
 
 import math
-import struct
 from typing import TYPE_CHECKING, final
 
 import torch
 
 from stretto.burst.links import Width
+from stretto.burst.numbers import as_float, as_int
 from stretto.errors import RankDisagreement
 
 if TYPE_CHECKING:
@@ -107,11 +107,11 @@ class Replicas:
             return 0, 0
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             chunk = _chunk_of(row[2][index], position)
-            return _as_int(float(chunk.sum())), _as_int(float(chunk.abs().sum()))
+            return as_int(float(chunk.sum())), as_int(float(chunk.abs().sum()))
 
     def _compare(self, row: _Row, values: Sequence[tuple[int, int]]) -> None:
         name, (first, width), held = row
-        every = [(_as_float(s), _as_float(m)) for s, m in values[first : first + width]]
+        every = [(as_float(s), as_float(m)) for s, m in values[first : first + width]]
         tolerance = _TOLERANCES.get(held[0].dtype, _OTHERS_TOLERANCE)
         one, scale = every[0]
         for offset, (other, other_scale) in enumerate(every):
@@ -146,13 +146,3 @@ def _chunk_of(tensor: torch.Tensor, position: int) -> torch.Tensor:
     rows = max(1, _VALUES * len(whole) // whole.numel())
     start = position * rows % len(whole)
     return whole[start : start + rows].double()
-
-
-def _as_int(value: float) -> int:
-    found: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return found
-
-
-def _as_float(number: int) -> float:
-    found: float = struct.unpack("<d", struct.pack("<q", number))[0]
-    return found

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
+from stretto.burst.changes import NUM_VALUES
 from stretto.burst.course import Course, course_of
 from stretto.burst.layout import Layouts
 from stretto.errors import RankDisagreement, SpecError
@@ -14,6 +15,7 @@ from stretto.errors import RankDisagreement, SpecError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from stretto.burst.changes import Changes
     from stretto.burst.clock import StepClock
     from stretto.burst.graph import LayerGraph
     from stretto.burst.links import Links
@@ -26,7 +28,7 @@ _KEPT = 8
 an evaluation's."""
 
 
-NUM_NUMBERS = 9
+NUM_NUMBERS = 9 + NUM_VALUES
 """Numbers that each rank sends."""
 
 _BAD_SAMPLE, _TROUBLE = -1, -2
@@ -52,6 +54,7 @@ class Shares:
         trained: int,
         operations: int,
         replicas: Replicas,
+        changes: Changes,
         trouble: StrettoError | None,
     ) -> tuple[Layouts, bool]:
         """Return this batch's layouts, and whether a rank's input needs gradients.
@@ -64,12 +67,13 @@ class Shares:
             trained: a number for the set of parameters that need a gradient.
             operations: a number for what the layers compute.
             replicas: compares a layer's copies.
+            changes: compares what was done to gradients and parameters.
             trouble: why this rank can't go on; the others are informed.
 
         Raises:
             SpecError: a sample has another shape or type than the example's.
-            RankDisagreement: ranks differ in mode, parameters or step, or one of them
-                has bad input.
+            RankDisagreement: ranks differ in mode, parameters, step, or in what their
+                gradients were scaled by, or one of them has bad input.
             CommTimeout: a rank was lost.
         """
         fits = (
@@ -86,6 +90,7 @@ class Shares:
             trained,
             *replicas.next_values(),
             operations,
+            *changes.next_values(),
         ]
         rows: list[list[int]] = []
 
@@ -105,6 +110,7 @@ class Shares:
         shares = tuple(row[0] for row in rows)
         self._require_alike(rows, shares)
         replicas.require_equal([(row[6], row[7]) for row in rows])
+        changes.require_alike([row[9:] for row in rows])
         if not sum(shares):
             raise SpecError("the global batch has no sample on any rank")
         return self._layouts_of(shares), any(row[3] for row in rows)

@@ -10,6 +10,7 @@ it must call the model.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 import weakref
@@ -19,9 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from stretto.errors import SpecError, StrettoError
+from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -51,10 +55,22 @@ class Model(Protocol):
     def before_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer of the model's parameters takes a step."""
 
+    def after_step(self) -> None:
+        """Note that an optimizer of the model's parameters has taken a step."""
+
+    def look_at_gradients(self) -> None:
+        """Note what the program did to gradients until now."""
+
+    def gradients_were_scaled(self) -> None:
+        """Note that gradients have just been scaled alike on all ranks."""
+
 
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed = threading.Lock()
 _last = threading.local()
+_backwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Each model's last backward, numbered over all models."""
+_numbers = itertools.count(1)
 
 
 def add(model: Model) -> None:
@@ -62,6 +78,11 @@ def add(model: Model) -> None:
     _models.add(model)
     if _installed.acquire(blocking=False):  # never released: installed for good
         _install()
+
+
+def backward_ended(model: Model) -> None:
+    """Note that this model's backward is the last one."""
+    _backwards[model] = next(_numbers)
 
 
 def _models_of(parameters: Iterable[Tensor]) -> list[Model]:
@@ -78,6 +99,7 @@ def _of_optimizer(optimizer: Optimizer) -> list[Model]:
 
 def _install() -> None:
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
     scaler: Any = torch.amp.GradScaler
     scaler._unscale_grads_ = _joined_unscale(scaler._unscale_grads_)
     module: Any = clip_grad
@@ -85,7 +107,7 @@ def _install() -> None:
     module._get_total_norm = _noted_norm(norm)  # noqa: SLF001
     module._clip_grads_with_norm_ = _joined_clip(norm, clip)
     if hasattr(torch.nn.utils, "get_total_norm"):
-        torch.nn.utils.get_total_norm = _refused_norm(torch.nn.utils.get_total_norm)
+        torch.nn.utils.get_total_norm = _joined_norm(torch.nn.utils.get_total_norm)
 
 
 def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -93,11 +115,20 @@ def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         model.before_step(optimizer)
 
 
+def _after_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    for model in _of_optimizer(optimizer):
+        model.after_step()
+
+
 def _joined_unscale(unscale: Any) -> Any:
     @functools.wraps(unscale)
     def joined(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        models = _of_optimizer(optimizer)
+        for model in models:
+            model.look_at_gradients()
         found: dict[torch.device, Tensor] = unscale(self, optimizer, *args, **kwargs)
-        for model in _of_optimizer(optimizer):
+        for model in models:
+            model.gradients_were_scaled()
             flags = list(found.values())
             if not flags:  # this rank holds no gradient of this optimizer
                 device = args[1].device if len(args) > 1 else kwargs["found_inf"].device
@@ -148,6 +179,8 @@ def _joined_clip(get_norm: Any, clip: Any) -> Any:
         one = isinstance(parameters, Tensor)
         held = [parameters] if one else list(parameters)
         models = _models_of(held)
+        for model in models:
+            model.look_at_gradients()
         if models:
             total = joint_norm(held, models, norm_type)
             total_norm.copy_(total)
@@ -155,28 +188,67 @@ def _joined_clip(get_norm: Any, clip: Any) -> Any:
             # PyTorch's own words.
             get_norm([total_norm], norm_type, True, foreach)  # noqa: FBT003
         clip(held, max_norm, total_norm, foreach)
+        for model in models:
+            model.gradients_were_scaled()
 
     return joined
 
 
-def _refused_norm(get_norm: Any) -> Any:
+def _joined_norm(get_norm: Any) -> Any:
     @functools.wraps(get_norm)
-    def refused(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def joined(
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - as PyTorch's
+        foreach: bool | None = None,  # noqa: FBT001 - as PyTorch's
+    ) -> Tensor:
         held = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        partial = [model for model in list(_models) if not model.is_whole()]
-        grads = {id(t) for t in held}
-        for model in partial:
-            for parameter in model.parameters():
-                if parameter.grad is not None and id(parameter.grad) in grads:
-                    raise StrettoError(
-                        "get_total_norm sees only the gradients of layers that this "
-                        "rank runs: use torch.nn.utils.clip_grad_norm_ or the model's "
-                        "clip_grad_norm_, which count the other ranks' too"
-                    )
-        found: Tensor = get_norm(held, *args, **kwargs)
-        return found
+        found = _models_of_gradients(held)
+        if not found:
+            return get_norm(held, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+        device = held[0].device if held else torch.device("cpu")
+        total = _joined_over(
+            [t for t in held if not any(id(t) in owned for _, owned in found)],
+            [
+                (
+                    model,
+                    [t for t in held if id(t) in owned and model.counts(owned[id(t)])],
+                )
+                for model, owned in found
+            ],
+            float(norm_type),
+            device,
+        ).to(held[0].dtype if held else torch.get_default_dtype())
+        if error_if_nonfinite:  # PyTorch's own words
+            get_norm([total], norm_type, True, foreach)  # noqa: FBT003
+        return total
 
-    return refused
+    return joined
+
+
+def _models_of_gradients(
+    tensors: list[Tensor],
+) -> list[tuple[Model, dict[int, Tensor]]]:
+    """Return the models whose gradients are among tensors, and these by their ids.
+
+    Only those whose ranks differ in what they hold. A rank that runs no layer with a
+    gradient comes with none; it joins for the last backward's of which it has none.
+    """
+    partial = sorted(
+        (m for m in list(_models) if not m.is_whole()), key=lambda model: model.order
+    )
+    given = {id(t) for t in tensors}
+    found, without = [], []
+    for model in partial:
+        grads = {id(p.grad): p for p in model.parameters() if p.grad is not None}
+        owned = {key: p for key, p in grads.items() if key in given}
+        if owned:
+            found.append((model, owned))
+        elif not grads and model in _backwards:
+            without.append(model)
+    if not tensors and without:
+        found.append((max(without, key=_backwards.__getitem__), {}))
+    return found
 
 
 @torch.no_grad()
@@ -197,12 +269,28 @@ def joint_norm(
         SpecError: ``norm_type`` is invalid.
         CommTimeout: a rank was lost.
     """
+    grads = [(p, p.grad) for p in parameters if p.grad is not None]
+    device = parameters[0].device if parameters else torch.device("cpu")
+    return _joined_over(
+        [g for p, g in grads if not any(m.owns(p) for m in models)],
+        [(model, [g for p, g in grads if model.counts(p)]) for model in models],
+        norm_type,
+        device,
+    )
+
+
+@torch.no_grad()
+def _joined_over(
+    others: list[Tensor],
+    rows: Sequence[tuple[Model, list[Tensor]]],
+    norm_type: float,
+    device: torch.device,
+) -> Tensor:
+    """Return the norm of what each model's ranks count, and of this rank's others."""
     if not norm_type > 0:
         raise SpecError(f"norm_type must be > 0, got {norm_type}")
     is_max = math.isinf(norm_type)
     operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-    grads = [(p, p.grad) for p in parameters if p.grad is not None]
-    device = parameters[0].device if parameters else torch.device("cpu")
 
     def part(some: list[Tensor]) -> Tensor:
         if not some:
@@ -211,9 +299,9 @@ def joint_norm(
         every = torch.stack([norm.to(device) for norm in norms])
         return (every.max() if is_max else every.pow(norm_type).sum()).reshape(1)
 
-    parts = [part([g for p, g in grads if not any(m.owns(p) for m in models)])]
-    for model in models:
-        mine = part([g for p, g in grads if model.counts(p)])
+    parts = [part(others)]
+    for model, counted in rows:
+        mine = part(counted)
         model.reduce_number(mine, operation, "the norm of all gradients")
         parts.append(mine)
     every = torch.cat(parts)
