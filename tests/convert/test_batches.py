@@ -213,3 +213,10 @@ def test_a_batch_size_in_forward_is_found():
 def test_per_rank_leaves_the_batch_size_alone():
     conversion = convert(step_of("x = x.view(16, -1)"), per_rank_batch=True)
     assert "x.view(16, -1)" in conversion.after
+
+
+def test_numbers_of_parameters_are_those_of_each_rank():
+    shown = "print(sum(p.sum().item() for p in model.parameters()))\n"
+    after = convert(step_of("pass") + shown).after
+    assert "p.sum().item() for p in" in after
+    assert "sum_over_ranks" not in after

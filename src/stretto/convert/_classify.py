@@ -145,6 +145,8 @@ class Classifier:
     def _of_call(self, node: cst.Call, within: cst.CSTNode, depth: int) -> Amount:
         full = self._tree.called(node)
         method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+        if self._is_of_parameters(node):
+            return Amount.SAME
         if full in ("float", "int", "round") and node.args:
             return self.of(node.args[0].value, within, depth)
         if full == "len" or method in ("size", "numel", "sum") or full == "torch.sum":
@@ -157,3 +159,29 @@ class Classifier:
         if kind in (Loss.MEAN, Loss.SUM):
             return Amount.SUM if kind is Loss.SUM else Amount.MEAN
         return Amount.UNKNOWN
+
+    def _is_of_parameters(self, node: cst.Call) -> bool:
+        """Whether a method is called on a parameter that a loop goes through.
+
+        Parameters and their exchanged gradients are the same on each rank.
+        """
+        on: cst.BaseExpression = node
+        while isinstance(on, cst.Call | cst.Attribute):
+            on = on.func if isinstance(on, cst.Call) else on.value
+        if not isinstance(on, cst.Name):
+            return False
+        for above in self._tree.ancestors(node):
+            if isinstance(above, cst.For):
+                pairs = [(above.target, above.iter)]
+            elif isinstance(above, cst.BaseSimpleComp):
+                pairs = [(above.for_in.target, above.for_in.iter)]
+            else:
+                continue
+            for target, over in pairs:
+                if any(n.value == on.value for n in found(target, cst.Name)):
+                    return any(
+                        self._tree.method_called(c, "parameters", "named_parameters")
+                        is not None
+                        for c in found(over, cst.Call)
+                    )
+        return False

@@ -11,7 +11,7 @@ from stretto.convert._tree import arguments_of, found
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
 
-_SAVES = (
+SAVES = (
     "torch.save",
     "numpy.save",
     "numpy.savez",
@@ -30,7 +30,7 @@ _SAVES = (
     "os.rename",
     "shutil.rmtree",
 )
-_SAVING_METHODS = (
+SAVING_METHODS = (
     "save_pretrained",
     "savefig",
     "to_csv",
@@ -39,7 +39,7 @@ _SAVING_METHODS = (
     "mkdir",
     "write_bytes",
 )
-_WRITERS = ("SummaryWriter", "CometLogger", "Experiment")
+WRITERS = ("SummaryWriter", "CometLogger", "Experiment")
 _BARS = (
     "tqdm",
     "tqdm.tqdm",
@@ -68,7 +68,7 @@ class Display:
             method = (
                 call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
             )
-            if full in _SAVES or method in _SAVING_METHODS:
+            if full in SAVES or method in SAVING_METHODS:
                 self._guard(call, full or method)
             elif self._writes(call) and not self._work.is_guarded(call):
                 self._work.undecided(
@@ -141,7 +141,7 @@ class Display:
             elif full == "wandb.init" and "mode" not in arguments_of(call)[1]:
                 self._add(call, "mode", 'None if RANK == 0 else "disabled"')
                 self._work.done(call, "rank 0 alone logs to wandb")
-            elif last in _WRITERS:
+            elif last in WRITERS:
                 self._writer(call)
             elif full == "input":
                 self._work.undecided(call, "every rank waits for input here")

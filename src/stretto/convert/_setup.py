@@ -70,6 +70,30 @@ def convert(work: Work, *, logs: bool, apart: cst.CSTNode) -> None:
         work.done(entry.begin, "the ranks are joined here")
 
 
+def is_joined(work: Work, node: cst.CSTNode) -> bool:
+    """Whether the ranks are joined before a node runs."""
+    entry = _Entry(work)
+    head = _last_import(work)
+    first = head if entry.flat and head is not None else entry.begin
+    return _runs_after(work, node, first, flat=entry.flat, seen=set())
+
+
+def _runs_after(
+    work: Work, node: cst.CSTNode, first: cst.CSTNode, *, flat: bool, seen: set[int]
+) -> bool:
+    scope = work.tree.function(node)
+    if scope is None:
+        line, begun = work.tree.line(node), work.tree.line(first)
+        return line > begun if flat else line >= begun
+    if id(scope) in seen:
+        return True
+    seen.add(id(scope))
+    return all(
+        _runs_after(work, call, first, flat=flat, seen=seen)
+        for call in work.flow.calls_of(scope)
+    )
+
+
 def _insert(work: Work, head: cst.CSTNode | None, nodes: list[cst.CSTNode]) -> None:
     if head is None:
         raise work.job.refuse(work.tree.module, "the script imports nothing")

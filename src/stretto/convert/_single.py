@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stretto.convert import _advice, _device, _setup
+from stretto.convert import _advice, _alike, _device, _setup
 from stretto.convert._display import Display
 from stretto.convert._edit import Work
 from stretto.convert._horovod import distribute_optimizers
@@ -40,6 +40,7 @@ def distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Note
     loaders.convert()
     Numbers(work, models, loaders).convert()
     display.convert()
+    _alike.convert(work)
     _device.convert(work, saves=display.saves)
     _setup.convert(work, logs=display.logs(), apart=_first_epoch(work))
     _advice.give(work)

@@ -164,6 +164,21 @@ def rank0_first():
     if LOCAL_RANK == 0:
         BARRIER
 ''',
+    "of_rank0": '''
+def of_rank0(make):
+    """What rank 0 makes, on all ranks; every rank must call it."""
+    held = [make() if RANK == 0 else None]
+    SEND_OBJECTS
+    return held[0]
+''',
+    "folder_of_rank0": '''
+@contextlib.contextmanager
+def folder_of_rank0(make):
+    """A temporary folder of rank 0, for all ranks until the last has left it."""
+    with make() if RANK == 0 else contextlib.nullcontext() as folder:
+        yield of_rank0(lambda: folder)
+        BARRIER
+''',
     "seed_alike": '''
 def seed_alike():
     """One seed for all ranks, so that what is split at random is split alike."""
@@ -188,6 +203,8 @@ NEEDS = {
     "told_epoch": {"itertools"},
     "share_of": {"SequentialSampler", "itertools"},
     "rank0_first": {"contextlib", "dist"},
+    "of_rank0": {"dist"},
+    "folder_of_rank0": {"of_rank0", "contextlib", "dist"},
     "seed_alike": {"torch", "dist"},
 }
 """What a function calls of the others, and what it wants imported."""
@@ -217,12 +234,14 @@ def text_of(
             "ALL_REDUCE": "total = hvd.allreduce(total, op=hvd.Sum)",
             "BROADCAST": "seed = hvd.broadcast(seed, root_rank=0)",
             "BARRIER": "hvd.barrier()",
+            "SEND_OBJECTS": "held = hvd.broadcast_object(held, root_rank=0)",
         }
     else:
         words = {
             "ALL_REDUCE": "dist.all_reduce(total)",
             "BROADCAST": "dist.broadcast(seed, 0)",
             "BARRIER": "dist.barrier()",
+            "SEND_OBJECTS": "dist.broadcast_object_list(held, src=0)",
         }
     words["BATCH_OF_LOADER"] = (
         "loader.batch_size" if per_rank_batch else "per_rank(loader.batch_size)"

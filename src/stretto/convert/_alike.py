@@ -1,0 +1,225 @@
+"""Makes the names of files and folders the same on all ranks.
+
+A temporary folder, the time or a random name would be another on each rank, and rank 0
+alone writes: what the others then read is not there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import libcst as cst
+
+from stretto.convert._display import SAVES, SAVING_METHODS, WRITERS
+from stretto.convert._flow import parameters
+from stretto.convert._setup import is_joined
+from stretto.convert._tree import dotted, found
+
+if TYPE_CHECKING:
+    from stretto.convert._edit import Work
+
+_FOLDERS = ("tempfile.mkdtemp", "tempfile.mktemp")
+_CONTEXT = "tempfile.TemporaryDirectory"
+_FILES = ("tempfile.NamedTemporaryFile", "tempfile.mkstemp")
+_DIFFERING = (
+    "datetime.datetime.now",
+    "datetime.datetime.utcnow",
+    "datetime.datetime.today",
+    "datetime.date.today",
+    "time.time",
+    "time.time_ns",
+    "time.strftime",
+    "time.ctime",
+    "time.asctime",
+    "uuid.uuid1",
+    "uuid.uuid4",
+    "secrets.token_hex",
+    "secrets.token_urlsafe",
+    "os.getpid",
+    "socket.gethostname",
+)
+_PATHS = frozenset(
+    [
+        *SAVES,
+        "os.path.join",
+        "os.path.exists",
+        "pathlib.Path",
+        "open",
+        "torch.load",
+        "logging.FileHandler",
+    ]
+)
+_DEPTH = 4
+
+
+def convert(work: Work) -> None:
+    """Takes rank 0's value where a path is made of one that differs by rank.
+
+    Raises:
+        SpecError: there is no place for it; line and next step said.
+    """
+    _Alike(work).convert()
+
+
+@final
+class _Alike:
+    def __init__(self, work: Work) -> None:
+        self._work, self._tree = work, work.tree
+
+    def convert(self) -> None:
+        for call in self._tree.calls:
+            full = self._tree.called(call)
+            if full not in (*_FOLDERS, _CONTEXT, *_FILES, *_DIFFERING):
+                continue
+            if self._work.is_guarded(call) or self._on_rank_0(call):
+                continue
+            if full in _FILES:
+                raise self._work.job.refuse(
+                    call,
+                    f"{full}() makes another file on each rank, and rank 0 alone "
+                    "writes. Make a folder with tempfile.mkdtemp(), and name a file "
+                    "in it",
+                )
+            if full == _CONTEXT:
+                self._context(call)
+            elif full in _FOLDERS or self._names_a_path(call, _DEPTH, set()):
+                self._value(call, full)
+
+    def _context(self, call: cst.Call) -> None:
+        if not isinstance(self._tree.parent(call), cst.WithItem):
+            raise self._work.job.refuse(
+                call,
+                "TemporaryDirectory() makes another folder on each rank, and rank 0 "
+                "alone writes. Use `with tempfile.TemporaryDirectory() as folder:` "
+                "or tempfile.mkdtemp(), which become one folder for all ranks",
+            )
+        self._check(call)
+        self._around(call, "folder_of_rank0")
+        self._work.done(
+            call,
+            "one temporary folder for all ranks, rank 0's: across hosts it must lie on "
+            "a disk that all see (dir=)",
+        )
+
+    def _value(self, call: cst.Call, full: str) -> None:
+        around = self._tree.function(call)
+        in_data = around is not None and around.name.value in (
+            "__getitem__",
+            "__iter__",
+            "__len__",
+        )
+        in_batches = any(
+            self._work.job.loop(x) is not None for x in self._tree.loops(call)
+        )
+        if in_data or in_batches:
+            self._work.undecided(
+                call,
+                f"`{self._tree.text(call)[:50]}` is another on each rank, and a path "
+                "is made of it: make it once, before the loops",
+            )
+            return
+        self._check(call)
+        self._around(call, "of_rank0")
+        folder = full in _FOLDERS
+        self._work.done(
+            call,
+            f"`{self._tree.text(call)[:50]}` is rank 0's on all ranks"
+            + (": across hosts it must lie on a disk that all see" if folder else ""),
+        )
+
+    def _around(self, call: cst.Call, function: str) -> None:
+        func = self._work.expression(function)
+        self._work.change(
+            call,
+            lambda new: cst.Call(
+                func=func,
+                args=[cst.Arg(cst.Lambda(params=cst.Parameters(), body=new))],
+            ),
+        )
+
+    def _check(self, call: cst.Call) -> None:
+        if not is_joined(self._work, call):
+            raise self._work.job.refuse(
+                call,
+                f"`{self._tree.text(call)[:50]}` is another on each rank, a path is "
+                "made of it, and the ranks are joined only after this line. Move it "
+                "into the function that trains, or below `if __name__ ...`",
+            )
+
+    def _on_rank_0(self, node: cst.CSTNode) -> bool:
+        """Whether a value is made within a call that only rank 0 carries out."""
+        return any(
+            isinstance(above, cst.Call)
+            and self._tree.called(above).rpartition(".")[2] in WRITERS
+            for above in self._tree.ancestors(node)
+        )
+
+    # Where a value goes
+
+    def _names_a_path(self, node: cst.CSTNode, depth: int, seen: set[str]) -> bool:
+        """Whether a path is made of a value, as far as that is to be seen."""
+        below = node
+        for above in self._tree.ancestors(node):
+            if isinstance(above, cst.BinaryOperation) and not isinstance(
+                above.operator, cst.Add | cst.Modulo | cst.Divide
+            ):
+                return False  # a duration
+            if isinstance(above, cst.Comparison | cst.Lambda):
+                return False
+            if isinstance(above, cst.Call) and above.func is not below:
+                if self._takes_a_path(above):
+                    return True
+                if self._is_passed_on(above, below, depth, seen):
+                    return True
+            if isinstance(above, cst.Assign):
+                return any(
+                    self._used_as_path(t.target, depth, seen) for t in above.targets
+                )
+            if isinstance(above, cst.BaseSmallStatement | cst.BaseCompoundStatement):
+                return False
+            below = above
+        return False
+
+    def _takes_a_path(self, call: cst.Call) -> bool:
+        full = self._tree.called(call)
+        method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+        if full.rpartition(".")[2] == "add_argument" or method == "add_argument":
+            return True
+        return (
+            full in _PATHS
+            or full.rpartition(".")[2] in ("Path", "FileHandler")
+            or method in (*SAVING_METHODS, "joinpath", "exists")
+        )
+
+    def _is_passed_on(
+        self, call: cst.Call, given: cst.CSTNode, depth: int, seen: set[str]
+    ) -> bool:
+        if depth == 0:
+            return False
+        for function in self._work.flow.local(call):
+            for name in parameters(function):
+                for caller, value in self._work.flow.passed(function, name):
+                    if caller is call and self._tree.within(value, given):
+                        return self._used_as_path(
+                            cst.Name(name), depth - 1, seen, function.body
+                        )
+        return False
+
+    def _used_as_path(
+        self,
+        target: cst.BaseExpression,
+        depth: int,
+        seen: set[str],
+        within: cst.CSTNode | None = None,
+    ) -> bool:
+        path = dotted(target)
+        if path is None or depth == 0 or path in seen:
+            return False
+        seen = seen | {path}
+        kinds = (cst.Name, cst.Attribute)
+        return any(
+            self._names_a_path(use, depth - 1, seen)
+            for use in found(within or self._tree.module, kinds)
+            if dotted(use) == path
+            and not isinstance(self._tree.parent(use), cst.AssignTarget)
+        )
