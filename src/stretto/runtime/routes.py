@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from stretto.errors import PlanMismatch
 from stretto.runtime.lanes import check_lanes
@@ -128,7 +129,9 @@ def parameter_rows(
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            size_bytes = parameter.numel() * parameter.element_size()
+            size_bytes = 0  # of an uninitialized one, which DDP itself refuses
+            if not is_lazy(parameter):
+                size_bytes = parameter.numel() * parameter.element_size()
             row = TensorRow(name, size_bytes, _dtype_name(parameter.dtype))
             rows.append((row, parameter))
     return rows

@@ -1,0 +1,68 @@
+"""What DDP's constructor refuses, ours refuses with the same error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stretto
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+
+class Meta(nn.Module):
+    """Parameters of two device types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = nn.Linear(2, 2)
+        self.there = nn.Linear(2, 2, device="meta")
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(2, 2).requires_grad_(requires_grad=False)
+
+
+CASES: dict[str, Any] = {
+    "nothing to train": lambda wrap: wrap(frozen()),
+    "no parameters": lambda wrap: wrap(nn.ReLU()),
+    "uninitialized": lambda wrap: wrap(nn.LazyLinear(3)),
+    "lazy and frozen": lambda wrap: wrap(nn.Sequential(nn.LazyLinear(3), frozen())),
+    "two device types": lambda wrap: wrap(Meta()),
+    "device ids on a CPU": lambda wrap: wrap(nn.Linear(2, 2), device_ids=[0]),
+    "two device ids": lambda wrap: wrap(nn.Linear(2, 2), device_ids=[0, 1]),
+    "output device": lambda wrap: wrap(nn.Linear(2, 2), output_device=0),
+    "unknown option": lambda wrap: wrap(nn.Linear(2, 2), no_such_option=1),
+    "no module": lambda wrap: wrap(),
+    "a negative cap": lambda wrap: wrap(nn.Linear(2, 2), bucket_cap_mb=-1),
+    "cap of a word": lambda wrap: wrap(nn.Linear(2, 2), bucket_cap_mb="much"),
+}
+
+
+def errors(wrap: Any) -> dict[str, tuple[str, str]]:
+    found = {}
+    for name, case in CASES.items():
+        try:
+            case(wrap)
+        except Exception as exc:  # noqa: BLE001 - errors are compared
+            # A call's own words name the class.
+            line = (str(exc).splitlines() or [""])[0]
+            found[name] = (type(exc).__name__, line.split("__init__()")[-1].strip())
+        else:
+            found[name] = ("none", "")
+    return found
+
+
+def rank_builds(rank: int, size: int) -> tuple[Any, Any]:
+    return errors(nn.parallel.DistributedDataParallel), errors(stretto.DDP)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.filterwarnings("ignore")
+def test_errors_of_the_constructor_are_ddp_s(ranks: Any, size: int) -> None:
+    assert torch.distributed.is_available()
+    for theirs, ours in ranks(rank_builds, size):
+        assert ours == theirs
