@@ -220,3 +220,32 @@ def test_numbers_of_parameters_are_those_of_each_rank():
     after = convert(step_of("pass") + shown).after
     assert "p.sum().item() for p in" in after
     assert "sum_over_ranks" not in after
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "scores = model(x) @ model(x).detach().T; z = x; s = z @ z.T",
+        "s = torch.mm(x, x.t())",
+        "s = torch.matmul(x, x.transpose(0, 1))",
+        "s = torch.cdist(x, x)",
+        "losses = model(x).squeeze(); hard = losses.topk(4)",
+        "s = NTXentLoss()(x)",
+    ],
+)
+def test_samples_that_are_compared_with_each_other_are_listed(line):
+    said = opened(convert(step_of(line, "4")))
+    assert any("line 10" in s and "compares the samples" in s for s in said), said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "s = x @ model.weight.T",
+        "best = model(x).topk(1, dim=1)",
+        "s = torch.matmul(x, x.transpose(-2, -1))",
+    ],
+)
+def test_products_within_a_sample_are_not_listed(line):
+    said = opened(convert(step_of(line, "4")))
+    assert not any("compares the samples" in s for s in said), said

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from stretto.convert import _across
 from stretto.convert._horovod import _conditional
 from stretto.convert._tree import argument, found
 
@@ -41,6 +42,7 @@ def give(work: Work) -> None:
             "that one process took, so a step is the same step. With --per-rank it "
             "is not",
         )
+    _across.point_out(work)
     norms = [
         c
         for c in tree.calls
