@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -366,3 +367,61 @@ def test_a_program_ends_with_an_engine_left_open() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
+
+
+def rank_goes_back_twice(rank: int, size: int) -> list[list[Any]]:
+    """Gradients after two backwards through one forward, and after two forwards."""
+    found = []
+    for make in (
+        nn.parallel.DistributedDataParallel,
+        partial(stretto.DDP, order="negotiated"),
+    ):
+        torch.manual_seed(0)
+        model = make(nn.Linear(3, 1))
+        values = []
+        for step in range(3):
+            x = torch.full((2, 3), 1.0 + rank + step)
+            model.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            values += [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+            losses = [model(x).sum(), model(2 * x).square().sum()]
+            for loss in losses:
+                loss.backward()
+            values += [p.grad.clone() for p in model.parameters()]
+        found.append(values)
+    return found
+
+
+def test_a_second_backward_is_as_with_ddp(ranks: Any) -> None:
+    for theirs, ours in ranks(rank_goes_back_twice, 2):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+
+
+class Twice(nn.Module):
+    """One layer under two reentrant checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def rank_checkpoints_a_layer_twice(rank: int, size: int) -> str:
+    model = stretto.DDP(Twice(), order="negotiated")
+    with pytest.raises(StrettoError) as error:
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    return str(error.value)
+
+
+def test_two_gradients_of_a_parameter_in_one_backward_are_refused(ranks: Any) -> None:
+    for message in ranks(rank_checkpoints_a_layer_twice, 2):
+        assert "layer.weight" in message or "layer.bias" in message
+        assert "order='static'" in message
+        assert "use_reentrant=False" in message

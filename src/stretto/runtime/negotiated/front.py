@@ -112,6 +112,8 @@ class NegotiatedFront:
         self._queued = False
         self._task = -1
         self._touched = [False] * len(table)
+        self._sent: set[int] = set()
+        self._names = [name for name, _ in table]
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(
                 partial(self._on_gradient, i, self._set.submitter(i))
@@ -167,6 +169,8 @@ class NegotiatedFront:
     # where a backward does not pass the model's output is it a parameter that queues.
 
     def _on_backward(self, _gradient: torch.Tensor) -> None:
+        if not self._syncs:  # the forward's gradients have been reduced
+            return
         if self._queued and self._task != _graph_task_id():
             self._abandon()
         if not self._queued:
@@ -183,6 +187,12 @@ class NegotiatedFront:
             return
         if not self._queued:
             self._queue()
+        if index in self._sent:
+            raise refused(
+                f"a second gradient of {self._names[index]!r} in one backward (a layer "
+                "under several reentrant checkpoints; use_reentrant=False gives one)"
+            )
+        self._sent.add(index)
         gradient: Any = parameter.grad
         submit(gradient.detach() if gradient.requires_grad else gradient)
 
@@ -201,6 +211,10 @@ class NegotiatedFront:
             filled[i] = values
             self._set.submit(i, values.detach(), used=self._touched[i])
         end = self._set.wait()
+        # As with DDP, a forward is reduced once: what another backward through it adds
+        # stays on this rank.
+        self._syncs = False
+        self._sent.clear()
         self._queued = False
         self._touched = [False] * len(self._touched)
         for i, values in filled.items():
@@ -223,6 +237,7 @@ class NegotiatedFront:
         """Ends a step that an exception within backward cut short."""
         if self._queued:
             self._queued = False
+            self._sent.clear()
             self._touched = [False] * len(self._touched)
             self._set.abandon()
 
