@@ -39,8 +39,9 @@ def give(work: Work) -> None:
         work.know(
             first,
             "the learning rate is left as it is: all ranks together take the batch "
-            "that one process took, so a step is the same step. With --per-rank it "
-            "is not",
+            "that one process took, so a step is the same step; where the ranks do not "
+            "divide the samples, a few are seen twice in the last one. With --per-rank "
+            "a step is not the same",
         )
     _across.point_out(work)
     norms = [
