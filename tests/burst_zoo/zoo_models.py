@@ -1895,6 +1895,120 @@ def hf_mobilevit() -> nn.Module:
     return _quiet(hf.MobileViTForImageClassification(config))
 
 
+# ------------------------------------------------- norms and dropouts of the user's own
+
+
+class TimesTwo(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2 + 1
+
+
+class KeepsHalf(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5 + 1 if self.training else x
+
+
+class WithPart(nn.Module):
+    """A block of which a part is a module of the user's."""
+
+    def __init__(self, first: nn.Module, part: nn.Module) -> None:
+        super().__init__()
+        self.first, self.part = first, part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.first(x))
+
+
+def _with_hook(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda _m, _i, out: out)
+    return module
+
+
+def _after_images(block: nn.Module) -> nn.Module:
+    return nn.Sequential(block, nn.SiLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
+
+
+@refused(image, "a forward of its own", copies=False)
+def own_batch_norm_in_a_hooked_block() -> nn.Module:
+    return _after_images(_with_hook(WithPart(nn.Conv2d(3, 4, 3), TimesTwo(4))))
+
+
+@refused(image, "a forward of its own", copies=False)
+def own_batch_norm_with_a_hook() -> nn.Module:
+    return _after_images(WithPart(nn.Conv2d(3, 4, 3), _with_hook(TimesTwo(4))))
+
+
+@refused(image, "a forward of its own", copies=False)
+def batch_norm_with_a_forward_set_in_a_hooked_block() -> nn.Module:
+    norm: Any = nn.BatchNorm2d(4)
+    norm.forward = lambda x: nn.BatchNorm2d.forward(norm, x) * 2
+    return _after_images(_with_hook(WithPart(nn.Conv2d(3, 4, 3), norm)))
+
+
+@refused(flat, "a forward of its own", copies=False)
+def own_dropout_in_a_hooked_block() -> nn.Module:
+    block = _with_hook(WithPart(nn.Linear(8, 6), KeepsHalf(0.3)))
+    return nn.Sequential(block, nn.Linear(6, 3))
+
+
+@right(flat)
+def own_dropout_without_hooks() -> nn.Module:
+    block = WithPart(nn.Linear(8, 6), KeepsHalf(0.3))
+    return nn.Sequential(block, nn.Linear(6, 3))
+
+
+@right(image)
+def torch_batch_norm_in_a_hooked_block() -> nn.Module:
+    return _after_images(_with_hook(WithPart(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))))
+
+
+class DropsWeight(nn.Module):
+    """A dropout of a weight of as many rows as a rank may have samples."""
+
+    def __init__(self, rows: int, drop: Any) -> None:
+        super().__init__()
+        self.one, self.drop = nn.Linear(8, 6), drop
+        self.weight = nn.Parameter(torch.randn(rows, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.one(x), self.drop(self.weight))
+
+
+@refused(flat, "the first dimension must be the batch")
+def functional_dropout_of_a_weight() -> nn.Module:
+    return DropsWeight(3, lambda w: functional.dropout(w, 0.5))
+
+
+@refused(flat, "the first dimension must be the batch")
+def dropout_module_of_a_weight() -> nn.Module:
+    return DropsWeight(3, nn.Dropout(0.5))
+
+
+@refused(flat, "the first dimension must be the batch", copies=False)
+def dropout_module_of_a_weight_in_a_hooked_block() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), _with_hook(DropsWeight(3, nn.Dropout(0.5))))
+
+
+@refused(flat, "the first dimension must be the batch")
+def dropout_of_turned_rows() -> nn.Module:
+    return Between(lambda h: functional.dropout(h.t(), 0.5).t())
+
+
+class HasScripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+        self.two = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+
+@refused(flat, "torch.jit.script", copies=False)
+def scripted_module() -> nn.Module:
+    return HasScripted()
+
+
 class GivesDictionary(nn.Module):
     """The first of a chain."""
 

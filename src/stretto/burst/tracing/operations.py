@@ -46,6 +46,7 @@ from stretto.burst.tracing.recorder import (
     note_inputs,
     place_in,
     record,
+    require_rows,
     set_item,
 )
 from stretto.errors import SpecError
@@ -153,6 +154,7 @@ def trace(
             repeat what the module does; the line of its code that is in the way is
             named.
     """
+    _refuse_scripted(module)
     arguments = Arguments(tuple(example_inputs), dict(kwargs or {}))
     if module._backward_hooks or module._backward_pre_hooks:  # noqa: SLF001
         raise SpecError(
@@ -188,6 +190,20 @@ def trace(
     traced.places = places_in(traced.root, traced.ops, build.shapes, build.counts)
     traced.rows -= traced.places
     return traced
+
+
+def _refuse_scripted(module: nn.Module) -> None:
+    """Refuses modules of TorchScript, whose parts can't be watched or replaced."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            owner, _, key = name.rpartition(".")
+            line = line_setting(module.get_submodule(owner), key) if key else ""
+            what = f"module {name!r}" if name else "the model"
+            raise SpecError(
+                f"{line}{what} was made by torch.jit.script or torch.jit.trace, whose "
+                "layers and parameters are not seen from outside: use the module from "
+                "which it was made"
+            )
 
 
 def _line_of(one: Record, module: nn.Module) -> str:
@@ -472,6 +488,9 @@ class _Build:
         number, self._number = self._number, self._number + 1
         dropout = self._dropout(one, args, kwargs)
         if dropout is not None:
+            for batch, recorded in zip(BATCHES, (one, two), strict=True):
+                for tensor in recorded.tensors.values():
+                    require_rows(tensor, batch, one.place)
             name = f"dropout_{number}"
             self._targets[name] = dropout
             node = self.graph.call_module(name, (self._value(args[0]),))

@@ -216,9 +216,14 @@ class Recorder(TorchFunctionMode):
     """Notes what runs while it is entered."""
 
     def __init__(
-        self, root: nn.Module, mode: FakeTensorMode, trained: dict[int, str]
+        self,
+        root: nn.Module,
+        mode: FakeTensorMode,
+        trained: dict[int, str],
+        batch: int,
     ) -> None:
         super().__init__()
+        self._batch = batch
         self.recording = Recording()
         self._root = root
         self._mode = mode
@@ -503,6 +508,9 @@ class Recorder(TorchFunctionMode):
                 self._norms.append(self._modules.get(id(module), ""))
             if not isinstance(module, Dropout):
                 return call(module, *args, **kwargs)
+            if module.training and module.p:
+                given = next(iter((*args, *kwargs.values())), None)
+                require_rows(given, self._batch, _place())
             self._in_dropout += 1
             try:
                 return call(module, *args, **kwargs)
@@ -517,6 +525,8 @@ class Recorder(TorchFunctionMode):
                 "word's gradient by how often it is in the batch, which ranks do not "
                 "know of each other. Leave out scale_grad_by_freq"
             )
+
+        _require_own_forwards(module, self._modules[id(module)])
 
         def run(*more: Any, **named: Any) -> Any:
             # Counted as within itself: a norm or dropout is noted as such.
@@ -659,6 +669,40 @@ def _require_known_state(owner: nn.Module, name: str, place: str) -> None:
     )
 
 
+def _require_own_forwards(module: nn.Module, name: str) -> None:
+    """Refuse a batch norm or dropout of the user's inside a module that has hooks.
+
+    Elsewhere its operations are recorded. Here torch's forward would take its place.
+    """
+    for path, part in module.named_modules():
+        if not isinstance(part, (BatchNorm, Dropout)):
+            continue
+        forward: Any = part.__dict__.get("forward", type(part).forward)
+        if (getattr(forward, "__module__", None) or "").startswith("torch.nn.modules"):
+            continue
+        code = getattr(inspect.unwrap(forward), "__code__", None)
+        place = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
+        full = ".".join(filter(None, (name, path)))
+        kind = "batch norm" if isinstance(part, BatchNorm) else "dropout"
+        raise SpecError(
+            f"{place}module {full!r} ({type(part).__name__}) is a {kind} with a "
+            "forward of its own and has hooks, or is inside a module that has: ranks "
+            f"compute torch's {kind} there instead. Remove the hooks, or don't derive "
+            f"{type(part).__name__} from torch's {kind}"
+        )
+
+
+def require_rows(given: Any, batch: int, place: str) -> None:
+    """Refuse to drop from a tensor that has no row for each sample."""
+    if not isinstance(given, Tensor) or given.shape[:1] == (batch,):
+        return
+    raise SpecError(
+        f"{place}: drops from a tensor of shape {tuple(given.shape)} where the batch "
+        f"has {batch} samples: masks are drawn for each sample, so the first dimension "
+        "must be the batch. Put the dropout where it is, or drop no parameters"
+    )
+
+
 def _version(tensor: Tensor) -> int:
     return tensor._version  # noqa: SLF001
 
@@ -777,7 +821,7 @@ def record(
     shape, dtype, device = source
     trained = fakes.trained()
     with swapped(root.named_modules(), fakes.of) as named:
-        recorder = Recorder(root, mode, trained)
+        recorder = Recorder(root, mode, trained, shape[0])
         for name, tensor in named.items():
             recorder.knows(tensor, Fixed(name))
         for prefix, part in root.named_modules():
