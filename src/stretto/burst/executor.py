@@ -44,7 +44,7 @@ from stretto.burst.steps import Steps, steps_of, widths_of
 from stretto.burst.structure import Structure, number_of
 from stretto.burst.sync import GradientSync, SyncedLayer
 from stretto.burst.timings import Timings
-from stretto.burst.tracing.reads import Ambient
+from stretto.burst.tracing.reads import Ambient, normal_tensors
 from stretto.burst.verify import SEEDS, Trial, require_comparable
 from stretto.errors import (
     CommTimeout,
@@ -175,6 +175,7 @@ class BurstParallel(nn.Module):
             device=device,
             lanes=lanes,
         )
+        self._links.elsewhere = self._agreement.others_wait
         self._clock = StepClock()
         # The graph of a last forward may keep the links; their connections end here.
         ended = weakref.finalize(self, self._links.close)
@@ -457,9 +458,9 @@ class BurstParallel(nn.Module):
     def _use_trained(self, trained: tuple[bool, ...]) -> None:
         """Follow which parameters need a gradient; local to this rank."""
         is_on = True
-        if self._sync is not None and self._trained is not None:
+        if self._sync is not None:
             is_on = self._sync.is_on
-            self._sync.require_nothing_kept()
+            self._sync.require_nothing_kept("parameters were frozen or unfrozen")
         self._trained = trained
         graph = self._graphs[0]
         mine = [node for node in graph.nodes if self._runs(node.name)]
@@ -593,17 +594,8 @@ class BurstParallel(nn.Module):
             )
         self._refuse_callers(args, kwargs)
         args, kwargs = hooks.before(self.module, args, kwargs)
-        if not self._steps:
-            self._set_up(args, kwargs)
-        trouble = self._trouble()
-        if trouble is None and (trained := self._structure.trained()) != self._trained:
-            self._use_trained(trained)
-        steps = next(iter(self._steps.values()))
-        if trouble is None:
-            try:
-                steps = self._steps_now()
-            except StrettoError as exc:
-                trouble = exc
+        with normal_tensors():
+            steps, trouble = self._ready_steps(args, kwargs)
         batch, odd = self._packed(steps.graph, args, kwargs)
         trouble = trouble or odd
         if self._timings.is_on:
@@ -611,6 +603,22 @@ class BurstParallel(nn.Module):
         output = self._through_layers(steps, batch, trouble)
         found = steps.graph.results.unpack(output)
         return hooks.after(self.module, args, kwargs, found)
+
+    def _ready_steps(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Steps, StrettoError | None]:
+        """The steps of the next forward, and why it can't run."""
+        if not self._steps:
+            self._set_up(args, kwargs)
+        trouble = self._trouble()
+        if trouble is None and (trained := self._structure.trained()) != self._trained:
+            self._use_trained(trained)
+        if trouble is None:
+            try:
+                return self._steps_now(), None
+            except StrettoError as exc:
+                trouble = exc
+        return next(iter(self._steps.values())), trouble
 
     def _through_layers(
         self, steps: Steps, batch: Tensor, trouble: StrettoError | None
@@ -620,25 +628,29 @@ class BurstParallel(nn.Module):
         self._links.refusals.next_step()
         self._mover.settle()
         assert self._trained is not None  # noqa: S101
-        layouts, input_needs = self._shares.exchange(
-            steps.graph,
-            batch,
-            is_training=self.module.training,
-            step=self._forward.draws.step,
-            trained=number_of(self._trained),
-            operations=int(steps.graph.semantics[-14:], 16),
-            replicas=self._replicas,
-            changes=self._changes,
-            trouble=trouble,
-        )
+        with normal_tensors():
+            layouts, input_needs = self._shares.exchange(
+                steps.graph,
+                batch,
+                is_training=self.module.training,
+                step=self._forward.draws.step,
+                trained=number_of(self._trained),
+                operations=int(steps.graph.semantics[-14:], 16),
+                replicas=self._replicas,
+                changes=self._changes,
+                trouble=trouble,
+            )
+            # Buffers such as running statistics change without a backward.
+            if self.module.training:
+                self._freshness.changed()
+            with self._inside(), self._freshness.opened():
+                steps.graph.require_count(layouts.num_samples)
+                course = self._shares.course(steps, layouts)
         grad = torch.is_grad_enabled()
-        self._freshness.is_stale |= self.module.training and self._ranks.size > 1
-        with self._inside(), self._freshness.opened():
-            steps.graph.require_count(layouts.num_samples)
         with self._inside(), self._freshness.opened(), self._shadows.in_place():
             output = self._forward(
                 steps,
-                self._shares.course(steps, layouts),
+                course,
                 batch,
                 input_needs=input_needs,
                 stamp=self._timings.is_on,
@@ -719,6 +731,8 @@ class BurstParallel(nn.Module):
         if not self._queued:
             self._queued = True
             assert self._sync is not None  # noqa: S101
+            if any(self._trained or ()):
+                self._freshness.changed()
             with self._inside():
                 self._changes.backward_begins()
                 self._sync.begin()
@@ -798,12 +812,39 @@ class BurstParallel(nn.Module):
         """
         if not self._steps:
             return
+        self._meet_to_refresh(len(optimizers))
         self._require_equal_copies()
         if optimizers:
             self._require_nothing_else(optimizers)
         roots = {name: first for name, (first, _) in self._widths.items()}
         self._bring(roots, optimizers, "bringing parameters")
         self._freshness.refreshed(optimizers)
+
+    def _meet_to_refresh(self, optimizers: int) -> None:
+        """Meet all ranks before anything is sent. Collective.
+
+        Gloo ends the process where one rank's message has another size than its
+        peer's, such as a forward's and a refresh's.
+
+        Raises:
+            CommTimeout: some ranks do something else.
+            RankDisagreement: ranks pass different numbers of optimizers.
+        """
+        if self._ranks.size == 1:
+            return
+        if self._links.desk.error is not None:
+            raise self._links.desk.error
+        self._links.refusals.withdraw()
+        purpose = f"refresh a burst model with {optimizers} optimizers"
+        try:
+            self._compare(purpose, {}, None)
+        except CommTimeout as exc:
+            self._links.end(
+                f"{exc} Every rank must call refresh() and full_state_dict(), as "
+                "often and in the same place: ranks make different calls"
+            )
+            assert self._links.desk.error is not None  # noqa: S101
+            raise self._links.desk.error from None
 
     def _bring(
         self, roots: dict[str, int], optimizers: tuple[Optimizer, ...], place: str
@@ -870,7 +911,8 @@ class BurstParallel(nn.Module):
             PlanMismatch: it is for another model or more ranks; the old one stays.
             RankDisagreement: ranks came with different plans or optimizers.
             StrettoError: an optimizer keeps something besides its ``state`` that
-                differs by rank; the old plan stays.
+                differs by rank, or gradients of `no_sync` were not sent yet; the old
+                plan stays.
         """
         given, purpose = plan, "begin to apply a burst plan"
         self._links.refusals.withdraw()
@@ -885,6 +927,8 @@ class BurstParallel(nn.Module):
         graph, widths = self._graphs[0], old
         self.plan = plan
         try:
+            assert self._sync is not None  # noqa: S101
+            self._sync.require_nothing_kept("apply_plan was called")
             graph = self._capture()
             widths = widths_of(plan, graph, self._ranks.size)
         except StrettoError as exc:

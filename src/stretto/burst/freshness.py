@@ -72,7 +72,7 @@ class Freshness:
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.is_stale = False
-        """Whether there was a training forward since others' parameters came."""
+        """Whether values may have changed since others' parameters came."""
         for part in module.modules():
             part.register_state_dict_pre_hook(_Callback(self, "check"))
         module.register_load_state_dict_post_hook(_Callback(self, "loaded"))
@@ -119,6 +119,13 @@ class Freshness:
         self._own_versions = self._versions()
         for optimizer in optimizers:
             self._stepped.discard(optimizer)
+
+    def changed(self) -> None:
+        """Note that layers' values may differ from now on from what this rank holds.
+
+        Called alike on all ranks, for a rank may hold nothing that changes.
+        """
+        self.is_stale |= self._ranks.size > 1
 
     def loaded(self, missing: Sequence[str]) -> None:
         """Note that a state was loaded; only a whole one makes all values current."""
@@ -171,6 +178,7 @@ class Freshness:
     def before_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer of these parameters takes a step."""
         self._stepped.add(optimizer)
+        self.changed()
         if all(known is not optimizer for known in self.optimizers()):
             self._optimizers.append(weakref.ref(optimizer))
             optimizer.register_state_dict_pre_hook(_Callback(self, "check_optimizer"))
@@ -198,17 +206,20 @@ def _guards_of(freshness: Freshness) -> tuple[Any, Any]:
     ref = weakref.ref(freshness)
 
     def guarded(
-        cls: Any, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+        _cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        owner = ref()
-        if owner is not None and _reads(func, args, cls):
-            owner.check_reading()
+        # Operands of other models come to the first one's class too.
+        for kind in _read(func, types, args, kwargs):
+            owner = kind.stretto_owner()
+            if owner is not None:
+                owner.check_reading()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return func(*args, **(kwargs or {}))
 
     class GuardedParameter(nn.Parameter):
         """A parameter of a layer that this rank does not run."""
 
+        stretto_owner = ref
         __torch_function__ = classmethod(guarded)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -221,6 +232,7 @@ def _guards_of(freshness: Freshness) -> tuple[Any, Any]:
     class GuardedBuffer(torch.Tensor):
         """A buffer of a layer that this rank does not run."""
 
+        stretto_owner = ref
         __torch_function__ = classmethod(guarded)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -238,16 +250,17 @@ def _guards_of(freshness: Freshness) -> tuple[Any, Any]:
     return GuardedParameter, GuardedBuffer
 
 
-def _reads(func: Any, args: Any, guarded: type) -> bool:
-    if func in _READING:
-        return True
-    name = getattr(func, "__name__", "")
-    if name == "__get__" or name in _FACTS:
-        return False
-    if name not in _WRITES:
-        return True
-    # Batch norms load a counter that is missing in a state from itself.
-    return any(isinstance(arg, guarded) and arg is not args[0] for arg in args[1:])
+def _read(func: Any, types: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the guarded classes, of any model, whose values a call reads."""
+    if func not in _READING:
+        name = getattr(func, "__name__", "")
+        if name == "__get__" or name in _FACTS:
+            return []
+        if name in _WRITES:
+            # Batch norms load a counter that is missing in a state from itself.
+            given = (*args[1:], *(kwargs or {}).values())
+            types = [type(arg) for arg in given if arg is not args[0]]
+    return [kind for kind in types if hasattr(kind, "stretto_owner")]
 
 
 @final

@@ -23,7 +23,7 @@ from stretto.runtime.failure import FailureDesk
 from stretto.runtime.lanes import LanePool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from stretto.runtime.agreement import Ranks
 
@@ -70,6 +70,8 @@ class Links:
         self._pools: list[LanePool] = []
         self._groups: dict[Width, GroupLinks] = {}
         self.desk = FailureDesk(ranks, self._abort, key=lambda: f"burst/{serial}")
+        self.elsewhere: Callable[[], str] = str
+        """Tells what other ranks came to that this one did not."""
         weak = weakref.ref(self)
         self.refusals = Refusals(ranks, serial, lambda text: _stop(weak, text))
         self._moves: Any = None
@@ -191,7 +193,11 @@ class Links:
                     "ranks do not wait for this one any more, after an error of its "
                     f"own: {own}"
                 )
-            raise self.desk.report(place, exc) from exc
+            is_first = self.desk.error is None
+            error = self.desk.report(place, exc)
+            if is_first and (more := self.elsewhere()):
+                error = self.desk.error = CommTimeout(f"{error} {more}")
+            raise error from exc
 
     def end(self, text: str) -> None:
         """Close the connections and make this every later call's error."""

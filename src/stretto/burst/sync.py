@@ -172,15 +172,15 @@ class GradientSync:
                 )
         self._holds_own = False
 
-    def require_nothing_kept(self) -> None:
+    def require_nothing_kept(self, what: str) -> None:
         """Require that `no_sync` has kept nothing.
 
         Raises:
-            StrettoError: it has; the parameters that train can't change now.
+            StrettoError: it has; ``what`` was done too early.
         """
         if self._holds_own:
             raise StrettoError(
-                "parameters were frozen or unfrozen between a backward in no_sync() "
+                f"{what} between a backward in no_sync() "
                 "and the one that sends its gradients: do it after optimizer.step()"
             )
 

@@ -360,6 +360,26 @@ class Agreement:
         self._refuse_different("purpose", rows)
         return [row["text"] for row in rows]
 
+    def others_wait(self) -> str:
+        """Return a sentence on ranks that came to a meeting that this one did not.
+
+        Empty where there are none or the store does not answer. Nobody is waited for.
+        """
+        try:
+            found: dict[str, list[int]] = {}
+            for rank in range(self._ranks.size):
+                key = f"{self._meeting}/{rank}"
+                if self._lost is None and self._store.check([key]):
+                    purpose = json.loads(self._store.get(key))["purpose"]
+                    found.setdefault(purpose, []).append(rank)
+        except RuntimeError:
+            return ""
+        return " ".join(
+            f"Meanwhile {self._ranks.name_all(ranks)} came to {purpose}, which "
+            f"{self._ranks.name(self._ranks.rank)} did not: ranks make different calls."
+            for purpose, ranks in found.items()
+        )
+
     def _rows(self, purpose: str, values: Mapping[str, str]) -> list[dict[str, str]]:
         mine = json.dumps({"purpose": purpose, **values})
         return [json.loads(value) for value in self._exchange(purpose, mine)]

@@ -53,6 +53,18 @@ _MOST_ITEMS = 64
 _DEPTH = 3
 
 
+@contextlib.contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Leave `torch.inference_mode`, with the grad mode as it is.
+
+    For what is computed once and used by later forwards and backwards, which inference
+    tensors can't be.
+    """
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
+        yield
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Ambient:
@@ -79,6 +91,7 @@ class Ambient:
     def set(self, device: torch.device) -> Iterator[None]:
         """Set these modes."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(normal_tensors())
             stack.enter_context(torch.set_grad_enabled(self.grad))
             on = dict(self.autocast)
             for kind in dict.fromkeys(("cpu", device.type)):
