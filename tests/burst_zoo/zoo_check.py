@@ -60,9 +60,9 @@ def rows(inputs: Any, start: int, end: int) -> Any:
 def loss_of(output: Any) -> Tensor:
     """A mean over samples of a smooth function of all floating outputs."""
     leaves = [
-        leaf
+        torch.view_as_real(leaf) if leaf.is_complex() else leaf
         for leaf in pytree.tree_leaves(_plain(output))
-        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
     ]
     total: Any = 0.0
     for i, leaf in enumerate(leaves):
@@ -207,6 +207,8 @@ def worst(found: Any, wanted: Any, floor: float = 1e-30) -> float:
         return float("inf")
     if not wanted.numel():
         return 0.0
+    if wanted.is_complex():
+        found, wanted = torch.view_as_real(found), torch.view_as_real(wanted)
     found, wanted = found.detach().double(), wanted.detach().double()
     scale = float(wanted.abs().max())
     return float((found - wanted).abs().max()) / max(scale, floor)

@@ -1994,6 +1994,92 @@ def dropout_of_turned_rows() -> nn.Module:
     return Between(lambda h: functional.dropout(h.t(), 0.5).t())
 
 
+class ClipsGradient(torch.autograd.Function):
+    """Limits the norm of all rows' gradients, where it is large."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Any) -> Tensor:
+        return grads[0] * (500 / grads[0].norm()).clamp(max=1)
+
+
+class DoublesForMany(torch.autograd.Function):
+    """Gives other gradients where there are many rows."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Any) -> Tensor:
+        return grads[0] * 2 if len(grads[0]) > 1200 else grads[0]
+
+
+@refused(flat, "it mixes samples in backward")
+def clips_large_gradients() -> nn.Module:
+    return Between(ClipsGradient.apply)
+
+
+@refused(flat, "it mixes samples in backward")
+def other_gradients_for_many_rows() -> nn.Module:
+    return Between(DoublesForMany.apply)
+
+
+def _clip_large(_module: nn.Module, grads: Any, _outputs: Any) -> Any:
+    return (grads[0] * (500 / grads[0].norm()).clamp(max=1),)
+
+
+@refused(
+    flat,
+    "it mixes samples in backward",
+    names_line=False,
+    prepare=lambda m: m[1].register_full_backward_hook(_clip_large),
+)
+def backward_hook_that_clips_large_gradients() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def _capacity(h: Tensor) -> Tensor:
+    """Of words chosen in the order of the flattened batch, only the first many."""
+    flat_rows = h.reshape(-1, 2)
+    chosen = (flat_rows[:, :1] > 0).long()
+    kept = (chosen.cumsum(0) <= 100_000).to(h.dtype)
+    return (flat_rows * kept).view_as(h)
+
+
+@refused(flat, "each sample depends on those before it")
+def capacity_of_a_flattened_batch() -> nn.Module:
+    return Between(_capacity)
+
+
+@refused(flat, "each sample depends on those before it")
+def capacity_of_a_batch_in_a_hooked_block() -> nn.Module:
+    return nn.Sequential(_with_hook(Between(_capacity)), nn.Linear(3, 2))
+
+
+@right(flat)
+def running_sum_within_samples() -> nn.Module:
+    return Between(lambda h: h.cumsum(1) + h.view(-1, 2, 4).cumsum(1).flatten(1))
+
+
+class GivesComplex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.view_as_complex(self.weight)
+        return torch.fft.rfft(self.one(x), dim=-1) * weight
+
+
+@right(flat)
+def complex_output() -> nn.Module:
+    return GivesComplex()
+
+
 class HasScripted(nn.Module):
     def __init__(self) -> None:
         super().__init__()

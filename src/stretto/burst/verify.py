@@ -250,6 +250,8 @@ def _user_hooks(parameter: Tensor) -> list[tuple[Any, dict[int, Any]]]:
 
 
 def _largest(tensor: Tensor) -> float:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.detach().resolve_conj())
     if not tensor.numel() or not tensor.is_floating_point():
         return 0.0
     values = tensor.detach().double()
@@ -260,6 +262,9 @@ def _differs(found: Tensor, wanted: Tensor, largest: float) -> float:
     """The largest difference, relative; infinite where they can't be compared."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return float("inf")
+    if found.is_complex():
+        found = torch.view_as_real(found.detach().resolve_conj())
+        wanted = torch.view_as_real(wanted.detach().resolve_conj())
     if not found.is_floating_point():
         return 0.0 if torch.equal(found, wanted) else float("inf")
     if not found.numel():

@@ -28,6 +28,18 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
                     yield tensor
 
 
+_SCANS = {
+    torch.ops.aten.cumsum,
+    torch.ops.aten.cumsum_,
+    torch.ops.aten.cumprod,
+    torch.ops.aten.cumprod_,
+    torch.ops.aten.cummax,
+    torch.ops.aten.cummin,
+    torch.ops.aten.logcumsumexp,
+}
+"""What gives for a row something of all before it."""
+
+
 @final
 class Mode(FakeTensorMode):
     """Fake tensors, seeing operations that draw random numbers.
@@ -52,6 +64,8 @@ class Mode(FakeTensorMode):
         if recorder is not None:
             if torch.Tag.nondeterministic_seeded in func.tags:
                 recorder.drew(func, args, kwargs or {})
+            if func._overloadpacket in _SCANS and len(args) > 1:  # noqa: SLF001
+                recorder.scans(args[0], args[1])
             if func._schema.is_mutable:  # noqa: SLF001
                 recorder.wrote(list(_written(func, args, kwargs or {})))
         self._inside = True

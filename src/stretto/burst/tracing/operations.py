@@ -511,6 +511,7 @@ class _Build:
             "aliases": one.aliases,
             "norms": one.norms,
             "keeps_state": one.keeps_state,
+            "scans": one.scanned != two.scanned,
         }
         self._nodes[Ref(number)] = node
         for path, tensor in one.tensors.items():
@@ -660,6 +661,12 @@ def _classify(
         if _is_constant(node, build, ops):
             continue
         _require_all_rows_written(traced, node)
+        if node.meta.get("scans"):
+            raise SpecError(
+                f"{place_of(node)}: sums or compares along a dimension with the "
+                "samples, so that each sample depends on those before it, and these "
+                "may be on other ranks. Do it within each sample"
+            )
         ops.add(node)
         traced.ops.append(node)
         traced.before[node] = [n for n in read if n is not source]

@@ -4,7 +4,8 @@
 On random inputs and perturbed parameters, twice with other numbers: the layers one
 after another give the outputs and gradients of the module itself; and each layer on
 some of the rows, in another order, and on the rest gives these rows of its output and
-of its inputs' gradients, with parameters' gradients that add up. Parameters are
+of its inputs' gradients, with parameters' gradients that add up. A backward that is not
+torch's own is also checked with large and small gradients and many rows. Parameters are
 perturbed because an effect may vanish behind a zero at initialization. Batch norms use
 fixed statistics for the second check, and random numbers are replaced by constants: the
 executor joins the first over ranks and draws the second by sample.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from stretto.burst.tracing.backward import has_own_backward
 from stretto.burst.tracing.fakes import swapped
 from stretto.burst.tracing.operations import keep_attributes
 from stretto.burst.tracing.places import place_of
@@ -44,9 +46,13 @@ _REST = (2,)
 """Rows in an order that no flip or rotation of the rows maps onto itself."""
 
 _ROWS = len(_SOME) + len(_REST)
+_EVERY = tuple(range(_ROWS))
 
-_WIDE, _WIDEST, _WIDE_NUMBERS = 13, 1009, 1 << 16
+_WIDE, _WIDEST, _WIDE_NUMBERS = 13, 4099, 1 << 16
 """Rows of the check with many of them: so many that all have about these numbers."""
+
+_SCALES = (1e4, 1e-4)
+"""Of gradients into a backward that may treat large or small ones otherwise."""
 
 _MOST_INPUT = 1e3
 """Larger inputs, such as words' numbers beside floats, say nothing of rounding."""
@@ -117,6 +123,8 @@ class _Check:
         found, wanted = found.detach(), wanted.detach()
         if found.shape != wanted.shape or found.dtype != wanted.dtype:
             return False
+        if found.is_complex():
+            found, wanted = _as_real(found), _as_real(wanted)
         if not found.is_floating_point():
             return bool(torch.equal(found, wanted))
         scale = max(_largest(wanted), 0.0 if largest is None else largest)
@@ -149,7 +157,7 @@ class _Check:
     def _perturbed(self, tensor: Tensor) -> Tensor:
         with torch.no_grad():
             made = tensor.detach().clone()
-            if isinstance(tensor, nn.Parameter) and made.is_floating_point():
+            if isinstance(tensor, nn.Parameter) and _has_gradient(made):
                 made += self._numbers.noise_for(made)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -275,30 +283,87 @@ class _Check:
         self, values: dict[str, Tensor], cotangents: dict[str, Tensor]
     ) -> SpecError | None:
         for node in self._graph.nodes:
-            every = tuple(range(_ROWS))
             full = self._known.get(node.name)
-            full = full or self._part(node, values, cotangents, every)
+            full = full or self._part(node, values, cotangents, _EVERY)
             found = self._wide(node, values, full[0])
+            found = found or self._rows_of(node, values, cotangents, full)
+            given = cotangents.get(node.name)
+            if found is None and given is not None and has_own_backward(node):
+                found = self._wide_backward(node, values, cotangents, full)
+                for scale in () if self._is_coarse else _SCALES:
+                    scaled = {node.name: given * scale}
+                    whole = self._part(node, values, scaled, _EVERY)
+                    found = found or self._rows_of(node, values, scaled, whole)
             if found is not None:
                 return found
-            parts = []
-            for rows in (_SOME, _REST):
-                try:
-                    part = self._part(node, values, cotangents, rows)
-                except Exception as error:  # noqa: BLE001 - such as shapes for one row
-                    return self._fails(node, values, error)
-                found = self._other_rows(node, values, cotangents, full, part, rows)
-                if found is not None:
-                    return found
-                parts.append(part)
-            largest = max((_largest(g) for g in full[2].values()), default=0.0)
-            rounding = self._rounding(node, values, cotangents)
-            for key, grad in full[2].items():
-                added = sum(
-                    (p[2][key] for p in parts if key in p[2]), torch.zeros_like(grad)
-                )
-                if not self._near(added, grad, largest, rounding):
-                    return self._mixes(node, values, backward=True)
+        return None
+
+    def _rows_of(
+        self,
+        node: LayerNode,
+        values: dict[str, Tensor],
+        cotangents: dict[str, Tensor],
+        full: _Found,
+    ) -> SpecError | None:
+        parts = []
+        for rows in (_SOME, _REST):
+            try:
+                part = self._part(node, values, cotangents, rows)
+            except Exception as error:  # noqa: BLE001 - such as shapes for one row
+                return self._fails(node, values, error)
+            found = self._other_rows(node, values, cotangents, full, part, rows)
+            if found is not None:
+                return found
+            parts.append(part)
+        largest = max((_largest(g) for g in full[2].values()), default=0.0)
+        rounding = self._rounding(node, values, cotangents)
+        for key, grad in full[2].items():
+            added = sum(
+                (p[2][key] for p in parts if key in p[2]), torch.zeros_like(grad)
+            )
+            if not self._near(added, grad, largest, rounding):
+                return self._mixes(node, values, backward=True)
+        return None
+
+    def _wide_rows(
+        self, node: LayerNode, values: dict[str, Tensor], full: Tensor
+    ) -> list[int]:
+        taken = [values[name] for name in node.inputs]
+        numbers = sum(x.numel() for x in (*taken, full)) // _ROWS
+        count = min(_WIDEST, max(_WIDE, _WIDE_NUMBERS // max(1, numbers)))
+        return self._numbers.order(_ROWS, count)
+
+    def _wide_backward(
+        self,
+        node: LayerNode,
+        values: dict[str, Tensor],
+        cotangents: dict[str, Tensor],
+        full: _Found,
+    ) -> SpecError | None:
+        """Where gradients of many rows, each of a few kinds, are not those of its kind.
+
+        Parameters' gradients are the sum of what each row gives alone.
+        """
+        rows = self._wide_rows(node, values, full[0])
+        try:
+            _, inputs, grads = self._part(node, values, cotangents, tuple(rows))
+            alone = [self._part(node, values, cotangents, (i,))[2] for i in _EVERY]
+        except Exception as error:  # noqa: BLE001 - the user's code
+            return self._fails(node, values, error)
+        rounding = len(rows) * self._rounding(node, values, cotangents)
+        for mine, kinds in zip(inputs, full[1], strict=True):
+            if mine is None or kinds is None:
+                continue
+            if not self._near(mine, kinds[rows], _largest(kinds), rounding):
+                return self._mixes(node, values, backward=True)
+        for key, grad in grads.items():
+            terms = [
+                rows.count(i) * one[key] for i, one in enumerate(alone) if key in one
+            ]
+            added = sum(terms, torch.zeros_like(grad))
+            largest = sum(_largest(term) for term in terms)
+            if not self._near(grad, added, largest, rounding):
+                return self._mixes(node, values, backward=True)
         return None
 
     def _wide(
@@ -309,9 +374,7 @@ class _Check:
         What reaches further than `_ROWS` rows does not show with so few.
         """
         taken = [values[name] for name in node.inputs]
-        numbers = sum(x.numel() for x in (*taken, full)) // _ROWS
-        count = min(_WIDEST, max(_WIDE, _WIDE_NUMBERS // max(1, numbers)))
-        rows = self._numbers.order(_ROWS, count)
+        rows = self._wide_rows(node, values, full)
         try:
             with torch.no_grad():
                 output = _run(node, [x[rows] for x in taken])
@@ -353,7 +416,7 @@ class _Check:
     ) -> float:
         """How far gradients may be apart that are sums of terms that cancel."""
         given = cotangents.get(node.name)
-        if given is None or not given.is_floating_point():
+        if given is None or not _has_gradient(given):
             return 0.0
         inputs = max(_largest(values[name]) for name in node.inputs)
         terms = _largest(given) * min(max(1.0, inputs), _MOST_INPUT)
@@ -490,7 +553,7 @@ def _leaf(tensor: Tensor, name: str) -> Tensor:
     from stretto.burst.graph import INPUT
 
     found = tensor.detach()
-    return found.requires_grad_(name != INPUT and tensor.is_floating_point())
+    return found.requires_grad_(name != INPUT and _has_gradient(tensor))
 
 
 def _grads(
@@ -508,6 +571,14 @@ def _grads(
         if g is not None
     }
     return [by_leaf.get(id(x)) for x in inputs], to_parameters
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj())
 
 
 def _twin(twins: dict[int, _Twins], tensor: Tensor) -> Tensor:
@@ -536,9 +607,11 @@ def _gradients(
 
 
 def _largest(tensor: Tensor | None) -> float:
-    if tensor is None or not tensor.numel() or not tensor.is_floating_point():
+    if tensor is None or not tensor.numel() or not _has_gradient(tensor):
         return 0.0
     values = tensor.detach()
+    if values.is_complex():
+        values = _as_real(values)
     values = torch.where(torch.isfinite(values), values, 0)
     return float(values.abs().max())
 

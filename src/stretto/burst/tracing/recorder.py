@@ -120,6 +120,9 @@ class Record:
     keeps_state: bool = False
     """Whether it writes into buffers that are not a batch norm's."""
 
+    scanned: tuple[int, ...] = ()
+    """The length of each running sum, product or extreme in it."""
+
 
 @final
 class Recording:
@@ -390,6 +393,7 @@ class Recorder(TorchFunctionMode):
         if tensors:
             named = (self._named(args, place), self._named(kwargs, place))
         self._draws, self._norms, self._keeps_state = 0, [], False
+        self._scanned: list[int] = []
         result = call(*real_args, **real_kwargs)
         written = [t for t, v in zip(tensors, before, strict=True) if _version(t) != v]
         if not written and not _holds(result):
@@ -406,6 +410,7 @@ class Recorder(TorchFunctionMode):
             draws=self._draws > 0,
             norms=tuple(self._norms),
             keeps_state=self._keeps_state,
+            scanned=tuple(self._scanned),
         )
         if kind == "call_method" and target == "__setitem__":
             record.kind, record.target = "call_function", set_item
@@ -584,6 +589,11 @@ class Recorder(TorchFunctionMode):
                 if not value:
                     return
         self._draws += 1
+
+    def scans(self, tensor: Tensor, dim: int) -> None:
+        """Notes a running sum, product or extreme along a dimension."""
+        if self._depth and tensor.dim():
+            self._scanned.append(tensor.shape[dim])
 
     def wrote(self, tensors: Iterable[Tensor]) -> None:
         """Notes that an operation writes into tensors, wherever it is called."""

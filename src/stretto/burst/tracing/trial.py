@@ -123,8 +123,11 @@ class Numbers:
     def normal(self, shape: Any, like: Tensor) -> Tensor:
         """Return normal numbers of a shape, with the type and device of a tensor."""
         # float32 on the CPU: one generator, whatever the device and type.
+        shape = tuple(shape) + ((2,) if like.is_complex() else ())
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - really random
             made = torch.empty(shape).normal_(generator=self._generator)
+            if like.is_complex():
+                made = torch.view_as_complex(made)
         return made.to(device=like.device, dtype=like.dtype)
 
     def rows(self, example: Tensor, number: int) -> Tensor:

@@ -1,0 +1,60 @@
+"""Tells which layers have a backward that is not torch's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from stretto.burst.tracing.recorder import apply_function
+
+if TYPE_CHECKING:
+    from stretto.burst.graph import LayerNode
+
+_OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # noqa: SLF001
+
+_TORCH_OPS = ("aten::", "prims::", "prim::")
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def has_own_backward(node: LayerNode) -> bool:
+    """Whether a layer's backward may do more than derive torch's operations.
+
+    Derivatives are linear in the gradient that comes in, and mix samples only where
+    forward does. An ``autograd.Function``, an operation of another library or a hook
+    may do anything.
+    """
+    graph = node.module.graph
+    assert isinstance(graph, fx.Graph)  # noqa: S101
+    for op in graph.nodes:
+        if op.op == "call_function":
+            target: Any = op.target
+            if target is apply_function:
+                return True
+            name = str(target.name() if isinstance(target, _OPS[:1]) else "")
+            if isinstance(target, _OPS[1:]):
+                name = str(target._qualified_op_name)  # noqa: SLF001
+            if isinstance(target, _OPS) and not name.startswith(_TORCH_OPS):
+                return True
+        elif op.op == "call_module" and _has_own(
+            node.module.get_submodule(str(op.target))
+        ):
+            return True
+    return False
+
+
+def _has_own(module: torch.nn.Module) -> bool:
+    for part in module.modules():
+        forward = getattr(type(part), "forward", None)
+        if not (getattr(forward, "__module__", None) or "").startswith("torch.nn."):
+            return True
+        if any(getattr(part, hooks) for hooks in _HOOKS):
+            return True
+    return False
