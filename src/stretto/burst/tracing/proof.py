@@ -48,7 +48,8 @@ _REST = (2,)
 _ROWS = len(_SOME) + len(_REST)
 _EVERY = tuple(range(_ROWS))
 
-_WIDE, _WIDEST, _WIDE_NUMBERS = 13, 4099, 1 << 16
+_WIDE, _WIDEST, _WIDE_NUMBERS = 13, 1009, 1 << 16
+_WIDEST_BACK = 4099
 """Rows of the check with many of them: so many that all have about these numbers."""
 
 _SCALES = (1e4, 1e-4)
@@ -326,11 +327,11 @@ class _Check:
         return None
 
     def _wide_rows(
-        self, node: LayerNode, values: dict[str, Tensor], full: Tensor
+        self, node: LayerNode, values: dict[str, Tensor], full: Tensor, most: int
     ) -> list[int]:
         taken = [values[name] for name in node.inputs]
         numbers = sum(x.numel() for x in (*taken, full)) // _ROWS
-        count = min(_WIDEST, max(_WIDE, _WIDE_NUMBERS // max(1, numbers)))
+        count = min(most, max(_WIDE, _WIDE_NUMBERS // max(1, numbers)))
         return self._numbers.order(_ROWS, count)
 
     def _wide_backward(
@@ -344,7 +345,7 @@ class _Check:
 
         Parameters' gradients are the sum of what each row gives alone.
         """
-        rows = self._wide_rows(node, values, full[0])
+        rows = self._wide_rows(node, values, full[0], _WIDEST_BACK)
         try:
             _, inputs, grads = self._part(node, values, cotangents, tuple(rows))
             alone = [self._part(node, values, cotangents, (i,))[2] for i in _EVERY]
@@ -374,7 +375,7 @@ class _Check:
         What reaches further than `_ROWS` rows does not show with so few.
         """
         taken = [values[name] for name in node.inputs]
-        rows = self._wide_rows(node, values, full)
+        rows = self._wide_rows(node, values, full, _WIDEST)
         try:
             with torch.no_grad():
                 output = _run(node, [x[rows] for x in taken])
