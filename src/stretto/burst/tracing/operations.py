@@ -511,7 +511,7 @@ class _Build:
             "aliases": one.aliases,
             "norms": one.norms,
             "keeps_state": one.keeps_state,
-            "scans": one.scanned != two.scanned,
+            "scans": next((s[1] for s in one.scanned if s not in two.scanned), ""),
         }
         self._nodes[Ref(number)] = node
         for path, tensor in one.tensors.items():
@@ -663,7 +663,7 @@ def _classify(
         _require_all_rows_written(traced, node)
         if node.meta.get("scans"):
             raise SpecError(
-                f"{place_of(node)}: sums or compares along a dimension with the "
+                f"{node.meta['scans']}: sums or compares along a dimension with the "
                 "samples, so that each sample depends on those before it, and these "
                 "may be on other ranks. Do it within each sample"
             )

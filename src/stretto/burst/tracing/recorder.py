@@ -120,8 +120,8 @@ class Record:
     keeps_state: bool = False
     """Whether it writes into buffers that are not a batch norm's."""
 
-    scanned: tuple[int, ...] = ()
-    """The length of each running sum, product or extreme in it."""
+    scanned: tuple[tuple[int, str], ...] = ()
+    """The length and place of each running sum, product or extreme in it."""
 
 
 @final
@@ -393,7 +393,7 @@ class Recorder(TorchFunctionMode):
         if tensors:
             named = (self._named(args, place), self._named(kwargs, place))
         self._draws, self._norms, self._keeps_state = 0, [], False
-        self._scanned: list[int] = []
+        self._scanned: list[tuple[int, str]] = []
         result = call(*real_args, **real_kwargs)
         written = [t for t, v in zip(tensors, before, strict=True) if _version(t) != v]
         if not written and not _holds(result):
@@ -593,7 +593,7 @@ class Recorder(TorchFunctionMode):
     def scans(self, tensor: Tensor, dim: int) -> None:
         """Notes a running sum, product or extreme along a dimension."""
         if self._depth and tensor.dim():
-            self._scanned.append(tensor.shape[dim])
+            self._scanned.append((tensor.shape[dim], _place()))
 
     def wrote(self, tensors: Iterable[Tensor]) -> None:
         """Notes that an operation writes into tensors, wherever it is called."""
