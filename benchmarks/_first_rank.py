@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from _tune_rank import Job, tuned_run, whole_run
-from stretto.demo.settings import DemoSettings
-from stretto.demo.worker import Task
+from _tune_rank import joined, rank_parser, tuned_run, whole_run
 from stretto.tune import TuneOptions, summary
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--model", default="convnet")
-    parser.add_argument("--width", type=int)
-    parser.add_argument("--batch", type=int, default=32)
+    parser = rank_parser()
     parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    settings = DemoSettings(
-        out="",
-        model=arguments.model,
-        width=arguments.width,
-        batch_per_rank=arguments.batch,
-    )
-    job = Job(Task.of(settings))
+    job = joined(arguments)
     whole_run(job.stock(), 5)  # imports and first allocations touch no measured run
     options = TuneOptions(memory=False)
     first = tuned_run(job, options, arguments.steps)

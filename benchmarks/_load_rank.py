@@ -7,16 +7,12 @@ DDP's buckets in turns, on the quiet machine.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from _tune_rank import Job, final, paired
-from stretto.demo.settings import DemoSettings
-from stretto.demo.worker import Task
+from _tune_rank import Job, final, joined, paired, rank_parser
 from stretto.schema import Plan
 from stretto.tune import TuneOptions, summary
 
@@ -75,23 +71,11 @@ def measure(job: Job, folders: list[Path], rounds: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--model", default="convnet")
-    parser.add_argument("--width", type=int)
-    parser.add_argument("--batch", type=int, default=32)
+    parser = rank_parser()
     parser.add_argument("--measure", nargs="*")
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    settings = DemoSettings(
-        out="",
-        model=arguments.model,
-        width=arguments.width,
-        batch_per_rank=arguments.batch,
-    )
-    job = Job(Task.of(settings))
+    job = joined(arguments)
     out = Path(arguments.out)
     if arguments.measure is None:
         found = search(job, out.parent)

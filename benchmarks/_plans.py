@@ -32,3 +32,24 @@ def equal_buckets(model: nn.Module, unit_bytes: int, ranks: int, lanes: int) -> 
             for i, names in enumerate(buckets)
         ),
     )
+
+
+def two_lanes(model: nn.Module, ranks: int) -> Plan:
+    """Two parameters a bucket, last layers first, in two slices on two lanes."""
+    names = [name for name, _ in model.named_parameters()][::-1]
+    return Plan(
+        planner="benchmark",
+        workload_digest="",
+        ranks=ranks,
+        overlap="backward",
+        lanes=2,
+        buckets=tuple(
+            Bucket(
+                tensors=tuple(names[i : i + 2]),
+                lane=i // 2 % 2,
+                slices=2,
+                wire_dtype="float32",
+            )
+            for i in range(0, len(names), 2)
+        ),
+    )

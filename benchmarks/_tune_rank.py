@@ -289,17 +289,18 @@ def drift(job: Job, interface: str, mbit: int) -> dict:
     }
 
 
-def main() -> None:
+def rank_parser() -> argparse.ArgumentParser:
+    """A parser with the options of a rank's job."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
     parser.add_argument("--model", default="convnet")
     parser.add_argument("--width", type=int)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--ablations", action="store_true")
-    parser.add_argument("--halve-to", type=int)
-    parser.add_argument("--interface", default="eth0")
-    arguments = parser.parse_args()
+    return parser
+
+
+def joined(arguments: argparse.Namespace) -> Job:
+    """Join the process group and return the job that the options name."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     settings = DemoSettings(
@@ -308,7 +309,17 @@ def main() -> None:
         width=arguments.width,
         batch_per_rank=arguments.batch,
     )
-    job = Job(Task.of(settings))
+    return Job(Task.of(settings))
+
+
+def main() -> None:
+    parser = rank_parser()
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--ablations", action="store_true")
+    parser.add_argument("--halve-to", type=int)
+    parser.add_argument("--interface", default="eth0")
+    arguments = parser.parse_args()
+    job = joined(arguments)
     memory = Path(arguments.out).with_suffix(".sqlite")
     os.environ["STRETTO_MEMORY"] = str(memory)
     if arguments.halve_to:

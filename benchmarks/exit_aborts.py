@@ -73,30 +73,13 @@ def program(rank: int, size: int, state: str, ending: str, torch_only: bool) -> 
 
 def wrapped(module: object, state: str, size: int) -> object:
     import stretto
-    from stretto.schema import Bucket, Plan
+    from _plans import two_lanes
 
     if state == "negotiated":
         return stretto.DDP(module, plan=None, order="negotiated")
     if state != "lanes open":
         return stretto.DDP(module)
-    names = [name for name, _ in module.named_parameters()][::-1]
-    plan = Plan(
-        planner="benchmark",
-        workload_digest="",
-        ranks=size,
-        overlap="backward",
-        lanes=2,
-        buckets=tuple(
-            Bucket(
-                tensors=tuple(names[i : i + 2]),
-                lane=i // 2 % 2,
-                slices=2,
-                wire_dtype="float32",
-            )
-            for i in range(0, len(names), 2)
-        ),
-    )
-    return stretto.DDP(module, plan=plan)
+    return stretto.DDP(module, plan=two_lanes(module, size))
 
 
 def main() -> None:

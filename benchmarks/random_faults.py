@@ -206,30 +206,10 @@ def built(module: Any, job: str, size: int) -> tuple[Any, Any]:
     if job == "burst":
         return burst(module, size), optimizer
     if job == "plan":
+        from _plans import two_lanes
+
         return stretto.DDP(module, plan=two_lanes(module, size)), optimizer
     return stretto.DDP(module), optimizer
-
-
-def two_lanes(module: Any, size: int) -> Any:
-    from stretto.schema import Bucket, Plan
-
-    names = [name for name, _ in module.named_parameters()][::-1]
-    return Plan(
-        planner="benchmark",
-        workload_digest="",
-        ranks=size,
-        overlap="backward",
-        lanes=2,
-        buckets=tuple(
-            Bucket(
-                tensors=tuple(names[i : i + 2]),
-                lane=i // 2 % 2,
-                slices=2,
-                wire_dtype="float32",
-            )
-            for i in range(0, len(names), 2)
-        ),
-    )
 
 
 def burst(module: Any, size: int) -> Any:

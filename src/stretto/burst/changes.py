@@ -47,8 +47,10 @@ _GRADIENTS = 8
 """Looked at after each backward, others in each."""
 
 _EVERY_ON_ACCELERATORS = 64
-"""Reading back waits for the device: always where a tensor's version tells of a change,
-else so often, for writes through ``.data``."""
+"""Number of backwards between two checks that read values back from an accelerator.
+
+Reading waits for the device. A tensor whose version changed is always read; this
+interval is for writes through ``.data``, which change no version."""
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 _OTHERS_TOLERANCE = 3e-2

@@ -147,7 +147,7 @@ class _Alike:
             )
 
     def _on_rank_0(self, node: cst.CSTNode) -> bool:
-        """Whether a value is made within a call that only rank 0 carries out."""
+        """Whether a value is made inside a call that only rank 0 makes."""
         return any(
             isinstance(above, cst.Call)
             and self._tree.called(above).rpartition(".")[2] in WRITERS

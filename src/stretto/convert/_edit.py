@@ -43,7 +43,7 @@ class Work:
         self.notes: list[Note] = []
         self.used: set[str] = set()
         self.guarded: list[cst.CSTNode] = []
-        """Statements that only rank 0 carries out: no collective may stand there."""
+        """Statements that only rank 0 executes: no collective may stand there."""
         self._changes: dict[cst.CSTNode, list[Callable[[Any], Any]]] = {}
         self._before: dict[cst.CSTNode, list[cst.CSTNode]] = {}
         self._after: dict[cst.CSTNode, list[cst.CSTNode]] = {}

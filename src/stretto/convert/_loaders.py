@@ -229,7 +229,7 @@ class Loaders:
     def _tell_new(
         self, node: cst.BaseExpression, at: cst.CSTNode, epoch: str | None
     ) -> None:
-        """Tells the sampler of a loader that is made anew for each pass."""
+        """Set the epoch on the sampler of a loader that each pass creates."""
         name = self._tree.text(node)
         new = self._work.expression("told_epoch")
         given = [] if epoch is None else [cst.Arg(value=cst.Name(epoch))]
@@ -243,7 +243,7 @@ class Loaders:
             self._work.before(at, f"told_epoch({theirs(name + shown)})")
         self._work.done(
             node,
-            f"`{name[:50]}` is made anew for each pass: its sampler is told the epoch ("
+            f"`{name[:50]}` is created for each pass: its sampler gets the epoch ("
             + (epoch or "counted from 0")
             + ")",
         )
@@ -276,7 +276,7 @@ class Loaders:
         if self._tree.function(loop.node) is self._tree.function(node) and isinstance(
             loop.node, cst.For
         ):
-            # Named before the loop, as `bar = tqdm(loader)`: made anew by each pass.
+            # Named before the loop, as `bar = tqdm(loader)`: each pass creates it.
             same = self._tree.loops(statement)[:1] == self._tree.loops(loop.node)[:1]
             return statement if same else loop.node
         return statement

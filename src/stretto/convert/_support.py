@@ -91,7 +91,7 @@ def divided(loader):
 ''',
     "told_epoch": '''
 def told_epoch(loader, epoch=None, passes=itertools.count()):
-    """A loader made for one pass; its sampler is told which epoch that is."""
+    """Set the epoch on the sampler of a loader that serves one pass; return it."""
     loader.sampler.set_epoch(next(passes) if epoch is None else epoch)
     return loader
 ''',

@@ -271,7 +271,7 @@ class _RollCall:
         while self.silent and time.perf_counter() < deadline:
             self._hear()
             if time.perf_counter() <= found_s + _OTHERS_ENDED_S:
-                # Whoever ends later ends because of those that are found now.
+                # Processes that end later do so because of the ones found here.
                 self._look()
             if self.gone:
                 self._sign_here()
