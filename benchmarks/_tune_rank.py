@@ -31,6 +31,7 @@ from stretto.tune.guide import Guide
 TorchDDP = nn.parallel.DistributedDataParallel
 SETTLED_STEPS = 64
 """Steps between settling and the change of the network: the watch learns the usual."""
+MOST_MORE_STEPS = 600
 BLIND = TuneOptions(
     model=False,
     techniques=ENSEMBLE,
@@ -155,7 +156,7 @@ def tuned_run(job: Job, options: TuneOptions, steps: int) -> dict:
     trainee, settled = job.tuned(options)
     whole = whole_run(trainee, steps)
     more = 0
-    while not settled and more < 100:  # an unsteady profile takes longer
+    while not settled and more < MOST_MORE_STEPS:  # a search earns what it may lose
         trainee.run()
         more += 1
     if not settled:

@@ -133,7 +133,9 @@ def looks(rank: int, size: int) -> list[dict[str, Any]]:
     """A look where twice the lanes help and one where they don't."""
     found = []
     look.MAX_SPREAD_RATIO = math.inf  # a busy machine has no longer look here
-    for look.LANES_HELP_RATIO in (0.0, math.inf):
+    for helps in (True, False):
+        # Of so small a model's messages a rank may see no time at all.
+        look.more_lanes_help = lambda _samples, helps=helps: helps
         ours, settled, _model = tuned(
             rank, TuneOptions(steps=0, watch=False, memory=False)
         )
@@ -212,7 +214,7 @@ def test_a_second_run_starts_with_the_settled_plan(ranks, tmp_path):
         # Whatever the noise said of it later, it begins with that plan, as soon as DDP
         # has rebuilt its buckets.
         first = controller.WARM_UP_STEPS - 1
-        assert set(one["plans"][:first]) == {None}
+        assert all(plan is None for plan in one["plans"][:first])
         assert one["plans"][first] == one["settled"]
         if "changed" not in one["again"]:
             assert one["again"] == ["started", "remembered", "settled"]

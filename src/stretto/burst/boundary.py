@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from stretto.errors import StrettoError
 
@@ -35,6 +36,12 @@ _NO_DOUBLE_BACKWARD = (
     "on a model that is not burst parallel"
 )
 
+_NO_VALUES = (
+    "the loss was computed with a tensor that has no values: it was kept while the "
+    "burst model was captured, for example by a forward hook of a layer that this rank "
+    "does not run. Use the model's outputs alone, which every rank gets for its samples"
+)
+
 
 class _Output(torch.autograd.Function):
     """An output of a burst model; backward multiplies by the share."""
@@ -44,7 +51,7 @@ class _Output(torch.autograd.Function):
         ctx: Any,
         output: Tensor,
         share: float,
-        begin: Callable[[], None],
+        begin: Callable[[Tensor], None],
         *_parameters: Tensor,
     ) -> Tensor:
         ctx.share = share
@@ -59,11 +66,16 @@ class _Output(torch.autograd.Function):
         inner = ctx.next_functions[0][0]
         if not torch._C._will_engine_execute_node(inner):  # noqa: SLF001
             raise StrettoError(_NO_PARAMETER_GRADIENTS)
-        ctx.begin()
+        ctx.begin(grads[0])
         return (grads[0] * ctx.share, None, None, *(None,) * ctx.num_parameters)
 
 
 _OUTPUT_NODE: Any = _Output._backward_cls  # noqa: SLF001
+
+
+def is_output(node: Any) -> bool:
+    """Whether an autograd node is the output of a burst model."""
+    return isinstance(node, _OUTPUT_NODE)
 
 
 class _Input(torch.autograd.Function):
@@ -82,7 +94,7 @@ class _Input(torch.autograd.Function):
 def mark_output(
     output: Tensor,
     share: float,
-    begin: Callable[[], None],
+    begin: Callable[[Tensor], None],
     parameters: Sequence[Tensor],
 ) -> Tensor:
     """Return the output with a backward that multiplies by this rank's share.
@@ -90,7 +102,7 @@ def mark_output(
     Args:
         output: of the model, needs a gradient.
         share: see Note [Scale of a gradient].
-        begin: called when backward arrives.
+        begin: called with the gradient when backward arrives.
         parameters: parameters to connect to the output without a gradient, so that
             asking autograd for their gradients alone raises instead of doing nothing.
     """
@@ -98,6 +110,16 @@ def mark_output(
     plain = [p for p in parameters if not _has_user_hooks(p)]
     found: Tensor = _Output.apply(output, share, begin, *plain)  # type: ignore[no-untyped-call]
     return found
+
+
+def require_values(grad: Tensor) -> None:
+    """Require that a loss's gradient has values.
+
+    Raises:
+        StrettoError: the loss was computed with a tensor of the capture.
+    """
+    if isinstance(grad, FakeTensor):
+        raise StrettoError(_NO_VALUES)
 
 
 def in_checkpoint() -> bool:
@@ -155,7 +177,7 @@ def _origins(rows: Tensor) -> tuple[set[float], bool]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, _OUTPUT_NODE):
+        if is_output(node):
             shares.add(node.share)
             continue
         has_parameter |= isinstance(getattr(node, "variable", None), nn.Parameter)

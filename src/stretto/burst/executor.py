@@ -17,6 +17,7 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
@@ -27,15 +28,22 @@ from torch.utils import _pytree as pytree
 from stretto._version import __version__
 from stretto.burst import hooks, torch_calls
 from stretto.burst import parameters as params
-from stretto.burst.boundary import in_checkpoint, mark_input, mark_output
+from stretto.burst.boundary import (
+    in_checkpoint,
+    mark_input,
+    mark_output,
+    require_values,
+)
 from stretto.burst.changes import NUM_VALUES, Changes
 from stretto.burst.clock import StepClock
 from stretto.burst.forward import Forward
 from stretto.burst.freshness import Freshness
 from stretto.burst.graph import LayerGraph, LayerNode, capture
+from stretto.burst.kept import kept_behind, marked
 from stretto.burst.links import Links, Width
 from stretto.burst.norm import KINDS
 from stretto.burst.optimizers import first_difference, kept_outside
+from stretto.burst.reach import Reached, differ
 from stretto.burst.redistribute import Mover
 from stretto.burst.replicas import Replicas
 from stretto.burst.shadows import MODEL_GONE, Shadows
@@ -57,7 +65,7 @@ from stretto.runtime.agreement import Agreement, ranks_of
 from stretto.schema.burst import BurstPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch.optim import Optimizer
@@ -199,6 +207,7 @@ class BurstParallel(nn.Module):
         self._changes = Changes(self._ranks)
         self._shadows = Shadows(self._gradient_arrived)
         self._structure = Structure(module)
+        self._reached = Reached(self._structure.parameters)
         self._graphs: list[LayerGraph] = []
         """Captures of the model; the first is the plan's, others follow what changed
         since: the mode, autocast, what its code reads."""
@@ -421,6 +430,7 @@ class BurstParallel(nn.Module):
             self._forward.forget(old)
         self._graphs, self._widths = [graph], widths
         self._structure = Structure(self.module)
+        self._reached = Reached(self._structure.parameters)
         everywhere = (0, self._ranks.size)
         self._width_of, self._layer_of = {}, {}
         for node in graph.nodes:
@@ -601,7 +611,11 @@ class BurstParallel(nn.Module):
         if self._timings.is_on:
             self._clock.other()
         output = self._through_layers(steps, batch, trouble)
-        found = steps.graph.results.unpack(output)
+        results = steps.graph.results
+        hook_of = None
+        if differ(results):
+            hook_of = self._reached.watch(results)
+        found = results.unpack(output, hook_of)
         return hooks.after(self.module, args, kwargs, found)
 
     def _ready_steps(
@@ -647,7 +661,14 @@ class BurstParallel(nn.Module):
                 steps.graph.require_count(layouts.num_samples)
                 course = self._shares.course(steps, layouts)
         grad = torch.is_grad_enabled()
-        with self._inside(), self._freshness.opened(), self._shadows.in_place():
+        with (
+            self._inside(),
+            self._freshness.opened(),
+            self._shadows.in_place(),
+            marked(self.module, batch.grad_fn) as has_hooks,
+        ):
+            if has_hooks:
+                torch_calls.look_before_backward()
             output = self._forward(
                 steps,
                 course,
@@ -660,7 +681,7 @@ class BurstParallel(nn.Module):
             output = mark_output(
                 output,
                 self._share,
-                self._begin_backward,
+                partial(self._output_backward, known=differ(steps.graph.results)),
                 [p for p in self._own_parameters() if p.requires_grad],
             )
         if self._timings.is_on:
@@ -727,6 +748,17 @@ class BurstParallel(nn.Module):
                 self._links.refusals.tell(exc, inside=True)
             raise
 
+    def _output_backward(self, grad: Tensor, *, known: bool) -> None:
+        """Note that backward comes from the model's output, with its gradient.
+
+        ``known``: whether the outputs' own hooks note which of them it comes from.
+        """
+        with self._inside():
+            require_values(grad)
+        if not known:
+            self._reached.arrived_at_all()
+        self._begin_backward()
+
     def _begin_backward(self) -> None:
         if not self._queued:
             self._queued = True
@@ -761,6 +793,7 @@ class BurstParallel(nn.Module):
                 ".grad where that is not None, or give the layer all ranks"
             )
         self._begin_backward()
+        self._reached.arrived_at(parameter)
         assert self._sync is not None  # noqa: S101
         self._sync.add_direct(parameter, grad * self._share)
         return torch.zeros_like(grad)
@@ -771,8 +804,13 @@ class BurstParallel(nn.Module):
         self._queued = False
         assert self._sync is not None  # noqa: S101
         with self._inside():
-            self._sync.finish()
+            # See Note [Outputs that no loss uses] in `stretto.burst.reach`.
+            with self._links.guard("joining the outputs that losses use"):
+                self._reached.join(self._links.reduce_number, self._device_used)
+            self._sync.finish(self._reached.unreached())
             self._mover.settle()
+        if self._sync.is_on:
+            self._reached.reset()
         torch_calls.backward_ended(self)
         if self._sync.is_on:
             self._changes.backward_ended(self._own_parameters())
@@ -785,6 +823,7 @@ class BurstParallel(nn.Module):
             error = StrettoError("its backward was ended by an exception")
             self._links.refusals.tell(error, inside=True)
             self._sync.reset()
+            self._reached.reset()
             self._changes.reset()
             self._mover.drop()
 
@@ -1038,6 +1077,22 @@ class BurstParallel(nn.Module):
     def after_step(self) -> None:
         """Note that an optimizer of the model's parameters has taken a step."""
         self._changes.after_step()
+
+    def before_backward(self, losses: Iterable[Tensor]) -> None:
+        """Look at what a backward begins from.
+
+        Raises:
+            StrettoError: at an activation that a forward hook kept.
+        """
+        name = kept_behind(losses)
+        if name is not None:
+            with self._inside():
+                raise StrettoError(
+                    f"the loss uses an activation that a forward hook of {name!r} has "
+                    "kept, so its gradient would not enter the model by an output: "
+                    "return the tensor as an output of the model, or detach() it in "
+                    "the hook"
+                )
 
     def look_at_gradients(self) -> None:
         """Note what the program did to gradients until now."""

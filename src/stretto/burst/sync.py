@@ -26,7 +26,7 @@ from stretto.burst.links import Width
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Sequence
 
     from stretto.burst.clock import StepClock
     from stretto.burst.links import GroupLinks, Links
@@ -251,8 +251,15 @@ class GradientSync:
 
     # When backward has ended.
 
-    def finish(self) -> None:
-        """Send what is left, wait for all of it and add the sums to ``.grad``."""
+    def finish(self, unreached: Container[int] = ()) -> None:
+        """Send what is left, wait for all of it and add the sums to ``.grad``.
+
+        ``unreached`` are ids of parameters that no loss of any rank depends on: they
+        get no gradient.
+        """
+        for slot in self._slots.values():
+            if id(slot.parameter) in unreached:
+                self._shadows.set_grad(slot.parameter, None)
         if not self.is_on:
             self._show_own()
             return
@@ -267,7 +274,8 @@ class GradientSync:
             with self._links.guard(bucket.place):
                 self._clock.wait("synchronisation", bucket.work.wait)
             for slot in bucket.slots:
-                self._deliver_sum(slot)
+                if id(slot.parameter) not in unreached:
+                    self._deliver_sum(slot)
         for slot in self._slots.values():
             if slot.bucket is None:
                 self._deliver(slot.parameter, self._shadows.grad(slot.parameter))

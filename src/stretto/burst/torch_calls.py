@@ -58,6 +58,9 @@ class Model(Protocol):
     def after_step(self) -> None:
         """Note that an optimizer of the model's parameters has taken a step."""
 
+    def before_backward(self, losses: Iterable[Tensor]) -> None:
+        """Look at what a backward begins from."""
+
     def look_at_gradients(self) -> None:
         """Note what the program did to gradients until now."""
 
@@ -67,6 +70,7 @@ class Model(Protocol):
 
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed = threading.Lock()
+_looking = threading.Lock()
 _last = threading.local()
 _backwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Each model's last backward, numbered over all models."""
@@ -78,6 +82,13 @@ def add(model: Model) -> None:
     _models.add(model)
     if _installed.acquire(blocking=False):  # never released: installed for good
         _install()
+
+
+def look_before_backward() -> None:
+    """Let models look at what each backward begins from, from now on."""
+    if _looking.acquire(blocking=False):  # never released, as above
+        autograd: Any = torch.autograd
+        autograd._engine_run_backward = _looked_at(autograd._engine_run_backward)  # noqa: SLF001
 
 
 def backward_ended(model: Model) -> None:
@@ -118,6 +129,16 @@ def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 def _after_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
     for model in _of_optimizer(optimizer):
         model.after_step()
+
+
+def _looked_at(run: Any) -> Any:
+    @functools.wraps(run)
+    def looked_at(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for model in list(_models):
+            model.before_backward(t_outputs)
+        return run(t_outputs, *args, **kwargs)
+
+    return looked_at
 
 
 def _joined_unscale(unscale: Any) -> Any:

@@ -39,6 +39,7 @@ _PILOT_BYTES = 256 * 1024
 _SHORT_PILOT_BYTES = 64 * 1024
 _SHORT_BUDGET_S = 2.0  # below it the pilot is short too
 _SHORT_S = 0.01  # a repetition is filled up to this with back-to-back collectives
+_SHORTEST_S = 0.004  # the same in a short budget
 _MAX_INNER = 32
 _LOAD_S = 0.2  # length of the synthetic computation
 _CONTENTION_BYTES = 1024 * 1024
@@ -155,6 +156,7 @@ class _Probe:
         self._rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self._budget_s = budget_s
+        self._short_s = _SHORT_S if budget_s >= _SHORT_BUDGET_S else _SHORTEST_S
         self._progress = progress
         self._sizes = sorted(set(sizes_bytes))
         self._lanes = sorted(set(lanes))
@@ -290,7 +292,7 @@ class _Probe:
         return _MARGIN * (self._startup_s + more_s + sending_s)
 
     def _inner(self, estimate_s: float) -> int:
-        return max(1, min(_MAX_INNER, int(_SHORT_S / max(estimate_s, 1e-9))))
+        return max(1, min(_MAX_INNER, int(self._short_s / max(estimate_s, 1e-9))))
 
     def _choose(self, left_s: float) -> list[_Point]:
         """The points that fit in the time left, most useful first, then by order."""
@@ -298,7 +300,7 @@ class _Probe:
         cost_s = 0.0
         for size_bytes, lanes in self._points:
             estimate_s = self._estimate_s(size_bytes, lanes)
-            each_s = max(estimate_s, _SHORT_S) + 0.003
+            each_s = max(estimate_s, self._short_s) + 0.003
             if cost_s + _LEAST_REPETITIONS * each_s > left_s:
                 continue
             cost_s += _LEAST_REPETITIONS * each_s

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -379,20 +378,29 @@ class DistributedDataParallel(TorchDDP):
         if self._observer is not None:
             self.observe(self._observer)
 
-    def _probe_pools(self, timeout_s: float) -> tuple[LanePool, LanePool]:
-        """Return lanes to measure and one to agree on; the caller closes both."""
+    def _rebuild_rule(self) -> None:
+        """Have DDP rebuild its buckets now rather than in the next forward.
+
+        To be called by every rank at the end of the first reduced backward.
+        """
+        # False, and no communication, where DDP does not rebuild or already has.
+        if self._planned is None and self.reducer._rebuild_buckets():  # noqa: SLF001
+            self._has_rebuilt_buckets = True
+
+    def _probe_pools(self) -> tuple[LanePool, LanePool]:
+        """Return lanes to measure, and those whose first carries what a probe agrees.
+
+        The first are the model's own. The caller closes the second where they differ.
+        """
+        lanes = self._pool()
+        if self._backend == "gloo":
+            return lanes, lanes
         self._pools += 1
-        ranks = replace(self._ranks, timeout_s=min(timeout_s, self._ranks.timeout_s))
-        serial = f"{self._agreement.serial}/{self._pools}"
-        device = self._device_used
-        return (
-            LanePool(ranks, serial=serial, backend=self._backend, device=device),
-            LanePool(
-                ranks,
-                serial=f"{serial}/agree",
-                backend="gloo",
-                device=torch.device("cpu"),
-            ),
+        return lanes, LanePool(
+            self._ranks,
+            serial=f"{self._agreement.serial}/{self._pools}/agree",
+            backend="gloo",
+            device=torch.device("cpu"),
         )
 
     def _release_lanes(self) -> None:

@@ -2,7 +2,7 @@
 
 Every step trains. The phases of a run, in order:
 
-1. ``WARM_UP``: steps with DDP's own buckets. DDP rebuilds them in the second step; from
+1. ``WARM_UP``: a step with DDP's own buckets. DDP rebuilds them once, after it; from
    then on they are known on all ranks, and a failure goes back to them at once.
 2. ``CHECK``: an equal job's plan from an earlier run is applied; if its steps take what
    they took then, it is settled. Where that run ended before tuning had settled, the
@@ -86,8 +86,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-WARM_UP_STEPS = 2
-"""DDP rebuilds its buckets in the second step."""
+WARM_UP_STEPS = 1
+"""DDP rebuilds its buckets after the first."""
 
 MEMORY_S = 2.0
 """Training waits for the plan cache's disk no longer than this."""
@@ -171,6 +171,8 @@ class AutoPlan:
         self._trained_s = 0.0
         self._hosts = 1
         self._look: Look | ForcedLook | None = None
+        self._looked: tuple[int, float] | None = None
+        """The step after which the last look began, and when."""
         self._trials: Trials | ForcedTrials | None = None
         self._continues = False
         self._check_s: list[float] = []
@@ -228,11 +230,15 @@ class AutoPlan:
         """Keep what this rank alone sees of a step."""
         if self._phase is Phase.LOOK and self._look is not None:
             self._look.seen(step_s, counts=counts)
+        elif self._phase is Phase.SEARCH and self._trials is not None:
+            self._trials.note(step_s if counts else math.inf)
         elif self._phase is Phase.WATCH and self._watch is not None:
             self._median_s = self._watch.add(step_s if counts else math.inf)
 
     def _gate(self, step_s: float | None) -> None:
-        message = {"step_s": step_s, "host": platform.node()}
+        message: dict[str, Any] = {"step_s": step_s, "host": platform.node()}
+        if self._phase is Phase.SEARCH and self._trials is not None:
+            message["trial"] = self._trials.message()
         if self._phase is Phase.WATCH:
             median_s = self._median_s
             finite = median_s is not None and math.isfinite(median_s)
@@ -253,6 +259,9 @@ class AutoPlan:
             alike = isinstance(exc, StrettoError)
             self._failed = str(exc) if alike else self._own(exc)
             self._board.fail(self._failed)
+        if self._phase is Phase.SEARCH and self._trials is not None:
+            # Also on a rank that has failed since: the others come no earlier.
+            self._next_gate = self._known.steps + self._trials.ahead
 
     def _plan_gate(self) -> None:
         """Set the step of the next meeting, at a place that all ranks come to."""
@@ -268,6 +277,8 @@ class AutoPlan:
         found: dict[str, Any] = {"step_s": None if None in steps_s else steps_s[0]}
         if self._phase is Phase.WARM_UP:
             found.update(self._first_answer([message["host"] for message in messages]))
+        elif self._phase is Phase.SEARCH and self._trials is not None:
+            found["trial"] = self._trials.judge([row["trial"] for row in messages])
         return found
 
     def _act(self, found: dict[str, Any]) -> None:
@@ -281,7 +292,7 @@ class AutoPlan:
             case Phase.LOOK:
                 self._look_on()
             case Phase.SEARCH:
-                self._try_on(step_s)
+                self._try_on(found["trial"])
             case Phase.CONFIRM:
                 self._confirmed()
             case Phase.WATCH:
@@ -363,6 +374,7 @@ class AutoPlan:
         self._known.job = self._job(hosts)
         found, self._known.checked = self._known.checked, None
         self._tell("started", "first step", ranks=self._board.size, hosts=hosts)
+        self._model._rebuild_rule()  # noqa: SLF001
         if offer is not None:
             plan, step_s, ddp_step_s, unfinished_steps = offer
             if self._try_remembered(codec.decode(plan, Plan)):
@@ -472,6 +484,7 @@ class AutoPlan:
                 change=_weakly(self._change),
             )
         self._phase = Phase.LOOK
+        self._looked = self._known.steps, perf_counter()
         self._look.start()
         self._plan_gate()  # after a meeting, so on all ranks or none
 
@@ -544,6 +557,7 @@ class AutoPlan:
             baseline=settled.ddp,
             seen_s=seen_s,
             trained_s=self._trained_since(seen, left),
+            lost_before_s=self._lost_in_look(seen),
             change=_weakly(self._change),
         )
         self._known.search = self._trials.search
@@ -561,6 +575,15 @@ class AutoPlan:
         return min(
             trained_s, steps * (seen.workload.forward_s + seen.workload.backward_s)
         )
+
+    def _lost_in_look(self, seen: Seen) -> float:
+        """Return what the steps since the last settled plan lost against this one."""
+        if self._looked is None:
+            return 0.0
+        (step, at_s), self._looked = self._looked, None
+        steps = self._known.steps - step
+        took_s = perf_counter() - at_s
+        return max(0.0, took_s - steps * predicted_s(seen.plan))
 
     def _try_forced(self) -> None:
         self._trials = ForcedTrials(self._model, self._board, _weakly(self._change))
@@ -613,9 +636,9 @@ class AutoPlan:
         )
         return plan
 
-    def _try_on(self, step_s: float) -> None:
+    def _try_on(self, found: Any) -> None:
         assert self._trials is not None  # noqa: S101 - set where trials begin
-        if not self._trials.step(step_s):
+        if not self._trials.go_on(found):
             self._end_trials()
 
     def _end_trials(self) -> None:

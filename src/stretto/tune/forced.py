@@ -26,7 +26,7 @@ from stretto.tune.look import Seen, probe_lanes
 from stretto.tune.profiling import DeferredProfile, deferred_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from stretto.runtime import DistributedDataParallel
     from stretto.tune.board import Board
@@ -109,6 +109,7 @@ class ForcedTrials:
     """Stands in for `Trials`: each plan for a few steps, in a fixed order."""
 
     search: None = None
+    ahead = 1
 
     def __init__(
         self, model: DistributedDataParallel, board: Board, change: Callable[..., None]
@@ -124,9 +125,20 @@ class ForcedTrials:
         self._change(self._plans[0])
         return True
 
-    def step(self, step_s: float) -> bool:
-        """Take the step that ended; return whether trials go on."""
-        self._board.shared(min(step_s, 1.0))
+    def note(self, step_s: float) -> None:
+        """Note a step of this rank; what was measured decides nothing."""
+
+    def message(self) -> float:
+        """Return what `judge` is given of each rank."""
+        return 0.0
+
+    def judge(self, rows: Sequence[float]) -> int:
+        """Return how many ranks have come."""
+        return len(rows)
+
+    def go_on(self, found: int) -> bool:
+        """Go on after a step; return whether trials go on."""
+        self._board.shared(found)
         self._steps += 1
         if self._steps == PLAN_STEPS:
             self._change(self._plans[1])

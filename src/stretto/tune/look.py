@@ -51,7 +51,7 @@ again over twice as many steps ..."""
 MATTERS_RATIO = 0.15
 """... if that is more than this share of a step."""
 
-PROBE_STEPS = 1
+PROBE_STEPS = 0.5
 """Small messages are probed for at most the time of so many steps."""
 
 WHOLE_PROBE_STEPS = 3
@@ -59,10 +59,7 @@ WHOLE_PROBE_STEPS = 3
 
 MOST_PROBE_S = 20.0
 
-PROBE_TIMEOUT_S = 30.0
-"""A single collective of the probe that takes longer ends tuning."""
-
-LEAST_PROBE_S = 0.25
+LEAST_PROBE_S = 0.06
 """Less says nothing; a training of such short steps is over soon or has many."""
 
 PROBE_AGAIN = 3
@@ -277,7 +274,7 @@ class Look:
         """``step_s``, a step with its communication, is equal on all ranks."""
         bulk = [sample for sample in self._bulk if tells_a_rate(sample)]
         some_bulk = bool(self._board.decision(len(bulk)))
-        steps = PROBE_STEPS if some_bulk else WHOLE_PROBE_STEPS
+        steps: float = PROBE_STEPS if some_bulk else WHOLE_PROBE_STEPS
         budget_s = min(max(steps * step_s, LEAST_PROBE_S), MOST_PROBE_S)
         begin_s = perf_counter()
         found: Any = None
@@ -347,18 +344,20 @@ class Look:
 def probe_lanes(
     model: DistributedDataParallel, budget_s: float, *, some_bulk: bool
 ) -> tuple[NetworkSamples | None, dict[str, Any] | None]:
-    """Measure the network, or say why not: on lanes that training does not use.
+    """Measure the network on the model's lanes, or say why not.
 
-    A rank that fails closes its connections, so that no other waits for it.
+    Between two steps nothing else uses them. A rank that fails closes its connections,
+    so that no other waits for it; then tuning ends, and the lanes with it.
     """
     samples: NetworkSamples | None = None
     trouble: dict[str, Any] | None = None
-    lanes, agreement = model._probe_pools(PROBE_TIMEOUT_S)  # noqa: SLF001
+    lanes, agreement = model._probe_pools()  # noqa: SLF001
+    widest = max(lane for _, lane in SMALL_POINTS) if some_bulk else max(PROBE_LANES)
     try:
         # Opened before anything that may fail on one rank alone: ranks that wait
         # for a connection can't be released by closing one.
         agreement.lane(0)
-        for number in range(max(PROBE_LANES)):
+        for number in range(widest):
             lanes.lane(number)
         samples = probe_network(
             group=model.process_group,
@@ -371,16 +370,18 @@ def probe_lanes(
             budget_s=budget_s,
             contention=budget_s >= CONTENTION_FROM_S,
         )
+    except SpecError as exc:  # too short a budget: all ranks agreed on that
+        trouble = {"why": reason_of(exc), "alike": True, "lost": False}
     except Exception as exc:  # noqa: BLE001 - all ranks learn of it
         trouble = {
             "why": reason_of(exc),
-            "alike": isinstance(exc, SpecError),
+            "alike": False,
             "lost": is_communication_error(exc),
         }
         for pool in (agreement, lanes):
             pool.abort()
-    for pool in (agreement, lanes):
-        pool.close()
+    if agreement is not lanes:
+        agreement.close()
     return samples, trouble
 
 

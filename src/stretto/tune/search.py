@@ -94,6 +94,13 @@ _OUTLIER = 3.0
 _CHANGE_STEPS = 0.3
 """What a change of plan costs, in steps, until one was measured."""
 
+_BEFORE = 2.0
+"""What was lost before the search, as a share of the time trained, must have fallen to
+this many times ``lost_ratio`` before a first plan is tried ..."""
+
+_MOST_BEFORE = 5
+"""... but that takes no more than this many times the limit of steps."""
+
 _LEVEL_STEPS = 16
 """Last steps of the incumbent of which the median is its step time."""
 
@@ -218,7 +225,8 @@ class Search:
 
     `next_trial` names the next block; every step of it goes to `step`, which returns
     whether the block is over. Between blocks the incumbent trains for as long as it
-    takes to earn what the next one may lose.
+    takes to earn what the next one may lose, and before the first challenger also for
+    what was lost before the search.
     """
 
     def __init__(
@@ -234,6 +242,7 @@ class Search:
         baseline: Plan | None = None,
         seen_s: Mapping[str, float] | None = None,
         trained_s: float = 0.0,
+        lost_before_s: float = 0.0,
     ) -> None:
         """Prepare a search.
 
@@ -251,6 +260,7 @@ class Search:
             seen_s: By digest, step times measured before the search. A start that was
                 slower than the incumbent then is not tried.
             trained_s: Time trained before the search.
+            lost_before_s: Time lost before the search, by what prepared it.
 
         Raises:
             SpecError: there is no plan to start from.
@@ -268,6 +278,9 @@ class Search:
         self._baseline = baseline
         self._seen_s = dict(seen_s or {})
         self._trained_s = trained_s
+        self._lost_before_s = lost_before_s
+        self._steps_before = 0
+        self._has_tried = False
         self._noise = Noise()
         self._duel: _Duel | None = None
         self._by_key: dict[Point | str, Trial] = {}
@@ -372,6 +385,7 @@ class Search:
             return None
         if not self._affordable(duel):
             return self._open(CONTROL, best.key, best.plan, LEAST_STEPS)
+        self._has_tried = True
         duel.block = self._open(duel.technique, duel.key, duel.plan, duel.steps)
         return duel.block
 
@@ -395,7 +409,10 @@ class Search:
         something else happened in it.
         """
         trial = self.trials[-1]
-        self.steps_used += 1
+        if self._waits_to_begin:
+            self._steps_before += 1
+        else:
+            self.steps_used += 1
         if math.isfinite(step_s):
             self._trained_s += step_s
         if not counts:
@@ -409,6 +426,28 @@ class Search:
             self._close(trial)
             return True
         return False
+
+    @property
+    def ahead(self) -> int:
+        """How many counted steps of the block need no decision: at least 1.
+
+        A challenger may turn out hopeless with each step. The incumbent's are waited
+        for until its block is long enough, then until the next one is affordable.
+        """
+        trial = self.trials[-1]
+        if not self._is_incumbents(trial) or not self._tail:
+            return 1
+        level_s = statistics.median(self._tail)
+        least = max(trial.wanted_steps, math.ceil(TRIAL_S / max(level_s, 1e-9)))
+        steps = min(least, MOST_TRIAL_STEPS) - len(trial.steps_s)
+        if steps <= 0 and self._duel is not None:
+            missing_s = self.lost_s + self._cost_s(self._duel) - self.most_lost_s
+            earned_s = self._limits.lost_ratio * level_s / 2
+            steps = math.ceil(missing_s / max(earned_s, 1e-9))
+            steps = min(steps, self._limits.steps - self.steps_used)
+            if self._waits_to_begin:
+                steps = MOST_TRIAL_STEPS
+        return max(1, min(steps, MOST_TRIAL_STEPS))
 
     def fail(self, reason: str) -> None:
         """Give up the block under way, for instance for lack of memory."""
@@ -445,7 +484,19 @@ class Search:
             self._duel = self._next_duel()
         return self._duel is None or self._affordable(self._duel)
 
+    @property
+    def _waits_to_begin(self) -> bool:
+        """Whether too much was lost before the search for a first plan to be tried."""
+        return (
+            not self._has_tried
+            and self._steps_before < _MOST_BEFORE * self._limits.steps
+            and self._lost_before_s
+            > _BEFORE * self._limits.lost_ratio * self._trained_s
+        )
+
     def _affordable(self, duel: _Duel) -> bool:
+        if self._waits_to_begin:
+            return False
         if self.steps_used >= self._limits.steps:
             return True
         return self.lost_s + self._cost_s(duel) <= self.most_lost_s

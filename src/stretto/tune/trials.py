@@ -84,6 +84,7 @@ class Trials:
         baseline: Plan | None = None,
         seen_s: Mapping[str, float] | None = None,
         trained_s: float = 0.0,
+        lost_before_s: float = 0.0,
         change: Callable[[Plan], None],
     ) -> None:
         """Prepare trials of ``starts``, then of what the options' techniques propose.
@@ -99,6 +100,9 @@ class Trials:
         self._tell = tell
         self._change = change
         self._skip = 1
+        self._taken: list[tuple[float | None, bool]] = []
+        self.ahead = 1
+        """Steps until the next meeting, equal on all ranks."""
         self._uncounted = 0
         self._recorder: Recorder | None = None
         self._watching = False
@@ -122,32 +126,55 @@ class Trials:
                 baseline=baseline,
                 seen_s=seen_s,
                 trained_s=trained_s,
+                lost_before_s=lost_before_s,
             )
 
     def begin(self) -> bool:
         """Applies the first plan; whether there is one. Collective."""
         return self._next()
 
-    def step(self, step_s: float) -> bool:
-        """Takes the step that ended; whether trials go on. Collective.
-
-        ``step_s`` is equal on all ranks, and infinite where the step does not count.
-        """
-        most_s = step_s
-        over = False
+    def note(self, step_s: float) -> None:
+        """Note a step of this rank; infinite where it does not count."""
         skipped = self._skip > 0
         self._skip -= skipped
         if not self._skip:
             self._unwatch()
-        if self.search is not None:
-            counts = not skipped and math.isfinite(most_s)
+        self._taken.append((step_s if math.isfinite(step_s) else None, skipped))
+
+    def message(self) -> list[float | None]:
+        """Return this rank's steps since the last meeting, for rank 0's `judge`."""
+        return [step_s for step_s, _ in self._taken]
+
+    def judge(self, rows: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+        """Judge the steps since the last meeting, on rank 0.
+
+        ``rows`` are all ranks'. A step counts where it does on every rank; rank 0's
+        times serve for all.
+        """
+        search = self.search
+        assert search is not None  # noqa: S101 - rank 0 searches
+        over = False
+        for (_, skipped), values in zip(
+            self._taken, zip(*rows, strict=True), strict=True
+        ):
+            step_s = math.inf if None in values else float(values[0] or 0.0)
+            counts = not skipped and math.isfinite(step_s)
             self._uncounted = 0 if counts or skipped else self._uncounted + 1
-            over = self.search.step(most_s, counts=counts)
+            over = search.step(step_s, counts=counts)
             if self._uncounted >= _MOST_UNCOUNTED:
-                self.search.fail("no step of it could be counted")
+                search.fail("no step of it could be counted")
                 over = True
-        if not self._board.decision(int(over)):
+            if over:
+                break
+        return {"over": over, "ahead": search.ahead}
+
+    def go_on(self, found: dict[str, Any]) -> bool:
+        """Go on after a meeting's `judge`; return whether trials go on. Collective."""
+        self._taken.clear()
+        if not found["over"]:
+            self.ahead = found["ahead"]
             return True
+        self.ahead = 1
         if self.search is not None:
             self._learn(self.search.trials[-1])
         return self._next()
@@ -164,11 +191,12 @@ class Trials:
             if self.search is not None:
                 trial = self.search.next_trial()
                 if trial is not None:
-                    offer = codec.encode(trial.plan), trial.technique == START
+                    recorded = trial.technique == START
+                    offer = codec.encode(trial.plan), recorded, self.search.ahead
             offer = self._board.shared(offer)
             if offer is None:
                 return False
-            encoded, recorded = offer
+            encoded, recorded, self.ahead = offer
             plan = codec.decode(encoded, Plan)
             now = self._model.plan
             changes = now is None or now.digest != plan.digest
@@ -177,6 +205,7 @@ class Trials:
                 # The step of a change does not count, nor a recorded one: the cost of
                 # recording never enters a score.
                 self._skip = changes + recorded
+                self.ahead += self._skip
                 self._uncounted = 0
                 if recorded:
                     self._watch()

@@ -68,6 +68,7 @@ class Job:
         start: Point,
         limits: Limits | None = None,
         bound_s: float = 0.0,
+        lost_before_s: float = 0.0,
     ) -> Search:
         return Search(
             starts=[("first", self.plan(start))],
@@ -76,6 +77,7 @@ class Job:
             floor_s=lambda _plan: 0.0,
             bound_s=bound_s,
             limits=limits or Limits(steps=100, lost_ratio=1e9),
+            lost_before_s=lost_before_s,
         )
 
     def run(self, search: Search, outliers: Sequence[int] = ()) -> Search:
@@ -286,6 +288,62 @@ def test_a_plan_that_was_decided_on_is_not_measured_again(
         measured[digest] = trial.wanted_steps
         last = digest
     assert len(measured) > 5
+
+
+def steps_before_a_challenger(search: Search, step_s: float) -> tuple[int, int]:
+    """Steps until a second plan is tried, and of these the longest time unasked."""
+    steps = longest = 0
+    while (trial := search.next_trial()) is not None:
+        if trial.technique not in ("start", CONTROL):
+            break
+        over = False
+        while not over:
+            ahead = search.ahead
+            longest = max(longest, ahead)
+            for _ in range(ahead):
+                steps += 1
+                over = search.step(step_s)
+                if over:
+                    break
+    return steps, longest
+
+
+def test_a_search_waits_until_what_was_lost_before_it_is_a_small_share(
+    job: Job, space: Space, step_s: StepTime
+) -> None:
+    limits = Limits(steps=100, lost_ratio=0.02)
+    start = min(space.points, key=step_s)
+    level_s = step_s(start)
+    found = {}
+    for lost in (0.0, 2.0, 8.0, 1e6):
+        search = job.search(
+            {"predicted": PredictedTechnique(space, step_s)},
+            start=start,
+            limits=limits,
+            lost_before_s=lost * level_s,
+        )
+        search._floor_s = lambda _plan: 0.0
+        found[lost] = steps_before_a_challenger(search, level_s)[0]
+        assert search.steps_used <= limits.steps  # waiting is not searching
+    # 2 and 8 steps' time are 4 % of 50 and of 200 steps; the last waits no longer than
+    # five times the limit.
+    assert found[0.0] < 50 <= found[2.0] < 75
+    assert 200 <= found[8.0] < 225
+    assert 500 <= found[1e6] < 525
+
+
+def test_the_incumbent_s_steps_need_a_decision_now_and_then_only(
+    job: Job, space: Space, step_s: StepTime
+) -> None:
+    search = job.search(
+        {"predicted": PredictedTechnique(space, step_s)},
+        start=min(space.points, key=step_s),
+        limits=Limits(steps=100, lost_ratio=0.02),
+        lost_before_s=3.0,
+    )
+    steps, longest = steps_before_a_challenger(search, 0.03)
+    assert steps > 20
+    assert longest == MOST_TRIAL_STEPS
 
 
 def test_what_is_out_of_range_is_refused() -> None:

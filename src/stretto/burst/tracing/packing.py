@@ -115,15 +115,21 @@ class Packing:
             rows.append(flat.to(self.dtype))
         return torch.cat(rows, 1)
 
-    def unpack(self, packed: Tensor) -> list[Tensor]:
-        """The tensors again."""
+    def unpack(
+        self,
+        packed: Tensor,
+        hook_of: Callable[[int], Callable[[Tensor], None]] | None = None,
+    ) -> list[Tensor]:
+        """The tensors again; ``hook_of`` gives a hook for the gradient of each."""
         if self.is_one:
             return [packed]
         found = []
-        for part in self.parts:
+        for number, part in enumerate(self.parts):
             flat = packed[:, part.start : part.start + part.length]
             if not part.dtype.is_floating_point:
                 flat = flat.detach()
+            elif hook_of is not None and flat.requires_grad:
+                flat.register_hook(hook_of(number))
             if part.as_bits:
                 flat = flat.clone(memory_format=torch.contiguous_format)
                 flat = flat.view(part.dtype)
@@ -244,6 +250,8 @@ class Results:
                 "for each sample, alone or in tuples, lists or dictionaries"
             )
         self.packing: Packing | None = None
+        self.behind: tuple[frozenset[str], ...] | None = None
+        """For each tensor the parameters that it is computed from, by their names."""
 
     def packed(self, output: Any, rows: int) -> Tensor:
         """The result's tensors as one; the first call notes their shapes."""
@@ -256,11 +264,19 @@ class Results:
         )
         return self.packing.pack(tensors)
 
-    def unpack(self, packed: Tensor) -> Any:
-        """The result as the model gives it."""
+    def unpack(
+        self,
+        packed: Tensor,
+        hook_of: Callable[[int], Callable[[Tensor], None]] | None = None,
+    ) -> Any:
+        """The result as the model gives it.
+
+        ``hook_of`` gives a hook for the gradient of each of several tensors.
+        """
         assert self.packing is not None  # noqa: S101
         leaves = list(self._others)
-        for i, tensor in zip(self._places, self.packing.unpack(packed), strict=True):
+        found = self.packing.unpack(packed, hook_of)
+        for i, tensor in zip(self._places, found, strict=True):
             leaves[i] = tensor
         return self._rebuild(leaves)
 

@@ -1,0 +1,119 @@
+"""Which parameters a backward reaches, by the outputs that it comes from.
+
+# Note [Outputs that no loss uses]
+Layers pass one tensor, so a model's outputs leave the last layer as one, and the
+gradient of an output that no rank's loss uses is zero there. Layers behind that output
+alone would get zero gradients, where one process leaves ``.grad`` at None: an optimizer
+with weight decay or momentum would still move their parameters. Which parameters are
+behind which output is known from the check of the capture; which outputs a backward
+came from is noted on each rank and joined over the ranks when it ends.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from stretto.burst.tracing.packing import Results
+
+
+def parameters_behind(
+    outputs: Iterable[Tensor], parameters: Iterable[tuple[str, Tensor]]
+) -> tuple[frozenset[str], ...] | None:
+    """Return for each output the names of the parameters that it is computed from.
+
+    Parameters that autograd does not show, such as frozen ones, count as behind every
+    output. ``None``: an ``autograd.Function``, which may hide any, is in the way.
+    """
+    names = {id(parameter): name for name, parameter in parameters}
+    shown = [_behind(output, names) for output in outputs]
+    if None in shown:
+        return None
+    sets = [found for found in shown if found is not None]
+    others = frozenset(names.values()).difference(*sets)
+    return tuple(found | others for found in sets)
+
+
+def _behind(output: Tensor, names: dict[int, str]) -> frozenset[str] | None:
+    found: set[str] = set()
+    seen: set[Any] = set()
+    left: list[Any] = [output.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            return None
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) in names:
+            found.add(names[id(leaf)])
+        left += [behind for behind, _ in node.next_functions]
+    return frozenset(found)
+
+
+@final
+class Reached:
+    """The parameters that backwards have reached since gradients were last sent."""
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._ids = [id(parameter) for _, parameter in parameters]
+        self._numbers = {name: i for i, (name, _) in enumerate(parameters)}
+        self._of_id = {key: i for i, key in enumerate(self._ids)}
+        self._mask = torch.zeros(len(self._ids), dtype=torch.uint8)
+        self._is_on = False
+
+    def watch(self, results: Results) -> Callable[[int], Callable[[Tensor], None]]:
+        """Return what gives the hook of an output, by its number.
+
+        Every rank calls it for the same forwards.
+        """
+        self._is_on |= differ(results)
+        return lambda number: partial(self._arrived, results, number)
+
+    def _arrived(self, results: Results, number: int, _grad: Tensor) -> None:
+        assert results.behind is not None  # noqa: S101 - hooks are set only then
+        for name in results.behind[number]:
+            self._mask[self._numbers[name]] = 1
+
+    def arrived_at_all(self) -> None:
+        """Note a backward from an output with every parameter behind it."""
+        self._mask.fill_(1)
+
+    def arrived_at(self, parameter: nn.Parameter) -> None:
+        """Note that a loss uses a parameter by itself."""
+        self._mask[self._of_id[id(parameter)]] = 1
+
+    def join(self, reduce: Callable[[Tensor, Any], None], device: torch.device) -> None:
+        """Join what this backward has reached on all ranks. Collective."""
+        if self._is_on:
+            mask = self._mask.to(device)
+            reduce(mask, dist.ReduceOp.MAX)
+            self._mask = mask.cpu()
+
+    def unreached(self) -> frozenset[int]:
+        """Return the ids of the parameters that no backward has reached."""
+        if not self._is_on:
+            return frozenset()
+        return frozenset(
+            key
+            for key, reached in zip(self._ids, self._mask.tolist(), strict=True)
+            if not reached
+        )
+
+    def reset(self) -> None:
+        """Begin again: gradients were sent, or dropped."""
+        self._mask.zero_()
+
+
+def differ(results: Results) -> bool:
+    """Whether some parameter is behind one output of a model and not another."""
+    return len(set(results.behind or ())) > 1

@@ -1,0 +1,220 @@
+"""Models of several outputs of which a step uses some, and activations that hooks keep.
+
+The oracle is one process with the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.burst.executor import BurstParallel
+
+sys.path.insert(0, str(Path(__file__).parent))
+from burst_ranks import part, plan_of, shares_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+Widths = list[tuple[int, int]]
+BATCH = 6
+
+
+class Heads(nn.Module):
+    """A trunk, two heads on it, and one that shares a layer with the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 5)
+        self.first = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.second = nn.Linear(5, 2)
+        self.third = nn.Linear(5, 2)
+        self.aside = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = torch.tanh(self.trunk(x))
+        inner = self.first[1](self.first[0](h))
+        return {
+            "first": self.first[2](inner),
+            "second": self.second(h),
+            "third": self.third(inner),
+            "aside": self.aside(x),
+            "label": h.argmax(1),
+        }
+
+
+STEPS = (
+    [("first", "first")],
+    [("second", "second")],
+    [("first", "second")],  # even samples use one head, odd ones the other
+    [("third", "aside")],
+    [("second", "second"), ("aside", "aside")],  # accumulated in no_sync
+    [("first", "third")],
+)
+
+
+def loss_of(out: dict[str, torch.Tensor], rows: torch.Tensor, names: Any) -> Any:
+    """The mean over samples; each uses one of two outputs."""
+    each = [
+        out[names[int(row) % 2]][i].square().sum()
+        for i, row in enumerate(rows.tolist())
+    ]
+    return sum(each, torch.zeros(())) / max(1, len(each)) + 0 * out[names[0]].sum()
+
+
+def train(model: Any, mine: Any) -> list[list[bool]]:
+    """Which gradients were there after each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.3)
+    draw = torch.Generator().manual_seed(5)
+    there = []
+    for step, uses in enumerate(STEPS):
+        optimizer.zero_grad()
+        if isinstance(model, Heads):
+            inner: Any = model
+        else:
+            inner = model.module
+        inner.second.requires_grad_(step != 2)
+        for number, names in enumerate(uses):
+            x = mine(torch.randn(BATCH, 6, generator=draw))
+            rows = mine(torch.arange(BATCH))
+            last = number == len(uses) - 1
+            sends: Any = contextlib.nullcontext()
+            if not last and not isinstance(model, Heads):
+                sends = model.no_sync()
+            with sends:
+                loss_of(model(x), rows, names).backward()
+        there.append([p.grad is not None for p in model.parameters()])
+        optimizer.step()
+    return there
+
+
+def heads_on_ranks(rank: int, size: int, widths: Widths, shares: str) -> Any:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    ours, theirs = Heads(), Heads()
+    theirs.load_state_dict(ours.state_dict())
+    example = torch.zeros(2, 6)
+    plan = plan_of(ours, example, lambda i: widths[i % len(widths)], size)
+    model = BurstParallel(ours, plan, example_inputs=(example,))
+    parts = shares_of(BATCH, size, shares)
+    there = train(model, lambda rows: part(rows, parts, rank))
+    wanted = train(theirs, lambda rows: rows)
+    layers = model._layer_of
+    widths_of = model.widths
+    held = []
+    for p in model.parameters():
+        first, width = widths_of[layers[id(p)]]
+        held.append(first <= rank < first + width)
+    differ = [
+        (step, i)
+        for step, (mine, whole) in enumerate(zip(there, wanted, strict=True))
+        for i, is_held in enumerate(held)
+        if mine[i] != (whole[i] and is_held)
+    ]
+    state = model.full_state_dict()
+    apart = max(
+        float((state[name] - value).abs().max())
+        for name, value in theirs.state_dict().items()
+    )
+    return differ, apart
+
+
+@pytest.mark.parametrize(
+    ("size", "widths", "shares"),
+    [
+        (2, [(0, 2), (1, 1), (0, 1)], "uneven"),
+        (3, [(1, 2), (0, 3), (2, 1), (0, 1)], "even"),
+        (2, [(0, 2)], "one"),
+    ],
+)
+def test_layers_behind_outputs_that_no_loss_uses_get_no_gradient(
+    ranks: Any, size: int, widths: Widths, shares: str
+) -> None:
+    for differ, apart in ranks(heads_on_ranks, size, widths, shares, timeout_s=120):
+        assert differ == []
+        assert apart < 1e-9
+
+
+class Features(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+@contextlib.contextmanager
+def keeping(model: Features, kind: str) -> Iterator[dict[str, Any]]:
+    """A hook that keeps what a layer reads or gives."""
+    kept: dict[str, Any] = {}
+
+    def keep(_module: Any, read: Any, given: Any) -> None:
+        tensor = read[0] if kind == "input" else given
+        if kind == "term":
+            tensor = tensor.square().mean()
+        kept["last"] = tensor.detach() if kind == "detached" else tensor
+
+    layer = model.body if kind == "block" else model.body[2]
+    layer.register_forward_hook(keep)
+    yield kept
+
+
+def loss_on_kept(rank: int, size: int, kind: str, widths: Widths) -> tuple[str, str]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    module = Features()
+    example = torch.zeros(2, 6)
+    with keeping(module, kind) as kept:
+        plan = plan_of(module, example, lambda i: widths[i % len(widths)], size)
+        model = BurstParallel(module, plan, example_inputs=(example,))
+        x = torch.randn(4, 6, requires_grad=True)
+        try:
+            for _ in range(2):
+                out = model(x * 1.0)
+                loss = out.square().mean()
+                used = kept.get("last")
+                if kind != "unused" and used is not None:
+                    loss = loss + used.square().sum()
+                loss.backward()
+        except Exception as exc:  # noqa: BLE001
+            return type(exc).__name__, str(exc)
+    return "", ""
+
+
+@pytest.mark.parametrize("widths", [[(0, 2)], [(0, 2), (1, 1)]], ids=["all", "mixed"])
+@pytest.mark.parametrize("kind", ["output", "input", "block", "term"])
+def test_a_loss_on_an_activation_that_a_hook_kept_is_refused(
+    ranks: Any, kind: str, widths: Widths
+) -> None:
+    found = ranks(loss_on_kept, 2, kind, widths, timeout_s=60, group_s=30)
+    texts = [text for _, text in found]
+    assert any("a forward hook of 'body" in text for text in texts)
+    for text in texts:  # a rank without the layer may be the first to find it
+        assert "a forward hook of" in text
+
+
+@pytest.mark.parametrize("kind", ["detached", "unused"])
+def test_a_hook_may_keep_activations_that_no_loss_differentiates(
+    ranks: Any, kind: str
+) -> None:
+    for found in ranks(loss_on_kept, 2, kind, [(0, 2)], timeout_s=60):
+        assert found == ("", "")
+
+
+def test_a_loss_with_what_a_hook_kept_of_the_capture_is_refused(ranks: Any) -> None:
+    """Rank 0 does not run the layer: its hook saw the capture's tensors alone."""
+    found = ranks(
+        loss_on_kept, 2, "detached", [(0, 2), (1, 1)], timeout_s=60, group_s=30
+    )
+    for _, text in found:
+        assert "a tensor that has no values" in text
