@@ -143,6 +143,39 @@ def test_layers_behind_outputs_that_no_loss_uses_get_no_gradient(
         assert apart < 1e-9
 
 
+def clipping(rank: int, size: int) -> Any:
+    """Clip over the gradients that a rank holds: rank 1 runs no layer."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    ours, theirs = Heads(), Heads()
+    theirs.load_state_dict(ours.state_dict())
+    example = torch.zeros(2, 6)
+    plan = plan_of(ours, example, lambda _: (0, 1), size)
+    model = BurstParallel(ours, plan, example_inputs=(example,))
+    norms = []
+    for one, rows in ((model, slice(rank * 2, rank * 2 + 2)), (theirs, slice(0, 4))):
+        draw = torch.Generator().manual_seed(1)
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            x = torch.randn(4, 6, generator=draw)[rows]
+            one(x)["first"].square().sum(1).mean().backward()
+            held = [p for p in one.parameters() if p.grad is not None]
+            norms.append(nn.utils.clip_grad_norm_(held, 0.1))
+            optimizer.step()
+    state = model.full_state_dict()
+    apart = [(state[n] - v).abs().max() for n, v in theirs.state_dict().items()]
+    mine, whole = torch.stack(norms[:2]), torch.stack(norms[2:])
+    return float((mine - whole).abs().max()), float(max(apart))
+
+
+def test_clipping_over_gradients_that_one_rank_lacks_is_one_process_s(
+    ranks: Any,
+) -> None:
+    for found in ranks(clipping, 2, timeout_s=60, group_s=20):
+        assert max(found) < 1e-9
+
+
 class Features(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -176,7 +176,10 @@ def _noted_norm(get_norm: Any) -> Any:
         _last.norm = None
         if not _models:
             return get_norm(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
-        total: Tensor = get_norm(tensors, norm_type, False, foreach)  # noqa: FBT003
+        held = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        total: Tensor = get_norm(held, norm_type, False, foreach)  # noqa: FBT003
+        if not held:  # this rank holds none; the others' come into this number
+            total = total.to(torch.get_default_dtype())
         # Which parameters these gradients belong to is known only to the caller.
         _last.norm = (total, float(norm_type), error_if_nonfinite)
         return total
@@ -200,6 +203,8 @@ def _joined_clip(get_norm: Any, clip: Any) -> Any:
         one = isinstance(parameters, Tensor)
         held = [parameters] if one else list(parameters)
         models = _models_of(held)
+        if not held:  # of parameters with a gradient this rank has none
+            models = [model for model, _ in _models_of_gradients([])]
         for model in models:
             model.look_at_gradients()
         if models:
