@@ -40,7 +40,7 @@ JOBS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "new: transformer, 3 hosts": (
         ["--hosts", "3", "--link", "600mbit", "--flow", "250mbit"],
-        ["--model", "transformer", "--width", "112", "--batch", "4"],
+        ["--model", "transformer", "--width", "120", "--batch", "4"],
     ),
     "new: wide convnet, 2 hosts of 2": (
         ["--hosts", "2", "--ranks-per-host", "2", "--link", "2gbit"],

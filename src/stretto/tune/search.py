@@ -96,7 +96,8 @@ _CHANGE_STEPS = 0.3
 
 _BEFORE = 2.0
 """What was lost before the search, as a share of the time trained, must have fallen to
-this many times ``lost_ratio`` before a first plan is tried ..."""
+this many times ``lost_ratio`` before a first proposal is tried; plans known before the
+search, such as the planner's, are tried at once ..."""
 
 _MOST_BEFORE = 5
 """... but that takes no more than this many times the limit of steps."""
@@ -224,9 +225,9 @@ class Search:
     buckets stay.
 
     `next_trial` names the next block; every step of it goes to `step`, which returns
-    whether the block is over. Between blocks the incumbent trains for as long as it
-    takes to earn what the next one may lose, and before the first challenger also for
-    what was lost before the search.
+    whether the block is over. Between blocks the incumbent trains until it has earned
+    what the next one may lose, and before the first proposal until what was lost before
+    the search is a small share.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ class Search:
         self._trained_s = trained_s
         self._lost_before_s = lost_before_s
         self._steps_before = 0
-        self._has_tried = False
+        self._has_proposed = False
         self._noise = Noise()
         self._duel: _Duel | None = None
         self._by_key: dict[Point | str, Trial] = {}
@@ -385,7 +386,7 @@ class Search:
             return None
         if not self._affordable(duel):
             return self._open(CONTROL, best.key, best.plan, LEAST_STEPS)
-        self._has_tried = True
+        self._has_proposed |= duel.technique != START
         duel.block = self._open(duel.technique, duel.key, duel.plan, duel.steps)
         return duel.block
 
@@ -409,7 +410,7 @@ class Search:
         something else happened in it.
         """
         trial = self.trials[-1]
-        if self._waits_to_begin:
+        if self._waits_to_begin(self._duel):
             self._steps_before += 1
         else:
             self.steps_used += 1
@@ -445,7 +446,7 @@ class Search:
             earned_s = self._limits.lost_ratio * level_s / 2
             steps = math.ceil(missing_s / max(earned_s, 1e-9))
             steps = min(steps, self._limits.steps - self.steps_used)
-            if self._waits_to_begin:
+            if self._waits_to_begin(self._duel):
                 steps = MOST_TRIAL_STEPS
         return max(1, min(steps, MOST_TRIAL_STEPS))
 
@@ -484,18 +485,19 @@ class Search:
             self._duel = self._next_duel()
         return self._duel is None or self._affordable(self._duel)
 
-    @property
-    def _waits_to_begin(self) -> bool:
-        """Whether too much was lost before the search for a first plan to be tried."""
+    def _waits_to_begin(self, duel: _Duel | None) -> bool:
+        """Whether too much was lost before the search for a first proposal."""
         return (
-            not self._has_tried
+            duel is not None
+            and duel.technique != START
+            and not self._has_proposed
             and self._steps_before < _MOST_BEFORE * self._limits.steps
             and self._lost_before_s
             > _BEFORE * self._limits.lost_ratio * self._trained_s
         )
 
     def _affordable(self, duel: _Duel) -> bool:
-        if self._waits_to_begin:
+        if self._waits_to_begin(duel):
             return False
         if self.steps_used >= self._limits.steps:
             return True
