@@ -198,7 +198,7 @@ def remembers(rank: int, size: int, path: str) -> dict[str, Any]:
     profiling = changed.plan.planner
     return {
         "first": events(settled[0]),
-        "again": events(settled_again[0]) if settled_again else [],
+        "again": events(settled_again[0] if settled_again else copy._auto),
         "plans": plans,
         "settled": settled[0].carried_out.digest,
         "same": again.losses == first.losses[:16],
