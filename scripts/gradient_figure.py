@@ -1,4 +1,4 @@
-"""Draws ``docs/gradient.svg``: the way of a gradient through the runtime."""
+"""Draws ``docs/gradient.svg``: the path of a gradient through the runtime."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def drawing() -> str:
             112,
             "torch",
             "autograd",
-            ["a gradient is there"],
+            ["a gradient is ready"],
             "PyTorch",
         ),
         box(
@@ -137,7 +137,7 @@ def drawing() -> str:
             92,
             "ours",
             "end of backward",
-            ["waits for all works once,", "finds NaN, tells failures"],
+            ["waits for all works once,", "finds NaN, reports failures"],
             "hook.py, numerics.py",
         ),
         box(20, 292, 136, 92, "torch", "optimizer", ["all gradients", "in place"], ""),
@@ -149,7 +149,7 @@ def drawing() -> str:
             112,
             "torch",
             "autograd",
-            ["a gradient is there:", "a hook on its", "parameter"],
+            ["a gradient is ready:", "a hook on its", "parameter"],
             "front.py",
         ),
         box(
@@ -271,7 +271,7 @@ def drawing() -> str:
         ),
         words(118, 797, "before the first step and at each plan: versions,", "note"),
         words(118, 814, "model and plan are equal on all ranks (agreement.py)", "note"),
-        box(520, 776, 560, 48, "care", "failure desk", [], ""),
+        box(520, 776, 560, 48, "care", "failures", [], ""),
         words(
             628,
             797,
@@ -291,7 +291,7 @@ def drawing() -> str:
         'markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8z" class="tip"/></marker>'
         "</defs>"
     )
-    label = "The way of a gradient through the runtime"
+    label = "The path of a gradient through the runtime"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{label}">'
