@@ -1,4 +1,4 @@
-"""The command line: one module per command, imported when it is called."""
+"""The command line: one module per command, imported when the command is called."""
 
 from stretto.cli._main import main
 

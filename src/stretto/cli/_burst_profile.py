@@ -1,4 +1,4 @@
-"""``stretto burst profile``: a module's layers -> layer profile."""
+"""``stretto burst profile``: measure a module's layers, write a layer profile."""
 
 from __future__ import annotations
 
@@ -25,37 +25,40 @@ if TYPE_CHECKING:
 )
 @click.option("--gpus", type=click.IntRange(min=1), required=True, help="GPUs to use.")
 @click.option(
-    "--batch", type=click.IntRange(min=1), required=True, help="Samples of a step."
+    "--batch", type=click.IntRange(min=1), required=True, help="Samples per step."
 )
 @click.option(
     "--widths",
     type=click.Choice(["powers", "divisors", "all"]),
     default="powers",
     show_default=True,
-    help="the numbers of GPUs a layer may get",
+    help="Numbers of GPUs that a layer may get.",
 )
 @click.option(
     "--rounds",
     type=click.IntRange(min=2),
     default=10,
     show_default=True,
-    help="rounds that count",
+    help="Rounds that count.",
 )
 @click.option(
     "--warmup",
     type=click.IntRange(min=0),
     default=2,
     show_default=True,
-    help="rounds before them",
+    help="Rounds before them.",
 )
 @click.option(
     "--max-spread",
     type=click.FloatRange(min=0),
     default=0.35,
     show_default=True,
-    help="largest distance between quartiles of the step's time, against its median",
+    help=(
+        "Largest distance between the quartiles of the step's time, relative to its "
+        "median."
+    ),
 )
-@click.option("--name", help="its name  [default: the module's class]")
+@click.option("--name", help="Name of the profile.  [default: the module's class]")
 def profile_command(
     factory: str,
     output: Path,
@@ -67,9 +70,9 @@ def profile_command(
     max_spread: float,
     name: str | None,
 ) -> None:
-    """Measures the layers of the model that FACTORY makes.
+    """Measure the layers of the model that FACTORY makes.
 
-    FACTORY is PATH.py:FUNCTION or MODULE:FUNCTION. Called without arguments the
+    FACTORY is PATH.py:FUNCTION or MODULE:FUNCTION. Called without arguments, the
     function returns the model, example inputs as a tuple or as a dictionary of keyword
     arguments, and optionally a function from the output to the loss and one from
     parameters to an optimizer.

@@ -1,4 +1,4 @@
-"""``stretto burst scale``: what more GPUs bring, four ways."""
+"""``stretto burst scale``: compare four ways to use more GPUs."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ if TYPE_CHECKING:
     metavar="CURVE",
     required=True,
     help=(
-        "samples to the target by batch: a file (JSON, or CSV with batch,samples), or "
-        "critical:BATCH for samples that grow as 1 + batch / BATCH"
+        "Samples to the target by batch: a file (JSON, or CSV with batch,samples), or "
+        "critical:BATCH for samples that grow as 1 + batch / BATCH."
     ),
 )
 @click.option(
     "--batch",
     type=click.IntRange(min=1),
     required=True,
-    help="samples of a step on one GPU, and of strong scaling",
+    help="Samples per step on one GPU, and of strong scaling.",
 )
 @click.option(
     "--gpus",
     type=_planning.RankList(),
     default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096",
     show_default=True,
-    help="numbers of GPUs",
+    help="Numbers of GPUs.",
 )
 @click.option(
     "--cluster",
     "cluster_file",
     metavar="CLUSTER",
-    help="the network; without it the published constants of DeepPool's machine",
+    help="The network.  [default: the published constants of DeepPool's machine]",
 )
 @click.option(
     "--bandwidth",
     type=click.FloatRange(min=0, min_open=True),
-    help="Gbit/s of each GPU in the place of the published machine's",
+    help="Gbit/s of each GPU instead of the published machine's.",
 )
-@click.option("--report", "page", metavar="HTML", help="write a page with the plot")
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@click.option("--report", "page", metavar="HTML", help="Write a page with the plot.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def scale_command(
     profile_file: str,
     efficiency: str,
@@ -64,11 +64,11 @@ def scale_command(
     page: str | None,
     as_json: bool,
 ) -> None:
-    """Weak, strong, batch-optimal and burst scaling of PROFILE side by side.
+    """Compare weak, strong, batch-optimal and burst scaling of PROFILE.
 
-    A speed-up is against one GPU with --batch, in time until the target is reached.
-    Where the profile lacks the samples of a GPU, or the curve the batch, a way has no
-    figure.
+    A speed-up is relative to one GPU with --batch, in time until the target is reached.
+    A way has no figure where the profile lacks the samples of a GPU, or the curve lacks
+    the batch.
     """
     from stretto._api import burst
     from stretto.schema import Cluster
@@ -76,7 +76,8 @@ def scale_command(
 
     if cluster_file is not None and bandwidth is not None:
         raise click.UsageError(
-            "--bandwidth is in the cluster already: give one of them"
+            "--bandwidth conflicts with --cluster, which has a bandwidth: give "
+            "one of them"
         )
     profile = LayerProfile.load(profile_file)
     curve = _curve(efficiency)

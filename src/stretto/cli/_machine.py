@@ -1,4 +1,4 @@
-"""What `stretto doctor` says of network interfaces, Gloo, NCCL, MPS and limits."""
+"""Checks of `stretto doctor` on network interfaces, Gloo, NCCL, MPS and limits."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 OK, NOTE, WRONG = "ok", "note", "wrong"
 
 GLOO_TRANSPORTS = ("TCP", "TCP_TLS", "UV", "IBVERBS")
-"""Values of GLOO_DEVICE_TRANSPORT that builds of torch may have."""
+"""Values of GLOO_DEVICE_TRANSPORT that builds of torch may support."""
 
 USUAL_LANES = 8
 USUAL_RANKS = 64
 """Lanes and ranks that a machine's limits should allow: what planners choose among,
-and a cluster of some size."""
+and a cluster of moderate size.
+"""
 
 _THREADS_PER_LANE = 3
 _DESCRIPTORS_PER_LANE = 3
 _DESCRIPTORS_BESIDE = 256  # libraries, data loaders, the process group itself
 
-# One child per transport, since the choice is read once per process.
+# One child per transport, because the choice is read once per process.
 _TRY_TRANSPORTS = """
 import os, sys
 import torch.distributed as dist
@@ -52,7 +53,7 @@ except RuntimeError as error:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing looked at."""
+    """The result of one check."""
 
     name: str
 
@@ -62,13 +63,13 @@ class Check:
     found: str
 
     remedy: str = ""
-    """The line that mends it."""
+    """The command that fixes it."""
 
 
 def interface_checks(
     environment: Mapping[str, str], interfaces: list[str]
 ) -> Iterator[Check]:
-    """Interfaces there are, and whether the one that is asked for is among them."""
+    """Check the interfaces, and whether the requested one is among them."""
     shown = ", ".join(interfaces) or "none"
     missing = [
         name
@@ -88,7 +89,7 @@ def interface_checks(
 
 
 def gloo_checks(said: str, environment: Mapping[str, str]) -> Iterator[Check]:
-    """What Gloo can send with, out of what a trial `said`."""
+    """Check what Gloo can send with, from the output `said` of `try_gloo`."""
     lines = said.splitlines()
     has = [line.removeprefix("has ") for line in lines if line.startswith("has ")]
     asked = environment.get("GLOO_DEVICE_TRANSPORT", "").upper()
@@ -114,7 +115,7 @@ def gloo_checks(said: str, environment: Mapping[str, str]) -> Iterator[Check]:
 
 
 def try_gloo() -> str:
-    """What a process that tries Gloo's transports prints."""
+    """Return the output of a process that tries Gloo's transports."""
     environment = {**os.environ}
     environment.pop("GLOO_DEVICE_TRANSPORT", None)
     try:
@@ -132,9 +133,9 @@ def try_gloo() -> str:
 
 
 def limit_checks(*, descriptors: int | None, threads: int | None) -> Iterator[Check]:
-    """Whether a process may open the lanes of a usual plan.
+    """Check whether a process may open the lanes of a usual plan.
 
-    ``None`` stands for no limit.
+    ``None`` means no limit.
     """
     wanted = _DESCRIPTORS_BESIDE + USUAL_LANES * (USUAL_RANKS + _DESCRIPTORS_PER_LANE)
     most = "any number of" if descriptors is None else f"{descriptors}"
@@ -144,7 +145,7 @@ def limit_checks(*, descriptors: int | None, threads: int | None) -> Iterator[Ch
         status=NOTE if short else OK,
         found=f"a process may have {most} files and connections"
         + (
-            f"; {USUAL_LANES} Gloo lanes over {USUAL_RANKS} ranks take {wanted}"
+            f"; {USUAL_LANES} Gloo lanes over {USUAL_RANKS} ranks need {wanted}"
             if short
             else ""
         ),
@@ -157,13 +158,13 @@ def limit_checks(*, descriptors: int | None, threads: int | None) -> Iterator[Ch
         name="threads",
         status=NOTE if few else OK,
         found=f"this user may have {count} threads"
-        + (f"; {USUAL_LANES} Gloo lanes take {need} in each process" if few else ""),
+        + (f"; {USUAL_LANES} Gloo lanes need {need} in each process" if few else ""),
         remedy=f"ulimit -u {64 * need}" if few else "",
     )
 
 
 def own_limits() -> dict[str, int | None]:
-    """This process's limits, as `limit_checks` takes them."""
+    """Return this process's limits, as `limit_checks` takes them."""
     found: dict[str, int | None] = {}
     for name, which in (
         ("descriptors", resource.RLIMIT_NOFILE),
@@ -177,7 +178,7 @@ def own_limits() -> dict[str, int | None]:
 def nccl_check(
     built: tuple[int, ...] | None, loaded: tuple[int, ...] | None, devices: int
 ) -> Check:
-    """NCCL's versions: the one that torch was built with and the one that is loaded."""
+    """Check that torch was built with the NCCL version that is loaded."""
     if built is None:
         return Check(
             name="nccl",
@@ -198,7 +199,7 @@ def nccl_check(
 
 
 def nccl_versions() -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Built and loaded; asked of torch as far as it tells."""
+    """Return the built and the loaded version, as far as torch reports them."""
     import torch
     from torch import distributed
 
@@ -211,7 +212,7 @@ def nccl_versions() -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
 
 
 def mps_check(environment: Mapping[str, str], program: str | None) -> Check:
-    """Whether several processes can share a GPU without taking turns."""
+    """Check whether several processes can share a GPU without taking turns."""
     pipes = environment.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     if Path(pipes, "control").exists():
         found = f"the daemon of {pipes} serves this machine"
@@ -224,19 +225,19 @@ def mps_check(environment: Mapping[str, str], program: str | None) -> Check:
 
 
 def file_checks(settings: Mapping[str, tuple[str, str]]) -> Iterator[Check]:
-    """NCCL's variables that stand in a file rather than in the environment."""
+    """Check for NCCL variables that are set in a file, not in the environment."""
     for name, (value, where) in settings.items():
         if where != "the environment":
             yield Check(
                 name="environment",
                 status=NOTE,
-                found=f"{name}={value} stands in {where}, which NCCL reads",
-                remedy=f"take {name} out of {where}, or probe and plan with it",
+                found=f"{name}={value} is set in {where}, which NCCL reads",
+                remedy=f"remove {name} from {where}, or probe and plan with it",
             )
 
 
 def machine_checks(environment: Mapping[str, str]) -> Iterator[Check]:
-    """All of these, of this machine."""
+    """Run all of these checks on this machine."""
     import torch
 
     from stretto.runtime.nccl_settings import nccl_settings

@@ -15,29 +15,29 @@ from stretto._version import __version__
 from stretto.errors import StrettoError
 
 COMMANDS = {
-    "burst": "how many GPUs each layer gets (burst parallelism)",
-    "compare": "all planners on one workload and cluster, one row each",
-    "convert": "training code for one device -> distributed code",
-    "demo": "the main job end to end on this machine",
-    "doctor": "what this machine can do, and what is wrong with it",
-    "lab": "an emulated cluster on one machine",
-    "plan": "a plan for a workload on a cluster",
-    "probe": "measures the network of the process group -> cluster file",
-    "profile": "measures a job -> workload file",
-    "report": "an HTML page for what was measured and predicted",
-    "reproduce": "the papers' tables that can be recomputed, with the errors",
+    "burst": "plan how many GPUs each layer gets (burst parallelism)",
+    "compare": "compare all planners on one workload and cluster",
+    "convert": "turn training code for one device into distributed code",
+    "demo": "run the main job end to end on this machine",
+    "doctor": "report what this machine supports, and what is wrong",
+    "lab": "emulate a cluster on one machine",
+    "plan": "make a plan for a workload on a cluster",
+    "probe": "measure the process group's network, write a cluster file",
+    "profile": "measure a job, write a workload file",
+    "report": "draw measurements and predictions on an HTML page",
+    "reproduce": "recompute the papers' tables, and list their errors",
     "run": "launch a script as torchrun does, with stretto's DDP",
-    "simulate": "what a plan will do",
-    "tune": "plans kept from earlier runs",
-    "zoo": "the papers' models and testbeds as files",
+    "simulate": "predict what a plan will do",
+    "tune": "list the plans kept from earlier runs",
+    "zoo": "write the papers' models and testbeds as files",
 }
 """Names and one-line helps; module ``stretto.cli.NAME`` holds ``command``."""
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when one of them is called.
+    """Group of commands whose modules are imported when a command is called.
 
-    Listing them must not cost an import: ``stretto --help`` does not load torch.
+    Listing commands imports nothing: ``stretto --help`` does not load torch.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -53,7 +53,7 @@ class LazyGroup(click.Group):
     def format_commands(
         self, ctx: click.Context, formatter: click.HelpFormatter
     ) -> None:
-        """Lists the commands from the table, without importing them."""
+        """List the commands from the table, without importing them."""
         del ctx
         with formatter.section("Commands"):
             formatter.write_dl(sorted(COMMANDS.items()))
@@ -62,14 +62,14 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="stretto")
 def group() -> None:
-    """Synchronous data-parallel training with communication overlapped.
+    """Overlap communication with computation in synchronous training.
 
-    Measure a job and a network, plan, predict, run, compare. Begin with `stretto demo`.
+    Measure a job and a network, plan, predict, run, compare. Start with `stretto demo`.
     """
 
 
 def main(args: list[str] | None = None, **extra: Any) -> None:
-    """Runs the command line and exits with its code."""
+    """Run the command line and exit with its code."""
     try:
         group.main(args=args, prog_name="stretto", **extra)
     except StrettoError as error:

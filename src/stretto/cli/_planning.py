@@ -1,4 +1,4 @@
-"""What the planning commands share."""
+"""Options and output shared by the planning commands."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class RankList(click.ParamType[tuple[int, ...]]):
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> tuple[int, ...]:
-        """The numbers, or a usage error."""
+        """Return the numbers, or raise a usage error."""
         if isinstance(value, tuple):
             return value
         words = str(value).split(",")
         if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-            self.fail(f"numbers above 0 with commas between, got {value!r}", param, ctx)
+            self.fail(f"numbers above 0 separated by commas, got {value!r}", param, ctx)
         return tuple(int(word) for word in words)
 
 
@@ -53,7 +53,7 @@ class Size(click.ParamType[int]):
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> int:
-        """Whole bytes, or a usage error."""
+        """Return whole bytes, or raise a usage error."""
         if isinstance(value, int):
             return value
         try:
@@ -63,72 +63,73 @@ class Size(click.ParamType[int]):
 
 
 _PLANNER_OPTIONS = {
-    "cap_bytes": ("--cap", Size(), "ddp: cap of a bucket, for instance 25MiB"),
+    "cap_bytes": ("--cap", Size(), "ddp: limit of a bucket, for instance 25MiB."),
     "first_cap_bytes": (
         "--first-cap",
         Size(),
-        "ddp: cap of the first bucket; 1MiB, or --cap where given",
+        "ddp: limit of the first bucket.  [default: 1MiB, or --cap]",
     ),
-    "fusion_bytes": ("--fusion-buffer", Size(), "horovod: size of the fusion buffer"),
-    "cycle_s": ("--cycle-ms", click.FLOAT, "horovod: milliseconds of a cycle"),
-    "unit_bytes": ("--unit", Size(), "aiacc: size of a unit"),
-    "lanes": ("--lanes", click.IntRange(min=1), "aiacc: number of lanes"),
+    "fusion_bytes": ("--fusion-buffer", Size(), "horovod: size of the fusion buffer."),
+    "cycle_s": ("--cycle-ms", click.FLOAT, "horovod: milliseconds of a cycle."),
+    "unit_bytes": ("--unit", Size(), "aiacc: size of a unit."),
+    "lanes": ("--lanes", click.IntRange(min=1), "aiacc: number of lanes."),
     "max_lanes": (
         "--max-lanes",
         click.IntRange(min=1),
-        "joint, aiacc, exhaustive: the most lanes that a plan may use",
+        "joint, aiacc, exhaustive: largest number of lanes of a plan.",
     ),
     "max_groups": (
         "--groups",
         click.IntRange(min=1),
-        "libra: the most buckets (K); default: any number",
+        "libra: largest number of buckets (K).  [default: no limit]",
     ),
     "chunks": (
         "--chunks",
         click.IntRange(min=1),
-        "libra, libra-m: chunks of backward (Z) for the searches grid and literal",
+        "libra, libra-m: chunks of backward (Z) for the searches grid and literal.",
     ),
     "search": (
         "--search",
         click.STRING,
-        "libra, libra-m: pareto (default), grid or literal",
+        "libra, libra-m: pareto (default), grid or literal.",
     ),
     "startup": (
         "--startup",
         click.STRING,
-        "libra, libra-m: phase (default) or mixed, as Eq. 9-11 have it",
+        "libra, libra-m: phase (default) or mixed, as in Eq. 9-11.",
     ),
     "literal": (
         "--literal/--mended",
         click.BOOL,
-        "asc-wfbp: Algorithm 1 as printed, or with its errors corrected (default)",
+        "asc-wfbp: Algorithm 1 as printed, or with its errors corrected (default).",
     ),
     "dims": (
         "--dims",
         click.STRING,
         (
-            f"joint, exhaustive: what may be chosen: all, or some of {','.join(DIMS)}; "
-            f"else {','.join(RUNNABLE_DIMS)}, which the runtime supports"
+            "joint, exhaustive: dimensions to search: all, or some of "
+            f"{','.join(DIMS)}. Default: {','.join(RUNNABLE_DIMS)}, which the runtime "
+            "supports."
         ),
     ),
     "time_limit_s": (
         "--time-limit",
         click.FloatRange(min=0, min_open=True),
-        "joint: seconds after which the search takes the best it has",
+        "joint: seconds after which the search returns the best plan so far.",
     ),
     "sturdy": (
         "--sturdy/--fastest",
         click.BOOL,
         (
-            "joint: a near-fastest plan that tolerates a slower backward "
-            "(default), or the fastest"
+            "joint: a near-fastest plan that tolerates a slower backward (default), "
+            "or the fastest."
         ),
     ),
 }
 
 
 def planner_options(command: _Command) -> _Command:
-    """Gives a command the options of every planner, under the planners' own names."""
+    """Add the options of every planner to a command, under the planners' own names."""
     for name, (flag, kind, text) in reversed(_PLANNER_OPTIONS.items()):
         command = click.option(flag, name, type=kind, default=None, help=text)(command)
     for name in reversed(DIMS):
@@ -153,11 +154,11 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_options(planner: str, chosen: Mapping[str, Any]) -> None:
-    """Require that a planner exists and has the options, in the command line's words.
+    """Require that a planner exists and has the given options.
 
     Raises:
-        click.UsageError: it lacks one; the message names the flags that it has.
-        SpecError: there is no such planner.
+        click.UsageError: The planner lacks an option; the message names its flags.
+        SpecError: There is no such planner.
     """
     known = planners.options_of(planner)
     for name in chosen:
@@ -184,7 +185,7 @@ def in_flags(planner: str) -> Iterator[None]:
 
 
 def _flag(option: str) -> str:
-    """The command line's name of a planner's option."""
+    """Return the command line's name of a planner's option."""
     if option not in _PLANNER_OPTIONS:
         return f"{option} (from Python only)"
     flag = _PLANNER_OPTIONS[option][0]
@@ -192,7 +193,7 @@ def _flag(option: str) -> str:
 
 
 def warnings_of(plan: Plan, cluster: Cluster) -> list[str]:
-    """What of a prediction rests on nothing that was measured."""
+    """Return the parts of a prediction that are not based on measurements."""
     if plan.lanes == 1 or cluster.concurrency is not None or cluster.ranks == 1:
         return []
     text = (
@@ -204,17 +205,17 @@ def warnings_of(plan: Plan, cluster: Cluster) -> list[str]:
 
 
 def print_warnings(plans: Iterable[Plan], cluster: Cluster) -> None:
-    """Print what `warnings_of` the plans says, each once."""
+    """Print the warnings of all plans, each once."""
     found = [text for plan in plans for text in warnings_of(plan, cluster)]
     if found:
         click.echo(f"warning: {found[0]}")
 
 
 def row_of(plan: Plan) -> dict[str, Any]:
-    """What the commands say about a plan, before anything that was timed."""
+    """Return what the commands print about a plan, before any measured times."""
     prediction = plan.predicted
     if prediction is None:
-        raise AssertionError("a planner's plan carries its prediction")
+        raise AssertionError("a planner's plan has no prediction")
     return {
         "planner": plan.planner,
         "iteration_s": prediction.iteration_s,
@@ -229,7 +230,7 @@ def row_of(plan: Plan) -> dict[str, Any]:
 
 
 def row_on_ranks(plan: Plan, workload: Workload) -> dict[str, Any]:
-    """A plan's row, with the share of the step in which there is computation to do."""
+    """Return a plan's row, with the share of the step that computes."""
     row = row_of(plan)
     compute_s = workload.forward_s + workload.backward_s
     iteration_s = row["iteration_s"]
@@ -238,7 +239,7 @@ def row_on_ranks(plan: Plan, workload: Workload) -> dict[str, Any]:
 
 
 def scaling_text(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of `row_on_ranks` as a table, one line for each number of ranks."""
+    """Format rows of `row_on_ranks` as a table, one line per number of ranks."""
     lines = [("ranks", "step", "efficiency", "over bound", "lanes", "buckets")]
     lines += [
         (
@@ -268,12 +269,12 @@ def save_page(
     drawn: Iterable[str],
     contributions: bool,
 ) -> None:
-    """Writes the page on the plans, by name, with the rows of each over the ranks.
+    """Write the page about the plans, by name, with each plan's rows over the ranks.
 
-    The steps of those named in ``drawn`` are drawn as timelines.
+    The steps of the plans named in ``drawn`` are drawn as timelines.
 
     Raises:
-        SpecError: the file can't be written.
+        SpecError: The file cannot be written.
     """
     from stretto.report import DemoReport, ScaledStep, save
 
@@ -283,9 +284,9 @@ def save_page(
     }
     opened: list[tuple[str, float]] = []
     if contributions:
-        with progress(f"planning {workload.name} with more and more to choose"):
+        with progress(f"planning {workload.name} with more and more dimensions"):
             opened = _api.contributions(workload, cluster)
-    # The least bound holds for every planner, whatever its own scope.
+    # The smallest bound holds for every planner, whatever its own scope.
     least = min(rows.values(), key=lambda row: float(row["lower_bound_s"]))
     page = DemoReport(
         title=f"{workload.name} on {cluster.name}, {cluster.ranks} ranks",
@@ -311,7 +312,10 @@ def save_page(
         ),
         contributions=tuple(opened),
         notes=(
-            "No step was measured: every time is the model's, from the files alone.",
+            (
+                "No step was measured: every time is predicted by the model, from the "
+                "files alone."
+            ),
         ),
     )
     save(path, page)
@@ -337,7 +341,7 @@ def _method(
 
 @contextlib.contextmanager
 def progress(text: str) -> Iterator[None]:
-    """Shows what is going on while it goes on, on a terminal only."""
+    """Show what is running, on a terminal only."""
     if not sys.stderr.isatty():
         yield
         return
@@ -349,7 +353,7 @@ def progress(text: str) -> Iterator[None]:
 
 
 def json_text(value: Any) -> str:
-    """One line of JSON."""
+    """Format a value as one line of JSON."""
     import json
 
     return json.dumps(value)

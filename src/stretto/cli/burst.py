@@ -1,4 +1,4 @@
-"""``stretto burst``: how many GPUs each layer gets."""
+"""``stretto burst``: plan how many GPUs each layer gets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Widths(click.ParamType[str | tuple[int, ...]]):
-    """A kind of widths, or numbers: ``1,2,4``."""
+    """Parameter type: a kind of widths, or numbers such as ``1,2,4``."""
 
     name = "widths"
 
@@ -25,13 +25,13 @@ class Widths(click.ParamType[str | tuple[int, ...]]):
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> str | tuple[int, ...]:
-        """The word or the numbers, or a usage error."""
+        """Return the word or the numbers, or raise a usage error."""
         if isinstance(value, tuple) or value in ("powers", "divisors", "all"):
             return value  # type: ignore[no-any-return]
         words = str(value).split(",")
         if not all(word.strip().isdecimal() for word in words):
             self.fail(
-                f"powers, divisors, all or numbers with commas between, got {value!r}",
+                f"powers, divisors, all, or numbers separated by commas, got {value!r}",
                 param,
                 ctx,
             )
@@ -40,7 +40,7 @@ class Widths(click.ParamType[str | tuple[int, ...]]):
 
 @click.group()
 def command() -> None:
-    """How many GPUs each layer gets."""
+    """Plan how many GPUs each layer gets (burst parallelism)."""
 
 
 command.add_command(_burst_profile.profile_command)
@@ -51,37 +51,39 @@ command.add_command(_burst_scale.scale_command)
 @click.argument("profile_file", metavar="PROFILE", type=click.Path())
 @click.option("--gpus", type=click.IntRange(min=1), required=True, help="GPUs to use.")
 @click.option(
-    "--batch", type=click.IntRange(min=1), required=True, help="Samples of a step."
+    "--batch", type=click.IntRange(min=1), required=True, help="Samples per step."
 )
 @click.option(
     "--amp-limit",
     "limit",
     type=float,
-    help="the most GPU time of a layer, against its time on one GPU; at least 1",
+    help="Largest GPU time of a layer, relative to its time on one GPU; at least 1.",
 )
 @click.option(
-    "--front", is_flag=True, help="all best pairs of time and GPU time, not one plan"
+    "--front",
+    is_flag=True,
+    help=("Print the Pareto front of step time against GPU time, not one plan."),
 )
 @click.option(
     "--cluster",
     "cluster_file",
     metavar="CLUSTER",
-    help="the network; without it the published constants of DeepPool's machine",
+    help="The network.  [default: the published constants of DeepPool's machine]",
 )
 @click.option(
     "--cores",
     type=click.FloatRange(min=0, min_open=True),
-    help="processors that all ranks of an emulated cluster share",
+    help="Processors that all ranks of an emulated cluster share.",
 )
 @click.option(
     "--widths",
     type=Widths(),
     default="powers",
     show_default=True,
-    help="the numbers of GPUs a layer may get: powers, divisors, all, or 1,2,4",
+    help="Numbers of GPUs that a layer may get: powers, divisors, all, or 1,2,4.",
 )
-@click.option("-o", "--output", metavar="PLAN", help="write the plan to this file")
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@click.option("-o", "--output", metavar="PLAN", help="Write the plan to this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(
     profile_file: str,
     gpus: int,
@@ -94,12 +96,12 @@ def plan_command(
     output: str | None,
     as_json: bool,
 ) -> None:
-    """Chooses the GPUs of each layer of PROFILE, for the shortest step.
+    """Choose the number of GPUs of each layer of PROFILE for the shortest step.
 
-    A layer that gains little from more GPUs gets few, and the others are free
-    meanwhile; --amp-limit says how much GPU time a layer's speed may cost. With a
-    cluster of up to 64 ranks the step is simulated, with synchronisation under backward
-    and waiting counted; without, or with more, it is the sum of the published model.
+    A layer that gains little from more GPUs gets few, and the others are free in
+    the meantime; --amp-limit limits the GPU time that a faster layer may cost. With a
+    cluster of up to 64 ranks the step is simulated, including synchronization under
+    backward and waiting. Otherwise it is the sum of the published model.
     """
     from stretto._api import burst
     from stretto.schema import Cluster
@@ -107,7 +109,7 @@ def plan_command(
 
     if front and output is not None:
         raise click.UsageError(
-            "-o writes one plan, --front gives several: choose one of them"
+            "-o writes one plan, but --front gives several: choose one of them"
         )
     profile = LayerProfile.load(profile_file)
     cluster = None if cluster_file is None else Cluster.load(cluster_file)
@@ -161,7 +163,7 @@ def _where(first_gpu: int) -> str:
 def _row_of(plan: BurstPlan) -> dict[str, Any]:
     prediction = plan.predicted
     if prediction is None:
-        raise AssertionError("a planner's plan carries its prediction")
+        raise AssertionError("a planner's plan has no prediction")
     return {
         "iteration_s": prediction.iteration_s,
         "data_parallel_s": prediction.data_parallel_s,

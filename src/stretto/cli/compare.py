@@ -1,4 +1,4 @@
-"""``stretto compare``: all planners on one workload and cluster."""
+"""``stretto compare``: compare all planners on one workload and cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stretto.cli import _planning
 from stretto.schema import Cluster, Plan, Workload
 
 SCALED = ("ddp", "mg-wfbp", "fusion", "joint")
-"""The planners that plan anew for each number of ranks."""
+"""The planners that plan again for each number of ranks."""
 
 
 @click.command(name="compare")
@@ -21,14 +21,18 @@ SCALED = ("ddp", "mg-wfbp", "fusion", "joint")
 @click.option(
     "--ranks",
     type=_planning.RankList(),
-    help="also on so many ranks, as 16,64,2048: " + ", ".join(SCALED),
+    help=("Plan for these numbers of ranks too, such as 16,64,2048, with: ")
+    + ", ".join(SCALED),
 )
-@click.option("--report", metavar="FILE", help="write a page with plots, as HTML")
-@click.option("--json", "as_json", is_flag=True, help="print a JSON list of objects")
+@click.option("--report", metavar="FILE", help="Write a page with plots, as HTML.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 @click.option(
     "--contributions",
     is_flag=True,
-    help="instead: joint's step with fusion alone, then with lanes too, and so on",
+    help=(
+        "Instead, print joint's step with fusion alone, then with lanes added, and so "
+        "on."
+    ),
 )
 def command(
     workload_file: str,
@@ -38,10 +42,11 @@ def command(
     as_json: bool,
     contributions: bool,
 ) -> None:
-    """Plans WORKLOAD on CLUSTER with every planner and predicts each plan."""
+    """Plan WORKLOAD on CLUSTER with every planner and predict each plan."""
     if contributions and (ranks or report):
         raise click.UsageError(
-            "--contributions stands alone; a --report shows them anyway"
+            "--contributions cannot be combined with --ranks or --report; a "
+            "--report includes them"
         )
     workload = Workload.load(workload_file)
     cluster = Cluster.load(cluster_file)
@@ -90,7 +95,7 @@ def command(
 def _scaling(
     workload: Workload, sizes: list[Cluster]
 ) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each of `SCALED` over the clusters."""
+    """Return the rows of each of `SCALED` over the clusters."""
     out: dict[str, list[dict[str, Any]]] = {name: [] for name in SCALED}
     for sized in sizes:
         with _planning.progress(f"planning {workload.name} for {sized.ranks} ranks"):
@@ -101,7 +106,7 @@ def _scaling(
 
 
 def _contributions(workload: Workload, cluster: Cluster, *, as_json: bool) -> None:
-    with _planning.progress(f"planning {workload.name} with more and more to choose"):
+    with _planning.progress(f"planning {workload.name} with more and more dimensions"):
         rows = _api.contributions(workload, cluster)
     if as_json:
         objects = [{"dimension": n, "iteration_s": value_s} for n, value_s in rows]

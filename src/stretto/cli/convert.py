@@ -1,4 +1,4 @@
-"""``stretto convert``: training code for one device becomes distributed code."""
+"""``stretto convert``: turn training code for one device into distributed code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stretto.convert import Choices, Conversion, Evaluation, Target, convert_byt
 from stretto.errors import SpecError
 
 CHANGES_FOUND = 3
-"""Exit code of --check where something would change."""
+"""Exit code of --check if something would change."""
 
 
 @click.command()
@@ -21,33 +21,36 @@ CHANGES_FOUND = 3
     "--output",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="write the converted script here; without it nothing is written",
+    help="Write the converted script to this file.  [default: write nothing]",
 )
-@click.option("--force", is_flag=True, help="overwrite an output file that exists")
+@click.option("--force", is_flag=True, help="Overwrite an existing output file.")
 @click.option(
     "--to",
     "target",
     type=click.Choice([t.value for t in Target]),
     default=Target.STRETTO.value,
     show_default=True,
-    help="what the converted script trains with",
+    help="What the converted script trains with.",
 )
 @click.option(
     "--evaluate",
     type=click.Choice([e.value for e in Evaluation]),
     default=Evaluation.ALL.value,
     show_default=True,
-    help="who evaluates: all ranks share the batches, or rank 0 takes them",
+    help=(
+        "Which ranks evaluate: all ranks share the batches, or rank 0 takes all of "
+        "them."
+    ),
 )
 @click.option(
     "--per-rank",
     is_flag=True,
-    help="batch sizes are each rank's, instead of all ranks' together",
+    help="Treat batch sizes as each rank's, instead of all ranks' together.",
 )
 @click.option(
     "--check",
     is_flag=True,
-    help="write nothing; exit with 3 when something would change",
+    help="Write nothing; exit with 3 if something would change.",
 )
 def command(
     script: Path,
@@ -60,9 +63,9 @@ def command(
 ) -> None:
     """Turn SCRIPT (or a notebook), written for one device, into a distributed one.
 
-    Shows the changes as a unified diff, and a list of what was done, what could not be
-    decided and what is good to know, with the lines of SCRIPT. What is not understood
-    is refused. Converting a converted script changes nothing.
+    Shows the changes as a unified diff, and lists with the lines of SCRIPT what was
+    done, what could not be decided and what is good to know. Code that is not
+    understood is refused. Converting a converted script changes nothing.
     """
     choices = Choices(
         target=Target(target),
@@ -70,7 +73,7 @@ def command(
         per_rank_batch=per_rank,
     )
     if output is not None and check:
-        raise click.UsageError("--check writes nothing: leave -o out")
+        raise click.UsageError("--check writes nothing: omit -o")
     if output is not None:
         _check_output(output, force=force)
     conversion = convert_bytes(_bytes(script), name=script.name, choices=choices)
@@ -85,12 +88,12 @@ def command(
 def _bytes(script: Path) -> bytes:
     if script.is_dir():
         raise SpecError(
-            f"{script}: is a folder: give the one file that holds the training loop"
+            f"{script}: is a folder: give the one file that contains the training loop"
         )
     try:
         return script.read_bytes()
     except OSError as exc:
-        raise SpecError(f"{script}: can not be read: {exc.strerror}") from exc
+        raise SpecError(f"{script}: cannot be read: {exc.strerror}") from exc
 
 
 def _check_output(output: Path, *, force: bool) -> None:
@@ -106,7 +109,7 @@ def _check_output(output: Path, *, force: bool) -> None:
 
 def _write(conversion: Conversion, output: Path | None) -> None:
     if output is not None:
-        # As it was read: no end of line is translated.
+        # As it was read: line endings are not translated.
         output.write_bytes(conversion.after.encode("utf-8"))
         click.echo(f"written to {output}")
     elif conversion.changes:

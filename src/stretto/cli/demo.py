@@ -1,4 +1,4 @@
-"""``stretto demo``: the main job end to end on one machine."""
+"""``stretto demo``: run the main job end to end on one machine."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from stretto.units import parse_rate_bytes_per_s
 )
 @click.option("--hosts", default=4, show_default=True, help="Emulated hosts.")
 @click.option(
-    "--ranks-per-host", default=1, show_default=True, help="Processes on each host."
+    "--ranks-per-host", default=1, show_default=True, help="Processes per host."
 )
 @click.option("--link", default="1gbit", show_default=True, help="Rate of each link.")
 @click.option(
     "--flow",
     default="300mbit",
     show_default=True,
-    help="Most that one TCP flow reaches; none: no cap.",
+    help="Largest rate of one TCP flow, or none for no limit.",
 )
 @click.option("--steps", type=int, help="Training steps per method.  [default: 24]")
 @click.option("--batch", type=int, help="Samples per rank and step.")
@@ -47,12 +47,14 @@ from stretto.units import parse_rate_bytes_per_s
     default="demo-out",
     show_default=True,
     type=click.Path(file_okay=False),
-    help="Folder for what the demo writes.",
+    help="Folder for the demo's output.",
 )
 @click.option(
     "--timeout", default=900.0, show_default=True, help="Time limit in seconds."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print results.json, no table.")
+@click.option(
+    "--json", "as_json", is_flag=True, help=("Print results.json instead of a table.")
+)
 def command(
     model: str,
     hosts: int,
@@ -109,6 +111,7 @@ def command(
         click.echo(f"* {note}")
     minutes, seconds = divmod(round(time.perf_counter() - begin), 60)
     click.echo(
-        f"\n{Path(out) / 'report.html'} shows it all; {Path(out) / 'trace.json'} opens "
-        f"in ui.perfetto.dev. Took {minutes} min {seconds} s."
+        f"\nOpen {Path(out) / 'report.html'} for all results, and "
+        f"{Path(out) / 'trace.json'} in ui.perfetto.dev. Took {minutes} min {seconds} "
+        "s."
     )

@@ -1,4 +1,4 @@
-"""``stretto doctor``: what this machine can do, and how to mend what it can't."""
+"""``stretto doctor``: what this machine supports, and how to fix what it does not."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ OVERRIDES = {
     "NCCL_MIN_NRINGS": "raises the CTAs that a plan gives each collective",
     "NCCL_CGA_CLUSTER_SIZE": "overrides the launch that a plan's resources assume",
     "NCCL_CTA_POLICY": "overrides the CTAs that a plan gives each collective",
-    "NCCL_NET": "chooses the network that was probed or will be",
+    "NCCL_NET": "chooses the network that is probed",
     "NCCL_ALGO": "overrides the algorithm of a plan's buckets",
-    "NCCL_PROTO": "overrides the protocol that was probed or will be",
+    "NCCL_PROTO": "overrides the protocol that is probed",
     "NCCL_NTHREADS": "changes how much of the device each CTA takes",
-    "NCCL_SOCKET_IFNAME": "chooses the network that was probed or will be",
+    "NCCL_SOCKET_IFNAME": "chooses the network that is probed",
     "GLOO_SOCKET_IFNAME": (
-        "chooses the network; several names give every group as many connections, "
-        "which lanes then have on top"
+        "chooses the network; each further name gives every group one more "
+        "connection, in addition to lanes"
     ),
     "GLOO_DEVICE_TRANSPORT": "chooses how Gloo sends",
     "TORCH_DISTRIBUTED_USE_TORCHCOMMS": "replaces the process groups that lanes use",
 }
-"""Variables that change what a plan does, and how."""
+"""Variables that change the effect of a plan, and how."""
 
 _OVERLAP = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 @click.command(name="doctor")
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(*, as_json: bool) -> None:
     """Report what this machine supports, what is wrong, and how to fix it.
 
-    Ends with 1 if something is wrong that stretto can't do without.
+    Exits with 1 if something is wrong that stretto cannot do without.
     """
     checks = [*_python_checks(), *environment_checks(os.environ), *_lab_checks()]
     if as_json:
@@ -94,7 +94,7 @@ def _python_checks() -> Iterator[Check]:
         yield Check(
             name="torch",
             status=WRONG,
-            found=f"can't be imported: {error}",
+            found=f"cannot be imported: {error}",
             remedy="pip install 'torch>=2.11,<2.16'",
         )
         return
@@ -103,7 +103,7 @@ def _python_checks() -> Iterator[Check]:
 
 
 def torch_version_check(version: str) -> Check:
-    """Whether a version of torch is one that stretto was written for."""
+    """Check whether stretto was written for a version of torch."""
     first, last = TORCH_VERSIONS
     parts = version.split("+")[0].split(".")
     found = tuple(int(part) if part.isdigit() else -1 for part in parts[:2])
@@ -126,7 +126,7 @@ def _backend_checks() -> Iterator[Check]:
         yield Check(
             name="torch.distributed",
             status=WRONG,
-            found="this build of torch has none",
+            found="this build of torch lacks torch.distributed",
             remedy="pip install torch (a build for Linux)",
         )
         return
@@ -152,7 +152,7 @@ def _backend_checks() -> Iterator[Check]:
 
 
 def environment_checks(environment: Mapping[str, str]) -> Iterator[Check]:
-    """Variables that would silently change what a plan does."""
+    """Check for variables that would silently change the effect of a plan."""
     nothing = True
     for name, effect in OVERRIDES.items():
         if name in environment:
@@ -168,7 +168,7 @@ def environment_checks(environment: Mapping[str, str]) -> Iterator[Check]:
         yield Check(
             name="environment",
             status=NOTE,
-            found=f"{_OVERLAP}=1: communication can't overlap computation on CUDA",
+            found=f"{_OVERLAP}=1: communication cannot overlap computation on CUDA",
             remedy=f"unset {_OVERLAP}",
         )
     if environment.get(_ORDER) == "0":
@@ -184,12 +184,12 @@ def environment_checks(environment: Mapping[str, str]) -> Iterator[Check]:
         yield Check(
             name="environment",
             status=OK,
-            found="no variable overrides what a plan says",
+            found="no variable overrides a plan",
         )
 
 
 def _lab_checks() -> Iterator[Check]:
-    """Whether a lab of each mode can be had: by building one for a moment."""
+    """Check whether a lab of each mode works, by building one for a moment."""
     from stretto.lab import LabSpec, Mode, run_lab
 
     program = shutil.which("true")
@@ -219,12 +219,12 @@ def _lab_checks() -> Iterator[Check]:
     yield Check(
         name="lab",
         status=OK if failure is None else NOTE,
-        found=failure or "paced: a cap per connection, none per link",
+        found=failure or "paced: a limit per connection, no limit per link",
     )
 
 
 def lab_failure(attempt: Callable[[], int], said: list[str]) -> str | None:
-    """Why an attempt to build a lab failed, or ``None`` if it did not."""
+    """Return why an attempt to build a lab failed, or ``None`` if it did not."""
     try:
         status = attempt()
     except (LabError, OSError) as error:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from types import FrameType
 
 COMMAND_NOT_FOUND = 127
-"""Exit status for a command that is not there, as in a shell."""
+"""Exit status for a missing command, as in a shell."""
 
 
 @click.group()
 def command() -> None:
-    """An emulated cluster on one machine."""
+    """Emulate a cluster on one machine."""
 
 
 @command.command(context_settings={"allow_interspersed_args": False})
@@ -31,7 +31,7 @@ def command() -> None:
     type=int,
     default=1,
     show_default=True,
-    help="Processes on each.",
+    help="Processes per host.",
 )
 @click.option(
     "--link",
@@ -39,14 +39,14 @@ def command() -> None:
     default="1gbit",
     show_default=True,
     metavar="RATE",
-    help="What a host can send in all.",
+    help="Largest total rate that a host can send.",
 )
 @click.option(
     "--flow",
     "flow_text",
     default=None,
     metavar="RATE",
-    help="What one TCP connection can carry. [default: the link]",
+    help="Largest rate of one TCP connection. [default: the link]",
 )
 @click.option(
     "--timeout",
@@ -54,7 +54,7 @@ def command() -> None:
     type=float,
     default=None,
     metavar="SECONDS",
-    help="Stop it all after this time, with exit status 124.",
+    help="Stop all ranks after this time, with exit status 124.",
 )
 @click.option(
     "--grace",
@@ -63,21 +63,21 @@ def command() -> None:
     default=10.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long the others may go on when a rank has failed.",
+    help="How long the other ranks may continue after a rank has failed.",
 )
 @click.option(
     "--logs",
     type=click.Path(file_okay=False),
     default=None,
     metavar="FOLDER",
-    help="Keep every rank's output here, in rank0.log, rank1.log, ...",
+    help="Keep every rank's output in this folder, as rank0.log, rank1.log, ...",
 )
 @click.option(
     "--mode",
     type=click.Choice([mode.value for mode in Mode]),
     default=Mode.AUTO.value,
     show_default=True,
-    help="Namespaces, or paced: connections capped on loopback, links not.",
+    help="Namespaces, or paced: limits connections on loopback, but not links.",
 )
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
@@ -93,8 +93,9 @@ def run(
 ) -> None:
     """Run PROGRAM on every rank of an emulated cluster.
 
-    Each rank finds in its environment what torchrun would set. Rank 0's output is
-    shown. When a rank fails, the others are stopped, and its exit status is returned.
+    Each rank's environment has the variables that torchrun would set. Rank 0's output
+    is shown. When a rank fails, the others are stopped, and its exit status is
+    returned.
 
     \b
     stretto lab run --hosts 4 --link 1gbit --flow 300mbit -- python train.py
@@ -122,6 +123,6 @@ def run(
 
 
 def _exit_by_signal(number: int, frame: FrameType | None) -> NoReturn:
-    """Unwinds, so that the lab is stopped on the way out."""
+    """Exit by unwinding, so that the lab is stopped on the way out."""
     del frame
     sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""``stretto plan``: a plan for a workload on a cluster."""
+"""``stretto plan``: make a plan for a workload on a cluster."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from stretto.schema import NARROWER, Cluster, Workload
 @click.command(name="plan")
 @click.argument("workload_file", metavar="WORKLOAD", type=click.Path())
 @click.argument("cluster_file", metavar="CLUSTER", type=click.Path())
-@click.option("--planner", default="joint", show_default=True, help="the method's name")
-@click.option("-o", "--output", metavar="PLAN", help="write the plan to this file")
+@click.option(
+    "--planner", default="joint", show_default=True, help=("Name of the method.")
+)
+@click.option("-o", "--output", metavar="PLAN", help="Write the plan to this file.")
 @click.option(
     "--wire-dtype",
     type=click.Choice(sorted({n for narrower in NARROWER.values() for n in narrower})),
-    help="send gradients as this type, narrower than their own",
+    help="Send gradients as this type, narrower than their own.",
 )
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @_planning.planner_options
 def command(
     workload_file: str,
@@ -33,10 +35,10 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Plans a step of WORKLOAD on CLUSTER and predicts it.
+    """Plan a step of WORKLOAD on CLUSTER and predict it.
 
     Prints the plan's buckets and its predicted times beside the bound that no plan can
-    pass; -o keeps the plan for `stretto run --plan`.
+    beat; -o saves the plan for `stretto run --plan`.
     """
     chosen = _planning.given(options)
     _planning.check_options(planner, chosen)

@@ -1,4 +1,4 @@
-"""`stretto probe`: the network under the running process group -> cluster file."""
+"""`stretto probe`: measure the process group's network, write a cluster file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     type=click.FloatRange(min=0, min_open=True),
     default=60.0,
     show_default=True,
-    help="Seconds the probe may take; the grid becomes coarser where they are few.",
+    help="Time limit in seconds; a short limit makes the grid coarser.",
 )
 @click.option(
     "--sizes",
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     default=5,
     show_default=True,
-    help="Largest number of runs of each size.",
+    help="Largest number of runs per size.",
 )
 @click.option(
     "--contention/--no-contention",
     default=True,
-    help="Measure computation beside communication as well.",
+    help="Measure computation beside communication, too.",
 )
 @click.option(
     "--resources",
@@ -65,15 +65,17 @@ if TYPE_CHECKING:
 @click.option(
     "--synthetic",
     is_flag=True,
-    help="No ranks: only how much computation on this GPU slows beside a kernel that "
-    "stands in for a collective. Writes no cluster.",
+    help="Use no ranks: measure only how much computation on this GPU slows beside a "
+    "kernel that emulates a collective. Writes no cluster file.",
 )
 @click.option(
     "--hosts",
     type=click.IntRange(min=1),
     help="Number of hosts.  [default: counted by host name]",
 )
-@click.option("--json", "as_json", is_flag=True, help="The cluster on stdout as well.")
+@click.option(
+    "--json", "as_json", is_flag=True, help=("Print the cluster on stdout, too.")
+)
 def command(
     output: Path | None,
     name: str,
@@ -87,9 +89,9 @@ def command(
     hosts: int | None,
     as_json: bool,
 ) -> None:
-    """Measures the network: all-reduces over sizes and lanes, fitted.
+    """Measure the network with all-reduces over sizes and lanes, and fit the model.
 
-    Runs on every rank, so start it as a training script is started:
+    Runs on every rank, so start it as you would start a training script:
 
     \b
       stretto lab run --hosts 4 --link 1gbit --flow 300mbit -- \\
@@ -103,7 +105,7 @@ def command(
         _print_synthetic(levels, budget_s, as_json=as_json)
         return
     if output is None:
-        raise SpecError("stretto probe writes a cluster file: say which with -o FILE")
+        raise SpecError("stretto probe writes a cluster file: name it with -o FILE")
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise SpecError(
             "stretto probe runs on every rank of a cluster, but RANK and WORLD_SIZE "
@@ -134,7 +136,7 @@ def command(
         with _progress(rank) as progress:
             cluster = probe(name=name, hosts=hosts, progress=progress, **options)
             if levels:
-                if rank == 0:  # kept if contention turns out too unsteady
+                if rank == 0:  # kept if contention turns out to be too noisy
                     cluster.save(output)
                 from stretto._api.contention import probe_contention
 
@@ -156,13 +158,15 @@ def _numbers(option: str, text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise SpecError(
-            f"{option} is whole numbers separated by commas, for instance 1,2,4; "
+            f"{option} must be whole numbers separated by commas, for instance 1,2,4; "
             f"got {text!r}"
         ) from error
 
 
 def _print_synthetic(levels: list[int], budget_s: float, *, as_json: bool) -> None:
-    """How much computation slows on one GPU: LIBRA's alpha. Not yet run on a GPU."""
+    """Measure how much computation slows on one GPU: LIBRA's alpha. Not yet run on a
+    GPU.
+    """
     from stretto._api.contention import fit_compute, probe_device
     from stretto.measure.contention import DEFAULT_RESOURCES
 
@@ -191,7 +195,7 @@ def _print_synthetic(levels: list[int], budget_s: float, *, as_json: bool) -> No
     for row in report["slowdowns"]:
         click.echo(
             f"{row['resource']:>4} CTAs: computation takes {row['slowdown']:.3f} times "
-            f"as long (the line misses it by {100 * row['residual_ratio']:+.1f} %)"
+            f"as long (the line is off by {100 * row['residual_ratio']:+.1f} %)"
         )
     click.echo(
         f"alpha1 {fit.value.alpha1:.4g}, alpha2 {fit.value.alpha2:.4g} per CTA, beside "
@@ -200,7 +204,7 @@ def _print_synthetic(levels: list[int], budget_s: float, *, as_json: bool) -> No
 
 
 class _progress:  # noqa: N801 - used as a function
-    """A progress bar on rank 0's terminal; nothing in a pipe."""
+    """Show a progress bar on rank 0's terminal; print nothing to a pipe."""
 
     def __init__(self, rank: int) -> None:
         self._bar = None
@@ -234,10 +238,9 @@ def _summary(cluster: Cluster, output: Path) -> str:
     )
     reached = "" if fit["link_reached"] else " or more (never saturated)"
     return (
-        f"{output}: {cluster.ranks} ranks on {cluster.hosts} hosts, "
-        f"start-up {units.format_s(cluster.allreduce.startup_s)}, "
-        f"one flow {flow}, link {units.format_rate(link.bandwidth_bytes_per_s)}"
-        f"{reached}; the fit misses the samples by "
-        f"{100 * fit['median_error']:.1f} % in the median, "
+        f"{output}: {cluster.ranks} ranks on {cluster.hosts} hosts, start-up "
+        f"{units.format_s(cluster.allreduce.startup_s)}, one flow {flow}, link "
+        f"{units.format_rate(link.bandwidth_bytes_per_s)}{reached}; the fit differs "
+        f"from the samples by {100 * fit['median_error']:.1f} % in the median, "
         f"{100 * fit['worst_error']:.0f} % at worst"
     )

@@ -1,4 +1,4 @@
-"""`stretto profile`: a training script -> workload file."""
+"""`stretto profile`: measure a training script, write a workload file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Workload file to write.",
 )
-@click.option("--name", help="Its name.  [default: the script's]")
+@click.option("--name", help="Name of the workload.  [default: the script's]")
 @click.option(
     "--steps",
     type=click.IntRange(min=3),
@@ -44,16 +44,21 @@ if TYPE_CHECKING:
 @click.option(
     "--batch",
     type=click.IntRange(min=1),
-    help="Samples per step and rank.  [default: seen in the model's input]",
+    help="Samples per step and rank.  [default: taken from the model's input]",
 )
 @click.option(
     "--max-spread",
     type=click.FloatRange(min=0),
     default=0.35,
     show_default=True,
-    help="Largest distance between quartiles of backward's time, against its median.",
+    help=(
+        "Largest distance between the quartiles of backward's time, relative to its "
+        "median."
+    ),
 )
-@click.option("--json", "as_json", is_flag=True, help="The workload on stdout as well.")
+@click.option(
+    "--json", "as_json", is_flag=True, help=("Print the workload on stdout, too.")
+)
 @click.argument("script", type=click.Path(dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -67,12 +72,13 @@ def command(
     script: Path,
     arguments: tuple[str, ...],
 ) -> None:
-    """Measures a job: runs SCRIPT, watches some steps, and stops it.
+    """Measure a job: run SCRIPT, observe some steps, and stop it.
 
-    The script needs no change. Options of stretto stand before it, its own after it.
-    A DistributedDataParallel in it does not exchange gradients meanwhile, so nothing
-    that the script writes in these steps is of use. Under torchrun or `stretto lab
-    run` every rank runs this command and rank 0 writes the file.
+    The script needs no change. Put stretto's options before it and its own options
+    after it. A DistributedDataParallel in it does not exchange gradients while it is
+    measured, so anything that the script writes in these steps is useless. Under
+    torchrun or `stretto lab run` every rank runs this command and rank 0 writes the
+    file.
     """
     # Imported here: `stretto profile --help` must not wait for torch.
     from stretto.measure import profile_script
@@ -107,6 +113,6 @@ def _summary(workload: Workload, output: Path) -> str:
     return (
         f"{output}: {len(workload.tensors)} tensors, "
         f"{units.format_bytes(workload.total_bytes)}, backward "
-        f"{units.format_s(workload.backward_s)} (spread {100 * spread:.0f} %), "
-        f"all else of a step {units.format_s(workload.forward_s)}"
+        f"{units.format_s(workload.backward_s)} (spread {100 * spread:.0f} %), rest of "
+        f"a step {units.format_s(workload.forward_s)}"
     )

@@ -1,4 +1,4 @@
-"""``stretto report``: the HTML page for what was measured and predicted."""
+"""``stretto report``: draw measurements and predictions on an HTML page."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from stretto.report import gather, page
     default="report.html",
     show_default=True,
     type=click.Path(),
-    help="the page to write",
+    help="The page to write.",
 )
-@click.option("--title", help="title of the page; else that of the results")
+@click.option("--title", help="Title of the page.  [default: the results' title]")
 def command(files: tuple[str, ...], output: str, title: str | None) -> None:
-    """Makes one self-contained page of FILES.
+    """Make one self-contained page of FILES.
 
     FILES may be results, workload, cluster, plan and timeline files and traces; each
-    says itself what it is. `stretto report demo-out/*.json` shows a demo again.
+    file names its kind. `stretto report demo-out/*.json` draws a demo's page again.
     """
     page.save(output, gather.gather(files, title=title))
     click.echo(output)

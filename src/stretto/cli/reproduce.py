@@ -1,4 +1,4 @@
-"""``stretto reproduce``: the papers' tables that can be recomputed."""
+"""``stretto reproduce``: recompute the papers' tables."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ if TYPE_CHECKING:
     from stretto._api.reproduce import Correction, Figure, Reproduction, Series
 
 PAPERS = ("asc-wfbp", "libra", "aiacc", "deeppool")
-"""Named here too, so that ``--help`` imports no planner; a test compares them."""
+"""Listed here too, so that ``--help`` imports no planner; a test compares the lists."""
 
 
 @click.command(name="reproduce")
 @click.argument("paper", type=click.Choice(PAPERS))
-@click.option("--svg", "drawing", metavar="FILE", help="write the curves as a drawing")
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@click.option(
+    "--svg", "drawing", metavar="FILE", help=("Draw the curves to this file, as SVG.")
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(paper: str, drawing: str | None, as_json: bool) -> None:
-    """Recomputes the figures of PAPER, ours beside their references.
+    """Recompute the figures of PAPER, ours beside their references.
 
     Each reference is labeled: published (printed in the paper), derived (computed from
     what is printed), repository (the authors'), target (our own). A figure outside its
-    tolerance is shown as missed, with the reason; what can't be recomputed is listed
-    with why, and the paper's errors with counterexamples.
+    tolerance is shown as missed, with the reason. What cannot be recomputed is listed
+    with the reason, and the paper's errors with counterexamples.
     """
     from stretto._api.reproduce import reproduce
 
@@ -47,7 +49,7 @@ def _draw(done: Reproduction, path: str) -> None:
     from stretto.report.curves import Chart, charts_svg
 
     if not done.series:
-        raise click.UsageError(f"{done.paper} has no curves to draw: leave --svg out")
+        raise click.UsageError(f"{done.paper} has no curves to draw: omit --svg")
     charts = [
         Chart(title=s.title, axis=s.axis, unit=s.unit, x=s.x, columns=s.columns)
         for s in done.series
@@ -85,12 +87,12 @@ _LABELS = {
     "derived": "derived from published figures",
     "repository": "from the authors' repository",
     "target": "our targets",
-    "identity": "identities (follow from the same numbers, say nothing of the model)",
+    "identity": "identities (follow from the same numbers, and do not test the model)",
 }
 
 
 def _totals(done: Reproduction) -> Iterator[str]:
-    """How many figures of each source are reached."""
+    """Count how many figures of each source are within tolerance."""
     counts = done.counts()
     for source, label in _LABELS.items():
         if source in counts:
@@ -99,7 +101,7 @@ def _totals(done: Reproduction) -> Iterator[str]:
 
 
 def _order(done: Reproduction) -> Any:
-    """Tables in the order of their first figure."""
+    """Return the tables in the order of their first figure."""
     first: dict[str, int] = {}
     for figure in done.figures:
         first.setdefault(figure.table, len(first))
@@ -168,7 +170,7 @@ def _number(value: float) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: such numbers become ``null``."""
+    """Replace infinite numbers by ``None``: JSON has no infinity."""
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list):

@@ -23,7 +23,7 @@ SETTINGS = {
     "tuning": "STRETTO_TUNING",
     "memory": "STRETTO_MEMORY",
 }
-"""Options and the environment variables by which ranks learn of them."""
+"""Options, and the environment variables that pass them to ranks."""
 
 
 @click.command(
@@ -53,13 +53,13 @@ SETTINGS = {
 @click.option(
     "--memory",
     metavar="FILE|off",
-    help="Cache of settled plans for the next run. Default: a file in the user's cache "
-    "folder.",
+    help="Cache of settled plans for the next run.  [default: a file in the user's "
+    "cache folder]",
 )
 @click.option(
     "--convert",
     is_flag=True,
-    help="Convert SCRIPT, or a notebook, from one device to several as it is loaded.",
+    help="Convert SCRIPT, or a notebook, from one device to several when it is loaded.",
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, required=True)
 def command(arguments: tuple[str, ...], convert: bool, **settings: str | None) -> None:
@@ -69,16 +69,16 @@ def command(arguments: tuple[str, ...], convert: bool, **settings: str | None) -
 
     stretto run [OPTIONS] [TORCHRUN OPTIONS] -m MODULE [ARGUMENTS]
 
-    No line of the script changes. Where a launcher has already set RANK and
-    WORLD_SIZE (torchrun, `stretto lab run`, a scheduler), the script runs as that
-    rank in this process; otherwise torchrun starts it with its own options, for
-    instance `stretto run --nproc-per-node 4 train.py`. A script that starts its own
-    ranks (torch.multiprocessing.spawn) is started with python instead, after
-    `stretto convert SCRIPT -o NEW` has changed its import.
+    The script needs no change. Where a launcher has already set RANK and WORLD_SIZE
+    (torchrun, `stretto lab run`, a scheduler), the script runs as that rank in this
+    process. Otherwise torchrun starts it with its own options, for instance
+    `stretto run --nproc-per-node 4 train.py`. If a script starts its own ranks
+    (torch.multiprocessing.spawn), change its import with
+    `stretto convert SCRIPT -o NEW` and start it with python instead.
 
-    With --convert the script may be one written for a single device: it is turned into
-    a distributed one in memory, as `stretto convert` does, and runs on every GPU of
-    this machine, or on 2 ranks where there is none, unless --nproc-per-node is given.
+    With --convert the script may be one for a single device. It is converted in memory,
+    as `stretto convert` does, and runs on every GPU of this machine, or on 2 ranks if
+    there is no GPU, unless --nproc-per-node is given.
     """
     _check_files(settings)
     for option, variable in SETTINGS.items():
@@ -101,8 +101,8 @@ def _run_here(arguments: tuple[str, ...]) -> None:
         return
     if script.startswith("-"):
         raise click.UsageError(
-            f"RANK and WORLD_SIZE are set, so this is one rank of a job that something "
-            f"else launched: torchrun options such as {script} have no meaning here. "
+            "RANK and WORLD_SIZE are set, so this is one rank of a job that another "
+            f"launcher started: torchrun options such as {script} have no effect here. "
             "Put SCRIPT first."
         )
     run_script(Path(script), rest)
@@ -145,7 +145,7 @@ def _launch(arguments: tuple[str, ...], *, convert: bool) -> None:
 
 
 def _check_conversion(script: Path) -> None:
-    """Refuses once, instead of on each rank, and says what is left to a person."""
+    """Refuse once, instead of on each rank, and print the open questions."""
     from stretto.convert import Choices, conversion_to_run, open_questions
 
     conversion = conversion_to_run(script, Choices())
@@ -154,7 +154,7 @@ def _check_conversion(script: Path) -> None:
 
 
 def _all_local_ranks(parsed: Any, arguments: tuple[str, ...]) -> None:
-    """One rank per GPU where the number was not given, 2 where there is none."""
+    """Return one rank per GPU if the number was not given, 2 without a GPU."""
     import torch
 
     before = arguments[: arguments.index(parsed.training_script)]
@@ -162,7 +162,7 @@ def _all_local_ranks(parsed: Any, arguments: tuple[str, ...]) -> None:
     if "--nproc-per-node" not in names and "PET_NPROC_PER_NODE" not in os.environ:
         parsed.nproc_per_node = str(torch.cuda.device_count() or 2)
     if not names & {"--nnodes", "--master-addr", "--master-port", "--rdzv-endpoint"}:
-        # A port of its own, so that several such runs do not meet.
+        # Use a separate port, so that several such runs do not collide.
         parsed.standalone = True
 
 

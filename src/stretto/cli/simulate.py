@@ -1,4 +1,4 @@
-"""``stretto simulate``: what a plan will do."""
+"""``stretto simulate``: predict what a plan will do."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from stretto.schema import Cluster, Plan, Workload
 @click.command(name="simulate")
 @click.argument("workload_file", metavar="WORKLOAD", type=click.Path())
 @click.argument("cluster_file", metavar="CLUSTER", type=click.Path())
-@click.option("--plan", "plan_file", metavar="FILE", help="simulate this plan")
+@click.option("--plan", "plan_file", metavar="FILE", help="Simulate this plan.")
 @click.option(
     "--planner",
     "names",
     multiple=True,
     metavar="NAME",
-    help="simulate this planner's plan (repeatable)",
+    help="Simulate this planner's plan (repeatable).",
 )
 @click.option(
     "--ranks",
     type=_planning.RankList(),
-    help="also on so many ranks, as 16,64,2048; planned again for each",
+    help=(
+        "Simulate these numbers of ranks too, such as 16,64,2048; plans again for each."
+    ),
 )
-@click.option("--trace", metavar="FILE", help="write the timeline, for Perfetto")
-@click.option("--report", metavar="FILE", help="write a page with plots, as HTML")
+@click.option("--trace", metavar="FILE", help="Write the timeline, for Perfetto.")
+@click.option("--report", metavar="FILE", help="Write a page with plots, as HTML.")
 @click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="print one JSON object; a list of them for several planners",
+    help="Print one JSON object, or a list of them for several planners.",
 )
 @_planning.planner_options
 def command(
@@ -48,15 +50,17 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Predicts a step of WORKLOAD on CLUSTER under --plan FILE or --planner NAME."""
+    """Predict a step of WORKLOAD on CLUSTER under --plan FILE or --planner NAME."""
     names = tuple(dict.fromkeys(names))
     if (plan_file is None) == (not names):
-        raise click.UsageError("give one of --plan FILE and --planner NAME")
+        raise click.UsageError("give either --plan FILE or --planner NAME")
     if trace is not None and len(names) > 1:
         raise click.UsageError("a trace shows one plan: give --planner once")
     chosen = _planning.given(options)
     if plan_file is not None and chosen:
-        raise click.UsageError("a planner's options go with --planner, not with --plan")
+        raise click.UsageError(
+            "a planner's options need --planner; a --plan is already made"
+        )
     own = _own_options(names, chosen)
     for name in names:
         _planning.check_options(name, own[name])
@@ -66,7 +70,8 @@ def command(
 
     def planned_on(sized: Cluster, name: str) -> Plan:
         if loaded is not None:
-            # Only a table over numbers of ranks takes a plan to others than its own.
+            # Only a table over numbers of ranks uses a plan for another number than its
+            # own.
             moved = loaded if sized is cluster else replace(loaded, ranks=sized.ranks)
             return _api.predicted(workload, sized, moved)
         with (
@@ -122,9 +127,9 @@ def command(
 def _own_options(
     names: tuple[str, ...], chosen: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Of the options, those that each planner has.
+    """Return the options that each planner has.
 
-    One that none has goes to all, so that a planner refuses it.
+    An option that no planner has goes to all of them, so that a planner refuses it.
     """
     known = {name: planners.options_of(name) for name in names}
     common = {k for k in chosen if not any(k in has for has in known.values())}

@@ -1,4 +1,4 @@
-"""``stretto tune``: plans that earlier runs settled on, or came to."""
+"""``stretto tune``: plans that earlier runs settled on, or left unfinished."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _WHERE = click.option(
     "path",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="the file; by default STRETTO_MEMORY, or plans.sqlite in the user's cache",
+    help="The file.  [default: STRETTO_MEMORY, or plans.sqlite in the user's cache]",
 )
 _NUMBER = click.IntRange(1, 2**63 - 1)
-"""SQLite's."""
+"""SQLite's range."""
 
 
 @click.group(name="tune")
 def command() -> None:
-    """Plans that earlier runs settled on or came to: equal jobs start from them."""
+    """Show or forget plans that earlier runs kept: equal jobs start from them."""
 
 
 @command.command(name="list")
 @_WHERE
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_command(path: Path | None, as_json: bool) -> None:
-    """Lists the kept plans, newest first, and says which are unfinished."""
+    """List the kept plans, newest first, and mark the unfinished ones."""
     from stretto.tune.memory import Unreadable
 
     entries = _entries(path)
@@ -46,7 +46,7 @@ def list_command(path: Path | None, as_json: bool) -> None:
         click.echo(json.dumps({"plans": plans, "unreadable": unreadable}, indent=2))
         return
     if not entries:
-        click.echo("nothing is remembered yet")
+        click.echo("no plans are kept yet")
         return
     lines = [["number", "model", "ranks", "step", "DDP", "kept (UTC)", "state"]]
     for entry in entries:
@@ -79,12 +79,12 @@ def list_command(path: Path | None, as_json: bool) -> None:
 @command.command()
 @click.argument("number", type=_NUMBER)
 @_WHERE
-@click.option("-o", "--output", metavar="PLAN", help="write the plan to this file")
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@click.option("-o", "--output", metavar="PLAN", help="Write the plan to this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(number: int, path: Path | None, output: str | None, as_json: bool) -> None:
-    """Shows the plan NUMBER of the list.
+    """Show the plan NUMBER of the list.
 
-    -o keeps it for `stretto run --plan`.
+    -o saves it for `stretto run --plan`.
     """
     from stretto.tune.memory import Remembered
 
@@ -113,14 +113,14 @@ def show(number: int, path: Path | None, output: str | None, as_json: bool) -> N
 
 @command.command()
 @click.argument("number", type=_NUMBER, required=False)
-@click.option("--all", "everything", is_flag=True, help="forget all of them")
+@click.option("--all", "everything", is_flag=True, help="Forget all plans.")
 @_WHERE
 def forget(number: int | None, everything: bool, path: Path | None) -> None:
     """Forget the plan NUMBER of the list, or with --all every plan."""
     if (number is None) == (not everything):
         raise click.UsageError("give the NUMBER of a plan, or --all")
     memory = _memory(path)
-    # Entries are not read: one that can't be is forgotten like others.
+    # Entries are not read, so that unreadable ones can be forgotten, too.
     dropped = 0 if memory is None else memory.forget(number)
     if number is not None and not dropped:
         raise _unknown(number)
@@ -133,9 +133,9 @@ def _entries(path: Path | None) -> list[Remembered | Unreadable]:
 
 
 def _memory(path: Path | None) -> PlanMemory | None:
-    """The plans of a file; ``None`` where no run has made it yet.
+    """Return the plans of a file, or ``None`` if no run has created it yet.
 
-    Looking must not make a file, least of all where its name was mistyped.
+    Reading must not create a file, especially if its name was mistyped.
     """
     from stretto.tune.memory import VARIABLE, PlanMemory, default_path
 
@@ -146,8 +146,8 @@ def _memory(path: Path | None) -> PlanMemory | None:
         return PlanMemory(where, strict=True)
     if path is not None:
         raise SpecError(
-            f"{path}: there is no such file. Give --memory the file that {VARIABLE} "
-            "named in the training"
+            f"{path}: no such file. Give --memory the file that {VARIABLE} named in "
+            "the training"
         )
     return None
 
@@ -159,13 +159,13 @@ def _state(entry: Remembered) -> str:
 
 def _unreadable(entry: Unreadable) -> str:
     return (
-        f"entry {entry.number} can't be read: {entry.why}. "
-        f"`stretto tune forget {entry.number}` drops it"
+        f"entry {entry.number} cannot be read: {entry.why}. `stretto tune forget "
+        f"{entry.number}` removes it"
     )
 
 
 def _unknown(number: int) -> SpecError:
-    return SpecError(f"no plan {number} is remembered: `stretto tune list`")
+    return SpecError(f"there is no plan {number}: see `stretto tune list`")
 
 
 def _row(entry: Remembered) -> dict[str, Any]:

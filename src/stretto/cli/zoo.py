@@ -1,4 +1,4 @@
-"""``stretto zoo``: the papers' models and testbeds as files."""
+"""``stretto zoo``: write the papers' models and testbeds as files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from stretto.units import format_s
 
 @click.group(name="zoo")
 def command() -> None:
-    """The papers' models and testbeds, without a measurement."""
+    """Write the papers' models and testbeds as files, without a measurement."""
 
 
 @command.command(name="list")
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_command(as_json: bool) -> None:
-    """Lists the models with their sizes, and the clusters."""
+    """List the models with their sizes, and the clusters."""
     models = [_row(name) for name in zoo.MODELS]
     clusters = [{"name": n, "about": about} for n, about in zoo.CLUSTERS.items()]
     if as_json:
@@ -39,14 +39,16 @@ def list_command(as_json: bool) -> None:
 @command.command()
 @click.argument("name", metavar="NAME")
 @click.option(
-    "-o", "--output", metavar="FILE", required=True, help="the workload file to write"
+    "-o", "--output", metavar="FILE", required=True, help="The workload file to write."
 )
-@click.option("--batch", type=click.IntRange(min=1), help="samples on a rank")
-@click.option("--size", type=click.IntRange(min=1), help="pixels or tokens a side")
-@click.option("--forward-s", type=float, help="measured seconds of forward")
-@click.option("--backward-s", type=float, help="measured seconds of backward")
+@click.option("--batch", type=click.IntRange(min=1), help="Samples per rank.")
+@click.option("--size", type=click.IntRange(min=1), help="Pixels or tokens per side.")
+@click.option("--forward-s", type=float, help="Measured seconds of forward.")
+@click.option("--backward-s", type=float, help="Measured seconds of backward.")
 @click.option(
-    "--device", type=click.Choice(list(zoo.DEVICES)), help="whose roofline to use"
+    "--device",
+    type=click.Choice(list(zoo.DEVICES)),
+    help=("Device whose roofline to use."),
 )
 def show(
     name: str,
@@ -57,10 +59,10 @@ def show(
     backward_s: float | None,
     device: str | None,
 ) -> None:
-    """Writes model NAME as a workload, its layers' times by roofline.
+    """Write model NAME as a workload, with its layers' times by roofline.
 
-    They are scaled to --forward-s and --backward-s where given, else to a published
-    time of the model where there is one.
+    The times are scaled to --forward-s and --backward-s if given, otherwise to a
+    published time of the model if there is one.
     """
     made = zoo.workload(
         name,
@@ -82,26 +84,26 @@ def show(
 @command.command()
 @click.argument("name", metavar="NAME")
 @click.option(
-    "-o", "--output", metavar="FILE", required=True, help="the profile file to write"
+    "-o", "--output", metavar="FILE", required=True, help="The profile file to write."
 )
-@click.option("--size", type=click.IntRange(min=1), help="pixels or tokens a side")
+@click.option("--size", type=click.IntRange(min=1), help="Pixels or tokens per side.")
 @click.option(
     "--samples",
     multiple=True,
     type=click.IntRange(min=1),
-    help="a number of samples on one device; give it several times",
+    help="Number of samples on one device (repeatable).",
 )
 @click.option(
     "--device",
     type=click.Choice(list(zoo.DEVICES)),
     default="a100",
     show_default=True,
-    help="whose roofline to use",
+    help="Device whose roofline to use.",
 )
 def layers(
     name: str, output: str, size: int | None, samples: tuple[int, ...], device: str
 ) -> None:
-    """Writes model NAME as a layer profile for `stretto burst plan`."""
+    """Write model NAME as a layer profile for `stretto burst plan`."""
     chosen = {"samples": samples} if samples else {}
     made = zoo.layer_profile(name, size=size, device=device, **chosen)
     made.save(output)
@@ -117,15 +119,15 @@ def layers(
 @command.command()
 @click.argument("name", metavar="NAME")
 @click.option(
-    "-o", "--output", metavar="FILE", required=True, help="the cluster file to write"
+    "-o", "--output", metavar="FILE", required=True, help="The cluster file to write."
 )
 @click.option(
     "--hosts",
     type=click.IntRange(min=1),
-    help="number of hosts, in place of the paper's",
+    help="Number of hosts, instead of the paper's.",
 )
 def cluster(name: str, output: str, hosts: int | None) -> None:
-    """Writes the testbed NAME as a cluster."""
+    """Write the testbed NAME as a cluster."""
     made = zoo.cluster(name, hosts)
     made.save(output)
     click.echo(f"{name}: {made.hosts} hosts of {made.ranks_per_host} ranks")

@@ -82,5 +82,5 @@ def test_settings_in_nccls_files_are_told_with_their_file():
         "NCCL_NET": ("Socket", "the environment"),
     }
     (check,) = _machine.file_checks(settings)
-    assert "NCCL_MAX_CTAS=4 stands in /etc/nccl.conf" in check.found
+    assert "NCCL_MAX_CTAS=4 is set in /etc/nccl.conf" in check.found
     assert check.status == "note"

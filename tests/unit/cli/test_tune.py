@@ -143,11 +143,11 @@ def test_a_plan_is_shown_and_kept_as_a_file(memory: Path, tmp_path: Path) -> Non
 def test_one_plan_is_forgotten_or_all(memory: Path) -> None:
     assert run("forget", 1, "--memory", memory).stdout == "forgot 1 plan\n"
     assert [row["number"] for row in rows(memory)] == [2]
-    with pytest.raises(SpecError, match="no plan 1 is remembered: `stretto tune list`"):
+    with pytest.raises(SpecError, match="there is no plan 1: see `stretto tune list`"):
         run("forget", 1, "--memory", memory)
     assert run("forget", "--all", "--memory", memory).stdout == "forgot 1 plan\n"
     assert run("forget", "--all", "--memory", memory).stdout == "forgot 0 plans\n"
-    assert run("list", "--memory", memory).stdout == "nothing is remembered yet\n"
+    assert run("list", "--memory", memory).stdout == "no plans are kept yet\n"
     assert rows(memory) == []
 
 
@@ -166,7 +166,7 @@ def test_what_is_no_number_of_a_plan_is_wrong_input(memory: Path, number: str) -
         assert result.exit_code == 2
         assert "NUMBER" in result.stderr
         assert number in result.stderr
-    with pytest.raises(SpecError, match=f"no plan {2**63 - 1} is remembered"):
+    with pytest.raises(SpecError, match=f"there is no plan {2**63 - 1}"):
         run("show", 2**63 - 1, "--memory", memory)
 
 
@@ -207,14 +207,14 @@ def test_an_entry_that_can_not_be_read_can_be_forgotten(memory: Path) -> None:
     assert "500 ms" in newest
     assert broken.split()[:2] == ["1", "small"]
     assert broken.endswith("unreadable")
-    assert result.stderr.startswith("entry 1 can't be read: ")
-    assert result.stderr.endswith("`stretto tune forget 1` drops it\n")
+    assert result.stderr.startswith("entry 1 cannot be read: ")
+    assert result.stderr.endswith("`stretto tune forget 1` removes it\n")
     found = json.loads(run("list", "--memory", memory, "--json").stdout)
     assert [row["number"] for row in found["plans"]] == [2]
     (row,) = found["unreadable"]
     assert (row["number"], row["name"]) == (1, "small")
     assert row["why"] in result.stderr
-    with pytest.raises(SpecError, match=r"entry 1 can't be read.*tune forget 1"):
+    with pytest.raises(SpecError, match=r"entry 1 cannot be read.*tune forget 1"):
         run("show", 1, "--memory", memory)
     assert run("forget", 1, "--memory", memory).stdout == "forgot 1 plan\n"
     assert [row["number"] for row in rows(memory)] == [2]
@@ -235,16 +235,16 @@ def test_an_unfinished_plan_is_marked_as_such(memory: Path) -> None:
 def test_looking_makes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = tmp_path / "no" / "plans.sqlite"
     for args in (["list"], ["show", "1"], ["forget", "--all"]):
-        with pytest.raises(SpecError, match="there is no such file"):
+        with pytest.raises(SpecError, match="no such file"):
             run(*args, "--memory", missing)
     # Where no run has settled yet, there is nothing wrong.
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert run("list").stdout == "nothing is remembered yet\n"
+    assert run("list").stdout == "no plans are kept yet\n"
     found = json.loads(run("list", "--json").stdout)
     assert found == {"plans": [], "unreadable": []}
     assert run("forget", "--all").stdout == "forgot 0 plans\n"
-    with pytest.raises(SpecError, match="no plan 1 is remembered"):
+    with pytest.raises(SpecError, match="there is no plan 1"):
         run("show", 1)
     assert list(tmp_path.iterdir()) == []
 
