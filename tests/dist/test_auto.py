@@ -174,7 +174,7 @@ def left_alone(rank: int, size: int) -> list[str]:
 def test_models_with_sparse_gradients_are_left_to_ddp_and_say_so(ranks):
     first, second = ranks(left_alone, 2)
     assert len(first) == 1
-    assert first[0].startswith("left as DDP does it: the model has sparse gradients")
+    assert first[0].startswith("DDP's rule is kept: the model has sparse gradients")
     assert second == []
 
 

@@ -1,4 +1,4 @@
-"""What a program calls: a few lines of wiring each."""
+"""Functions and classes that a program calls: a few lines of wiring each."""
 
 from stretto._api.planning import (
     compare,

@@ -1,4 +1,4 @@
-"""Burst planning, wired together."""
+"""Wiring of burst planning."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from stretto.schema.efficiency import SampleEfficiency
 
 _EXPOSED = (1.0, 0.5, 0.25, 0.1, 0.0)
-"""Parts of synchronisation that a candidate plan is searched for."""
+"""Parts of synchronization that candidate plans are searched for."""
 
 NEAR_RATIO = 0.02
-"""Of plans whose simulated steps are so near the shortest, which profiles do not tell
-apart, the one is taken that computes least."""
+"""Profiles cannot rank plans whose simulated steps are this close to the shortest. The
+plan that computes least is chosen among them.
+"""
 
 MOST_SIMULATED = 64
-"""Up to so many GPUs plans are compared by simulated steps."""
+"""Largest number of GPUs for which plans are compared by simulated steps."""
 
 
 def problem(
@@ -46,19 +47,19 @@ def problem(
     widths: str | Sequence[int] = "powers",
     cluster: Cluster | None = None,
 ) -> BurstProblem:
-    """A burst planning problem.
+    """Return a burst planning problem.
 
     Args:
-        profile: layers and their times.
-        gpus: how many a plan may use.
-        batch: samples of an iteration over all GPUs.
-        amplification_limit: of each layer's GPU time against that on one GPU.
-        widths: the numbers of GPUs a layer may get: ``powers``, ``divisors``, ``all``,
+        profile: Layers and their times.
+        gpus: Number of GPUs that a plan may use.
+        batch: Samples of an iteration over all GPUs.
+        amplification_limit: Limit of each layer's GPU time relative to that on one GPU.
+        widths: The numbers of GPUs a layer may get: ``powers``, ``divisors``, ``all``,
             or numbers that divide ``gpus``.
-        cluster: gives the network; without one it is DeepPool's published constants.
+        cluster: The network; by default DeepPool's published constants.
 
     Raises:
-        SpecError: a limit below 1, or a width that breaks its rule.
+        SpecError: A limit is below 1, or a width breaks its rule.
     """
     limit = amplification_limit
     if limit is not None and not 1 <= limit < math.inf:
@@ -79,21 +80,21 @@ def problem(
 
 
 def plan(problem: BurstProblem) -> BurstPlan:
-    """The fastest plan within the limit.
+    """Return the fastest plan within the limit.
 
     Raises:
-        Infeasible: none keeps the limit; the nearest limit that one keeps is named.
-        SpecError: a needed time is not profiled.
+        Infeasible: No plan keeps the limit; the error names the nearest feasible limit.
+        SpecError: A needed time is not profiled.
     """
     return planning.plan(problem)
 
 
 def front(problem: BurstProblem) -> list[BurstPlan]:
-    """The plans between which time is bought with GPU time, the fastest first.
+    """Return the Pareto front of iteration time against GPU time, fastest plan first.
 
     Raises:
-        Infeasible: none keeps the limit; the nearest limit that one keeps is named.
-        SpecError: a needed time is not profiled.
+        Infeasible: No plan keeps the limit; the error names the nearest feasible limit.
+        SpecError: A needed time is not profiled.
     """
     return planning.plans_of_front(problem)
 
@@ -108,9 +109,9 @@ def simulate(
     lanes: int = 1,
     cores: float | None = None,
 ) -> BurstStep:
-    """A plan's step on a cluster, event by event; see `simulate_burst`.
+    """Simulate a plan's step on a cluster, event by event; see `simulate_burst`.
 
-    ``shares`` are the samples that each rank comes with; equal ones where absent.
+    ``shares`` are the samples that each rank starts with; by default they are equal.
     """
     from stretto.burst.layout import Layouts
 
@@ -127,30 +128,32 @@ def simulate(
 
 
 def even_shares(batch: int, gpus: int) -> tuple[int, ...]:
-    """The samples of each rank, as equal as can be, the first ranks' more."""
+    """Return the samples of each rank, as equal as possible, larger on the first
+    ranks.
+    """
     return tuple(-(-(batch - i) // gpus) for i in range(gpus))
 
 
 def plan_on(
     problem: BurstProblem, cluster: Cluster, **options: Any
 ) -> tuple[BurstPlan, BurstStep]:
-    """The plan with about the shortest simulated step, and that step.
+    """Return the plan with about the shortest simulated step, and that step.
 
-    The search counts a layer's synchronisation as if it came after its backward;
-    really some of it is under other layers' backward. So plans are searched for several
-    parts of it that count, plans of one width are added, each is simulated, and the
-    fastest stays, or one that computes less and is as fast within `NEAR_RATIO`. With a
-    limit only plans that keep it with all of it counted are among them. The prediction
-    is the simulation's.
+    The search counts a layer's synchronization as if it came after its backward. In
+    fact some of it overlaps other layers' backward. So the function searches a plan for
+    each of several parts of the synchronization, adds the plans of one width, and
+    simulates each. It returns the fastest plan, or one that computes less and is
+    equally fast within `NEAR_RATIO`. With a limit it considers only plans that keep the
+    limit with the full synchronization counted. The prediction is the simulation's.
 
     Args:
-        problem: from `problem`, for this cluster.
-        cluster: where it runs.
-        options: of `simulate`: ``bucket_bytes``, ``lanes``, ``cores``.
+        problem: From `problem`, for this cluster.
+        cluster: Where the plan runs.
+        options: Options of `simulate`: ``bucket_bytes``, ``lanes``, ``cores``.
 
     Raises:
-        Infeasible: none keeps the limit; the nearest limit that one keeps is named.
-        SpecError: a needed time is not profiled.
+        Infeasible: No plan keeps the limit; the error names the nearest feasible limit.
+        SpecError: A needed time is not profiled.
     """
     limit = problem.amplification_limit
     found = [planning.plan(problem)]
@@ -177,7 +180,7 @@ def plan_on(
     gpu_s, single_s = sum(step.computing_s), sum(problem.single_s)
     predicted = plans[best].predicted
     if predicted is None:
-        raise AssertionError("a planner's plan carries its prediction")
+        raise AssertionError("a planner's plan has no prediction")
     return replace(
         plans[best],
         predicted=replace(
@@ -207,24 +210,22 @@ def plan_layers(
     """Return the burst plan with the shortest step.
 
     Args:
-        profile: of the model's layers, from `profile_layers` or `stretto burst
-            profile`.
-        gpus: ranks to use.
-        batch: samples of a step over all ranks.
-        cluster: the network, from `stretto.probe` or a file; DeepPool's published
+        profile: The model's layers, from `profile_layers` or `stretto burst profile`.
+        gpus: Ranks to use.
+        batch: Samples of a step over all ranks.
+        cluster: The network, from `stretto.probe` or a file; DeepPool's published
             constants if ``None``.
-        measured: what ranks measured of layers in training
-            (`BurstParallel.measured`, of all ranks together), used in place of the
-            profile's times.
-        amplification_limit: the most GPU time of a layer against that on one GPU.
-        widths: the numbers of GPUs a layer may get: ``powers``, ``divisors``, ``all``,
+        measured: Layer times that ranks measured in training (`BurstParallel.measured`,
+            of all ranks together), used instead of the profile's times.
+        amplification_limit: Largest GPU time of a layer relative to that on one GPU.
+        widths: The numbers of GPUs a layer may get: ``powers``, ``divisors``, ``all``,
             or numbers.
-        cores: processors that all ranks of an emulated cluster share.
+        cores: Processors that all ranks of an emulated cluster share.
 
     Raises:
-        Infeasible: no plan keeps the limit.
-        SpecError: an argument is invalid, or a needed time is not profiled.
-        PlanMismatch: a measured layer is not in the profile.
+        Infeasible: No plan keeps the limit.
+        SpecError: An argument is invalid, or a needed time is not profiled.
+        PlanMismatch: A measured layer is missing from the profile.
     """
     timings = list(measured)
     task = problem(
@@ -249,14 +250,14 @@ def scale(
     cluster: Cluster | None = None,
     bandwidth_bytes_per_s: float | None = None,
 ) -> tuple[ScaledGpus, ...]:
-    """Weak, strong, batch-optimal and burst scaling; see `scaling`.
+    """Compare weak, strong, batch-optimal and burst scaling; see `scaling`.
 
-    The network is the cluster's, resized to each number of GPUs; without one
-    DeepPool's published constants, with another bandwidth where it is given.
+    The network is the cluster's, resized to each number of GPUs. Without a cluster it
+    is DeepPool's published constants, with another bandwidth if one is given.
 
     Raises:
-        SpecError: one GPU can't run ``batch``, the curve does not have it, or the GPUs
-            do not fill the cluster's hosts.
+        SpecError: One GPU cannot run ``batch``, the curve does not contain it, or the
+            GPUs do not fill the cluster's hosts.
     """
 
     def network_at(count: int) -> BurstNetwork:
@@ -273,7 +274,7 @@ def scale(
 def profile(
     module: nn.Module, example_inputs: tuple[Any, ...], **options: Any
 ) -> LayerProfile:
-    """The layer profile of a module; see `stretto.burst.measure.profile`."""
+    """Return the layer profile of a module; see `stretto.burst.measure.profile`."""
     from stretto.burst.measure import profile as measured
 
     return measured(module, example_inputs, **options)
@@ -286,24 +287,24 @@ def profile_on_ranks(
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> LayerProfile:
-    """The layer profile of a module on the ranks that will train it. Collective.
+    """Return a module's layer profile, measured on the ranks that train it. Collective.
 
     Without a process group one process measures the layers alone.
 
-    The first rank measures the layers while the others wait; then all measure what the
-    executor's own calls take and how ranks that compute at once slow each other
-    (``LayerProfile.host``), which predictions count. Every rank gets the same profile.
+    The first rank measures the layers while the others wait. Then all ranks measure the
+    executor's own calls, and how ranks that compute at the same time slow each other
+    (``LayerProfile.host``); predictions include both. Every rank gets the same profile.
 
     Args:
-        module: on this rank's device.
-        example_inputs: as `profile`.
-        process_group: the ranks; ``None``: all of the job.
-        options: of `stretto.burst.measure.profile`.
+        module: The module, on this rank's device.
+        example_inputs: As for `profile`.
+        process_group: The ranks; all ranks of the job if ``None``.
+        options: Options of `stretto.burst.measure.profile`.
 
     Raises:
-        SpecError, NoisyProfile: on every rank, what the first rank's `profile` raised.
-        StrettoError: on other ranks, the first one's `profile` raised another error.
-        CommTimeout: a rank was lost.
+        SpecError, NoisyProfile: On every rank, the error of the first rank's `profile`.
+        StrettoError: On other ranks, if the first one's `profile` raised another error.
+        CommTimeout: A rank was lost.
     """
     import torch
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Contention by resource: measured, fitted, and put into a cluster."""
+"""Measure contention by resource, fit it, and add it to a cluster."""
 
 from __future__ import annotations
 
@@ -32,25 +32,27 @@ if TYPE_CHECKING:
 
 
 def fit_compute(readings: ContentionReadings) -> Fitted[ComputeContention]:
-    """LIBRA's alpha out of readings (Eq. 5).
+    """Fit LIBRA's alpha to readings (Eq. 5).
 
     Raises:
-        SpecError, Infeasible: as `fit_slowdown`.
+        SpecError, Infeasible: As `fit_slowdown`.
     """
     return fit_slowdown(_slowdowns(readings))
 
 
 def with_contention(cluster: Cluster, readings: ContentionReadings) -> Cluster:
-    """A cluster with the contention that was read by resource, and how well it fits.
+    """Add measured contention by resource to a cluster; return it and the fit's
+    quality.
 
     Raises:
-        SpecError: nothing was sent, so that rates are unknown.
-        Infeasible: the readings contradict the model or the cluster's link.
+        SpecError: Nothing was sent, so rates are unknown.
+        Infeasible: The readings contradict the model or the cluster's link.
     """
     if not readings.rates:
         raise SpecError(
-            "these readings are of a device without peers, which tell how computation "
-            "slows but no rates: measure with ranks (`stretto probe --resources`)"
+            "these readings come from a device without peers: they show how "
+            "computation slows, but no rates. Measure with ranks (`stretto probe "
+            "--resources`)"
         )
     overlapped, exclusive = (
         [
@@ -63,8 +65,8 @@ def with_contention(cluster: Cluster, readings: ContentionReadings) -> Cluster:
         ]
         for name in ("overlapped_s", "exclusive_s")
     )
-    # A rate above the link that the cluster was fitted with means that its lanes did
-    # not saturate the link, and that these connections did.
+    # A rate above the link's fitted rate means that the fitted lanes did not saturate
+    # the link, and that these connections did.
     fastest = max(sample.bytes_per_s for sample in (*overlapped, *exclusive))
     link = max(cluster.bottleneck.bandwidth_bytes_per_s, fastest)
     fit = fit_contention(
@@ -94,12 +96,12 @@ def probe_contention(
     load: Callable[[], None] | None = None,
     **options: Any,
 ) -> Cluster:
-    """A cluster with contention measured by resource on real lanes. Collective.
+    """Return a cluster with contention measured by resource on real lanes. Collective.
 
     ``options`` are `read_contention`'s.
 
     Raises:
-        SpecError, Infeasible, NoisyProfile: as `read_contention`, `with_contention`.
+        SpecError, Infeasible, NoisyProfile: As `read_contention`, `with_contention`.
     """
     backend = str(dist.get_backend(group))
     device = torch.device("cpu")
@@ -137,20 +139,20 @@ def probe_device(
     block_bytes_per_s: float | None = None,
     **options: Any,
 ) -> ContentionReadings:
-    """Slow-downs of a CUDA device beside a kernel that stands in for a collective.
+    """Measure how a CUDA device slows beside a kernel that emulates a collective.
 
     Not yet run on a GPU. ``options`` are `read_contention`'s.
 
     Raises:
-        SpecError: there is no device, or levels beyond half of its multiprocessors.
+        SpecError: There is no device, or a level exceeds half of its multiprocessors.
     """
-    # Imported here: the module compiles for a device.
+    # Imported here, because the module compiles for a device.
     from stretto.measure.synthetic import DEFAULT_BLOCK_BYTES_PER_S, SyntheticBench
 
     if not torch.cuda.is_available():
         raise SpecError(
-            "contention without peers is measured on a CUDA device, and there is none "
-            "here: measure with ranks (`stretto probe --resources`)"
+            "measuring contention without peers needs a CUDA device, and this machine "
+            "has none: measure with ranks (`stretto probe --resources`)"
         )
     device = device or torch.device("cuda", torch.cuda.current_device())
     count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -172,14 +174,14 @@ def probe_device(
 @final
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """An all-reduce of a given resource on lane 0 of a pool."""
+    """Return an all-reduce of a given resource on lane 0 of a pool."""
 
     pool: LanePool
 
     resource: int
 
     cut: bool
-    """Whether the message goes in as many pieces, as it does on Gloo."""
+    """Return whether the message is cut into as many pieces, as on Gloo."""
 
     def __call__(self, message: torch.Tensor) -> list[Any]:
         lane = self.pool.lane(0, self.resource)

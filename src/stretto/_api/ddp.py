@@ -1,4 +1,4 @@
-"""The class users put where DDP stood."""
+"""The class that users put in place of DDP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AUTO = "auto"
 DDP_RULE = "ddp"
 
 PLAN_VARIABLE = "STRETTO_PLAN"
-"""What `stretto run --plan` sets: it stands for ``"auto"``."""
+"""Set by `stretto run --plan`; replaces ``"auto"``."""
 
 _COMPARED = ("order", "lanes", "unit_bytes", "nan", "nan_patience", "error_feedback")
 """Options of the runtime that must be equal on all ranks."""
@@ -46,24 +46,25 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
     gradients are DDP's.
 
     Args:
-        module: The module to be parallelised.
+        module: The module to be parallelized.
         *args: Passed on to PyTorch's class.
-        plan: ``"auto"`` measures the first steps and the network, plans and applies,
-            while every step trains; ``"ddp"`` or ``None`` keeps PyTorch's own rule; a
-            `Plan` or the path of a plan file is carried out as it is.
+        plan: ``"auto"`` measures the first steps and the network, plans and applies the
+            plan while every step trains; ``"ddp"`` or ``None`` keeps PyTorch's own
+            rule;
+            a `Plan` or the path of a plan file is executed unchanged.
         on_settled: Called with the `Settled` measurement and decision of ``"auto"``.
         wire_dtype: With ``"auto"``, the type in which gradients may travel, narrower
-            than their own: ``"float16"`` or ``"bfloat16"``. A plan says it itself.
-        tune: With ``"auto"``, how the search within the run goes; see `TuneOptions`.
+            than their own: ``"float16"`` or ``"bfloat16"``. A plan has its own.
+        tune: With ``"auto"``, options of the search within the run; see `TuneOptions`.
         **kwargs: Passed on to PyTorch's class, and ``record``, ``timeout_s``,
             ``error_feedback``, ``nan``, ``nan_patience``, ``order``, ``lanes`` and
             ``unit_bytes`` to `stretto.runtime.DistributedDataParallel`.
 
     Raises:
-        SpecError: a plan file is broken, or wire_dtype comes with a plan.
-        PlanMismatch: a plan is for another model.
-        RankDisagreement: ranks came with different plans, models or versions.
-        CommTimeout: a rank did not come.
+        SpecError: A plan file is broken, or wire_dtype is combined with a plan.
+        PlanMismatch: A plan was made for another model.
+        RankDisagreement: Ranks have different plans, models or versions.
+        CommTimeout: A rank did not arrive in time.
     """
 
     def __init__(
@@ -91,13 +92,14 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         }
         if automatic:
             self._compared["tune"] = repr(options)
-        # A rank that can't go on meets the others all the same, so that none waits.
+        # A rank that cannot continue still meets the others, so that none of them
+        # waits.
         self._trouble: StrettoError | None = None
         if wire_dtype is not None and not automatic:
             self._trouble = SpecError(
-                f"wire_dtype={wire_dtype!r} is for plan='auto': a plan's buckets have "
-                "a wire_dtype of their own, and DDP's rule sends gradients as they "
-                "are. Plan with `stretto plan --wire-dtype`."
+                f"wire_dtype={wire_dtype!r} needs plan='auto': a plan's buckets have "
+                "their own wire_dtype, and DDP's rule sends gradients in their own "
+                "type. Plan with `stretto plan --wire-dtype`."
             )
         if automatic or plan == DDP_RULE:
             plan = None
@@ -109,7 +111,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         self._counts_steps = automatic
         super().__init__(module, *args, plan=plan, **kwargs)
         self._on_settled = on_settled
-        if not negotiates:  # what it keeps is by buckets
+        if not negotiates:  # its state is by bucket
             rank = dist.get_rank(self.process_group)
             self._keeper = Keeper.of_environment(rank, title=title_of(self))
             if self._keeper is not None and rank == 0:
@@ -127,23 +129,23 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             )
 
     def _can_plan(self) -> bool:
-        """Whether measuring can lead to a better plan than DDP's rule."""
+        """Return whether measuring can lead to a better plan than DDP's rule."""
         if dist.get_world_size(self.process_group) == 1:
             return False
         reason = self.left_to_ddp()
         if reason is not None and dist.get_rank(self.process_group) == 0:
-            _log.warning("left as DDP does it: %s", reason)
+            _log.warning("DDP's rule is kept: %s", reason)
         return reason is None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output, as DDP gives it."""
+        """Return the module's output, as DDP does."""
         if self._auto is not None or self._keeper is not None:
             self._before_forward()
         return super().forward(*inputs, **kwargs)
 
     @without_dynamo
     def _before_forward(self) -> None:
-        """Note an evaluation, or record a step; other ranks have no part in it."""
+        """Note an evaluation, or record a step; other ranks do not take part."""
         auto, keeper = self._auto, self._keeper
         if auto is not None and not torch.is_grad_enabled():
             auto.evaluated()
@@ -155,7 +157,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
                 self._keeper = None
 
     def _step_reduced(self) -> None:
-        """Measure, plan and apply, while there is something to do."""
+        """Measure, plan and apply, until tuning is done."""
         if self._auto is not None:
             self._auto.reduced()
             if self._auto is not None and self._auto.done:
@@ -168,7 +170,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             self._on_settled(settled)
 
     def apply_plan(self, plan: Plan | None) -> None:
-        """Carries out another plan from the next step on; automatic planning ends.
+        """Apply another plan from the next step on; automatic planning ends.
 
         As `stretto.runtime.DistributedDataParallel.apply_plan`, whose errors it raises.
         """
@@ -176,7 +178,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         self._stop_tuning("a plan was applied by hand")
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Registers a communication hook as DDP does; automatic planning ends."""
+        """Register a communication hook as DDP does; automatic planning ends."""
         self._stop_tuning_for_hook()
         super().register_comm_hook(state, hook)
 
@@ -187,18 +189,18 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
 
     def _stop_tuning_for_hook(self) -> None:
         if self._auto is not None and not self._auto.settled:
-            self._restore_rule()  # what steps are measured with is no plan to keep
+            self._restore_rule()  # the plan used for measuring must not be kept
         self._stop_tuning("a communication hook was registered")
 
     def _stop_tuning(self, reason: str) -> None:
-        """The caller has decided."""
+        """End tuning, because the caller has decided."""
         auto, self._auto = self._auto, None
         if auto is not None:
             auto.abandon(reason)
 
     def __getstate__(self) -> dict[str, Any]:
         attributes = super().__getstate__()
-        # A copy is a model of its own, which its user trains or does not.
+        # A copy is a separate model, which its user may train or not.
         return {**attributes, "_auto": None, "_keeper": None, "_counts_steps": False}
 
 

@@ -1,4 +1,6 @@
-"""What the environment says of the network, checked before anything waits for it."""
+"""Checks of the environment's network variables, before anything waits for the
+network.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-"""Variables that name interfaces outright; NCCL's takes prefixes and exclusions."""
+"""Variables that name interfaces literally; NCCL's accepts prefixes and exclusions."""
 
 
 def check_interfaces(environment: Mapping[str, str]) -> None:
-    """Requires that the named network interfaces exist on this host.
+    """Require that the named network interfaces exist on this host.
 
-    A backend looks for them only when all ranks have met, and then says little.
+    A backend looks for them only after all ranks have met, and then reports little.
 
     Raises:
-        SpecError: naming the variable, the interface, and those there are.
+        SpecError: Names the variable, the missing interface, and the existing ones.
     """
     known = [name for _, name in socket.if_nameindex()]
     for variable in INTERFACE_VARIABLES:

@@ -1,4 +1,4 @@
-"""What a run keeps of itself: files named by the options of `stretto run`."""
+"""Files that a run writes about itself, as the options of `stretto run` request."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 RECORDED_STEPS = 8
-"""Steps after settling of which a trace and a report are made."""
+"""Number of steps after settling for a trace and a report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """Where to keep what; ``None``: nowhere."""
+    """Path of each file; ``None``: not written."""
 
     plan: str | None = None
     profile: str | None = None
@@ -49,12 +49,12 @@ class Files:
 
     @property
     def of_steps(self) -> bool:
-        """Whether a file shows steps, for which every rank records."""
+        """Return whether a file shows steps, for which every rank records."""
         return self.trace is not None or self.report is not None
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self:
-        """What the variables of `stretto run` say."""
+        """Return the files that the variables of `stretto run` request."""
         return cls(
             plan=environment.get("STRETTO_SAVE_PLAN"),
             profile=environment.get("STRETTO_PROFILE"),
@@ -70,7 +70,7 @@ class Keeper:
     """Records some steps on every rank; rank 0 writes the files of the run."""
 
     def __init__(self, files: Files, rank: int, *, title: str) -> None:
-        """Keeps ``files`` of a run; ``title`` is what a report calls it."""
+        """Write ``files`` of a run; ``title`` is the report's title."""
         self._files = files
         self._rank = rank
         self._title = title
@@ -79,13 +79,13 @@ class Keeper:
         self._gathering: RecordGathering | None = None
         self._seen = 0
         self.done = False
-        """Whether nothing is left to do in the training's thread."""
+        """Return whether the training thread has nothing left to do."""
 
     @classmethod
     def of_environment(cls, rank: int, *, title: str) -> Keeper | None:
-        """The keeper that the environment asks for, if any.
+        """Return the keeper that the environment requests, if any.
 
-        What rank 0 alone knows it keeps alone; timelines are of all ranks.
+        Rank 0 writes alone what it alone knows; timelines include all ranks.
         """
         files = Files.of(os.environ)
         if files == Files() or (rank != 0 and not files.of_steps):
@@ -93,14 +93,14 @@ class Keeper:
         return cls(files, rank, title=title)
 
     def settled(self, settled: Settled) -> None:
-        """Keeps what was measured and decided."""
+        """Keep the measurement and the decision."""
         if self._rank != 0:
             return
         self._settled = settled
         self._save(settled)
 
     def _save(self, settled: Settled) -> list[str]:
-        """Writes what shows no steps; the paths of what was written."""
+        """Write the files that show no steps; return their paths."""
         found = [
             (self._files.profile, settled.workload.save),
             (self._files.cluster, settled.cluster.save),
@@ -113,10 +113,10 @@ class Keeper:
         ]
 
     def unfinished(self, so_far: Settled | None) -> str:
-        """Keeps what is known where the run ends before tuning has settled.
+        """Write what is known when the run ends before tuning has settled.
 
-        Returns: What became of which file, in a few words; empty where none was asked
-        for. There is no trace, as no step after settling was recorded.
+        Returns: A few words on what became of each file; empty if none was requested.
+        There is no trace, because no step after settling was recorded.
         """
         files = self._files
         wanted = [files.profile, files.cluster, files.plan, files.tuning, files.report]
@@ -139,10 +139,11 @@ class Keeper:
         return "; ".join(said)
 
     def end(self) -> None:
-        """To be called where the run ends, on rank 0 alone; it waits for nobody.
+        """Finish when the run ends. Call this on rank 0 only; it waits for no other
+        rank.
 
-        A report of a run that ended before enough steps were recorded shows what was
-        settled.
+        If the run ended before enough steps were recorded, its report shows the settled
+        plan.
         """
         if self.done or not self._files.of_steps:
             return
@@ -158,10 +159,10 @@ class Keeper:
             _log.warning("not written: %s: %s", ", ".join(lost), why)
 
     def before_forward(self, model: DistributedDataParallel) -> None:
-        """Records the steps after settling and writes them once there are enough.
+        """Record the steps after settling, and write them once there are enough.
 
-        To be called by every rank before the same forwards. Gathering and writing go
-        on in a thread; the process may end its training meanwhile.
+        Every rank must call this before the same forwards. A thread gathers and writes
+        the records; the process may end its training meanwhile.
         """
         if not self._files.of_steps:
             self.done = True
@@ -184,13 +185,15 @@ class Keeper:
         self._gathering.finish(partial(_marks, self._recorder), gathered)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until the files are written; whether they are, as far as can be."""
+        """Wait until the files are written; return whether they are, as far as
+        possible.
+        """
         return self._gathering is None or self._gathering.wait(timeout_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
-    """What a report says of the model; taken while the training stands still."""
+    """Collect the report's facts about the model, while training is stopped."""
 
     title: str
     plan: Plan | None
@@ -198,7 +201,7 @@ class _Subject:
 
 
 def title_of(model: DistributedDataParallel) -> str:
-    """What a report of a model's run is called."""
+    """Return the title of the report on a model's run."""
     ranks = dist.get_world_size(model.process_group)
     return f"{type(model.module).__name__} on {ranks} ranks"
 
@@ -214,9 +217,9 @@ def _keep(
     records: dict[int, RankRecord],
     missing: list[int],
 ) -> None:
-    """Writes trace and report; in the gathering's thread."""
+    """Write trace and report, in the gathering thread."""
     if recorder.timeline is None:
-        _log.warning("no trace and no report are written: no backward was recorded")
+        _log.warning("no backward was recorded: no trace and no report are written")
         return
     report = _report(subject, recorder, records, missing)
     _write(files.trace, lambda path: save_trace(path, report))
@@ -248,22 +251,22 @@ def _report(
     )
     notes = [
         (
-            f"Times are of {len(ends_s)} steps on rank 0, from the start of "
-            "forward to the end of communication: the optimizer and the input "
-            "pipeline are not in them."
+            f"Times cover {len(ends_s)} steps on rank 0, from the start of forward to "
+            "the end of communication. They exclude the optimizer and the input "
+            "pipeline."
         )
     ]
     if missing:
         left = ", ".join(map(str, missing))
         notes.append(
-            f"No record came from rank{'s' if len(missing) > 1 else ''} {left} within "
-            f"{GATHER_S:g} s: the drawing of all ranks is without."
+            f"No record arrived from rank{'s' if len(missing) > 1 else ''} {left} "
+            f"within {GATHER_S:g} s: the drawing of all ranks is missing."
         )
     return _with(subject.settled, _page(subject.title, method, notes), inside=True)
 
 
 def _unrecorded(title: str, found: Settled, note: str) -> DemoReport:
-    """A report without measured timelines: what is known of plan, model and trials."""
+    """Make a report without measured timelines, of the plan, model and trials known."""
     method = MethodResult(
         name="stretto",
         predicted_step_s=None,
@@ -287,9 +290,9 @@ def _page(title: str, method: MethodResult, notes: Sequence[str]) -> DemoReport:
 
 
 def _with(found: Settled | None, report: DemoReport, *, inside: bool) -> DemoReport:
-    """A report with what was measured and decided, and the plan's predicted step.
+    """Make a report of the measurement, the decision, and the plan's predicted step.
 
-    ``inside`` leaves out of that step what lies outside the model, as the report's
+    ``inside`` leaves out of that step what is outside the model, as the report's
     measured steps do.
     """
     if found is None:
@@ -314,7 +317,7 @@ def _with(found: Settled | None, report: DemoReport, *, inside: bool) -> DemoRep
 
 
 def _write(path: str | None, write: Callable[[str], None]) -> bool:
-    """Writes a file that was asked for; one that can't be must not end the training."""
+    """Write a requested file; log a failure, which must not end the training."""
     if path is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Measuring, wired together."""
+"""Wiring of the measurements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def probe(
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Cluster:
-    """The cluster under a live process group, measured and fitted.
+    """Measure and fit the cluster under a live process group.
 
     Call it on every rank; all get the same value. ``options`` are `probe_network`'s.
 
@@ -33,9 +33,9 @@ def probe(
         **options: ``sizes_bytes``, ``lanes``, ``repetitions``, ``budget_s`` and others.
 
     Raises:
-        SpecError: too few ranks or too small a budget.
-        Infeasible: the times contradict any network.
-        NoisyProfile: no model fits the times.
+        SpecError: There are too few ranks, or the budget is too small.
+        Infeasible: No network can have these times.
+        NoisyProfile: No model fits the times.
     """
     measured = probe_network(group=group, **options)
     ranks = dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Planning and predicting, wired together."""
+"""Wiring of planning and predicting."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ def plan(
     wire_dtype: str | None = None,
     **options: Any,
 ) -> Plan:
-    """A plan for a workload on a cluster, with its prediction.
+    """Return a plan for a workload on a cluster, with its prediction.
 
     Args:
-        workload: what was measured of the model.
-        cluster: what was measured or said of the hardware.
-        planner: one of ``stretto.planners.NAMES``.
-        wire_dtype: the type in which gradients may travel, narrower than their own:
+        workload: The measurements of the model.
+        cluster: The measured or specified hardware.
+        planner: One of ``stretto.planners.NAMES``.
+        wire_dtype: The type in which gradients may travel, narrower than their own:
             ``"float16"`` or ``"bfloat16"`` for float32, ``"float32"`` for float64.
-        options: the planner's own, for instance ``max_lanes`` of ``joint``.
+        options: The planner's own, for instance ``max_lanes`` of ``joint``.
 
     Raises:
-        SpecError: there is no such planner or option, or no gradient can travel so.
-        Infeasible: no plan meets the limits.
+        SpecError: There is no such planner or option, or no gradient can travel in
+            ``wire_dtype``.
+        Infeasible: No plan meets the limits.
     """
     chosen = planners.plan_with_wire(
         workload, cluster, planner, wire_dtype=wire_dtype, **options
@@ -47,10 +48,10 @@ def plan(
 
 
 def simulate(workload: Workload, cluster: Cluster, plan: Plan) -> StepResult:
-    """What one step under a plan will be: its times and its timeline.
+    """Predict one step under a plan: its times and its timeline.
 
     Raises:
-        PlanMismatch: the plan was made for another model or number of ranks.
+        PlanMismatch: The plan was made for another model or number of ranks.
     """
     return simulate_step(workload, cluster, plan)
 
@@ -58,16 +59,16 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan) -> StepResult:
 def compare(
     workload: Workload, cluster: Cluster, names: Iterable[str] = planners.NAMES
 ) -> dict[str, Plan]:
-    """The plan of every planner, by name."""
+    """Return the plan of every planner, by name."""
     return {name: plan(workload, cluster, name) for name in names}
 
 
 def contributions(workload: Workload, cluster: Cluster) -> list[tuple[str, float]]:
-    """What each dimension contributes: the predicted step with one open after another.
+    """Return the predicted step as one dimension after another is opened.
 
-    The first row is fusion alone; each further one adds its dimension to those above,
-    as `joint` chooses them with ``sturdy=False``. What can't be chosen on this cluster,
-    such as a resource without contention, leaves the time as it is.
+    The first row is fusion alone. Each further row adds its dimension to those above,
+    as `joint` chooses them with ``sturdy=False``. A dimension that this cluster lacks,
+    such as a resource without contention, leaves the time unchanged.
     """
     rows: list[tuple[str, float]] = []
     best_s = float("inf")
@@ -81,18 +82,18 @@ def contributions(workload: Workload, cluster: Cluster) -> list[tuple[str, float
 
 
 def predicted(workload: Workload, cluster: Cluster, plan: Plan) -> Plan:
-    """A plan made anywhere with its prediction on this cluster.
+    """Return a plan made elsewhere with its prediction on this cluster.
 
     Raises:
-        PlanMismatch: the plan was made for another model or number of ranks.
+        PlanMismatch: The plan was made for another model or number of ranks.
     """
     return with_prediction(plan, workload, cluster)
 
 
 def resized(cluster: Cluster, ranks: int) -> Cluster:
-    """The cluster with another number of ranks: more or fewer hosts, or a part of one.
+    """Return the cluster with another number of ranks: more or fewer hosts, or a part.
 
     Raises:
-        SpecError: the ranks do not fill whole hosts.
+        SpecError: The ranks do not fill whole hosts.
     """
     return cluster_at(cluster, ranks)

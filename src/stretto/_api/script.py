@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 CONVERT_VARIABLE = "STRETTO_CONVERT"
-"""What `stretto run --convert` sets: scripts for one device are converted first."""
+"""Set by `stretto run --convert`: scripts for one device are converted first."""
 
 
 def replace_ddp() -> None:
-    """Put stretto's class where scripts and libraries find DDP's.
+    """Replace DDP by stretto's class where scripts and libraries find it.
 
-    `isinstance` checks against DDP hold either way, since ours is a subclass; code that
-    imported the class before this call keeps DDP's own.
+    `isinstance` checks against DDP still hold, because stretto's class is a subclass.
+    Code that imported the class before this call keeps DDP's own.
     """
     torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
     torch.nn.parallel.distributed.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
 
 
 def warn_of_spawn() -> None:
-    """Let ``torch.multiprocessing.spawn`` log a line inside one of several ranks.
+    """Make ``torch.multiprocessing.spawn`` log a line inside one of several ranks.
 
-    Such a script starts its ranks once in every rank of the launcher; all meet at one
-    address, and hang or fail there. Workers of a DataLoader are started another way.
+    Such a script starts its ranks once in every rank of the launcher; all of them use
+    one address, and hang or fail there. A DataLoader starts its workers in another way.
     """
     package: Any = multiprocessing
     spawn = package.spawn
@@ -75,7 +75,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     """Run a script as ``python SCRIPT ARGUMENTS`` would, on stretto's DDP.
 
     Raises:
-        SpecError: there is no such script, or no such network interface.
+        SpecError: There is no such script, or no such network interface.
     """
     if not script.is_file():
         raise SpecError(f"{script}: no such script")
@@ -95,8 +95,8 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
     """Run a module as ``python -m MODULE ARGUMENTS`` would, on stretto's DDP.
 
     Raises:
-        SpecError: there is no such module or network interface, or it would have to
-            be converted.
+        SpecError: There is no such module or network interface, or the module would
+            have to be converted.
     """
     if os.environ.get(CONVERT_VARIABLE):
         raise SpecError("--convert needs the path of a script, not a module (-m)")
@@ -111,12 +111,14 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
     except ModuleNotFoundError:
         known = False
     if not known:
-        raise SpecError(f"-m {module}: no such module: give a name that is importable")
+        raise SpecError(
+            f"-m {module}: no such module: give the name of an importable module"
+        )
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _show_log() -> None:
-    """Show log lines where the script sets up no logging of its own."""
+    """Show log lines if the script sets up no logging of its own."""
     logger = logging.getLogger("stretto")
     own = [h for h in logger.handlers if type(h).__module__ != "stretto"]
     if not own and not logging.getLogger().handlers:
@@ -127,7 +129,7 @@ def _show_log() -> None:
 
 
 def main() -> None:
-    """``python -m stretto._api.script SCRIPT ARGS``."""
+    """Run ``python -m stretto._api.script SCRIPT ARGS``."""
     script, *arguments = sys.argv[1:]
     try:
         if script == "-m":
@@ -143,11 +145,11 @@ def main() -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends the process with a status that says an error ended it.
+    """End the process with an error's exit status.
 
-    Threads of communication may still run, for other ranks end at the same time; an
-    interpreter that ends under them now and then aborts, and a launcher would tell of
-    that signal rather than of the error.
+    Communication threads may still run, because other ranks end at the same time. An
+    interpreter that ends under them occasionally aborts, and a launcher would then
+    report that signal instead of the error.
     """
     atexit._run_exitfuncs()  # noqa: SLF001 - what an ordinary end would do first
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The papers' tables and figures that can be recomputed, ours beside the published."""
+"""The papers' tables and figures that can be recomputed, beside the published ones."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ PAPERS = tuple(_PAPERS)
 
 
 def reproduce(paper: str) -> Reproduction:
-    """A paper's figures, recomputed.
+    """Recompute a paper's figures.
 
     Raises:
-        SpecError: no paper has this name.
+        SpecError: No paper has this name.
     """
     if paper not in _PAPERS:
         raise SpecError(f"paper must be one of {', '.join(_PAPERS)}, got {paper!r}")

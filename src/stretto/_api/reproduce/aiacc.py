@@ -1,4 +1,4 @@
-"""AIACC-Training: many streams over links of which one stream gets a part."""
+"""AIACC-Training: many streams over links that one stream cannot fill."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HOSTS = (1, 2, 4, 8, 16, 32)
 
 
 def aiacc_training() -> Reproduction:
-    """AIACC-Training's efficiencies from its share of a link a stream gets."""
+    """Compute AIACC-Training's efficiencies from one stream's share of a link."""
     resnet = zoo.workload("resnet50", device="v100")
     vgg = zoo.workload("vgg16", device="v100")
     return Reproduction(
@@ -127,15 +127,15 @@ def _table_1() -> list[Figure]:
 
 
 def efficiency(workload: Workload, hosts: int, planner: str, **options: int) -> float:
-    """Throughput of all ranks against as many single ones: $T_1 / T_N$."""
+    """Return the throughput of all ranks over as many single ones: $T_1 / T_N$."""
     step_s = planned_s(planner, workload, aiacc(hosts=hosts), **options)
     if step_s is None:
-        raise AssertionError(f"planner {planner} is there")
+        raise AssertionError(f"planner {planner} is missing")
     return (workload.forward_s + workload.backward_s) / step_s
 
 
 def _halved(workload: Workload) -> Workload:
-    """The workload with its gradients sent as float16."""
+    """Return the workload with its gradients sent as float16."""
     return replace(
         workload,
         tensors=tuple(
@@ -224,7 +224,7 @@ def _efficiencies(resnet: Workload, vgg: Workload) -> list[Figure]:
 
 
 def _gamma() -> list[Figure]:
-    r"""Slow-down of k streams: $\gamma_k = \max(1, k \kappa)$."""
+    r"""Return the slow-down of k streams: $\gamma_k = \max(1, k \kappa)$."""
     return [
         Figure(
             table="section III",
@@ -237,9 +237,9 @@ def _gamma() -> list[Figure]:
 
 
 def score(auc: float, window: int, used: int, exploration: float = 0.2) -> float:
-    r"""A search technique's score in AIACC-Training's bandit (section VI).
+    r"""Return a search technique's score in AIACC-Training's bandit (section VI).
 
-    $AUC_t + C \sqrt{2 \log_2 |H| / H_t}$; infinite for one that was never used.
+    $AUC_t + C \sqrt{2 \log_2 |H| / H_t}$; infinite for a technique that was never used.
     """
     if used == 0:
         return math.inf

@@ -37,12 +37,12 @@ _S1 = (1.82, 2.48, 1.91, 1.09)
 _S2 = (1.35, 1.20, 1.35, 1.15)
 _S_MAX = (17.5, 32.0, 17.2, 11.5)
 _S = (16.7, 22.3, 16.1, 10.6)
-# What an exhaustive study of the same model reached with the published constants.
+# What an exhaustive study of the same model found with the published constants.
 _JOINT_S = (0.4022, 0.2203, 0.2845, 0.7129)
 
 
 def asc_wfbp() -> Reproduction:
-    """The tables of ASC-WFBP that follow from its constants and the models."""
+    """Compute the tables of ASC-WFBP that follow from its constants and the models."""
     workloads = [zoo.workload(name) for name in _MODELS]
     return Reproduction(
         paper="asc-wfbp",
@@ -112,7 +112,7 @@ def _models(workloads: list[Workload]) -> list[Figure]:
 
 
 def _s_max(compute_s: float, backward_s: float, elements: float) -> float:
-    """Largest speed-up over one device (Eq. 42, 43)."""
+    """Return the largest speed-up over one device (Eq. 42, 43)."""
     least_s = 8 * elements / ASC_LINK_BYTES_PER_S
     exposed_s = least_s - min(backward_s, least_s)
     return _RANKS * compute_s / (compute_s + exposed_s)
@@ -269,7 +269,7 @@ def _table_iv(workloads: list[Workload]) -> list[Figure]:
 
 
 def _beyond(workloads: list[Workload]) -> list[Figure]:
-    """What the best plans reach under the same constants."""
+    """Compute what the best plans reach under the same constants."""
     figures = []
     for i, made in enumerate(workloads):
         cluster = zoo.cluster("asc-uncapped")
@@ -320,7 +320,9 @@ def _planned_s(name: str, workload: Workload, cluster: str) -> float:
 
 
 def _wfbp_s(workload: Workload, startup_s: float) -> float:
-    """Every tensor by itself, one after another, from the published a and b."""
+    """Return the time of every tensor sent separately, one after another, from a and
+    b.
+    """
     end_s = 0.0
     for tensor in workload.tensors:
         sending_s = startup_s + ASC_S_PER_BYTE * tensor.bytes

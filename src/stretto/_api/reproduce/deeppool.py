@@ -34,7 +34,7 @@ _PARAMS_M = {"vgg16": 132, "wide-resnet101-2": 127, "inception-v3": 24}
 
 
 def deeppool() -> Reproduction:
-    """What of DeepPool follows from its model."""
+    """Compute what follows from DeepPool's model."""
     return Reproduction(
         paper="deeppool",
         title="DeepPool (MLSys 2022), 8 A100, NVSwitch",
@@ -66,13 +66,14 @@ def _table_1() -> list[Figure]:
 
 
 def _measured_network() -> BurstNetwork:
-    """Transfers as the authors count them, and each layer's gradients by a ring that
-    takes what all-reduces on such machines were measured to take.
+    """Transfers as the authors count them, and each layer's gradients by a ring with
+    the
+    times of all-reduces measured on such machines.
     """
     cluster = zoo.cluster("deeppool")
     fit = cluster.allreduce
     if fit is None:
-        raise AssertionError("the testbed has a fit")
+        raise AssertionError("the testbed has no fit")
     ring = Link(
         latency_s=fit.startup_s / (2 * (fit.ranks - 1)),
         bandwidth_bytes_per_s=2 * (fit.ranks - 1) / fit.ranks / fit.s_per_byte,
@@ -94,7 +95,7 @@ def _figure_9() -> list[Figure]:
         )
         said = burst.plan(problem).predicted
         if said is None:
-            raise AssertionError("a burst plan carries its prediction")
+            raise AssertionError("a burst plan has no prediction")
         figures += [
             Figure(
                 table="the authors' repository (Fig. 9 prints no step times)",
@@ -120,7 +121,7 @@ def _figure_9() -> list[Figure]:
 
 
 def _table_3() -> list[Figure]:
-    """Search times, measured now: powers of two, as the authors' planner takes."""
+    """Measure search times now: powers of two, as the authors' planner."""
     figures = []
     samples = [2**i for i in range(11)]
     for name, published in _SEARCHED_S.items():
@@ -204,7 +205,7 @@ def _corrections() -> tuple[Correction, ...]:
 
 
 def _order_of_widths() -> Correction:
-    """The tier test of the printed algorithm on two widths."""
+    """Return the choice of the printed algorithm's tier test on two widths."""
     limit, choices = 2.0, ((1, 5.0, 10.0), (2, 1.2, 12.0))
     best_amp, best_s, taken = math.inf, math.inf, 0
     for width, amplification, step_s in choices:
@@ -224,7 +225,7 @@ def _order_of_widths() -> Correction:
 
 
 def _past_the_limit() -> Correction:
-    """How often the printed algorithm's plan passes a limit that could be kept."""
+    """Count how often the printed algorithm's plan exceeds a feasible limit."""
     rng = random.Random(7)
     feasible = passed = slower = 0
     while feasible < _INSTANCES:
@@ -237,7 +238,7 @@ def _past_the_limit() -> Correction:
         except Infeasible:
             continue
         if best is None:
-            raise AssertionError("a burst plan carries its prediction")
+            raise AssertionError("a burst plan has no prediction")
         feasible += 1
         cost = evaluate(problem, Choice(widths=_printed(problem, limit)))
         if cost.max_amplification > limit * (1 + 1e-9):
@@ -255,7 +256,7 @@ def _past_the_limit() -> Correction:
 
 
 def _printed(problem: BurstProblem, limit: float) -> tuple[int, ...]:
-    """What Algorithm 1 as printed chooses, widths by layer."""
+    """Return the widths by layer that Algorithm 1 as printed chooses."""
     layers = problem.profile.layers
     comp_s: list[Sequence[float]] = []
     sync_s: list[Sequence[float]] = []

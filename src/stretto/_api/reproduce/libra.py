@@ -1,4 +1,4 @@
-"""LIBRA: threads for communication beside computation, with fusion."""
+"""LIBRA: communication threads beside computation, with fusion."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _BATCH = {"vgg16": 128, "resnet152": 32, "bert-base": 32, "xception": 32}
 _PARAMS_M = {"xception": 22, "resnet152": 60, "vgg16": 138, "bert-base": 110}
-# How much longer than LIBRA's the backward of MG-WFBP at 512, 1024, 2048 threads is in
-# a study with the constants assumed here, in percent.
+# By how many percent the backward of MG-WFBP at 512, 1024, 2048 threads exceeds LIBRA's
+# in a study with the constants assumed here.
 _STUDY = {
     "vgg16": (1.7, 4.7, 10.2),
     "resnet152": (2.4, 6.1, 12.9),
@@ -47,7 +47,9 @@ _SCALES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 def libra_paper() -> Reproduction:
-    """LIBRA's orderings and ranges under assumed rate curves, and its Fig. 9."""
+    """Compute LIBRA's orderings and ranges under assumed rate curves, and its Fig.
+    9.
+    """
     workloads = {
         name: zoo.workload(name, batch=batch, device="v100")
         for name, batch in _BATCH.items()
@@ -103,7 +105,7 @@ def _table_1() -> list[Figure]:
 def _contention() -> list[Figure]:
     contention = zoo.cluster("libra").contention
     if contention is None:
-        raise AssertionError("the testbed has contention")
+        raise AssertionError("the testbed has no contention")
     slower = 1 / compute_rate(contention.compute, 2048) - 1
     few, many = (curve_bytes_per_s(contention.overlapped, r) for r in (128, 2048))
     return [
@@ -134,18 +136,22 @@ def _contention() -> list[Figure]:
 
 
 def _at(cluster: Cluster, threads: int) -> Cluster:
-    """The cluster with one level of threads: what a backend without a choice has."""
+    """Return the cluster with one level of threads, as a backend without a choice
+    has.
+    """
     if cluster.contention is None:
-        raise AssertionError("the testbed has contention")
+        raise AssertionError("the testbed has no contention")
     return replace(
         cluster, contention=replace(cluster.contention, resources=(threads,))
     )
 
 
 def _best_static_s(workload: Workload, cluster: Cluster) -> float:
-    """The best step of sequential fusion with the same threads for every bucket."""
+    """Return the best step of sequential fusion with the same threads for every
+    bucket.
+    """
     if cluster.contention is None:
-        raise AssertionError("the testbed has contention")
+        raise AssertionError("the testbed has no contention")
     return min(
         planned_s("fusion", workload, _at(cluster, r)) or math.inf
         for r in cluster.contention.resources
@@ -153,7 +159,7 @@ def _best_static_s(workload: Workload, cluster: Cluster) -> float:
 
 
 def _best_s(workload: Workload, cluster: Cluster) -> tuple[float, str]:
-    """LIBRA's step, or in its absence the exact fusion's with the best threads."""
+    """Return LIBRA's step, or without LIBRA exact fusion's with the best threads."""
     ours_s = planned_s("libra", workload, cluster)
     if ours_s is not None:
         return ours_s, "LIBRA"
@@ -246,7 +252,9 @@ def _ordering(workloads: dict[str, Workload]) -> list[Figure]:
 
 
 def _scaling(workload: Workload, latency_s: float) -> Series:
-    """Fig. 9: step times over numbers of ranks, where the gain comes from apart."""
+    """Compute Fig. 9: step times over numbers of ranks, and where the gain comes
+    from.
+    """
     columns: dict[str, list[float]] = {}
     for ranks in _SCALES:
         cluster = libra(hosts=ranks, latency_s=latency_s)
@@ -263,7 +271,9 @@ def _scaling(workload: Workload, latency_s: float) -> Series:
 
 
 def _curves_s(workload: Workload, cluster: Cluster) -> dict[str, float]:
-    """Step times at one number of ranks: first fusion alone is chosen, then threads."""
+    """Compute step times at one number of ranks: fusion is chosen first, then
+    threads.
+    """
     fixed = _at(cluster, _NCCL_THREADS)
     exact = "libra" if "libra" in planners.NAMES else "fusion"
     found = {

@@ -1,4 +1,4 @@
-"""What reproducing a paper gives: figures, corrections, and what is left out."""
+"""Results of reproducing a paper: figures, corrections, and what is left out."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 SOURCES = ("published", "derived", "repository", "target")
-"""Where a reference is from: printed in the paper; computed from what is printed there;
-from the authors' repository; a target of our own."""
+"""Source of a reference: printed in the paper, computed from what is printed there,
+taken
+from the authors' repository, or our own target.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure of ours beside its reference."""
+    """One of our figures beside its reference."""
 
     table: str
-    """Where the reference is to be found: the paper's table, figure or section."""
+    """Place of the reference: the paper's table, figure or section."""
 
     name: str
 
@@ -27,26 +29,28 @@ class Figure:
     reference: float | None = None
 
     reference_high: float | None = None
-    """Where the reference is a range, its upper end."""
+    """Upper end, if the reference is a range."""
 
     source: str | None = None
     """One of `SOURCES`; ``None`` without a reference."""
 
     identity: bool = False
-    """Whether ours follows from the same numbers, or from a constant fitted to the
-    reference: agreement then says nothing of the model, and is not counted."""
+    """Whether our figure follows from the same numbers, or from a constant fitted to
+    the
+    reference. Agreement then does not test the model, and is not counted.
+    """
 
     tolerance: float | None = None
-    """Largest relative error at which it counts as reached; ``None``: no target."""
+    """Largest relative error within tolerance; ``None``: no target."""
 
     at_most: bool = False
-    """Anything below the reference counts as reached too."""
+    """Whether anything below the reference is within tolerance too."""
 
     at_least: bool = False
-    """Anything above the reference counts as reached too."""
+    """Whether anything above the reference is within tolerance too."""
 
     note: str = ""
-    """What was assumed, or why it is missed."""
+    """What was assumed, or why the figure is outside its tolerance."""
 
     def __post_init__(self) -> None:
         if (self.source in SOURCES) != (self.reference is not None):
@@ -54,7 +58,7 @@ class Figure:
 
     @property
     def error(self) -> float | None:
-        """Relative difference from the reference, 0 within a range."""
+        """Return the relative difference from the reference, 0 within a range."""
         if self.reference is None:
             return None
         low, high = self.reference, self.reference_high
@@ -67,7 +71,9 @@ class Figure:
 
     @property
     def within(self) -> bool | None:
-        """Whether it lies within its tolerance; ``None`` without a target."""
+        """Return whether the figure is within its tolerance; ``None`` without a
+        target.
+        """
         error = self.error
         if error is None or self.tolerance is None:
             return None
@@ -75,11 +81,13 @@ class Figure:
 
     @property
     def reached(self) -> bool | None:
-        """Whether a reference that could be missed is; ``None`` for others."""
+        """Return whether a figure with a testable reference is outside its
+        tolerance.
+        """
         return None if self.identity else self.within
 
     def as_dict(self) -> dict[str, Any]:
-        """The figure with its error, for JSON."""
+        """Return the figure with its error, for JSON."""
         return {
             "table": self.table,
             "name": self.name,
@@ -100,7 +108,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """A defect of the paper with the reading to use."""
+    """A defect of the paper, and the corrected reading."""
 
     where: str
 
@@ -109,13 +117,13 @@ class Correction:
     reading: str
 
     shown: str = ""
-    """A counterexample, computed when asked for."""
+    """A counterexample, computed on request."""
 
     holds: bool | None = None
-    """Whether the computed counterexample says so; ``None``: none is computed."""
+    """Whether the counterexample confirms the defect; ``None``: none is computed."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The correction, for JSON."""
+        """Return the correction, for JSON."""
         return {
             "where": self.where,
             "defect": self.defect,
@@ -127,7 +135,7 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Several curves over one axis, as a figure draws them."""
+    """Several curves over one axis, as in a figure."""
 
     title: str
 
@@ -142,7 +150,7 @@ class Series:
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """The curves, for JSON."""
+        """Return the curves, for JSON."""
         return {
             "title": self.title,
             "axis": self.axis,
@@ -155,20 +163,20 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """What can't be recomputed here, and why."""
+    """An item that cannot be recomputed here, and the reason."""
 
     item: str
 
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
-        """The item and its reason, for JSON."""
+        """Return the item and its reason, for JSON."""
         return {"item": self.item, "reason": self.reason}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reproduction:
-    """A paper's tables as they can be recomputed."""
+    """A paper's recomputed tables."""
 
     paper: str
 
@@ -186,13 +194,13 @@ class Reproduction:
 
     @property
     def missed(self) -> tuple[Figure, ...]:
-        """The figures that lie outside their tolerance."""
+        """Return the figures outside their tolerance."""
         return tuple(f for f in self.figures if f.reached is False)
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """By source: figures reached and missed, and those without a tolerance.
+        """Count, by source, figures reached, missed, and without a tolerance.
 
-        ``identity`` counts apart what holds by construction.
+        ``identity`` counts separately the figures that agree by construction.
         """
         found: dict[str, dict[str, int]] = {}
         for figure in self.figures:
@@ -210,7 +218,7 @@ class Reproduction:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all of it, for JSON."""
         return {
             "paper": self.paper,
             "title": self.title,

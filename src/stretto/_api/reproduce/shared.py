@@ -1,4 +1,4 @@
-"""What the papers' reproductions share: small instances, and planning by name."""
+"""Helpers of the papers' reproductions: small instances, and planning by name."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ UNIT_BYTES = 80
 def planned_s(
     name: str, workload: Workload, cluster: Cluster, **options: Any
 ) -> float | None:
-    """Step time of a planner's plan, or nothing where there is no such planner."""
+    """Return the step time of a planner's plan, or ``None`` without such a planner."""
     if name not in planners.NAMES:
         return None
     return predicted_s(planners.get(name, **options).plan(workload, cluster))
 
 
 def missing(*names: str) -> tuple[Left, ...]:
-    """The planners that are not there, said as such."""
+    """List the missing planners as left out."""
     return tuple(
         Left(item=f"planner {name}", reason="not available in this version")
         for name in names
@@ -43,12 +43,14 @@ def missing(*names: str) -> tuple[Left, ...]:
 
 
 def drafted_s(draft: Draft, workload: Workload, cluster: Cluster) -> float:
-    """Step time of a plan over tensor indices."""
+    """Return the step time of a plan over tensor indices."""
     return predicted_s(finish(draft, "example", workload, cluster))
 
 
 def instance(sizes: Sequence[float], ready: Sequence[float]) -> Workload:
-    """Tensors of some units, ready at some seconds, of which backward is the last."""
+    """Return tensors of some units, ready at some seconds; the last is backward's
+    end.
+    """
     tensors = tuple(
         TensorSpec(
             name=f"t{i}",
