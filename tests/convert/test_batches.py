@@ -106,7 +106,7 @@ def test_the_loader_of_an_evaluation_may_be_made_in_its_loop():
 def test_a_loop_over_no_loader_is_named():
     loop = "for epoch in range(2):\n    for x in batches:\n"
     said = refused(HEAD + loop + STEP)
-    assert "line 8 goes over `batches`" in said
+    assert "line 8 iterates over `batches`" in said
 
 
 @pytest.mark.parametrize(

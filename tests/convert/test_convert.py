@@ -121,7 +121,10 @@ def test_per_rank_keeps_the_batch_size_and_explains_the_rate():
     conversion = convert(TRAINING, per_rank_batch=True)
     assert "batch_size=4, sampler=" in conversion.after
     assert "per_rank" not in conversion.after
-    assert "learning rate is left as it is, while each step" in conversion.listed()
+    assert (
+        "learning rate is left unchanged, but with N ranks each step"
+        in conversion.listed()
+    )
 
 
 def test_rank0_evaluates_when_so_chosen():
@@ -395,7 +398,7 @@ def test_a_model_kept_in_a_list_is_refused():
         ),
         (
             TRAINING.replace("shuffle=True", "sampler=mine"),
-            [":6:", "sampler of its own", "Subset"],
+            [":6:", "its own sampler", "Subset"],
         ),
         (TRAINING.replace(", batch_size=4", ""), [":6:", "batch_size"]),
         (
@@ -559,7 +562,7 @@ def test_an_error_in_a_notebook_names_its_cell():
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"worksheets": []}'])
 def test_what_is_no_notebook_is_refused(text):
-    with pytest.raises(SpecError, match="no notebook"):
+    with pytest.raises(SpecError, match="not a notebook"):
         convert_bytes(text.encode(), name="n.ipynb", choices=Choices())
 
 
@@ -609,7 +612,7 @@ def test_an_output_that_exists_is_kept_unless_forced(script, tmp_path):
 
 def test_folders_missing_files_and_other_encodings_are_refused(tmp_path):
     assert "is a folder" in str(run(tmp_path).exception)
-    assert "can not be read" in str(run(tmp_path / "none.py").exception)
+    assert "cannot be read" in str(run(tmp_path / "none.py").exception)
     (tmp_path / "l.py").write_bytes("x = 1\ny = 'é'\n".encode("latin-1"))
     assert "l.py:2: a script must be UTF-8" in str(run(tmp_path / "l.py").exception)
 

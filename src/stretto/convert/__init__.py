@@ -1,10 +1,11 @@
-"""Turns training code for one device into distributed code, by its syntax tree.
+"""Turn training code for one device into distributed code, by its syntax tree.
 
     conversion = convert_source(text, name="train.py", choices=Choices())
     print(conversion.diff(), conversion.listed())
 
-What is not understood is refused with a line and a next step, and what could not be
-decided is listed; formatting and comments stay. Nothing here imports torch.
+The conversion refuses code that it does not understand, with a line and a next step,
+and lists what it could not decide. It keeps formatting and comments. Nothing here
+imports torch.
 """
 
 from stretto.convert._memory import (

@@ -1,7 +1,7 @@
-"""Points out losses that compare the samples of a batch with each other.
+"""Find losses that compare the samples of a batch with each other.
 
-Each rank compares its own samples only, so such a loss, which may well be a mean, is
-not the one of the whole batch.
+Each rank compares its own samples only. So such a loss, which may well be a mean,
+differs from the loss of the whole batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PRODUCTS = ("torch.mm", "torch.matmul")
 
 
 def point_out(work: Work) -> None:
-    """Lists where the samples of a batch meet."""
+    """List the places that compare samples of a batch."""
     for call in work.tree.calls:
         if work.tree.without_gradient(call):
             continue
@@ -57,7 +57,7 @@ def _say(work: Work, node: cst.BaseExpression) -> None:
 
 
 def _is_transposed(work: Work, node: cst.BaseExpression) -> bool:
-    """Whether an expression is a matrix of samples, transposed."""
+    """Return whether an expression is a matrix of samples, transposed."""
     of: cst.BaseExpression | None = None
     if isinstance(node, cst.Attribute) and node.attr.value in ("T", "mT"):
         of = node.value
@@ -79,7 +79,7 @@ def _is_transposed(work: Work, node: cst.BaseExpression) -> bool:
 
 
 def _hardest(work: Work, call: cst.Call) -> bool:
-    """Whether the largest values of a batch's losses are taken."""
+    """Return whether the largest values of a batch's losses are taken."""
     on = work.tree.method_called(call, "topk", "sort", "kthvalue")
     if work.tree.called(call) in ("torch.topk", "torch.sort") and call.args:
         on = call.args[0].value

@@ -1,4 +1,4 @@
-"""What a user should know about the converted script and only a person can decide."""
+"""Notes on questions about the converted script that only a person can decide."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _CLASS_WEIGHT_PLACES = {
 
 
 def give(work: Work) -> None:
-    """Adds notes on what was left alone."""
+    """Add notes on what was left unchanged."""
     tree = work.tree
     first = work.job.optimizers[0].call
     if work.choices.per_rank_batch:
         work.know(
             first,
-            "the learning rate is left as it is, while each step now takes as "
-            "many times the samples as there are ranks, and an epoch has as many times "
-            "fewer steps: a rate multiplied by the number of ranks, with some warm-up, "
-            "is the usual first choice (Goyal et al., 2017, for SGD)",
+            "the learning rate is left unchanged, but with N ranks each step now "
+            "takes N times the samples, and an epoch has N times fewer steps: a "
+            "learning rate multiplied by N, with some warm-up, is the usual first "
+            "choice (Goyal et al., 2017, for SGD)",
         )
     else:
         work.know(
             first,
-            "the learning rate is left as it is: all ranks together take the batch "
-            "that one process took, so a step is the same step; where the ranks do not "
-            "divide the samples, a few are seen twice in the last one. With --per-rank "
-            "a step is not the same",
+            "the learning rate is left unchanged: all ranks together take the batch "
+            "that one process took, so a step is the same; if the number of samples "
+            "is not divisible by the number of ranks, a few are seen twice in the "
+            "last step. With --per-rank a step is not the same",
         )
     _across.point_out(work)
     norms = [
@@ -52,25 +52,26 @@ def give(work: Work) -> None:
     if norms:
         work.know(
             norms[0],
-            "BatchNorm takes its statistics over each rank's samples, not over the "
-            "whole batch: results differ a little from one process. On GPUs "
+            "BatchNorm computes its statistics over each rank's samples, not over the "
+            "whole batch: results differ slightly from one process. On GPUs "
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping "
-            "takes them over all",
+            "computes them over all samples",
         )
     micro = _conditional(work)
     if micro and not work.horovod:
         work.know(
             micro[0],
-            "gradients are accumulated: they are exchanged in every backward, which is "
-            "right but more than needed. `with model.no_sync():` around those before "
-            "the last saves it",
+            "gradients are accumulated: they are exchanged in every backward, which "
+            "is correct but unnecessary. `with model.no_sync():` around all but the "
+            "last avoids it",
         )
     for node in found(tree.module, cst.Arg):
         if node.keyword is not None and node.keyword.value == "ignore_index":
             work.undecided(
                 node,
-                "a mean that leaves samples out (ignore_index): where ranks leave out "
-                "unequally many, the mean over ranks is not the mean over all samples",
+                "a mean that leaves samples out (ignore_index): if ranks leave out "
+                "different numbers of samples, the mean over ranks is not the mean "
+                "over all samples",
             )
     for call in tree.calls:
         place = _CLASS_WEIGHT_PLACES.get(tree.called(call))
@@ -80,10 +81,10 @@ def give(work: Work) -> None:
         if weight is not None and tree.text(weight) != "None":
             work.undecided(
                 call,
-                "a mean over samples weighted by class (weight=): ranks whose samples "
-                "have other total weights count alike, so the step differs from one "
-                "process. For an equal step divide the sum "
+                "a mean over samples weighted by class (weight=): ranks count equally "
+                "even if the total weights of their samples differ, so the step "
+                "differs from one process. For an equal step divide the sum "
                 '(reduction="sum") by the number of samples',
             )
     if any(tree.called(c).startswith("torch.backends.mps") for c in tree.calls):
-        work.know(None, "MPS devices take no part in distributed training; CPU does")
+        work.know(None, "MPS devices do not support distributed training; CPU does")

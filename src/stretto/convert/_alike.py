@@ -1,7 +1,7 @@
-"""Makes the names of files and folders the same on all ranks.
+"""Make the names of files and folders equal on all ranks.
 
-A temporary folder, the time or a random name would be another on each rank, and rank 0
-alone writes: what the others then read is not there.
+A temporary folder, the time or a random name would differ on each rank, and only rank 0
+writes: the other ranks would not find what they then read.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _DEPTH = 4
 
 
 def convert(work: Work) -> None:
-    """Takes rank 0's value where a path is made of one that differs by rank.
+    """Use rank 0's value where a path is made from a value that differs by rank.
 
     Raises:
-        SpecError: there is no place for it; line and next step said.
+        SpecError: There is no place for it; the error has the line and the next step.
     """
     _Alike(work).convert()
 
@@ -76,7 +76,7 @@ class _Alike:
             if full in _FILES:
                 raise self._work.job.refuse(
                     call,
-                    f"{full}() makes another file on each rank, and rank 0 alone "
+                    f"{full}() makes a different file on each rank, and only rank 0 "
                     "writes. Make a folder with tempfile.mkdtemp(), and name a file "
                     "in it",
                 )
@@ -89,16 +89,16 @@ class _Alike:
         if not isinstance(self._tree.parent(call), cst.WithItem):
             raise self._work.job.refuse(
                 call,
-                "TemporaryDirectory() makes another folder on each rank, and rank 0 "
-                "alone writes. Use `with tempfile.TemporaryDirectory() as folder:` "
+                "TemporaryDirectory() makes a different folder on each rank, and only "
+                "rank 0 writes. Use `with tempfile.TemporaryDirectory() as folder:` "
                 "or tempfile.mkdtemp(), which become one folder for all ranks",
             )
         self._check(call)
         self._around(call, "folder_of_rank0")
         self._work.done(
             call,
-            "one temporary folder for all ranks, rank 0's: across hosts it must lie on "
-            "a disk that all see (dir=)",
+            "one temporary folder for all ranks, rank 0's: across hosts it must be on "
+            "a disk that all ranks see (dir=)",
         )
 
     def _value(self, call: cst.Call, full: str) -> None:
@@ -114,8 +114,8 @@ class _Alike:
         if in_data or in_batches:
             self._work.undecided(
                 call,
-                f"`{self._tree.text(call)[:50]}` is another on each rank, and a path "
-                "is made of it: make it once, before the loops",
+                f"`{self._tree.text(call)[:50]}` differs on each rank, and a path is "
+                "made from it: make it once, before the loops",
             )
             return
         self._check(call)
@@ -124,7 +124,9 @@ class _Alike:
         self._work.done(
             call,
             f"`{self._tree.text(call)[:50]}` is rank 0's on all ranks"
-            + (": across hosts it must lie on a disk that all see" if folder else ""),
+            + (
+                ": across hosts its disk must be visible to all ranks" if folder else ""
+            ),
         )
 
     def _around(self, call: cst.Call, function: str) -> None:
@@ -141,23 +143,23 @@ class _Alike:
         if not is_joined(self._work, call):
             raise self._work.job.refuse(
                 call,
-                f"`{self._tree.text(call)[:50]}` is another on each rank, a path is "
-                "made of it, and the ranks are joined only after this line. Move it "
-                "into the function that trains, or below `if __name__ ...`",
+                f"`{self._tree.text(call)[:50]}` differs on each rank, a path is made "
+                "from it, and the ranks are joined only after this line. Move it into "
+                "the function that trains, or below `if __name__ ...`",
             )
 
     def _on_rank_0(self, node: cst.CSTNode) -> bool:
-        """Whether a value is made inside a call that only rank 0 makes."""
+        """Return whether a value is made inside a call that only rank 0 makes."""
         return any(
             isinstance(above, cst.Call)
             and self._tree.called(above).rpartition(".")[2] in WRITERS
             for above in self._tree.ancestors(node)
         )
 
-    # Where a value goes
+    # Where a value is used
 
     def _names_a_path(self, node: cst.CSTNode, depth: int, seen: set[str]) -> bool:
-        """Whether a path is made of a value, as far as that is to be seen."""
+        """Return whether a path is made from a value, as far as the script shows."""
         below = node
         for above in self._tree.ancestors(node):
             if isinstance(above, cst.BinaryOperation) and not isinstance(

@@ -1,7 +1,7 @@
-"""Finds where a step counts on the batch size of one process.
+"""Find where a step relies on the batch size of one process.
 
 All ranks together take the script's batch, so the tensors of a step hold a part of it.
-A shape or a comparison that says the batch size must say this rank's part.
+A shape or a comparison with the batch size must use this rank's part.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAKING = frozenset(
         "Tensor",
     )
 )
-"""Functions that make a tensor of a shape, or of a length."""
+"""Functions that make a tensor from a shape, or from a length."""
 
 _SHAPING = frozenset(
     ["view", "reshape", "expand", "repeat", "new_zeros", "new_ones", "new_full"]
@@ -48,7 +48,7 @@ _NUMPY = ("zeros", "ones", "full", "empty", "normal", "uniform", "randint", "ran
 
 @final
 class Batch:
-    """The batch size of the training loaders, in the steps that use them."""
+    """The batch size of the training loaders, in the steps that use it."""
 
     def __init__(self, work: Work, sizes: list[cst.BaseExpression]) -> None:
         self._work, self._tree = work, work.tree
@@ -58,7 +58,7 @@ class Batch:
         self._values = {v for s in sizes if (v := self._value(s)) is not None}
 
     def convert(self) -> None:
-        """Makes the batch size in a step this rank's, or lists where it is read."""
+        """Make the batch size in a step this rank's, or list where it is read."""
         if self._work.choices.per_rank_batch:
             return
         seen: set[int] = set()
@@ -89,7 +89,7 @@ class Batch:
                 self._work.undecided(
                     node,
                     f"{text}, the loader's batch size, became per_rank({text}), this "
-                    "rank's part of it: put it back where it means something else",
+                    "rank's part of it: restore it if it means something else",
                 )
         elif place is not None:
             self._work.undecided(
@@ -106,7 +106,7 @@ class Batch:
             )
 
     def _value(self, node: cst.BaseExpression) -> int | None:
-        """The number that an expression surely is; none for 1."""
+        """Return the number that an expression certainly is, except 1."""
         made = [node]
         if isinstance(node, cst.Name | cst.Attribute):
             origins = self._work.flow.origins(node, self._tree.function(node))
@@ -119,7 +119,7 @@ class Batch:
         return value if value > 1 else None
 
     def _is_named(self, node: cst.BaseExpression) -> bool:
-        """Whether a name or an attribute is the loader's batch size."""
+        """Return whether a name or an attribute is the loader's batch size."""
         if not isinstance(node, cst.Name | cst.Attribute):
             return False
         if self._tree.text(node) not in self._texts:
@@ -127,7 +127,7 @@ class Batch:
         parent = self._tree.parent(node)
         if isinstance(parent, cst.Arg) and parent.keyword is node:
             return False
-        # A name that the function sets by itself is another.
+        # A name that the function itself sets is a different variable.
         scope: Scope = self._tree.function(node)
         own = self._work.flow.assigned(dotted(node) or "", scope)
         return scope is None or not any(
@@ -135,13 +135,13 @@ class Batch:
         )
 
     def _sizes_loader(self, scope: cst.FunctionDef) -> bool:
-        """Whether a function makes a training loader."""
+        """Return whether a function makes a training loader."""
         return any(
             o.scope is scope for loop in self._work.job.training for o in loop.origins
         )
 
     def _place(self, node: cst.BaseExpression) -> int | None:
-        """Which dimension of a shape a number is; ``None`` if it is none."""
+        """Return the dimension of a shape that a number is, or ``None``."""
         parent = self._tree.parent(node)
         shape: cst.BaseExpression = node
         index: int | None = None
@@ -164,7 +164,7 @@ class Batch:
         place = plain.index(parent) if parent in plain else 0
         if full in _MAKING:
             if full in ("torch.full", "torch.normal", "torch.randint"):
-                return index  # the shape is a tuple of its own
+                return index  # the shape is a separate tuple
             return place if index is None else index
         if full.startswith("numpy.") and last in _NUMPY:
             if index is not None:
@@ -179,7 +179,7 @@ class Batch:
         return 0 if in_range else None
 
     def _of_a_length(self, node: cst.BaseExpression) -> bool:
-        """Whether a number is compared with the length of a tensor."""
+        """Return whether a number is compared with the length of a tensor."""
         parent = self._tree.parent(node)
         if isinstance(parent, cst.ComparisonTarget):
             parent = self._tree.parent(parent)
@@ -209,12 +209,12 @@ class Batch:
         return isinstance(node, cst.Integer) and node.value == "0"
 
     def _is_of_data(self, node: cst.BaseExpression) -> bool:
-        """Whether something is a loader or its data, not a batch."""
+        """Return whether something is a loader or its data, not a batch."""
         text = (dotted(node) or "").lower()
         return "loader" in text or "dataset" in text
 
     def _called(self) -> Iterator[cst.FunctionDef]:
-        """The functions that a step runs, with the models' ``forward``."""
+        """Return the functions that a step runs, with the models' ``forward``."""
         waiting: list[cst.CSTNode] = [
             loop.node.body for loop in self._work.job.training
         ]

@@ -1,4 +1,4 @@
-"""Whether a number of one rank is a mean over its samples, or a sum."""
+"""Classify a number of one rank as a mean over its samples, or a sum."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 
 
 class Amount(enum.Enum):
-    """What all ranks' values make together."""
+    """How all ranks' values combine."""
 
     MEAN = "mean"
-    """Each rank's is a mean over its samples, so the whole is their mean."""
+    """Each rank's value is a mean over its samples, so the result is their mean."""
     SUM = "sum"
-    """Each rank's is a sum or a count over its samples, so the whole is their sum."""
+    """Each rank's value is a sum or a count over its samples, so the result is their
+    sum.
+    """
     SAME = "same"
-    """It is the same number on each rank."""
+    """The number is the same on each rank."""
     UNKNOWN = "unknown"
 
 
@@ -48,7 +50,7 @@ _THROUGH = frozenset(
 
 @final
 class Classifier:
-    """Classifies the numbers of a training step."""
+    """Classify the numbers of a training step."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -63,11 +65,11 @@ class Classifier:
                 self._kinds_of.setdefault(name, set()).add(kind)
 
     def loss_names(self) -> set[str]:
-        """The variables that ``backward`` is called on."""
+        """Return the variables that ``backward`` is called on."""
         return set(self._kinds_of)
 
     def _names_of(self, call: cst.Call) -> set[str]:
-        """The variables in what one ``backward`` is called on."""
+        """Return the variables in the expression that one ``backward`` is called on."""
         out = set()
         node = self._work.job.differentiated(call)
         for name in found(node, cst.Name) if node is not None else ():
@@ -81,14 +83,16 @@ class Classifier:
         return out
 
     def loss(self, name: str | None = None) -> Amount:
-        """What the training loss is, or the one of a name."""
+        """Return the kind of the training loss, or of the loss with a name."""
         kinds = self._kinds if name is None else self._kinds_of.get(name, self._kinds)
         return Amount.SUM if kinds == {Loss.SUM} else Amount.MEAN
 
     def of(
         self, node: cst.BaseExpression, within: cst.CSTNode, depth: int = 6
     ) -> Amount:
-        """What an expression's value is, looking up names assigned in a block."""
+        """Return the kind of an expression's value, looking up names assigned in a
+        block.
+        """
         if depth == 0:
             return Amount.UNKNOWN
         if isinstance(node, cst.Integer | cst.Float):
@@ -161,7 +165,7 @@ class Classifier:
         return Amount.UNKNOWN
 
     def _is_of_parameters(self, node: cst.Call) -> bool:
-        """Whether a method is called on a parameter that a loop goes through.
+        """Return whether a method is called on a parameter that a loop iterates over.
 
         Parameters and their exchanged gradients are the same on each rank.
         """

@@ -1,4 +1,4 @@
-"""Each rank on its own device; loading and downloading by several ranks."""
+"""Give each rank its own device; load and download on several ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBERED = re.compile(r"""^[rR]?(["'])cuda:(\d+)\1$""")
 
 
 def convert(work: Work, *, saves: bool) -> None:
-    """Maps devices, loads and downloads."""
+    """Map devices, loads and downloads."""
     _numbers(work)
     _moves_to_numbers(work)
     _visible(work)
@@ -30,7 +30,7 @@ def convert(work: Work, *, saves: bool) -> None:
 
 
 def _numbers(work: Work) -> None:
-    """``cuda:0`` and its like become this rank's device."""
+    """Replace ``cuda:0`` and similar devices by this rank's device."""
     tree = work.tree
     for text in found(tree.module, cst.SimpleString):
         if _NUMBERED.match(text.value):
@@ -56,7 +56,7 @@ def _numbers(work: Work) -> None:
 
 
 def _moves_to_numbers(work: Work) -> None:
-    """``model.to(gpu)`` with the number of a device that all ranks would share."""
+    """Handle ``model.to(gpu)`` with a device number that all ranks would share."""
     tree = work.tree
     changed: list[cst.CSTNode] = []
     for call in tree.calls:
@@ -76,12 +76,12 @@ def _moves_to_numbers(work: Work) -> None:
                 work.undecided(
                     call,
                     f"`{tree.text(made)}` may be one device's number on all ranks: "
-                    "pass LOCAL_RANK where it is a GPU's",
+                    "pass LOCAL_RANK if it is a GPU's",
                 )
 
 
 def _visible(work: Work) -> None:
-    """A script that shows itself one GPU would show all ranks the same."""
+    """Remove lines that would make the same GPU visible to all ranks."""
     tree = work.tree
     for line in found(tree.module, cst.Assign):
         target = line.targets[0].target
@@ -95,7 +95,7 @@ def _visible(work: Work) -> None:
             work.remove(statement, alone=alone)
             work.done(
                 line,
-                f"`{tree.text(line)}` taken out: it would put all ranks on one GPU. "
+                f"`{tree.text(line)}` removed: it would put all ranks on one GPU. "
                 "Choose GPUs in the launching shell",
             )
 
@@ -120,7 +120,9 @@ def _loads(work: Work, *, saves: bool) -> None:
                 ),
             )
             work.change(call, partial(appended, argument=value))
-            work.done(call, f"loads to {where}, not to the device it was saved from")
+            work.done(
+                call, (f"loads to {where}, not to the device that it was saved from")
+            )
         if saves and not work.is_guarded(call):
             statement = tree.statement(call)
             work.before(
@@ -153,5 +155,9 @@ def _downloads(work: Work) -> None:
             work.done(call, "the first rank of each host downloads, the others wait")
         else:
             work.undecided(
-                call, "every rank may download here at the same time: download before"
+                call,
+                (
+                    "every rank may download here at the same time: download before "
+                    "the run"
+                ),
             )

@@ -1,4 +1,4 @@
-"""Lets rank 0 alone print, log and write files."""
+"""Make only rank 0 print, log and write files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Display:
         self.saves = False
 
     def guard_files(self) -> None:
-        """Has rank 0 alone carry out what writes files."""
+        """Make only rank 0 execute calls that write files."""
         for node in found(self._tree.module, cst.With):
             if any(self._writes(item.item) for item in node.items):
                 self._guard_block(node)
@@ -74,7 +74,8 @@ class Display:
                 self._work.undecided(
                     call,
                     f"`{self._tree.text(call)[:50]}` opens a file for writing on every "
-                    "rank: put it and what writes there under `if RANK == 0:`",
+                    "rank: put it and the code that writes to it under `if RANK == "
+                    "0:`",
                 )
 
     def _writes(self, node: cst.BaseExpression) -> bool:
@@ -97,12 +98,12 @@ class Display:
         ):
             self._work.undecided(
                 node,
-                "a file is open for writing on every rank while batches are gone "
-                "through: open it under `if RANK == 0:`, or in another place",
+                "a file is open for writing on every rank during a loop over batches: "
+                "open it under `if RANK == 0:`, or in another place",
             )
             return
         self._work.on_rank_0(node)
-        self._work.done(node, "rank 0 alone writes this file")
+        self._work.done(node, "only rank 0 writes this file")
 
     def _guard(self, call: cst.Call, what: str) -> None:
         self.saves = self.saves or what == "torch.save" or what == "save_pretrained"
@@ -117,30 +118,30 @@ class Display:
         if not alone:
             self._work.undecided(
                 call,
-                f"`{what}` writes on every rank here, where its value is used too: put "
-                "it under `if RANK == 0:`",
+                f"`{what}` writes on every rank here, where its value is also used: "
+                "put it under `if RANK == 0:`",
             )
             return
         self._work.on_rank_0(statement)
-        self._work.done(call, f"rank 0 alone calls {what}")
+        self._work.done(call, f"only rank 0 calls {what}")
 
     def convert(self) -> None:
-        """Lets rank 0 alone show things."""
+        """Make only rank 0 show output."""
         count = 0
         for call in self._tree.calls:
             full = self._tree.called(call)
             last = full.rpartition(".")[2]
             if full == "print":
-                # A file of rank 0's own, or a rank guarded already, stays.
+                # Leave a file that is rank 0's own, or a rank that is guarded already.
                 if not self._work.is_guarded(call):
                     self._work.replace(call.func, "print0")
                     count += 1
             elif full in _BARS and "disable" not in arguments_of(call)[1]:
                 self._add(call, "disable", "RANK != 0")
-                self._work.done(call, "rank 0 alone shows the progress bar")
+                self._work.done(call, "only rank 0 shows the progress bar")
             elif full == "wandb.init" and "mode" not in arguments_of(call)[1]:
                 self._add(call, "mode", 'None if RANK == 0 else "disabled"')
-                self._work.done(call, "rank 0 alone logs to wandb")
+                self._work.done(call, "only rank 0 logs to wandb")
             elif last in WRITERS:
                 self._writer(call)
             elif full == "input":
@@ -169,17 +170,17 @@ class Display:
         self._work.change(
             call, lambda new: cst.IfExp(test=here, body=new, orelse=instead)
         )
-        self._work.done(call, f"rank 0 alone has a {self._tree.called(call)}")
+        self._work.done(call, f"only rank 0 has a {self._tree.called(call)}")
 
     def logs(self) -> bool:
-        """Whether the script sets logging up."""
+        """Return whether the script sets up logging."""
         return any(
             self._tree.called(c) == "logging.basicConfig" for c in self._tree.calls
         )
 
 
 def appended(call: cst.Call, argument: cst.Arg) -> cst.Call:
-    """A call with one more argument, laid out as those before."""
+    """Return a call with one more argument, laid out like those before."""
     if not call.args:
         return call.with_changes(args=[argument])
     *first, last = call.args
@@ -187,7 +188,7 @@ def appended(call: cst.Call, argument: cst.Arg) -> cst.Call:
     if isinstance(comma, cst.Comma) and isinstance(
         comma.whitespace_after, cst.ParenthesizedWhitespace
     ):
-        # One argument a line, a comma after the last.
+        # One argument per line, with a comma after the last.
         between = first[-1].comma if first else comma
         more = argument.with_changes(comma=comma)
         return call.with_changes(args=[*first, last.with_changes(comma=between), more])

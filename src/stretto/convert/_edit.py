@@ -1,4 +1,4 @@
-"""Edits collected by node and carried out in one pass, and what they share."""
+"""Edits collected by node and applied in one pass, and the state that they share."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _THEIRS = "\x00"
 
 
 def theirs(text: str) -> str:
-    """The script's own text within one of ours: its names are not ours."""
+    """The script's own text inside generated text: its names are not generated ones."""
     return f"{_THEIRS}{text}{_THEIRS}"
 
 
 @final
 class Work:
-    """One conversion on its way: what is found, what is to change, what to tell."""
+    """A conversion in progress: what was found, what to change, what to report."""
 
     def __init__(self, job: Job, choices: Choices) -> None:
         self.job = job
@@ -43,28 +43,28 @@ class Work:
         self.notes: list[Note] = []
         self.used: set[str] = set()
         self.guarded: list[cst.CSTNode] = []
-        """Statements that only rank 0 executes: no collective may stand there."""
+        """Statements that only rank 0 executes: they must not contain a collective."""
         self._changes: dict[cst.CSTNode, list[Callable[[Any], Any]]] = {}
         self._before: dict[cst.CSTNode, list[cst.CSTNode]] = {}
         self._after: dict[cst.CSTNode, list[cst.CSTNode]] = {}
         ours = {*_support.NAMES, *_support.order(), "dist", "hvd"}
-        # A variable of the script may have the name of one of ours.
+        # A variable of the script may have the name of a generated function.
         self._renamed = {name: f"{name}_" for name in ours & self.tree.names}
         if self.tree.imported.get("dist") == "torch.distributed":
             self._renamed.pop("dist", None)
 
-    # What to tell
+    # What to report
 
     def done(self, node: cst.CSTNode | None, text: str) -> None:
-        """Lists something that was done."""
+        """List something that was done."""
         self._note(node, text, Kind.DONE)
 
     def undecided(self, node: cst.CSTNode | None, text: str) -> None:
-        """Lists something that the user has to look at."""
+        """List something that the user has to check."""
         self._note(node, text, Kind.OPEN)
 
     def know(self, node: cst.CSTNode | None, text: str) -> None:
-        """Lists something that is good to know."""
+        """List something that is good to know."""
         self._note(node, text, Kind.KNOW)
 
     def _note(self, node: cst.CSTNode | None, text: str, kind: Kind) -> None:
@@ -76,7 +76,7 @@ class Work:
     # What to change
 
     def named(self, text: str) -> str:
-        """Text of ours with our names as they are called in this script."""
+        """Return generated text, with generated names as this script calls them."""
         parts = text.split(_THEIRS)
         parts[::2] = [self._named(part) for part in parts[::2]]
         return "".join(parts)
@@ -97,52 +97,52 @@ class Work:
         return text
 
     def expression(self, text: str) -> cst.BaseExpression:
-        """An expression of ours."""
+        """Return a generated expression."""
         config = self.tree.module.config_for_parsing
         return cst.parse_expression(self.named(text), config=config)
 
     def statement(self, text: str) -> cst.CSTNode:
-        """A statement of ours."""
+        """Return a generated statement."""
         config = self.tree.module.config_for_parsing
         return cst.parse_statement(self.named(text), config=config)
 
     def change(self, node: cst.CSTNode, how: Callable[[Any], Any]) -> None:
-        """Has a node replaced by what ``how`` makes of it after the changes within."""
+        """Replace a node by the result of ``how``, after the changes inside it."""
         self._changes.setdefault(node, []).append(how)
 
     def replace(self, node: cst.CSTNode, text: str) -> None:
-        """Puts an expression of ours in a node's place."""
+        """Replace a node by a generated expression."""
         new = self.expression(text)
         self.change(node, lambda _: new)
 
     def remove(self, statement: cst.CSTNode, *, alone: bool) -> None:
-        """Takes a statement out; one that is alone in its block leaves ``pass``."""
+        """Remove a statement; one that is alone in its block leaves ``pass``."""
         instead = self.statement("pass")
         self.change(statement, lambda _: instead if alone else cst.RemoveFromParent())
 
     def call_around(self, node: cst.BaseExpression, function: str) -> None:
-        """Puts a call of one of our functions around an expression."""
+        """Put a call of a generated function around an expression."""
         func = self.expression(function)
         self.change(node, lambda new: cst.Call(func=func, args=[cst.Arg(value=new)]))
 
     def before(self, node: cst.CSTNode, *texts: str) -> None:
-        """Puts statements before a statement."""
+        """Insert statements before a statement."""
         self._before.setdefault(node, []).extend(self.statement(t) for t in texts)
 
     def nodes_before(self, node: cst.CSTNode, nodes: Sequence[cst.CSTNode]) -> None:
-        """Puts parsed statements before a statement."""
+        """Insert parsed statements before a statement."""
         self._before.setdefault(node, []).extend(nodes)
 
     def after(self, node: cst.CSTNode, *texts: str) -> None:
-        """Puts statements after a statement."""
+        """Insert statements after a statement."""
         self._after.setdefault(node, []).extend(self.statement(t) for t in texts)
 
     def nodes_after(self, node: cst.CSTNode, nodes: Sequence[cst.CSTNode]) -> None:
-        """Puts parsed statements after a statement."""
+        """Insert parsed statements after a statement."""
         self._after.setdefault(node, []).extend(nodes)
 
     def under(self, statement: cst.CSTNode, header: str) -> None:
-        """Puts a statement into a block of its own, such as ``if RANK == 0``."""
+        """Move a statement into its own block, such as ``if RANK == 0``."""
         shell: Any = self.statement(f"{header}:\n    pass")
 
         def indented(new: Any) -> Any:
@@ -155,18 +155,18 @@ class Work:
         self.change(statement, indented)
 
     def on_rank_0(self, statement: cst.CSTNode) -> None:
-        """Has a statement carried out by rank 0 alone."""
+        """Make only rank 0 execute a statement."""
         if any(self.tree.within(statement, other) for other in self.guarded):
             return
         self.guarded.append(statement)
         self.under(statement, "if RANK == 0")
 
     def is_guarded(self, node: cst.CSTNode) -> bool:
-        """Whether only rank 0 comes to a node."""
+        """Return whether only rank 0 reaches a node."""
         return any(self.tree.within(node, other) for other in self.guarded)
 
     def result(self) -> cst.Module:
-        """The script with all changes."""
+        """Return the script with all changes."""
         out = self.tree.module.visit(_Apply(self._changes, self._before, self._after))
         if not isinstance(out, cst.Module):
             raise TypeError("a module became something else")
@@ -198,7 +198,7 @@ class _Apply(cst.CSTTransformer):
 
 
 def _with_cell_mark(ours: Any, theirs: Any) -> tuple[Any, Any]:
-    """Moves marks of a notebook's cell above what is put at its beginning."""
+    """Move marks of a notebook's cell above what is inserted at its beginning."""
     lines = list(theirs.leading_lines)
     marks = [
         i

@@ -1,4 +1,4 @@
-"""Where a variable's value comes from, through names, attributes and parameters."""
+"""Trace where a variable's value comes from: names, attributes and parameters."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 _INIT = "__init__"
 
 _DEPTH = 4
-"""Through how many calls of functions with several callers an object is followed."""
+"""Number of calls, of functions with several callers, through which an object is
+followed.
+"""
 
 Key = tuple[int | None, ...]
-"""What identifies a value: its expression, its place, and calls on the way to it."""
+"""Identity of a value: its expression, its place, and the calls on the way to it."""
 
 SAME_OBJECT = (
     "to",
@@ -49,19 +51,19 @@ WRAPPING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """An expression that a variable's value was first made by."""
+    """An expression that first created a variable's value."""
 
     value: cst.BaseExpression
     scope: Scope
     statement: cst.CSTNode
     path: str | None
-    """The variable assigned here; ``None`` where the value is passed on directly."""
+    """The variable assigned here; ``None`` if the value is passed on directly."""
     place: int | None = None
-    """Which of several variables that a call's result is unpacked into."""
+    """Index of the variable, if a call's result is unpacked into several."""
 
     @property
     def key(self) -> tuple[int | None, int | None]:
-        """What tells this value from others."""
+        """Return what distinguishes this value from others."""
         return id(self.value), self.place
 
 
@@ -113,13 +115,15 @@ class Flow:
             self._assigned.setdefault((home, path), []).append(origin)
 
     def home(self, path: str, scope: Scope) -> cst.CSTNode | None:
-        """What a variable belongs to: its class for ``self.x``, else its function."""
+        """Return what a variable belongs to: its class for ``self.x``, else its
+        function.
+        """
         if path.startswith("self."):
             return self._tree.owner(scope)
         return scope
 
     def assigned(self, path: str, scope: Scope) -> list[Origin]:
-        """The assignments to a variable that code in a scope sees, in text order."""
+        """Return the assignments to a variable that a scope sees, in text order."""
         if path.startswith("self."):
             return self._of_object(self._tree.owner(scope), path)
         here: Scope = scope
@@ -131,7 +135,9 @@ class Flow:
             here = self._tree.function(here)
 
     def _of_object(self, owner: cst.ClassDef | None, path: str) -> list[Origin]:
-        """The assignments to ``self.x`` in a class, its bases and its subclasses."""
+        """Return the assignments to ``self.x`` in a class, its bases and its
+        subclasses.
+        """
         return [
             origin
             for kind in (self._tree.family(owner) if owner is not None else [None])
@@ -139,7 +145,7 @@ class Flow:
         ]
 
     def calls_of(self, function: cst.FunctionDef) -> list[cst.Call]:
-        """Where a function, a method or (of ``__init__``) its class is called."""
+        """Return the calls of a function, a method or (for ``__init__``) its class."""
         if function not in self._callers:
             self._callers[function] = self._find_calls(function)
         return self._callers[function]
@@ -161,7 +167,7 @@ class Flow:
     def passed(
         self, function: cst.FunctionDef, parameter: str
     ) -> Iterator[tuple[cst.Call, cst.BaseExpression]]:
-        """What the calls of a function pass for one of its parameters."""
+        """Return what the calls of a function pass for one of its parameters."""
         names = parameters(function)
         place = names.index(parameter)
         if names and names[0] in ("self", "cls") and self._tree.owner(function):
@@ -171,10 +177,10 @@ class Flow:
                 yield call, value
 
     def origins(self, node: cst.BaseExpression, scope: Scope) -> list[Origin]:
-        """Where the value of an expression comes from.
+        """Return where the value of an expression comes from.
 
         Plain names are followed to their assignments, parameters to every call, and
-        attributes of ``self`` to their class. What is neither is an origin itself.
+        attributes of ``self`` to their class. Any other expression is an origin itself.
         """
         out: dict[Key, Origin] = {}
         self._follow(node, scope, None, out, set())
@@ -234,14 +240,14 @@ class Flow:
         out: dict[Key, Origin],
         seen: set[tuple[int, str]],
     ) -> bool:
-        """``trainer.loader`` to ``self.loader`` in the class of ``trainer``."""
+        """Map ``trainer.loader`` to ``self.loader`` in the class of ``trainer``."""
         made = self.of_objects(node, scope)
         for origin in made:
             self._follow(origin.value, origin.scope, origin, out, seen)
         return bool(made)
 
     def of_objects(self, node: cst.BaseExpression, scope: Scope) -> list[Origin]:
-        """The assignments to ``self.x`` that ``trainer.x`` reads."""
+        """Return the assignments to ``self.x`` that ``trainer.x`` reads."""
         if not isinstance(node, cst.Attribute) or dotted(node.value) == "self":
             return []
         out: list[Origin] = []
@@ -256,11 +262,11 @@ class Flow:
     # Objects, also through calls
 
     def reached(self, node: cst.BaseExpression, scope: Scope) -> set[Key]:
-        """The keys of every value that an expression's object may be.
+        """Return the keys of every value that an expression's object may be.
 
-        In addition to `origins` this looks through calls that give the same object:
-        methods such as ``to``, wrappers such as ``torch.compile``, and functions of
-        the script by what they return.
+        In addition to `origins` this looks through calls that return the same object:
+        methods such as ``to``, wrappers such as ``torch.compile``, and the script's
+        functions by what they return.
         """
         out: set[Key] = set()
         waiting: list[tuple[cst.BaseExpression, Scope, tuple[int, ...]]] = [
@@ -286,10 +292,11 @@ class Flow:
     def same_object(
         self, value: cst.BaseExpression, scope: Scope, place: int | None
     ) -> list[tuple[cst.BaseExpression, Scope, int | None]]:
-        """The expressions whose object a call, or a conditional expression, gives.
+        """Return the expressions whose object a call, or a conditional expression,
+        returns.
 
-        Each comes with its scope and, of a function that is called from several
-        places, with which of these calls it is.
+        Each comes with its scope. For a function with several callers it also comes
+        with the call in question.
         """
         if isinstance(value, cst.IfExp):
             return [(value.body, scope, None), (value.orelse, scope, None)]
@@ -318,7 +325,7 @@ class Flow:
         return out
 
     def local(self, call: cst.Call) -> list[cst.FunctionDef]:
-        """The functions of this script that a call may call."""
+        """Return the functions of this script that a call may call."""
         if self._callees is None:
             self._callees = {}
             for function in self._tree.functions:
@@ -328,7 +335,7 @@ class Flow:
         return self._callees.get(call, [])
 
     def returned(self, function: cst.FunctionDef) -> list[cst.BaseExpression]:
-        """The values that a function may return."""
+        """Return the values that a function may return."""
         return [
             line.value
             for line in found(function.body, cst.Return)
@@ -337,7 +344,7 @@ class Flow:
 
 
 def parameters(function: cst.FunctionDef) -> list[str]:
-    """The names of a function's parameters in order."""
+    """Return the names of a function's parameters in order."""
     of = function.params
     every = [*of.posonly_params, *of.params, *of.kwonly_params]
     return [p.name.value for p in every]

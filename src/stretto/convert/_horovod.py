@@ -1,4 +1,4 @@
-"""The optimizers of a script that is to train through Horovod's interface."""
+"""Wrap the optimizers of a script that trains through Horovod's interface."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 def distribute_optimizers(work: Work, models: Models) -> None:
-    """Puts ``hvd.DistributedOptimizer`` around each optimizer.
+    """Put ``hvd.DistributedOptimizer`` around each optimizer.
 
     Raises:
-        SpecError: a step is not one backward and one ``step()``, which Horovod's
-            optimizer takes it to be.
+        SpecError: A step is not one backward and one ``step()``, which Horovod's
+            optimizer requires.
     """
     tree = work.tree
     if len(work.job.backwards) > 1:
         raise work.job.refuse(
             work.job.backwards[1],
-            "a step has several backward() calls, which Horovod's optimizer does not "
-            "allow without knowing their number. Use --to stretto",
+            "a step has several backward() calls, which Horovod's optimizer allows "
+            "only if it knows their number. Use --to stretto",
         )
     for call in tree.calls:
         full = tree.called(call)
@@ -39,8 +39,8 @@ def distribute_optimizers(work: Work, models: Models) -> None:
         if tree.method_called(call, "step") is not None and call in _conditional(work):
             raise work.job.refuse(
                 call,
-                "gradients are accumulated over several backward() calls, which "
-                "Horovod's optimizer must be told the number of. Use --to stretto",
+                "gradients are accumulated over several backward() calls, and "
+                "Horovod's optimizer needs to know their number. Use --to stretto",
             )
     for optimizer in work.job.optimizers:
         line = tree.parent(optimizer.call)
@@ -66,7 +66,7 @@ def distribute_optimizers(work: Work, models: Models) -> None:
 
 
 def _conditional(work: Work) -> list[cst.Call]:
-    """The calls of ``step()`` that a step may leave out."""
+    """Return the calls of ``step()`` that a step may skip."""
     out = []
     for loop in work.job.training:
         for call in work.tree.calls:

@@ -1,4 +1,4 @@
-"""What of a training job a script holds: models, optimizers, loops, loaders."""
+"""The parts of a script's training job: models, optimizers, loops, loaders."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _BY_HAND = (
     "functorch.grad",
     "functorch.grad_and_value",
 )
-"""Calls that give gradients without storing them in parameters."""
+"""Calls that return gradients without storing them in parameters."""
 
 _CONTAINERS = (cst.Dict, cst.List, cst.Tuple, cst.ListComp, cst.DictComp)
 
@@ -68,7 +68,7 @@ WRAPPERS = (
     "zip",
     "cycle",
 )
-"""Calls that hand the batches of their arguments on."""
+"""Calls that pass on the batches of their arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Loop:
     node: cst.For | cst.While
     scope: Scope
     loaders: list[tuple[cst.BaseExpression, Scope]]
-    """The loaders as they are named where the loop, or its iterator, is made."""
+    """The loaders, as they are named where the loop, or its iterator, is created."""
     origins: list[Origin] = field(default_factory=list)
     anchor: cst.CSTNode | None = None
     """The statement before which an epoch begins."""
@@ -98,7 +98,9 @@ class Job:
     """The training found in a script.
 
     Raises:
-        SpecError: there is none, or it is not understood; line and next step said.
+        SpecError: The script has no training, or it is not understood; the error has
+        the
+            line and the next step.
     """
 
     def __init__(self, tree: Tree, name: str) -> None:
@@ -111,8 +113,8 @@ class Job:
         self.optimizers = self._optimizers()
         if not self.optimizers:
             raise SpecError(
-                f"{name}:{tree.line(self.backwards[0])}: backward() is called, but no "
-                "optimizer over a model's parameters() is made in this file, so the "
+                f"{name}:{tree.line(self.backwards[0])}: backward() is called, but "
+                "this file makes no optimizer over a model's parameters(), so the "
                 "model to be distributed is unknown. Make the optimizer in this file"
             )
         self.models = _distinct([m for o in self.optimizers for m in o.models])
@@ -120,23 +122,23 @@ class Job:
             if model.path is None:
                 raise SpecError(
                     f"{name}:{tree.line(model.statement)}: the trained model "
-                    f"`{tree.text(model.value)[:60]}` has no name of its own, so it "
-                    "can not be wrapped. Assign it to a variable first"
+                    f"`{tree.text(model.value)[:60]}` has no name, so it cannot be "
+                    "wrapped. Assign it to a variable first"
                 )
             if isinstance(model.value, _CONTAINERS):
                 raise self.refuse(
                     model.statement,
-                    f"the trained model is an element of `{model.path}`, so it can "
-                    "not be wrapped by name. Assign it to a variable of its own first",
+                    f"the trained model is an element of `{model.path}`, so it cannot "
+                    "be wrapped by name. Assign it to its own variable first",
                 )
         self.training = self._training_loops()
 
     def refuse(self, node: cst.CSTNode, text: str) -> SpecError:
-        """An error that names a node's line."""
+        """Return an error that names a node's line."""
         return SpecError(f"{self._name}:{self.tree.line(node)}: {text}")
 
     def _begins_backward(self, call: cst.Call) -> bool:
-        """Whether a call is of a loss's ``backward``, or of torch.autograd's."""
+        """Return whether a call is of a loss's ``backward``, or of torch.autograd's."""
         if self.tree.called(call) == _BACKWARD:
             return True
         on = self.tree.method_called(call, "backward")
@@ -150,20 +152,21 @@ class Job:
         if by_hand is not None:
             return self.refuse(
                 by_hand,
-                f"gradients are taken with {self.tree.called(by_hand)}() and nothing "
-                "calls backward(), and DistributedDataParallel exchanges gradients in "
-                "backward() only. Call loss.backward() and read each parameter's .grad",
+                f"gradients are computed with {self.tree.called(by_hand)}() and "
+                "nothing calls backward(), but DistributedDataParallel exchanges "
+                "gradients in backward() only. Call loss.backward() and read each "
+                "parameter's .grad",
             )
         return SpecError(
             f"{self._name}: no training loop found: nothing calls backward(). Give the "
-            "file that holds the loop"
+            "file that contains the loop"
         )
 
     def differentiated(self, call: cst.Call) -> cst.BaseExpression | None:
-        """Return the loss that a call of ``backward`` begins at.
+        """Return the loss that a call of ``backward`` starts from.
 
         Raises:
-            SpecError: it is not one tensor; line and next step said.
+            SpecError: It is not one tensor; the error has the line and the next step.
         """
         if self.tree.called(call) != _BACKWARD:
             return call.func.value if isinstance(call.func, cst.Attribute) else None
@@ -209,9 +212,9 @@ class Job:
     def refuse_free_tensors(self) -> None:
         """Refuse tensors that an optimizer trains outside every module.
 
-        DistributedDataParallel exchanges gradients of its module's parameters only,
-        so each rank would train such a tensor by itself. An optimizer made within the
-        training loop is for tensors of that batch, and stays.
+        DistributedDataParallel exchanges gradients of its module's parameters only, so
+        each rank would train such a tensor by itself. An optimizer made within the
+        training loop is for tensors of that batch, and is accepted.
         """
         for call in self.tree.calls:
             added = self.tree.method_called(call, "add_param_group") is not None
@@ -282,7 +285,9 @@ class Job:
         return out
 
     def _model(self, owner: cst.BaseExpression, scope: Scope) -> list[Origin]:
-        """Where the model was made that `owner`, or a part of it, belongs to."""
+        """Return where the model was created that `owner`, or a part of it, belongs
+        to.
+        """
         while isinstance(owner, cst.Subscript):  # model[1].parameters()
             owner = owner.value
         path = dotted(owner)
@@ -292,7 +297,7 @@ class Job:
             return []
         if path == "self" and scope is not None:
             return self._receivers(scope)
-        # Of model.head.parameters() the longest part that is assigned is the model.
+        # The longest assigned part of model.head.parameters() is the model.
         node: cst.BaseExpression = owner
         while True:
             origins = self.flow.origins(node, scope)
@@ -306,7 +311,7 @@ class Job:
                 return self._receivers(scope)
 
     def _receivers(self, method: cst.FunctionDef) -> list[Origin]:
-        """The objects whose method is called, where that makes the optimizer."""
+        """Return the objects whose method is called, if that makes the optimizer."""
         out: list[Origin] = []
         for call in self.flow.calls_of(method):
             on = self.tree.method_called(call, method.name.value)
@@ -323,7 +328,7 @@ class Job:
             if not around:
                 inner = next((x for x in self.tree.loops(call)), None)
                 over = (
-                    f" (line {self.tree.line(inner)} goes over "
+                    f" (line {self.tree.line(inner)} iterates over "
                     f"`{self.tree.text(inner.iter)[:50]}`)"
                     if isinstance(inner, cst.For)
                     else ""
@@ -331,8 +336,8 @@ class Job:
                 raise self.refuse(
                     call,
                     "backward() is called, but no loop around it takes batches from a "
-                    f"DataLoader made in this file{over}, so the data can not be "
-                    "divided among ranks. Let the batches come from a "
+                    f"DataLoader made in this file{over}, so the data cannot be "
+                    "divided among ranks. Take the batches from a "
                     "torch.utils.data.DataLoader",
                 )
             for loop in around:
@@ -356,7 +361,7 @@ class Job:
         return out
 
     def loop(self, node: cst.For | cst.While) -> Loop | None:
-        """The loop over a loader's batches that a loop is, if it is one."""
+        """Return the loop over a loader's batches, if a loop is one."""
         scope = self.tree.function(node)
         sources: list[tuple[cst.BaseExpression, Scope]] = []
         anchor: cst.CSTNode = node
@@ -383,7 +388,9 @@ class Job:
     def _sources(
         self, node: cst.BaseExpression, scope: Scope, depth: int = 6
     ) -> list[tuple[cst.BaseExpression, Scope]]:
-        """The loaders below enumerate(), tqdm(), zip(), iter() and names for these."""
+        """Return the loaders inside enumerate(), tqdm(), zip(), iter() and names for
+        these.
+        """
         if depth == 0:
             return []
         if isinstance(node, cst.Call):
@@ -418,7 +425,9 @@ class Job:
         return []
 
     def _gives_loader(self, call: cst.Call) -> bool:
-        """Whether a function of the script returns a loader, and nothing else."""
+        """Return whether a function of the script returns a loader, and nothing
+        else.
+        """
         returned = [
             self.flow.origins(given, function)
             for function in self.flow.local(call)
@@ -438,7 +447,7 @@ class Job:
         return next((f for f in self.tree.functions if f.name.value == name), None)
 
     def _loaders(self, node: cst.BaseExpression, scope: Scope) -> list[Origin]:
-        """Where the loader was made; empty when it can be none."""
+        """Return where the loader was created; empty if it cannot be a loader."""
         key: str | None = None
         if isinstance(node, cst.Subscript):
             index = node.slice[0].slice
@@ -463,14 +472,16 @@ class Job:
         return [o for o in out if self.may_be_loader(o)]
 
     def is_loader(self, node: cst.CSTNode) -> bool:
-        """Whether an expression is a call of DataLoader."""
+        """Return whether an expression is a call of DataLoader."""
         full = self.tree.called(node)
         return full.rpartition(".")[2] == "DataLoader" and (
             full == "DataLoader" or full.startswith("torch.")
         )
 
     def may_be_loader(self, origin: Origin) -> bool:
-        """Whether a value is a DataLoader, or comes from a call that may give one."""
+        """Return whether a value is a DataLoader, or comes from a call that may return
+        one.
+        """
         made = origin.value
         if self.is_loader(made):
             return True

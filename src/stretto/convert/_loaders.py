@@ -1,4 +1,4 @@
-"""Divides the training loaders and tells their samplers the epoch."""
+"""Divide the training loaders, and set the epoch on their samplers."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Loaders:
         self._batch_sizes: list[cst.BaseExpression] = []
 
     def is_divided(self, loop: Loop) -> bool:
-        """Whether a loop's batches are this rank's alone."""
+        """Return whether a loop's batches are this rank's only."""
         return any(o.key in self._ids for o in loop.origins)
 
     def convert(self) -> None:
-        """Divides the loaders and puts ``set_epoch`` before their loops."""
+        """Divide the loaders and put ``set_epoch`` before their loops."""
         for origin in self._origins:
             self._divide(origin)
         for loop in self._work.job.training:
@@ -63,7 +63,7 @@ class Loaders:
             self._work.call_around(call, "divided")
             self._work.done(
                 call,
-                "the loader is divided among ranks when it is made"
+                "the loader is divided among ranks when it is created"
                 + ("" if self._work.choices.per_rank_batch else self._batch_note()),
             )
             return
@@ -71,7 +71,7 @@ class Loaders:
         self._rewrite(call, name)
 
     def _divide_later(self, origin: Origin) -> None:
-        """A loader that a function returned."""
+        """Handle a loader that a function returned."""
         self._batch_sizes += self._sizes_below(origin)
         text = self._tree.text(origin.value)[:50]
         if origin.path is None:
@@ -83,12 +83,12 @@ class Loaders:
             )
         self._work.done(
             origin.value,
-            f"the loader that `{text}` gives is divided among ranks"
+            f"the loader that `{text}` returns is divided among ranks"
             + ("" if self._work.choices.per_rank_batch else self._batch_note()),
         )
 
     def _sizes_below(self, origin: Origin) -> list[cst.BaseExpression]:
-        """The batch sizes of the loaders that a function of the script makes."""
+        """Return the batch sizes of the loaders that a function of the script makes."""
         if not isinstance(origin.value, cst.Call):
             return []
         return [
@@ -110,9 +110,9 @@ class Loaders:
             if given is not None and self._tree.text(given) != "None":
                 raise refuse(
                     call,
-                    f"the training loader has a {name} of its own "
-                    f"(`{self._tree.text(given)[:50]}`), which can not be divided "
-                    "among ranks without knowing what it means. Draw samples with "
+                    f"the training loader has its own {name} "
+                    f"(`{self._tree.text(given)[:50]}`), which cannot be divided among "
+                    "ranks without knowing what it does. Draw samples with "
                     "shuffle=True (a subset with torch.utils.data.Subset), or divide "
                     "this loader by hand in a distributed script",
                 )
@@ -128,13 +128,15 @@ class Loaders:
             ):
                 raise refuse(
                     call,
-                    f"{name} is an IterableDataset, whose samples only it can divide. "
-                    "Let its __iter__ skip what other ranks take (RANK, WORLD_SIZE), "
+                    f"{name} is an IterableDataset, which only itself can divide. Make "
+                    "its __iter__ skip the samples of other ranks (RANK, WORLD_SIZE), "
                     "or give it a length and __getitem__",
                 )
 
     def _can_hoist(self, origin: Origin) -> bool:
-        """Whether a dataset made within the call can be made a line before it."""
+        """Return whether a dataset made within the call can be made a line before
+        it.
+        """
         return (
             isinstance(origin.statement, cst.SimpleStatementLine)
             and origin.path is not None
@@ -147,7 +149,7 @@ class Loaders:
         name = path.replace("loader", "dataset") if "loader" in path else f"{path}_set"
         while name in self._tree.names:
             name += "_"
-        # A copy: the loader's own argument becomes the new name.
+        # A copy, because the loader's own argument becomes the new name.
         line = cst.SimpleStatementLine(
             body=[
                 cst.Assign(
@@ -161,7 +163,7 @@ class Loaders:
         return name
 
     def _rewrite(self, call: cst.Call, data: str) -> None:
-        """``batch_size`` becomes this rank's, ``shuffle`` a sampler's."""
+        """Make ``batch_size`` this rank's, and replace ``shuffle`` by a sampler."""
         work = self._work
         shuffle = argument(call, 2, "shuffle")
         drop = argument(call, 8, "drop_last")
@@ -174,8 +176,8 @@ class Loaders:
         if size is None:
             raise work.job.refuse(
                 call,
-                "the training loader has no batch_size, so each step takes one sample, "
-                "which can not be divided among ranks. Give it a batch_size",
+                "the training loader has no batch_size, so each step takes one "
+                "sample, which cannot be divided among ranks. Give it a batch_size",
             )
         self._batch_sizes.append(size)
         if not work.choices.per_rank_batch:
@@ -223,7 +225,7 @@ class Loaders:
             self._work.before(at, theirs(f"{name}.sampler.set_epoch({shown})"))
             self._work.done(
                 at,
-                f"the sampler of `{name}` is told the epoch ({shown})",
+                f"the epoch is set on the sampler of `{name}` ({shown})",
             )
 
     def _tell_new(
@@ -249,7 +251,9 @@ class Loaders:
         )
 
     def _made_anew(self, loop: Loop) -> bool:
-        """Whether each pass may make its loader again, which counts no epochs."""
+        """Return whether each pass may create its loader again, so that epochs do not
+        count.
+        """
         return any(self._repeated(o.statement, set()) for o in loop.origins)
 
     def _repeated(self, node: cst.CSTNode, seen: set[int]) -> bool:
@@ -264,7 +268,7 @@ class Loaders:
     def _epoch_begins(
         self, loop: Loop, node: cst.BaseExpression, scope: Scope
     ) -> cst.CSTNode:
-        """The statement that begins to take batches from a loader."""
+        """Return the statement that begins to take batches from a loader."""
         if self._tree.within(node, loop.node):
             if isinstance(loop.node, cst.For) and self._tree.within(
                 node, loop.node.iter
@@ -302,7 +306,7 @@ class Loaders:
 
 
 def _first(value: cst.BaseExpression, more: list[cst.Arg]) -> cst.Arg:
-    """A first argument, with a comma where more follow."""
+    """Return a first argument, with a comma if more follow."""
     if not more:
         return cst.Arg(value=value)
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))

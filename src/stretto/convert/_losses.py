@@ -1,4 +1,4 @@
-"""What a training loss is over samples: a mean, a sum, or something else."""
+"""Classify a training loss over samples: a mean, a sum, or something else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Loss(enum.Enum):
     """How a loss grows with the samples of a batch."""
 
     CONSTANT = "constant"
-    """A number that gradients do not pass through."""
+    """A number without a gradient."""
     PARAMETERS = "parameters"
     """A function of parameters alone, such as a weight penalty."""
     MEAN = "mean"
@@ -49,7 +49,7 @@ _LINEAR = frozenset(
         "requires_grad_",
     ]
 )
-"""Methods that keep what a value is."""
+"""Methods that keep a value's kind."""
 
 _SCALING = ("scale", "scale_loss")
 
@@ -65,7 +65,7 @@ class Losses:
         self._tree, self._flow = work.tree, work.flow
 
     def of(self, call: cst.Call) -> Loss:
-        """What the loss of a call of ``backward`` is."""
+        """Return the kind of the loss of a call of ``backward``."""
         node = self._work.job.differentiated(call)
         if node is None:
             return Loss.UNKNOWN
@@ -75,11 +75,13 @@ class Losses:
                 node = node.args[0].value
         scope, line = self._tree.function(call), self._tree.line(call)
         loss = self._of(node, scope, line, _DEPTH)
-        # What a model gives as it is, is its own loss, a mean by all conventions.
+        # A model's unchanged output is its own loss, a mean by all conventions.
         return Loss.MEAN if loss is Loss.EACH else loss
 
     def graph_names(self) -> set[str]:
-        """The variables whose tensors gradients flow through to a ``backward``."""
+        """Return the variables whose tensors gradients flow through to a
+        ``backward``.
+        """
         out: set[str] = set()
         scopes: list[cst.CSTNode] = []
         for call in self._work.job.backwards:
@@ -140,7 +142,9 @@ class Losses:
     def _of_part(
         self, node: cst.BaseExpression, scope: Scope, line: int, depth: int
     ) -> Loss:
-        """What one element of a result is: of a model's, taken to be its loss."""
+        """Return the kind of one element of a result; a model's is taken to be its
+        loss.
+        """
         given = node
         if (path := dotted(node)) is not None:
             for origin in self._before(path, scope, line):
@@ -215,9 +219,10 @@ class Losses:
         return out
 
     def _before(self, path: str, scope: Scope, line: int) -> list[Origin]:
-        """The assignments to a name that may hold on a line, later ones hiding others.
+        """Return the assignments to a name that may be in effect on a line.
 
-        An assignment in a block around the line hides those before it.
+        Later ones hide others. An assignment in a block around the line hides those
+        before it.
         """
         made = [
             o
@@ -332,7 +337,9 @@ class Losses:
         line: int,
         depth: int,
     ) -> Loss:
-        """What ``mean`` or ``sum`` makes of an expression, over ``dim`` or all."""
+        """Return what ``mean`` or ``sum`` makes of an expression, over ``dim`` or
+        all.
+        """
         scope = self._tree.function(node)
         if self._is_of_parameters(node):
             return Loss.PARAMETERS
@@ -340,7 +347,7 @@ class Losses:
             return Loss.UNKNOWN
         inner = self._of(node, scope, line, depth)
         if inner in (Loss.PARAMETERS, Loss.MEAN, Loss.SUM, Loss.MIXED):
-            return inner  # one number already
+            return inner  # already one number
         if dim:
             first = self._tree.text(dim[0].value)
             return Loss.UNKNOWN if first == "0" else Loss.EACH
@@ -349,7 +356,7 @@ class Losses:
     def _of_total(
         self, node: cst.BaseExpression, scope: Scope, line: int, depth: int
     ) -> Loss:
-        """``sum(...)`` over a generator or a list of losses."""
+        """Classify ``sum(...)`` over a generator or a list of losses."""
         if isinstance(node, cst.GeneratorExp | cst.ListComp):
             if self._is_of_parameters(node.for_in.iter):
                 return Loss.PARAMETERS
@@ -372,7 +379,7 @@ class Losses:
         return out or Loss.UNKNOWN
 
     def criterion(self, call: cst.Call, scope: Scope) -> Loss | None:
-        """What a loss of ``torch.nn`` or ``torch.nn.functional`` gives."""
+        """Return the kind of a loss of ``torch.nn`` or ``torch.nn.functional``."""
         full = self._tree.called(call)
         if full.startswith("torch.nn.functional."):
             name = full.rpartition(".")[2]
@@ -404,7 +411,7 @@ class Losses:
     # What is called
 
     def _forwards(self, call: cst.Call, scope: Scope) -> list[cst.FunctionDef]:
-        """The ``forward`` of the script's class whose object is called."""
+        """Return the ``forward`` of the script's class whose object is called."""
         out = []
         for made in self._makers(call, scope):
             kind = self._tree.classes.get(dotted(made.func) or "")
@@ -417,7 +424,7 @@ class Losses:
         return out
 
     def _makers(self, call: cst.Call, scope: Scope) -> list[cst.Call]:
-        """The calls that made the object that is called, or the call itself.
+        """Return the calls that made the object that is called, or the call itself.
 
         ``CrossEntropyLoss()(x, y)`` calls what it makes.
         """
@@ -442,7 +449,7 @@ class Losses:
         return out
 
     def _is_module(self, call: cst.Call, scope: Scope) -> bool:
-        """Whether a call is one of a trained model."""
+        """Return whether a call is one of a trained model."""
         if dotted(call.func) is None:
             return False
         reached = self._flow.reached(call.func, scope)
@@ -462,14 +469,14 @@ class Losses:
         ) or any(a.attr.value in ("weight", "bias") for a in found(node, cst.Attribute))
 
     def _of_parameters(self, node: cst.CSTNode) -> bool:
-        """Whether a statement stands in a loop over parameters."""
+        """Return whether a statement is inside a loop over parameters."""
         return any(
             isinstance(a, cst.For) and self._is_of_parameters(a.iter)
             for a in self._tree.ancestors(node)
         )
 
     def _counts(self, node: cst.BaseExpression, scope: Scope) -> bool:
-        """Whether an expression is a number of samples or of elements."""
+        """Return whether an expression is a number of samples or of elements."""
         if (path := dotted(node)) is not None:
             made = self._flow.assigned(path, scope)
             return bool(made) and all(
@@ -489,7 +496,7 @@ class Losses:
 
 
 def _either(one: Loss, other: Loss) -> Loss:
-    """What a value is that comes from one of two places."""
+    """Return the kind of a value that comes from one of two places."""
     if one is other or other is Loss.CONSTANT:
         return one
     if one is Loss.CONSTANT:
@@ -498,13 +505,13 @@ def _either(one: Loss, other: Loss) -> Loss:
 
 
 def _combined(operator: cst.CSTNode, left: Loss, right: Loss, *, counts: bool) -> Loss:
-    """What two values joined by an operator are."""
+    """Return the kind of two values joined by an operator."""
     both = {left, right}
     plus = isinstance(operator, cst.Add | cst.Subtract | cst.AddAssign)
     plus = plus or isinstance(operator, cst.SubtractAssign)
     divided = isinstance(operator, cst.Divide | cst.DivideAssign)
     if divided and counts:
-        # A sum over the number of this rank's samples is a mean over them.
+        # A sum divided by the number of this rank's samples is a mean over them.
         return Loss.MEAN if left is Loss.SUM else Loss.UNKNOWN
     if Loss.UNKNOWN in both:
         return Loss.UNKNOWN
@@ -533,7 +540,7 @@ def _combined(operator: cst.CSTNode, left: Loss, right: Loss, *, counts: bool) -
 
 
 def _is_dim(given: cst.Arg) -> bool:
-    """Whether an argument of ``sum`` or ``mean`` says over which dimensions."""
+    """Return whether an argument of ``sum`` or ``mean`` gives the dimensions."""
     return given.keyword is None or given.keyword.value in ("dim", "axis")
 
 
@@ -542,7 +549,7 @@ _CUTTING = frozenset(["item", "detach", "data", "numpy", "tolist", "shape", "siz
 
 
 def _tensor_names(node: cst.BaseExpression) -> set[str]:
-    """The names in an expression that gradients may flow through."""
+    """Return the names in an expression that gradients may flow through."""
     out: set[str] = set()
     waiting: list[cst.CSTNode] = [node]
     while waiting:

@@ -1,4 +1,4 @@
-"""Runs a converted script in memory, with the original's lines in tracebacks."""
+"""Run a converted script in memory, with the original's lines in tracebacks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 def conversion_to_run(path: Path, choices: Choices) -> Conversion:
-    """The conversion of a script, or of a notebook's code as one script.
+    """Convert a script, or a notebook's code as one script.
 
     Raises:
-        SpecError: the file can't be read, or is not understood.
+        SpecError: The file cannot be read, or is not understood.
     """
     try:
         data = path.read_bytes()
     except OSError as exc:
-        raise SpecError(f"{path}: can not be read: {exc.strerror}") from exc
+        raise SpecError(f"{path}: cannot be read: {exc.strerror}") from exc
     text = decoded(data, str(path))
     if path.suffix == ".ipynb":
         text = script_of_notebook(text, name=str(path))
@@ -39,19 +39,19 @@ def conversion_to_run(path: Path, choices: Choices) -> Conversion:
 
 
 def run_converted(path: Path, choices: Choices) -> None:
-    """Runs a script's distributed form as ``python PATH`` would run the script.
+    """Run a script's distributed form as ``python PATH`` would run the script.
 
-    Each line of the traceback of an error is the original's, and inserted code has a
-    file name of its own, whose lines tracebacks show too.
+    Each line of an error's traceback is the original's. Inserted code has its own file
+    name, whose lines tracebacks show too.
 
     Raises:
-        SpecError: the script is not understood.
+        SpecError: The script is not understood.
     """
     conversion = conversion_to_run(path, choices)
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=str(path), __builtins__=__builtins__)
     if path.suffix == ".ipynb":
-        # Its lines are those of the joined cells, which no file has.
+        # Its lines are those of the joined cells, which are in no file.
         _remember(str(path), conversion.before)
     sys.modules["__main__"] = main
     for code in compiled(conversion, str(path)):
@@ -59,14 +59,14 @@ def run_converted(path: Path, choices: Choices) -> None:
 
 
 def open_questions(conversion: Conversion) -> list[str]:
-    """What of a conversion a person should look at."""
+    """Return the notes of a conversion that a person should check."""
     return [str(n) for n in conversion.notes if n.kind is Kind.OPEN]
 
 
 def compiled(conversion: Conversion, name: str) -> list[CodeType]:
-    """The code of a converted script, in parts that are run one after another.
+    """Return the code of a converted script, in parts that are run one after another.
 
-    Functions that only the conversion put in are parts with a file name of their own.
+    Functions that only the conversion inserted are parts with their own file name.
     """
     ours = f"<put in by stretto convert: {Path(name).name}>"
     _remember(ours, conversion.after)
@@ -101,13 +101,13 @@ def compiled(conversion: Conversion, name: str) -> list[CodeType]:
 
 
 def _remember(name: str, text: str) -> None:
-    """Lets tracebacks show the lines of a text that is no file."""
+    """Make tracebacks show the lines of a text that is not in a file."""
     lines = text.splitlines(keepends=True)
     linecache.cache[name] = (len(text), None, lines, name)
 
 
 def _original_lines(before: str, after: str) -> dict[int, int | None]:
-    """For each line after, the line before; ``None`` for one that was put in."""
+    """Return the earlier line for each later line; ``None`` for an inserted one."""
     old, new = before.splitlines(), after.splitlines()
     out: dict[int, int | None] = {}
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
@@ -121,10 +121,10 @@ def _original_lines(before: str, after: str) -> dict[int, int | None]:
 
 
 def _move(statement: ast.stmt, lines: dict[int, int | None]) -> None:
-    """Puts a statement's nodes on the original's lines.
+    """Set a statement's nodes to the original's lines.
 
-    A line put in within a block counts as the next one that was there. Columns are
-    dropped where a line changed, so that no mark points beside the mark.
+    A line inserted in a block counts as the next original one. Columns are dropped
+    where a line changed, so that no marker is misplaced.
     """
     first = statement.lineno
     for node in ast.walk(statement):

@@ -1,4 +1,4 @@
-"""Wraps the trained models, and unwraps them where their own names are used."""
+"""Wrap the trained models, and unwrap them where their own names are used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _OF_BOTH = frozenset(
     ["train", "eval", "parameters", "zero_grad", "training", "module", "no_sync"]
 )
-"""What the wrapper has with the same meaning as the module inside."""
+"""Attributes of the wrapper with the same meaning as the module's."""
 
 _OF_MODULE = frozenset(
     [
@@ -70,10 +70,10 @@ _OF_MODULE = frozenset(
 )
 
 _MOVING = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "to_empty")
-"""Methods after which a wrapper made before would be wrong."""
+"""Methods after which an earlier wrapper would be wrong."""
 
 _COPYING = ("copy.deepcopy", "copy.copy", "torch.optim.swa_utils.AveragedModel")
-"""Calls that copy a model whole."""
+"""Calls that copy a whole model."""
 
 _SETTING_UP = frozenset(
     [
@@ -97,7 +97,7 @@ _SETTING_UP = frozenset(
 
 @final
 class Models:
-    """The models of a job, where each is wrapped, and who uses them."""
+    """The models of a job, where each is wrapped, and what uses them."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -116,7 +116,7 @@ class Models:
         return out
 
     def is_model(self, node: cst.BaseExpression, scope: Scope) -> bool:
-        """Whether an expression is one of the trained models."""
+        """Return whether an expression is one of the trained models."""
         path = dotted(node)
         if path is None:
             return False
@@ -128,7 +128,7 @@ class Models:
         return self._known[key]
 
     def convert(self) -> None:
-        """Wraps every model and adapts what is done with it."""
+        """Wrap every model and adapt its uses."""
         self._drop_data_parallel()
         if not self._work.horovod:
             self._work.job.refuse_free_tensors()
@@ -152,12 +152,12 @@ class Models:
                 self._work.change(call, lambda new: new.args[0].value)
             self._work.done(
                 call,
-                f"DataParallel taken off `{self._tree.text(inner)}`: every rank has "
+                f"DataParallel removed from `{self._tree.text(inner)}`: every rank has "
                 "one device. The names in checkpoints keep their `module.`",
             )
 
     def _drop_statement(self, call: cst.Call, inner: cst.BaseExpression) -> bool:
-        """Removes ``m = DataParallel(m)``, and an ``if`` that held nothing else."""
+        """Remove ``m = DataParallel(m)``, and an ``if`` that contained nothing else."""
         line = self._tree.parent(call)
         statement = self._tree.statement(call)
         if not isinstance(line, cst.Assign) or not isinstance(
@@ -185,7 +185,7 @@ class Models:
         return True
 
     def _anchors(self, model: Origin, path: str, scope: Scope) -> list[cst.CSTNode]:
-        """The statements that set a model up under one of its names."""
+        """Return the statements that set up a model under one of its names."""
         limit = self._training_begins(scope)
         marked = [
             o.statement
@@ -209,17 +209,17 @@ class Models:
         ]
 
     def _site(self, model: Origin, path: str, scope: Scope) -> Site:
-        """Where a model would be wrapped under one of its names."""
+        """Return where a model would be wrapped under one of its names."""
         anchors = self._anchors(model, path, scope) or [model.statement]
         at = last_of_common_block(self._work, anchors)
         last = max(self._tree.line(n) for n in (at, *anchors))
         return Site(path=path, scope=scope, at=at, last_line=last)
 
     def _place(self, model: Origin) -> Site:
-        """Where a model is wrapped, so that every call in training sees it wrapped.
+        """Return where to wrap a model so that every call in training uses the wrapper.
 
         Raises:
-            SpecError: there is no such place.
+            SpecError: There is no such place.
         """
         calls = [c for c in self._calls_of(model) if self._in_training(c)]
         calls = [c for c in calls if not self._tree.without_gradient(c)]
@@ -245,14 +245,14 @@ class Models:
         raise self._work.job.refuse(
             hidden,
             f"`{self._tree.text(hidden.func)}` is another name of the trained model "
-            f"`{model.path}`, given before the model is complete, so wrapping "
-            f"`{model.path}` would not reach this call and gradients would not be "
+            f"`{model.path}`, assigned before the model is complete, so wrapping "
+            f"`{model.path}` would not affect this call and gradients would not be "
             "exchanged. Use one name for the model, or assign this one after the "
-            "optimizer is made",
+            "optimizer is created",
         )
 
     def _moves(self, model: Origin) -> list[cst.BaseExpression]:
-        """What is moved to a device or another type while training is set up."""
+        """Return what is moved to a device or another type while training is set up."""
         reaching = reaching_training(self._work)
         owners = {id(self._tree.owner(f)) for f in reaching if self._tree.owner(f)}
         out = []
@@ -274,14 +274,14 @@ class Models:
         return out
 
     def _is(self, node: cst.BaseExpression, scope: Scope, model: Origin) -> bool:
-        """Whether an expression is one certain model."""
+        """Return whether an expression is one certain model."""
         values = {model.key}
         if model.path is not None:
             values |= {o.key for o in self._flow.assigned(model.path, model.scope)}
         return not values.isdisjoint(self._flow.reached(node, scope))
 
     def _training_begins(self, scope: Scope) -> int:
-        """The first line of a scope at which a batch may be trained on."""
+        """Return the first line of a scope at which a batch may be trained on."""
         reaching = reaching_training(self._work)
         names = {f.name.value for f in reaching}
         for function in reaching:
@@ -327,7 +327,7 @@ class Models:
             )
 
     def _forwards(self, model: Origin) -> int:
-        """From how many places in training a model is called."""
+        """Return from how many places in training a model is called."""
         return sum(
             1 for call in self._calls_of(model) if not self._tree.without_gradient(call)
         )
@@ -345,8 +345,8 @@ class Models:
             raise self._work.job.refuse(
                 model.statement,
                 f"the optimizer trains `{model.path}`, but nothing calls "
-                f"`{model.path}(...)`, which is where gradients are made ready to be "
-                "exchanged. Let training call the model itself, or use --to horovod",
+                f"`{model.path}(...)`, which prepares gradients for the exchange. Call "
+                "the model itself in training, or use --to horovod",
             )
 
     # Uses
@@ -373,7 +373,7 @@ class Models:
         """Save and copy the module inside the wrapper, not the wrapper.
 
         A copied wrapper would give its parameters other names than the model's, and
-        would take part in collectives of its own.
+        would run its own collectives.
         """
         for call in self._tree.calls:
             called = self._tree.called(call)
@@ -391,12 +391,14 @@ class Models:
                     self._work.call_around(whole, "unwrap")
 
     def _keeps_prefix(self, node: cst.Attribute) -> bool:
-        """Whether DataParallel's checkpoints had their `module.` at this place."""
+        """Return whether DataParallel's checkpoints had their `module.` at this
+        place.
+        """
         names = ("state_dict", "load_state_dict", "named_parameters")
         return self.parallel_before and node.attr.value in names
 
     def _is_set_up(self, node: cst.BaseExpression, scope: Scope) -> bool:
-        """Whether the model is not wrapped yet where an expression uses it."""
+        """Return whether the model is not wrapped yet where an expression uses it."""
         line = self._tree.line(node)
         return any(
             scope is site.scope
@@ -406,7 +408,7 @@ class Models:
         )
 
     def _check_method(self, node: cst.Attribute) -> None:
-        """Refuses training through a method that the wrapper does not see."""
+        """Refuse training through a method that the wrapper does not see."""
         call = self._tree.parent(node)
         method = node.attr.value
         if (
@@ -425,18 +427,18 @@ class Models:
             call,
             f"training calls `{self._tree.text(node)}(...)`, which "
             "DistributedDataParallel does not see, so its gradients would not be "
-            "exchanged. Reach it through the model's forward(), or use --to horovod",
+            "exchanged. Call it from the model's forward(), or use --to horovod",
         )
 
     def _in_training(self, node: cst.CSTNode) -> bool:
-        """Whether code may run in a training step, also through calls."""
+        """Return whether code may run in a training step, also through calls."""
         if any(self._tree.within(node, loop.node) for loop in self._work.job.training):
             return True
         inner = trained_functions(self._work)
         return any(a in inner for a in self._tree.ancestors(node))
 
     def _computes(self, method: str) -> bool:
-        """Whether a method may call layers; one of another file may."""
+        """Return whether a method may call layers; a method of another file may."""
         local = [
             f
             for f in self._tree.functions
@@ -454,7 +456,7 @@ class Models:
 
 
 def reaching_training(work: Work) -> list[cst.FunctionDef]:
-    """The functions in which, or below which, a batch is trained on."""
+    """Return the functions in which, or below which, a batch is trained on."""
     tree = work.tree
     inner: list[cst.CSTNode] = [*work.job.backwards]
     inner += [loop.node for loop in work.job.training]
@@ -469,7 +471,7 @@ def reaching_training(work: Work) -> list[cst.FunctionDef]:
 
 
 def trained_functions(work: Work) -> list[cst.FunctionDef]:
-    """The functions that hold a backward, or that a training step calls."""
+    """Return the functions that contain a backward, or that a training step calls."""
     tree = work.tree
     out = [
         a
@@ -489,7 +491,7 @@ def trained_functions(work: Work) -> list[cst.FunctionDef]:
 
 
 def last_of_common_block(work: Work, statements: list[cst.CSTNode]) -> cst.CSTNode:
-    """The last of some statements, or what holds it in the block that holds all."""
+    """Return the last of some statements, or what contains it in the common block."""
     tree = work.tree
     chains = []
     for statement in statements:

@@ -1,4 +1,4 @@
-"""Scripts that are distributed already: Horovod's and DDP's become ours."""
+"""Convert scripts that are distributed already: Horovod's and DDP's."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _OURS = ("stretto.DistributedDataParallel", "stretto.DDP")
 
 
 def moved(tree: Tree, target: Target, name: str) -> tuple[str, list[Note]] | None:
-    """The new text of a script that is distributed already; ``None`` if it is not.
+    """Return the new text of a script that is distributed already, or ``None``.
 
     Raises:
-        SpecError: it is distributed in a way that is not taken over.
+        SpecError: It is distributed in an unsupported way.
     """
     modules = _modules(tree)
     horovod = [(m, n) for m, n in modules if m.split(".")[0] == "horovod"]
@@ -43,9 +43,7 @@ def moved(tree: Tree, target: Target, name: str) -> tuple[str, list[Note]] | Non
     ]
     if ours or (uses and all(tree.full(u) in _OURS for u in uses)):
         return tree.module.code, [
-            Note(
-                line=0, kind=Kind.KNOW, text="trains on stretto already: nothing to do"
-            )
+            Note(line=0, kind=Kind.KNOW, text="uses stretto already: nothing to do")
         ]
     if uses:
         return _ddp(tree, target, name)
@@ -53,7 +51,7 @@ def moved(tree: Tree, target: Target, name: str) -> tuple[str, list[Note]] | Non
         raise SpecError(
             f"{name}:{tree.line(joins[0])}: joins a process group, so it is "
             "distributed already, but does not use DistributedDataParallel, which is "
-            "what would be exchanged. Nothing to convert: start it with torchrun"
+            "what the conversion replaces. Nothing to convert: start it with torchrun"
         )
     return None
 
@@ -69,7 +67,9 @@ def _modules(tree: Tree) -> list[tuple[str, cst.CSTNode]]:
 
 
 def _uses(tree: Tree, names: tuple[str, ...]) -> list[cst.BaseExpression]:
-    """The outermost expressions that name one of some things, outside imports."""
+    """Return the outermost expressions that name one of some objects, outside
+    imports.
+    """
     out: list[cst.BaseExpression] = []
     for node in found(tree.module, cst.BaseExpression):
         if (
@@ -85,7 +85,7 @@ def _uses(tree: Tree, names: tuple[str, ...]) -> list[cst.BaseExpression]:
 
 
 class _Replace(cst.CSTTransformer):
-    """Replaces nodes by what functions make of them."""
+    """Replace nodes by the results of functions."""
 
     def __init__(self, changes: dict[cst.CSTNode, Callable[[], cst.CSTNode]]) -> None:
         super().__init__()
@@ -114,9 +114,9 @@ def _horovod(
         bad = wanted - {"torch", "run"}
         if bad:
             raise SpecError(
-                f"{name}:{tree.line(line)}: imports horovod.{sorted(bad)[0]}, and only "
-                "horovod.torch and horovod.run have their counterpart here. Replace "
-                "this import first"
+                f"{name}:{tree.line(line)}: imports horovod.{sorted(bad)[0]}, but "
+                "stretto provides only horovod.torch and horovod.run. Replace this "
+                "import first"
             )
     changes: dict[cst.CSTNode, Callable[[], cst.CSTNode]] = {}
     notes = []
@@ -144,14 +144,14 @@ def _horovod(
 
 
 def _from_package(line: cst.CSTNode) -> set[str]:
-    """What ``from horovod import ...`` takes; nothing for a plain import."""
+    """Return what ``from horovod import ...`` imports; nothing for a plain import."""
     if isinstance(line, cst.ImportFrom) and not isinstance(line.names, cst.ImportStar):
         return {dotted(a.name) or "" for a in line.names}
     return set()
 
 
 def _begins_module(tree: Tree, node: cst.Name) -> bool:
-    """Whether a name is the first part of an imported module's."""
+    """Return whether a name is the first part of an imported module's."""
     above: cst.CSTNode = node
     while isinstance(parent := tree.parent(above), cst.Attribute):
         if parent.attr is above:
@@ -172,8 +172,8 @@ def _begins_module(tree: Tree, node: cst.Name) -> bool:
 def _ddp(tree: Tree, target: Target, name: str) -> tuple[str, list[Note]]:
     if target is Target.HOROVOD:
         raise SpecError(
-            f"{name}: uses DistributedDataParallel already, which is not rewritten to "
-            "Horovod's interface: use --to stretto"
+            f"{name}: uses DistributedDataParallel already, and --to horovod does not "
+            "rewrite it to Horovod's interface: use --to stretto"
         )
     if target is Target.DDP:
         text = "uses DistributedDataParallel already: nothing to do"
@@ -196,7 +196,7 @@ def _ddp(tree: Tree, target: Target, name: str) -> tuple[str, list[Note]]:
         if len(names) > 1:
             raise SpecError(
                 f"{name}:{tree.line(line)}: imports DistributedDataParallel together "
-                "with other names: put it on a line of its own"
+                "with other names: import it on its own line"
             )
         module = line.module
         if module is not None:

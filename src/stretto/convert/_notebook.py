@@ -1,6 +1,6 @@
-"""Jupyter notebooks: their code cells are one script with marks between.
+"""Jupyter notebooks: their code cells form one script, with marks between cells.
 
-Everything else of the file stays as it is, outputs too: they are those of the run
+The rest of the file stays unchanged, including outputs, which are those of the run
 before the conversion.
 """
 
@@ -21,10 +21,10 @@ _CELL_WITH_PYTHON = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
 def convert_notebook(text: str, *, name: str, choices: Choices) -> Conversion:
-    """The conversion of a notebook.
+    """Convert a notebook.
 
     Raises:
-        SpecError: it is no notebook, or its code is not understood.
+        SpecError: It is not a notebook, or its code is not understood.
     """
     from stretto.convert._script import converted
 
@@ -37,12 +37,12 @@ def convert_notebook(text: str, *, name: str, choices: Choices) -> Conversion:
     notes = [_in_cell(note, starts) for note in notes]
     magics = script.count(_MAGIC)
     if magics:
-        kept = f"{magics} lines of magics are kept as they are"
+        kept = f"{magics} lines of magics are kept unchanged"
         notes.append(Note(line=0, kind=Kind.KNOW, text=kept))
     if after == script:
         return Conversion(name=name, before=text, after=text, notes=tuple(notes))
     if any(cell.get("outputs") for cell in _code_cells(notebook)):
-        old = "the outputs in the notebook are kept: they are of the run before"
+        old = "the outputs in the notebook are kept: they are from the run before"
         notes.append(Note(line=0, kind=Kind.KNOW, text=old))
     notes.append(
         Note(
@@ -61,10 +61,10 @@ def convert_notebook(text: str, *, name: str, choices: Choices) -> Conversion:
 
 
 def script_of_notebook(text: str, *, name: str) -> str:
-    """A notebook's code as one script; magics are comments in it.
+    """Return a notebook's code as one script; magics are comments in it.
 
     Raises:
-        SpecError: it is no notebook.
+        SpecError: It is not a notebook.
     """
     return _joined(_loaded(text, name))[0]
 
@@ -73,11 +73,11 @@ def _loaded(text: str, name: str) -> dict[str, Any]:
     try:
         notebook = json.loads(text)
     except json.JSONDecodeError as exc:
-        raise SpecError(f"{name}:{exc.lineno}: no notebook: {exc.msg}") from exc
+        raise SpecError(f"{name}:{exc.lineno}: not a notebook: {exc.msg}") from exc
     if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
         raise SpecError(
-            f"{name}: no notebook of format 4: it has no list of cells. Save it with a "
-            "current Jupyter"
+            f"{name}: not a notebook of format 4: it has no list of cells. Save it "
+            "with a current Jupyter"
         )
     return notebook
 
@@ -92,7 +92,9 @@ def _source(cell: dict[str, Any]) -> str:
 
 
 def _joined(notebook: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-    """The script, and (first line, number in the notebook from 1) of each cell."""
+    """Return the script, and (first line, number in the notebook from 1) of each
+    cell.
+    """
     lines: list[str] = []
     starts: list[tuple[int, int]] = []
     for number, cell in enumerate(notebook["cells"], 1):
@@ -108,7 +110,7 @@ def _joined(notebook: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
             if foreign:
                 lines.append(f"{_MAGIC}{line}")
             elif match and match[1]:
-                # In a block of its own it must stay a statement.
+                # In its own block it must remain a statement.
                 lines.append(f"{match[1]}pass  {_MAGIC}{match[2]}")
             elif match:
                 lines.append(f"{_MAGIC}{line}")
@@ -141,7 +143,7 @@ def _in_cell(note: Note, starts: list[tuple[int, int]]) -> Note:
 
 
 def _in_cells(message: str, name: str, starts: list[tuple[int, int]]) -> str:
-    """An error whose line counts in the joined script, told by cell."""
+    """Return an error with the cell's line in place of the joined script's."""
     match = re.match(rf"{re.escape(name)}:(\d+): ", message)
     if match is None:
         return message

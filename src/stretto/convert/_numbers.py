@@ -1,8 +1,8 @@
-"""Makes numbers that are shown or decided on those of all ranks.
+"""Replace numbers that are shown or used in decisions by those of all ranks.
 
-Every rank must come to each collective. So a number is reduced where it is made, which
-also keeps decisions (a best loss, early stopping) the same on all ranks, or once after
-a loop when it is only added up there.
+Every rank must reach each collective. So a number is reduced where it is computed,
+which also keeps decisions (a best loss, early stopping) equal on all ranks. A number
+that a loop only adds up is reduced once after the loop.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Numbers:
         self._handled: set[int] = set()
 
     def convert(self) -> None:
-        """Scales sum losses, reduces numbers, divides evaluations."""
+        """Scale sum losses, reduce numbers, divide evaluations."""
         self._scale_sums()
         loops = [
             made
@@ -85,10 +85,11 @@ class Numbers:
                 self._at_source(scope.body, scope)
 
     def _scale_sums(self) -> None:
-        """Multiplies losses that are sums, and says of which it is not known.
+        """Multiply losses that are sums, and list those that are not known to be one.
 
         Raises:
-            SpecError: a sum is added to what is none, which no factor makes right.
+            SpecError: A sum is added to a term that is not a sum, so no factor is
+            correct.
         """
         if self._work.choices.per_rank_batch:
             return
@@ -109,7 +110,7 @@ class Numbers:
                 self._work.undecided(
                     call,
                     "whether this loss is a mean over samples: gradients are averaged "
-                    "over ranks, which is right for a mean. Multiply a sum by "
+                    "over ranks, which is correct for a mean. Multiply a sum by "
                     "WORLD_SIZE",
                 )
             if loss is not Loss.SUM:
@@ -117,8 +118,8 @@ class Numbers:
             self._work.change(node, partial(_times, factor=ranks))
             self._work.done(
                 call,
-                "the loss is a sum over samples, and gradients are averaged over "
-                "ranks: multiplied by WORLD_SIZE, they are those of the whole batch",
+                "the loss is a sum over samples, but gradients are averaged over "
+                "ranks: multiplied by WORLD_SIZE, they equal those of the whole batch",
             )
 
     # Loops over this rank's share
@@ -165,7 +166,7 @@ class Numbers:
         self._handled.add(id(node))
         if self._work.is_guarded(node):
             self._work.undecided(
-                node, f"`{self._tree.text(node)}` is rank 0's own, not all ranks'"
+                node, f"`{self._tree.text(node)}` is rank 0's only, not all ranks'"
             )
             return
         self._work.call_around(node, f"{amount.value}_over_ranks")
@@ -173,7 +174,9 @@ class Numbers:
         self._work.done(node, f"`{self._tree.text(node)[:60]}` {how} over ranks")
 
     def _is_handled(self, node: cst.CSTNode) -> bool:
-        """Whether a node, what is around it, or what is in it is reduced already."""
+        """Return whether a node, its surroundings, or its content is reduced
+        already.
+        """
         around = [node, *self._tree.ancestors(node)]
         if any(id(a) in self._handled for a in around):
             return True
@@ -204,7 +207,9 @@ class Numbers:
         return out
 
     def _only_added(self, added: Added, loop: Loop) -> bool:
-        """Whether a name is set before a loop, added to in it, and read only after."""
+        """Return whether a name is set before a loop, added to in it, and read only
+        after.
+        """
         if not added.name.isidentifier():
             return False
         reads = 0
@@ -233,15 +238,18 @@ class Numbers:
         )
 
     def _same_pass(self, statement: cst.CSTNode, loop: cst.CSTNode) -> bool:
-        """Whether each pass through a loop begins with a statement anew."""
+        """Return whether each pass through a loop begins by resetting a statement's
+        target.
+        """
         return self._tree.loops(statement)[:1] == self._tree.loops(loop)[:1]
 
     def _at_source(
         self, body: cst.CSTNode, scope: Scope, *, after: cst.CSTNode | None = None
     ) -> None:
-        """Reduces each number taken out of a tensor of this rank's batch.
+        """Reduce each number taken out of a tensor of this rank's batch.
 
-        With ``after`` not those in a block, but those of its variables after it.
+        With ``after``, reduce those of a block's variables after it, not those in the
+        block.
         """
         where: cst.CSTNode = body
         if after is not None:
@@ -288,9 +296,9 @@ class Numbers:
     def _widest(
         self, call: cst.BaseExpression, body: cst.CSTNode
     ) -> cst.BaseExpression:
-        """The widest calculation around a number that is still a mean or a sum.
+        """Return the widest calculation around a number that is still a mean or a sum.
 
-        A sum divided by this rank's count is a mean, which its parts are not.
+        A sum divided by this rank's count is a mean, but its parts are not.
         """
         out = node = call
         while isinstance(above := self._tree.parent(node), cst.BinaryOperation):
@@ -309,7 +317,7 @@ class Numbers:
         )
 
     def _shown(self, body: cst.CSTNode) -> None:
-        """A loss that is shown as a tensor, without ``item()``."""
+        """Handle a loss that is shown as a tensor, without ``item()``."""
         for call in found(body, cst.Call):
             last = self._tree.called(call).rpartition(".")[2]
             if last not in _SHOWN and not isinstance(call.func, cst.Attribute):
@@ -342,7 +350,7 @@ class Numbers:
                         self._reduce(name, self._classify.loss())
 
     def _named_numbers(self, argument: cst.Arg, body: cst.CSTNode) -> None:
-        """A tensor's number that is shown under a name of the step."""
+        """Handle a tensor's number that is shown under a name of the step."""
         shown = [f.expression for f in found(argument, cst.FormattedStringExpression)]
         for name in (argument.value, *shown):
             if not isinstance(name, cst.Name) or self._is_handled(name):
@@ -363,7 +371,7 @@ class Numbers:
                 )
 
     def _counted(self, argument: cst.Arg, body: cst.CSTNode) -> None:
-        """How many samples are through, which is shown with the progress."""
+        """Handle the number of processed samples, which is shown with the progress."""
         nodes = [argument.value]
         nodes += [f.expression for f in found(argument, cst.FormattedStringExpression)]
         inner = [a.value for c in found(argument.value, cst.Call) for a in c.args]
@@ -383,21 +391,24 @@ class Numbers:
                     self._reduce(node, Amount.SUM)
 
     def _of_loop(self, node: cst.BaseExpression, body: cst.CSTNode) -> bool:
-        """Whether a name is a target of the loop that a block is the body of."""
+        """Return whether a name is a target of the loop that has a block as its
+        body.
+        """
         loop = self._tree.parent(body)
         return isinstance(loop, cst.For) and dotted(node) in {
             n.value for n in found(loop.target, cst.Name)
         }
 
     def _decided(self, body: cst.CSTNode) -> None:
-        """Points out a decision on a tensor that differs by rank."""
+        """List a decision on a tensor that differs by rank."""
         for node in found(body, cst.If):
             for name in found(node.test, cst.Name):
                 if name.value in self._losses and not self._is_handled(name):
                     self._work.undecided(
                         node,
                         f"this decides on `{name.value}`, which differs by rank: if "
-                        "ranks go different ways here, they wait for each other",
+                        "ranks take different branches here, they hang waiting for "
+                        "each other",
                     )
 
     # Evaluation
@@ -411,8 +422,8 @@ class Numbers:
         if reason is not None:
             work.undecided(
                 node,
-                f"how to divide this evaluation ({reason}): every rank goes through "
-                "all of it, so results are right and the same on all ranks",
+                f"how to divide this evaluation ({reason}): every rank runs all of it, "
+                "so results are correct and equal on all ranks",
             )
             return
         names = list(dict.fromkeys(a.name for a in self._added(node.body)))
@@ -427,7 +438,7 @@ class Numbers:
         work.done(node, who)
 
     def _not_summable(self, node: cst.For) -> str | None:
-        """Why a loop's results are more than numbers added up; ``None`` if not."""
+        """Return why a loop's results are more than sums of numbers, or ``None``."""
         scope = self._tree.function(node)
         added = self._added(node.body)
         names = {a.name for a in added}
@@ -437,13 +448,13 @@ class Numbers:
         if loop is None or not all(
             self._tree.within(source, node.iter) for source, _ in loop.loaders
         ):
-            return "its loader is named outside of it"
+            return "its loader is named outside the loop"
         for a in added:
             if not self._is_number(a.value, node):
                 return f"`{a.name}` may be a tensor or a list"
             made = Added(name=a.name, value=a.value, statement=a.statement)
             if not self._only_added(made, loop):
-                return f"`{a.name}` is read in it, or not set before it"
+                return f"`{a.name}` is read in the loop, or not set before it"
         if self._tree.called(node.iter) == "enumerate" and isinstance(
             node.target, cst.Tuple
         ):
@@ -455,9 +466,9 @@ class Numbers:
             for target in line.targets:
                 for name in found(target.target, cst.Name):
                     if name.value in after - names:
-                        return f"`{name.value}` is read after it"
+                        return f"`{name.value}` is read after the loop"
                 if not isinstance(target.target, cst.Name | cst.Tuple):
-                    return "it sets more than variables of its own"
+                    return "it sets more than its own variables"
         for call in found(node.body, cst.Call):
             if (why := self._hidden(call)) is not None:
                 return why
@@ -468,7 +479,7 @@ class Numbers:
         return None
 
     def _hidden(self, call: cst.Call) -> str | None:
-        """Why a call in an evaluation may do more than give a value."""
+        """Return why a call in an evaluation may do more than return a value."""
         function = next(
             (f for f in self._tree.functions if f.name.value == dotted(call.func)), None
         )
@@ -488,14 +499,14 @@ class Numbers:
             and not self._models.is_model(call.func, scope)
             and not self._work.flow.assigned(f"self.{call.func.attr.value}", scope)
         ):
-            return f"`{dotted(call.func)}` may keep something"
+            return f"`{dotted(call.func)}` may store something"
         in_line = isinstance(self._tree.parent(call), cst.Expr)
         if in_line and self._tree.called(call) != "print":
-            return f"`{self._tree.text(call)[:40]}` keeps something"
+            return f"`{self._tree.text(call)[:40]}` stores something"
         return None
 
     def _is_number(self, value: cst.BaseExpression, node: cst.For) -> bool:
-        """Whether an expression surely is a plain number."""
+        """Return whether an expression certainly is a plain number."""
         if isinstance(value, cst.Integer | cst.Float):
             return True
         if isinstance(value, cst.BinaryOperation):
@@ -541,7 +552,7 @@ class Numbers:
 
 
 def _times(node: cst.BaseExpression, factor: cst.BaseExpression) -> cst.BaseExpression:
-    """The product in brackets."""
+    """Return the product in parentheses."""
     return cst.BinaryOperation(
         left=node,
         operator=cst.Multiply(),

@@ -1,4 +1,4 @@
-"""From a file's bytes to a syntax tree, or one clear refusal."""
+"""Parse a file's bytes to a syntax tree, or refuse it with one clear error."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _OWN_TRAINERS = ("transformers.Trainer", "transformers.Seq2SeqTrainer", "trl.")
 
 
 def decoded(data: bytes, name: str) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Raises:
-        SpecError: it is not UTF-8.
+        SpecError: It is not UTF-8.
     """
     try:
         return data.decode("utf-8")
@@ -58,10 +58,10 @@ def decoded(data: bytes, name: str) -> str:
 
 
 def parsed(source: str, name: str) -> Tree:
-    """The tree of a script.
+    """Return the tree of a script.
 
     Raises:
-        SpecError: it is no Python 3, or not for PyTorch on a single device.
+        SpecError: It is not Python 3, or not PyTorch code for a single device.
     """
     try:
         with warnings.catch_warnings():
@@ -71,49 +71,48 @@ def parsed(source: str, name: str) -> Tree:
     except SyntaxError as exc:
         if _PYTHON_2.search(source):
             raise SpecError(
-                f"{name}:{exc.lineno}: this is Python 2 ({exc.msg}): bring it to "
+                f"{name}:{exc.lineno}: this is Python 2 ({exc.msg}): convert it to "
                 "Python 3 first, for instance with 2to3"
             ) from exc
         raise SpecError(
-            f"{name}:{exc.lineno}: syntax error: {exc.msg}: only a script that Python "
-            "can parse is converted"
+            f"{name}:{exc.lineno}: syntax error: {exc.msg}: stretto converts only "
+            "scripts that Python can parse"
         ) from exc
     except (ValueError, cst.ParserSyntaxError) as exc:
-        raise SpecError(f"{name}: can not be parsed: {exc}") from exc
+        raise SpecError(f"{name}: cannot be parsed: {exc}") from exc
     return tree
 
 
 def check_framework(tree: Tree, name: str) -> None:
-    """Refuses what is not for PyTorch, or cares for several devices by itself.
+    """Refuse scripts that do not use PyTorch, or handle several devices themselves.
 
     Raises:
-        SpecError: so it is.
+        SpecError: The script is one of these.
     """
     imports = _import_lines(tree)
     for module, line in imports:
         first = module.partition(".")[0]
         if first in _OTHER_FRAMEWORKS:
             raise SpecError(
-                f"{name}:{line}: imports {module}, and {_OTHER_FRAMEWORKS[first]} is "
-                "not converted: only PyTorch training code is"
+                f"{name}:{line}: imports {module}, but {_OTHER_FRAMEWORKS[first]} is "
+                "not supported: stretto converts only PyTorch training code"
             )
         for known, title in _DISTRIBUTED.items():
             if module == known or module.startswith(known + "."):
                 raise SpecError(
                     f"{name}:{line}: imports {module}: {title} distributes the "
                     "training already, so there is nothing to convert. Start it with "
-                    "`stretto run`, which puts our DDP under what uses PyTorch's"
+                    "`stretto run`, which replaces the DDP that it uses by stretto's"
                 )
         if module.startswith(_OWN_TRAINERS):
             raise SpecError(
-                f"{name}:{line}: {module} distributes the training by itself: start "
-                "the script unchanged, as `stretto run --nproc-per-node N "
-                f"{name}`"
+                f"{name}:{line}: {module} distributes the training itself: start the "
+                f"script unchanged, as `stretto run --nproc-per-node N {name}`"
             )
     if not any(module.partition(".")[0] == "torch" for module, _ in imports):
         raise SpecError(
-            f"{name}: does not import torch, so no PyTorch training is in it: give the "
-            "file that holds the training loop"
+            f"{name}: does not import torch, so it contains no PyTorch training: give "
+            "the file that contains the training loop"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a conversion was asked for, and what it did."""
+"""Choices for a conversion, and its result."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Evaluation(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What the user chose."""
+    """The user's choices."""
 
     target: Target = Target.STRETTO
     evaluation: Evaluation = Evaluation.ALL
     per_rank_batch: bool = False
-    """Whether a loader's batch size is each rank's from now on, not all ranks'."""
+    """Whether a loader's batch size becomes each rank's instead of all ranks'."""
 
 
 class Kind(enum.Enum):
@@ -42,14 +42,14 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Note:
-    """One line of the list that goes with a diff."""
+    """One line of the list that comes with a diff."""
 
     line: int
-    """Line of the script as it was, from 1; 0 where no line is meant."""
+    """Line of the script before the conversion, from 1; 0 for no line."""
     text: str
     kind: Kind = field(compare=False)
     cell: int | None = field(default=None, compare=False)
-    """The notebook's cell that ``line`` counts in, from 1."""
+    """The notebook's cell in which ``line`` counts, from 1."""
 
     def __str__(self) -> str:
         place = f"cell {self.cell}, " if self.cell is not None else ""
@@ -58,7 +58,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A script before and after, and what was done to it."""
+    """A script before and after, and the list of changes."""
 
     name: str
     before: str
@@ -67,11 +67,11 @@ class Conversion:
 
     @property
     def changes(self) -> bool:
-        """Whether anything differs."""
+        """Return whether anything differs."""
         return self.before != self.after
 
     def diff(self) -> str:
-        """The unified diff; empty when nothing changes."""
+        """Return the unified diff; empty if nothing changes."""
         lines = difflib.unified_diff(
             self.before.splitlines(keepends=True),
             self.after.splitlines(keepends=True),
@@ -84,7 +84,7 @@ class Conversion:
         )
 
     def listed(self) -> str:
-        """The notes as text, by what they are about."""
+        """Return the notes as text, grouped by what they are about."""
         parts = []
         for kind in Kind:
             of_kind = [n for n in self.notes if n.kind is kind]

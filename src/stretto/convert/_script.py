@@ -1,4 +1,4 @@
-"""One script: which kind it is, and its conversion."""
+"""Convert one script, depending on its kind."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MARKED = re.compile(rf"^{re.escape(_support.MARK)} --to (\w+)$", re.MULTILINE)
 
 
 def convert_bytes(data: bytes, *, name: str, choices: Choices) -> Conversion:
-    """The conversion of a file: a notebook by its name's ending, else a script.
+    """Convert a file: a notebook if its name ends so, otherwise a script.
 
     Raises:
-        SpecError: it is not UTF-8, no Python 3, or not understood.
+        SpecError: It is not UTF-8, not Python 3, or not understood.
     """
     text = _reading.decoded(data, name)
     if PurePath(name).suffix == ".ipynb":
@@ -26,10 +26,10 @@ def convert_bytes(data: bytes, *, name: str, choices: Choices) -> Conversion:
 
 
 def convert_source(source: str, *, name: str, choices: Choices) -> Conversion:
-    """The conversion of a script's text; what was converted before does not change.
+    """Convert a script's text; a script that was converted before does not change.
 
     Raises:
-        SpecError: it is no Python 3, holds no training for one device that is
+        SpecError: It is not Python 3, contains no training for one device that is
             understood, or was converted for another target.
     """
     after, notes = converted(source, name, choices)
@@ -37,14 +37,14 @@ def convert_source(source: str, *, name: str, choices: Choices) -> Conversion:
 
 
 def converted(source: str, name: str, choices: Choices) -> tuple[str, list[Note]]:
-    """A script's new text, and what was done."""
+    """Return a script's new text, and the list of changes."""
     tree = _reading.parsed(source, name)
     marked = _MARKED.search(source)
     if marked is not None:
         if marked[1] != choices.target.value and choices.target is not Target.STRETTO:
             raise SpecError(
-                f"{name}: was converted with --to {marked[1]}: convert the script it "
-                f"was made from with --to {choices.target.value}"
+                f"{name}: was converted with --to {marked[1]}: convert the original "
+                f"script with --to {choices.target.value}"
             )
         note = Note(line=0, kind=Kind.KNOW, text="converted already: nothing to do")
         return source, [note]

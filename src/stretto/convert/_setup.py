@@ -1,4 +1,4 @@
-"""Puts in the ranks, the functions that are called, and the end of the group."""
+"""Insert the ranks, the functions that are called, and the end of the group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SEEDING = {
 
 
 def convert(work: Work, *, logs: bool, apart: cst.CSTNode) -> None:
-    """Joins the ranks at the beginning, and lets them part at the end."""
+    """Join the ranks at the beginning, and end the group at the end."""
     _seeds_apart(work, apart)
     entry = _Entry(work)
     beginning = ["join_ranks()"]
@@ -71,7 +71,7 @@ def convert(work: Work, *, logs: bool, apart: cst.CSTNode) -> None:
 
 
 def is_joined(work: Work, node: cst.CSTNode) -> bool:
-    """Whether the ranks are joined before a node runs."""
+    """Return whether the ranks are joined before a node runs."""
     entry = _Entry(work)
     head = _last_import(work)
     first = head if entry.flat and head is not None else entry.begin
@@ -112,14 +112,14 @@ def _seeds_apart(work: Work, at: cst.CSTNode) -> None:
     work.before(at, "if RANK > 0:\n    torch.manual_seed(torch.initial_seed() + RANK)")
     work.done(
         at,
-        "from here each rank has random numbers of its own, rank 0 those of the "
+        "from here on each rank has its own random numbers, rank 0 those of the "
         "script; up to here all ranks have the same, so that models and splits are "
-        "the same",
+        "equal",
     )
 
 
 def _unseeded(work: Work) -> tuple[str, ...]:
-    """The statements that seed what the script leaves to chance."""
+    """Return the statements that seed what the script leaves unseeded."""
     tree = work.tree
     bound = _bound_by(work, _last_import(work))
     names = {"torch": "torch.manual_seed(int(seed))"}
@@ -136,7 +136,7 @@ def _unseeded(work: Work) -> tuple[str, ...]:
 
 
 def _is_fixed(work: Work, call: cst.Call) -> bool:
-    """Whether a seed surely is set, and to the same value on each rank."""
+    """Return whether a seed is certainly set, and to the same value on each rank."""
     tree = work.tree
     if any(isinstance(a, cst.If) and not _is_main(a) for a in tree.ancestors(call)):
         return False
@@ -152,7 +152,7 @@ def _is_fixed(work: Work, call: cst.Call) -> bool:
 
 
 def _is_main(node: cst.CSTNode) -> bool:
-    """Whether a statement is ``if __name__ == "__main__":``, either way around."""
+    """Return whether a statement is ``if __name__ == "__main__":``, in either order."""
     if not isinstance(node, cst.If) or not isinstance(node.test, cst.Comparison):
         return False
     sides = [node.test.left, *(part.comparator for part in node.test.comparisons)]
@@ -160,7 +160,9 @@ def _is_main(node: cst.CSTNode) -> bool:
 
 
 def _last_import(work: Work) -> cst.CSTNode | None:
-    """The last import before the script begins to define or do things."""
+    """Return the last import before the script begins to define or execute
+    something.
+    """
     last: cst.CSTNode | None = None
     for line in work.tree.module.body:
         if isinstance(line, cst.SimpleStatementLine):
@@ -200,7 +202,7 @@ def _bound_by(work: Work, head: cst.CSTNode | None) -> dict[str, str]:
 
 
 def _acts(work: Work, line: cst.SimpleStatementLine) -> bool:
-    """Whether a line does more than set a constant or quiet a warning."""
+    """Return whether a line does more than set a constant or silence a warning."""
     tree = work.tree
     return any(
         (tree.called(call)).startswith("torch.")
@@ -211,7 +213,7 @@ def _acts(work: Work, line: cst.SimpleStatementLine) -> bool:
 
 
 def _block(work: Work, seeds: tuple[str, ...]) -> str:
-    """The imports, the ranks and the functions, as text."""
+    """Return the imports, the ranks and the functions, as text."""
     target = work.choices.target
     names = set(_support.order()) & work.used | {"join_ranks"}
     if seeds:
@@ -267,7 +269,7 @@ def _imports(work: Work, wanted: set[str]) -> list[str]:
 
 
 class _Entry:
-    """Where the script begins to do things, and where it ends."""
+    """Return where the script begins to execute, and where it ends."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -300,7 +302,7 @@ class _Entry:
         )
 
     def _main_call(self) -> cst.CSTNode:
-        """The top-level statement that calls what trains."""
+        """Return the top-level statement that calls the function that trains."""
         tree = self._work.tree
         names = {f.name.value for f in reaching_training(self._work)}
         for line in tree.module.body:
@@ -314,15 +316,16 @@ class _Entry:
         first = self._work.job.training[0].node
         raise self._work.job.refuse(
             first,
-            "nothing in this file starts the training that happens here. Give the file "
-            "that is run, with the training loop in it, or call it at its end",
+            "nothing in this file starts the training that it contains. Give the file "
+            "that is run, with the training loop in it, or call the training at the "
+            "end of this file",
         )
 
     def at_begin(self, texts: list[str]) -> None:
-        """Puts statements before the first."""
+        """Insert statements before the first."""
         self._work.before(self.begin, *texts)
 
     def at_end(self, text: str) -> None:
-        """Puts a statement after the last."""
+        """Insert a statement after the last."""
         self._work.after(self._end, text)
-        self._work.done(self._end, "the ranks part after this")
+        self._work.done(self._end, "the process group ends after this")

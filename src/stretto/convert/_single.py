@@ -1,4 +1,4 @@
-"""From a script for one device to one for many: the order of the steps."""
+"""Convert a script for one device to one for many: the order of the stages."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 
 def distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Note]]:
-    """A script's distributed form, and what was done to it.
+    """Return a script's distributed form, and the list of changes.
 
     Raises:
-        SpecError: the script is not understood; line and next step said.
+        SpecError: The script is not understood; the error has the line and the next
+        step.
     """
     work = Work(Job(tree, name), choices)
     display = Display(work)
@@ -48,7 +49,7 @@ def distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Note
 
 
 def _first_epoch(work: Work) -> cst.CSTNode:
-    """The outermost loop in which training happens, the first of them in the text."""
+    """Return the outermost loop that trains, the first of them in the text."""
     tree = work.tree
     inner: list[cst.CSTNode] = [loop.node for loop in work.job.training]
     outermost: list[cst.CSTNode] = []
@@ -65,7 +66,7 @@ def _first_epoch(work: Work) -> cst.CSTNode:
 
 
 def _is_first_level(work: Work, node: cst.CSTNode, others: list[cst.CSTNode]) -> bool:
-    """Whether a loop does not run within another of them through a call."""
+    """Return whether a loop does not run within another of them through a call."""
     scope = work.tree.function(node)
     if scope is None:
         return True

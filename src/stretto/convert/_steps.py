@@ -1,4 +1,4 @@
-"""Refuses steps whose gradients DistributedDataParallel would exchange only in part."""
+"""Refuse steps whose gradients DistributedDataParallel would exchange only in part."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _CUTTING = ("detach", "item", "data")
 
 @final
 class Steps:
-    """The forwards that each ``backward`` of a step goes through.
+    """The forwards that each ``backward`` of a step differentiates.
 
-    After a backward, gradients of a model are exchanged again only once the model was
+    After a backward, gradients of a model are exchanged again only after the model was
     called again: a second backward through earlier calls stays on its rank.
     """
 
@@ -28,10 +28,10 @@ class Steps:
         self._tree, self._flow = work.tree, work.flow
 
     def check(self) -> None:
-        """Refuses a second backward through calls made before the first.
+        """Refuse a second backward through calls made before the first.
 
         Raises:
-            SpecError: there is one; line and next step said.
+            SpecError: There is one; the error has the line and the next step.
         """
         backwards = sorted(self._work.job.backwards, key=self._tree.line)
         for place, second in enumerate(backwards):
@@ -61,7 +61,9 @@ class Steps:
                 )
 
     def _both_run(self, first: cst.CSTNode, second: cst.CSTNode) -> bool:
-        """Whether one pass may run both: not if they are in branches of one ``if``."""
+        """Return whether one pass may run both: not if they are in branches of one
+        ``if``.
+        """
         chain = {id(a): a for a in self._tree.ancestors(first)}
         for above in self._tree.ancestors(second):
             if id(above) in chain and isinstance(above, cst.If):
@@ -75,7 +77,7 @@ class Steps:
         )
 
     def _calls(self, backward: cst.Call) -> list[cst.Call]:
-        """The calls of trained models that a backward goes through."""
+        """Return the calls of trained models that a backward differentiates."""
         scope, line = self._tree.function(backward), self._tree.line(backward)
         loss = self._work.job.differentiated(backward)
         if loss is None:
@@ -108,7 +110,7 @@ class Steps:
     def _made(
         self, path: str, scope: Scope, before: int
     ) -> list[tuple[cst.CSTNode, int]]:
-        """What a variable was last made of before a line."""
+        """Return the last assignment to a variable before a line."""
         if scope is not None and self._tree.owner(scope) and path.startswith("self."):
             return []
         made = [
@@ -130,7 +132,7 @@ class Steps:
 
 
 def _leaves(block: cst.IndentedBlock) -> bool:
-    """Whether nothing after a block runs in the same pass."""
+    """Return whether nothing after a block runs in the same pass."""
     last = block.body[-1] if block.body else None
     return isinstance(last, cst.SimpleStatementLine) and any(
         isinstance(part, cst.Continue | cst.Break | cst.Return | cst.Raise)

@@ -1,8 +1,8 @@
 """The functions that a converted script is given, as text.
 
-They stand in the script, not in a library, so that it can be read, changed and run
-without this package. Only those that are called are put in. Values travel in double
-precision on the CPU, so that a displayed loss costs no synchronisation of a device.
+They are part of the script, not of a library, so that it can be read, changed and run
+without this package. Only those that are called are inserted. Values travel in double
+precision on the CPU, so that a displayed loss causes no synchronization of a device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 _JOIN = '''
 def join_ranks():
-    """Joins the other ranks; a process that nothing launched is the only rank."""
+    """Join the other ranks; a process started without a launcher is the only rank."""
     if torch.cuda.is_available():
         torch.cuda.set_device(LOCAL_RANK)
         backend = "cpu:gloo,cuda:nccl"
@@ -36,7 +36,7 @@ def join_ranks():
 
 _JOIN_HOROVOD = '''
 def join_ranks():
-    """Joins the other ranks; a process that nothing launched is the only rank."""
+    """Join the other ranks; a process started without a launcher is the only rank."""
     hvd.init()
     if torch.cuda.is_available():
         torch.cuda.set_device(LOCAL_RANK)
@@ -45,29 +45,29 @@ def join_ranks():
 _COMMON = {
     "unwrap": '''
 def unwrap(model):
-    """The module inside, with its own attributes and the names of its parameters."""
+    """Return the module inside, with its own attributes and parameter names."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 ''',
     "per_rank": '''
 def per_rank(batch_size):
-    """This rank's part of a batch: all ranks together take the whole of it."""
+    """Return this rank's part of a batch: all ranks together take the whole batch."""
     if batch_size % WORLD_SIZE:
         raise ValueError(
-            f"a batch of {batch_size} does not divide by {WORLD_SIZE} ranks: "
+            f"a batch of {batch_size} is not divisible by {WORLD_SIZE} ranks: "
             "choose a multiple"
         )
     return batch_size // WORLD_SIZE
 ''',
     "divided": '''
 def divided(loader):
-    """The same loader for this rank's samples."""
+    """Return the same loader for this rank's samples."""
     shuffle = isinstance(getattr(loader, "sampler", None), RandomSampler)
     if not shuffle and not isinstance(
         getattr(loader, "sampler", None), SequentialSampler
     ):
         raise TypeError(
-            f"can not divide {type(loader).__name__} among ranks: it is no DataLoader "
-            "with shuffle=True or False"
+            f"cannot divide {type(loader).__name__} among ranks: it is not a "
+            "DataLoader with shuffle=True or False"
         )
     sampler = DistributedSampler(
         loader.dataset,
@@ -97,13 +97,13 @@ def told_epoch(loader, epoch=None, passes=itertools.count()):
 ''',
     "print0": '''
 def print0(*values, **options):
-    """Prints on rank 0; every rank has worked the values out."""
+    """Print on rank 0; every rank has computed the values."""
     if RANK == 0:
         print(*values, **options)
 ''',
     "OnRank0": '''
 class OnRank0:
-    """Stands for a writer on the other ranks: takes every call, does nothing."""
+    """Replaces a writer on the other ranks: accepts every call, does nothing."""
 
     def __getattr__(self, name):
         return self
@@ -133,17 +133,17 @@ def _reduced(values, divisor):
 """,
     "mean_over_ranks": '''
 def mean_over_ranks(*values):
-    """The mean over ranks; every rank must call it."""
+    """Return the mean over ranks; every rank must call it."""
     return _reduced(values, WORLD_SIZE)
 ''',
     "sum_over_ranks": '''
 def sum_over_ranks(*values):
-    """The sum over ranks; every rank must call it."""
+    """Return the sum over ranks; every rank must call it."""
     return _reduced(values, 1)
 ''',
     "share_of": '''
 def share_of(loader):
-    """This rank's batches of a loader whose results are summed over ranks."""
+    """Return this rank's batches of a loader whose results are summed over ranks."""
     if isinstance(getattr(loader, "sampler", None), SequentialSampler):
         return itertools.islice(loader, RANK, None, WORLD_SIZE)
     # Ranks may see it in different orders, so one rank takes it whole.
@@ -151,13 +151,13 @@ def share_of(loader):
 ''',
     "whole_on_rank0": '''
 def whole_on_rank0(loader):
-    """The whole loader on rank 0; its results are summed over ranks."""
+    """Return the whole loader on rank 0; its results are summed over ranks."""
     return loader if RANK == 0 else ()
 ''',
     "rank0_first": '''
 @contextlib.contextmanager
 def rank0_first():
-    """Lets the first rank of each host, which downloads, go before the others."""
+    """Let the first rank of each host, which downloads, run before the others."""
     if LOCAL_RANK != 0:
         BARRIER
     yield
@@ -166,7 +166,7 @@ def rank0_first():
 ''',
     "of_rank0": '''
 def of_rank0(make):
-    """What rank 0 makes, on all ranks; every rank must call it."""
+    """Return what rank 0 makes, on all ranks; every rank must call it."""
     held = [make() if RANK == 0 else None]
     SEND_OBJECTS
     return held[0]
@@ -174,14 +174,14 @@ def of_rank0(make):
     "folder_of_rank0": '''
 @contextlib.contextmanager
 def folder_of_rank0(make):
-    """A temporary folder of rank 0, for all ranks until the last has left it."""
+    """Yield a temporary folder of rank 0, until all ranks have left it."""
     with make() if RANK == 0 else contextlib.nullcontext() as folder:
         yield of_rank0(lambda: folder)
         BARRIER
 ''',
     "seed_alike": '''
 def seed_alike():
-    """One seed for all ranks, so that what is split at random is split alike."""
+    """Set one seed on all ranks, so that random splits are equal."""
     seed = torch.tensor(torch.initial_seed() % 2**31)
     BROADCAST
     SEEDS
@@ -207,22 +207,22 @@ NEEDS = {
     "folder_of_rank0": {"of_rank0", "contextlib", "dist"},
     "seed_alike": {"torch", "dist"},
 }
-"""What a function calls of the others, and what it wants imported."""
+"""The functions that a function calls, and the imports that it needs."""
 
 
 def order() -> list[str]:
-    """The functions in the order in which they are put into a script."""
+    """Return the functions in the order in which they are inserted into a script."""
     return ["join_ranks", *_COMMON]
 
 
 def text_of(
     name: str, *, horovod: bool, per_rank_batch: bool, seeds: tuple[str, ...]
 ) -> str:
-    """The source of one function.
+    """Return the source of one function.
 
     Args:
         name: One of `order`.
-        horovod: Whether ranks speak through Horovod's interface.
+        horovod: Whether ranks communicate through Horovod's interface.
         per_rank_batch: Whether a batch size is each rank's already.
         seeds: Statements of ``seed_alike`` after the seed was agreed on.
     """

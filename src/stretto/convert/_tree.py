@@ -1,4 +1,4 @@
-"""A script's syntax tree with what every question about it needs."""
+"""A script's syntax tree, with the queries that the conversion needs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ Node = TypeVar("Node", bound=cst.CSTNode)
 Kinds = type[Node] | tuple[type[Node], ...]
 
 Scope = cst.FunctionDef | None
-"""The function that code stands in; ``None`` is the module."""
+"""The function that contains some code; ``None`` is the module."""
 
 _NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad")
 
 
 def dotted(node: cst.CSTNode | None) -> str | None:
-    """``a.b.c`` of a name with attributes, or ``None`` for any other expression."""
+    """Return ``a.b.c`` for a name with attributes, or ``None`` for another
+    expression.
+    """
     if isinstance(node, cst.Name):
         return node.value
     if isinstance(node, cst.Attribute):
@@ -31,14 +33,14 @@ def dotted(node: cst.CSTNode | None) -> str | None:
 
 
 def arguments_of(call: cst.Call) -> tuple[list[cst.BaseExpression], dict[str, cst.Arg]]:
-    """Positional values and keyword arguments, without starred ones."""
+    """Return positional values and keyword arguments, without starred ones."""
     positional = [a.value for a in call.args if a.keyword is None and a.star == ""]
     named = {a.keyword.value: a for a in call.args if a.keyword is not None}
     return positional, named
 
 
 def argument(call: cst.Call, place: int, name: str) -> cst.BaseExpression | None:
-    """The value of one argument, given by place or by name."""
+    """Return the value of one argument, given by position or by name."""
     positional, named = arguments_of(call)
     if name in named:
         return named[name].value
@@ -46,7 +48,7 @@ def argument(call: cst.Call, place: int, name: str) -> cst.BaseExpression | None
 
 
 _CHILDREN: dict[cst.CSTNode, tuple[cst.CSTNode, ...]] = {}
-"""The children of the latest tree's nodes: a node visits all it holds to list them."""
+"""The children of the latest tree's nodes, cached because listing them is slow."""
 
 
 def _children(node: cst.CSTNode) -> tuple[cst.CSTNode, ...]:
@@ -57,7 +59,7 @@ def _children(node: cst.CSTNode) -> tuple[cst.CSTNode, ...]:
 
 
 def found(node: cst.CSTNode, kind: Kinds[Node]) -> Iterator[Node]:
-    """Every node of a kind at or below a node, in the order of the text."""
+    """Yield every node of a kind at or below a node, in the order of the text."""
     waiting = [node]
     while waiting:
         here = waiting.pop()
@@ -88,30 +90,32 @@ class Tree:
         self.names = {n.value for n in found(self.module, cst.Name)}
 
     def line(self, node: cst.CSTNode) -> int:
-        """The first line of a node, from 1."""
+        """Return the first line of a node, from 1."""
         return int(self._positions[node].start.line)
 
     def text(self, node: cst.CSTNode) -> str:
-        """The source text of a node."""
+        """Return the source text of a node."""
         return self.module.code_for_node(node).strip()
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
-        """The node around a node."""
+        """Return the node around a node."""
         return self._parents.get(node)
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """The nodes around a node, innermost first."""
+        """Yield the nodes around a node, innermost first."""
         above = self._parents.get(node)
         while above is not None:
             yield above
             above = self._parents.get(above)
 
     def within(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
-        """Whether a node is an outer node or stands in it."""
+        """Return whether a node is an outer node or is inside it."""
         return node is outer or any(a is outer for a in self.ancestors(node))
 
     def full(self, node: cst.CSTNode | None) -> str | None:
-        """A dotted name with its first part replaced by what was imported as it."""
+        """Return a dotted name with its first part replaced by what was imported under
+        it.
+        """
         name = dotted(node)
         if name is None:
             return None
@@ -119,11 +123,13 @@ class Tree:
         return self.imported.get(first, first) + dot + rest
 
     def called(self, call: cst.CSTNode | None) -> str:
-        """The full name that a call calls, or an empty text."""
+        """Return the full name that a call calls, or an empty text."""
         return (self.full(call.func) or "") if isinstance(call, cst.Call) else ""
 
     def function(self, node: cst.CSTNode) -> Scope:
-        """The function that a node stands in; of a function, the one around it."""
+        """Return the function that contains a node; of a function, the one around
+        it.
+        """
         if node not in self._scopes:
             self._scopes[node] = self._function(node)
         return self._scopes[node]
@@ -138,7 +144,7 @@ class Tree:
         return None
 
     def owner(self, scope: Scope) -> cst.ClassDef | None:
-        """The class whose method a function is, or stands in."""
+        """Return the class whose method a function is, or is inside."""
         if scope is None:
             return None
         return next(
@@ -146,7 +152,7 @@ class Tree:
         )
 
     def family(self, kind: cst.ClassDef) -> list[cst.ClassDef]:
-        """A class with its bases and its subclasses in this script."""
+        """Return a class with its bases and its subclasses in this script."""
         out = [kind]
         for node in out:
             for base in node.bases:
@@ -162,25 +168,25 @@ class Tree:
         return [*out, *below[1:]]
 
     def statement(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The smallest whole statement around a node: a line or a block."""
+        """Return the smallest whole statement around a node: a line or a block."""
         kinds = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
         if isinstance(node, kinds):
             return node
         return next(a for a in self.ancestors(node) if isinstance(a, kinds))
 
     def block(self, statement: cst.CSTNode) -> cst.Module | cst.BaseSuite:
-        """The block that a statement is a line of."""
+        """Return the block that a statement is a line of."""
         above = self._parents[statement]
         if not isinstance(above, cst.Module | cst.BaseSuite):
-            raise TypeError(f"{type(statement).__name__} is no line of a block")
+            raise TypeError(f"{type(statement).__name__} is not a line of a block")
         return above
 
     def loops(self, node: cst.CSTNode) -> list[cst.For | cst.While]:
-        """The loops around a node, innermost first, also outside of a closure."""
+        """Yield the loops around a node, innermost first, also outside of a closure."""
         return [a for a in self.ancestors(node) if isinstance(a, cst.For | cst.While)]
 
     def without_gradient(self, node: cst.CSTNode) -> bool:
-        """Whether a node stands under ``torch.no_grad`` or its like."""
+        """Return whether a node is inside ``torch.no_grad`` or similar."""
         for above in self.ancestors(node):
             if isinstance(above, cst.With) and any(
                 self.called(item.item) in _NO_GRAD for item in above.items
@@ -194,7 +200,7 @@ class Tree:
         return False
 
     def method_called(self, call: cst.Call, *names: str) -> cst.BaseExpression | None:
-        """What a method of one of these names is called on."""
+        """Yield what a method of one of these names is called on."""
         func = call.func
         if isinstance(func, cst.Attribute) and func.attr.value in names:
             return func.value

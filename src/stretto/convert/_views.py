@@ -1,4 +1,4 @@
-"""Whether an expression sees a model wrapped, for a place where it may be wrapped."""
+"""Find out whether an expression sees a model wrapped at a place."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ class Views:
         self._tree, self._flow = work.tree, work.flow
 
     def wrapped(self, node: cst.BaseExpression, site: Site) -> bool:
-        """Whether the object that an expression gives is the wrapped model."""
+        """Return whether an expression's object is the wrapped model."""
         scope = self._tree.function(node)
         return self._wrapped(node, scope, self._tree.line(node), site, set())
 
     def names(
         self, nodes: list[tuple[cst.BaseExpression, Scope]]
     ) -> list[tuple[str, Scope]]:
-        """The assigned names through which expressions get their object, last first."""
+        """Return the assigned names through which expressions get their object, last
+        first.
+        """
         out: list[tuple[str, Scope]] = []
         seen: set[tuple[int, int]] = set()
         for node, scope in nodes:
@@ -121,7 +123,7 @@ class Views:
         )
 
     def _is_site(self, path: str, scope: Scope, site: Site) -> bool:
-        """Whether a name is the one that is bound to the wrapper."""
+        """Return whether a name is the one that is bound to the wrapper."""
         if path != site.path:
             return False
         here, there = self._home(path, scope), self._flow.home(site.path, site.scope)
@@ -134,7 +136,9 @@ class Views:
         )
 
     def _home(self, path: str, scope: Scope) -> cst.CSTNode | None:
-        """The function, class or module whose variable a name is, as code reads it."""
+        """Return the function, class or module whose variable a name is, as code reads
+        it.
+        """
         if path.startswith("self."):
             return self._flow.home(path, scope)
         first = path.partition(".")[0]
@@ -157,7 +161,7 @@ class Views:
         return []
 
     def _last(self, made: list[Origin], scope: Scope, line: int) -> list[Origin]:
-        """The assignments that may still hold on a line."""
+        """Return the assignments that may still be in effect on a line."""
         before = [
             o
             for o in made
@@ -183,7 +187,7 @@ class Views:
     def _passed(
         self, node: cst.BaseExpression, scope: Scope
     ) -> list[tuple[cst.Call, cst.BaseExpression]]:
-        """What calls pass for the parameter that a name is."""
+        """Return what calls pass for the parameter that a name is."""
         path = dotted(node)
         here = scope
         while here is not None and path is not None:
