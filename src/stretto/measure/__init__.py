@@ -1,4 +1,4 @@
-"""Measuring a job and a network."""
+"""Measure a job and a network."""
 
 from stretto.measure.backward import ObservedStep, StepObserver, profile_model
 from stretto.measure.beside import CollectiveBench

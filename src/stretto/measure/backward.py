@@ -1,4 +1,6 @@
-"""When gradients become ready and when parameters are first used, in a real step."""
+"""Measure when gradients become ready and when parameters are first used in real
+steps.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ class ObservedStep:
     """From the start of forward to the start of the next, without waiting for ranks."""
 
     forward_s: float
-    """The model's forward alone."""
+    """The time of the model's forward alone."""
 
     backward_s: float
 
@@ -55,17 +57,16 @@ class ObservedStep:
 
 
 class StepObserver:
-    """Watches a model's steps in any training loop, as a context.
+    """Observes a model's steps in any training loop, as a context manager.
 
-    A step begins where the model is called with gradients enabled and ends where it is
-    called so again after a backward, or at `end_step`. Evaluation under
-    ``torch.no_grad`` counts to the step it stands in, so keep it out of the steps that
-    are measured.
+    A step begins where the model is called with gradients enabled. It ends at the next
+    such call after a backward, or at `end_step`. Evaluation under ``torch.no_grad``
+    counts toward the step that contains it, so keep it out of the measured steps.
 
-    Backward begins when the gradient of the model's output is there: the loss, its
-    backward, the optimizer and the input pipeline all count to what is not backward.
-    Times are without communication only if the model does not communicate: give the
-    module inside a ``DistributedDataParallel``, and run under its ``no_sync``.
+    Backward begins when the gradient of the model's output is ready: the loss, its
+    backward, the optimizer and the input pipeline count as time outside backward. Times
+    exclude communication only if the model does not communicate: observe the module
+    inside a ``DistributedDataParallel``, and run under its ``no_sync``.
 
         with StepObserver(model) as observer:
             for images, labels in loader:
@@ -84,23 +85,25 @@ class StepObserver:
         unused: bool = False,
         aside: bool = False,
     ) -> None:
-        """Prepares; nothing is watched before the context is entered.
+        """Prepare the observer; it observes nothing until the context is entered.
 
         Args:
             model: The module whose call is a step's forward.
             group: Ranks that begin every step together, so that they load each other
-                as they do in training; absent: nobody is waited for.
-            on_step: Called with the number of whole steps seen, after each.
+                as they do in training; by default no rank waits for another.
+            on_step: Called after each step with the number of whole steps seen.
             parameters: Names and parameters to observe; by default all of the model's
                 that require a gradient.
             unused: Whether parameters may get no gradient in a step. DDP marks them as
                 ready when the first gradient of the step is.
-            aside: Whether the training must not notice: the model gets no hooks of
-                its own (it can be copied and saved meanwhile), nothing keeps it
-                alive, and an error ends the observation and is kept in `error`.
+            aside: Whether the observation must not affect the training. The model then
+                gets no hooks of its own (it can be copied and saved meanwhile), the
+                observer does not keep it alive, and an error ends the observation and
+                is
+                kept in `error`.
 
         Raises:
-            SpecError: the model has no parameter that wants a gradient.
+            SpecError: The model has no parameter that requires a gradient.
         """
         if parameters is None:
             named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -123,7 +126,7 @@ class StepObserver:
         self._on_step = on_step
         self._aside = aside
         self.error: Exception | None = None
-        """What ended an observation ``aside``."""
+        """The error that ended an observation ``aside``."""
         self._device = self._parameters[0].device
         self._clock = clock_for(self._device)
         self._mark = self._clock.mark
@@ -148,7 +151,8 @@ class StepObserver:
 
     def _watch_modules(self) -> None:
         model = self.model
-        # Before any other hook of the root, so that theirs count to its forward.
+        # Before any other hook of the root, so that their time counts toward its
+        # forward.
         self._handles.append(
             model.register_forward_pre_hook(
                 self._root_called, with_kwargs=True, prepend=True
@@ -161,7 +165,8 @@ class StepObserver:
                 self._handles.append(module.register_forward_pre_hook(hook))
 
     def _watch_aside(self) -> None:
-        # Hooks of all modules, for those of one would be copied and saved with it.
+        # Hooks of all modules, because one module's own hooks would be copied and saved
+        # with it.
         prefixes = {
             id(module): prefix
             for prefix, module in self.model.named_modules(remove_duplicate=True)
@@ -175,7 +180,7 @@ class StepObserver:
         self._end = weakref.finalize(self, _remove, list(self._handles))
 
     def _held(self, method: Callable[..., None], *first: Any) -> Callable[..., None]:
-        """Return a hook that keeps nothing alive and, aside, never raises."""
+        """Return a hook that keeps nothing alive and, with ``aside``, never raises."""
         mine = weakref.ref(self)
 
         def hook(*args: Any) -> None:
@@ -207,23 +212,23 @@ class StepObserver:
         self.close()
 
     def close(self) -> None:
-        """Stops watching. A step under way is dropped."""
+        """Stop observing. A step in progress is dropped."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._reset()
 
     def exclude(self, duration_s: float) -> None:
-        """Leaves some seconds out of the step under way: a wait for communication."""
+        """Exclude some seconds from the step in progress: a wait for communication."""
         self._excluded_s += duration_s
 
     @property
     def whole(self) -> bool:
-        """Whether the step under way has seen its backward."""
+        """Return whether the step in progress has run its backward."""
         return self._backward_end is not None and bool(self._ready_order)
 
     def begin_step(self) -> None:
-        """Begins a step here rather than at the next call of the model."""
+        """Begin a step here rather than at the next call of the model."""
         self._finish()
         self._reset()
         if self._group is not None:
@@ -233,8 +238,8 @@ class StepObserver:
     def end_step(self, step_s: float | None = None) -> None:
         """End the step here rather than at the next call of the model.
 
-        ``step_s`` is how long it took, where that is known better than from the start
-        of its forward.
+        ``step_s`` is the step's duration, if it is known better than from the start of
+        its forward.
         """
         self._finish(step_s)
         self._reset()
@@ -259,7 +264,7 @@ class StepObserver:
         if not torch.is_grad_enabled():
             return
         if self._begin is not None and not self._ready_order:
-            return  # a second forward before backward: the same step goes on
+            return  # a second forward before backward: the same step continues
         self._finish()
         started = self._started
         self._reset()
@@ -299,7 +304,7 @@ class StepObserver:
     def _queue_end(self) -> None:
         if not self._callback_queued:
             self._callback_queued = True
-            # What DDP itself uses to learn that backward is over.
+            # DDP itself uses this to detect the end of backward.
             torch.autograd.Variable._execution_engine.queue_callback(  # noqa: SLF001
                 self._held(StepObserver._backward_ended)
             )
@@ -320,7 +325,7 @@ class StepObserver:
     # -- a step's record ---------------------------------------------------
 
     def _find_owners(self) -> list[tuple[str, ...]]:
-        """Per parameter, the modules that own it under any name."""
+        """For each parameter, the modules that own it under any name."""
         owners: dict[int, list[str]] = {id(p): [] for p in self._parameters}
         for prefix, module in self.model.named_modules(remove_duplicate=True):
             for parameter in module.parameters(recurse=False):
@@ -329,7 +334,9 @@ class StepObserver:
         return [tuple(owners[id(p)]) for p in self._parameters]
 
     def _first_use_of(self, i: int) -> list[Any]:
-        """The earliest start of an owner; of one never called, its nearest parent's."""
+        """Return the earliest start of an owner, or its nearest parent's if it is never
+        called.
+        """
         marks = []
         for owner in self._owners[i]:
             prefix = owner
@@ -396,32 +403,32 @@ class StepObserver:
         max_spread_ratio: float = DEFAULT_MAX_SPREAD_RATIO,
         rows: Sequence[Sequence[float]] | None = None,
     ) -> Workload:
-        """The workload that the observed steps show: medians over steps.
+        """Return the workload of the observed steps: medians over steps.
 
-        With several ranks each step counts as its slowest rank took it, tensor by
-        tensor, because a collective waits for the slowest.
+        With several ranks each step counts as its slowest rank's, tensor by tensor,
+        because a collective waits for the slowest.
 
         Args:
             name: The workload's name.
             batch_per_rank: Samples per step and rank; by default the first dimension
                 of the model's first input.
-            warmup: So many first steps are left out.
-            group: Ranks that observed the same steps; every one of them must call.
+            warmup: Number of first steps to leave out.
+            group: Ranks that observed the same steps; all of them must call this.
             max_spread_ratio: Largest accepted distance between the quartiles of the
                 time of backward, as a share of its median.
-            rows: What `row_of` gave, merged over ranks, in place of these steps.
+            rows: Results of `row_of`, merged over ranks, to use instead of these steps.
 
         Raises:
-            SpecError: fewer than three steps are left.
-            NoisyProfile: the steps differ too much.
+            SpecError: Fewer than three steps are left.
+            NoisyProfile: The steps differ too much.
         """
         steps = self.steps[warmup:]
         if rows is None:
             rows = self._rows(steps, group)
         if len(rows) < 3:
             raise SpecError(
-                f"a workload needs at least 3 steps after {warmup} to warm up, saw "
-                f"{len(self.steps)} in all; let the model train for longer"
+                f"a workload needs at least 3 steps after {warmup} warm-up steps, but "
+                f"{len(self.steps)} were seen in total; train for longer"
             )
         table = _StepTable(rows, len(self._names))
         require_steady(
@@ -429,7 +436,7 @@ class StepObserver:
             table.backward_s,
             max_spread_ratio=max_spread_ratio,
             next_step=(
-                "Leave the machine to this job alone, pin torch.set_num_threads, or "
+                "Give this job the machine to itself, pin torch.set_num_threads, or "
                 "measure more steps; `--max-spread` accepts more"
             ),
         )
@@ -497,11 +504,11 @@ class StepObserver:
 
 
 class _StepTable:
-    """Steps as their slowest rank took them.
+    """Return the steps with the times of their slowest rank.
 
-    Every rank's clock starts with its forward. All that is not backward is put before
-    backward, so gradient ``i`` is there at (not backward) + ``ready_s[i]``, and a
-    collective may begin when the latest rank has it.
+    Every rank's clock starts with its forward. All time outside backward is put before
+    backward, so gradient ``i`` is ready at (time outside backward) + ``ready_s[i]``,
+    and a collective may begin when the latest rank has it.
     """
 
     def __init__(self, rows: Sequence[Sequence[float]], tensors: int) -> None:
@@ -519,7 +526,7 @@ class _StepTable:
         return statistics.median(row[3 + self._count + i] for row in self._rows)
 
     def rank(self, i: int) -> float:
-        """Place in the order of readiness."""
+        """Return each parameter's position in the order of readiness."""
         return self._rows[-1][3 + 2 * self._count + i]
 
 
@@ -534,7 +541,7 @@ def profile_model(
     group: ProcessGroup | None = None,
     max_spread_ratio: float = DEFAULT_MAX_SPREAD_RATIO,
 ) -> Workload:
-    """The workload of a model, from real training steps without communication.
+    """Measure the workload of a model in real training steps without communication.
 
     Args:
         model: The module that ``step`` calls and whose gradients count.
@@ -548,8 +555,8 @@ def profile_model(
         max_spread_ratio: As for `StepObserver.workload`.
 
     Raises:
-        SpecError: a parameter gets no gradient, or too few repetitions.
-        NoisyProfile: the steps differ too much.
+        SpecError: A parameter gets no gradient, or there are too few repetitions.
+        NoisyProfile: The steps differ too much.
     """
     with StepObserver(model, group=group) as observer:
         for _ in range(warmup + repetitions):
@@ -558,7 +565,7 @@ def profile_model(
         if not observer.steps:
             raise SpecError(
                 f"no step was seen: the function never called {type(model).__name__} "
-                "and backward on what it returned"
+                "and then backward on its output"
             )
         return observer.workload(
             name=name or type(model).__name__,

@@ -1,6 +1,6 @@
-"""Computation beside real collectives of a given resource.
+"""Measure computation beside real collectives of a given resource.
 
-On CUDA nothing here has been run yet on a GPU.
+On CUDA nothing here has been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     Launch = Callable[[torch.Tensor], Sequence[Any]]
-    """Starts an all-reduce of a message and gives the works to wait for."""
+    """Starts an all-reduce of a message and returns the works to wait for."""
 
 _COMPUTE_S = 0.1
 _STREAM_BYTES = 1024 * 1024
 _MOST_QUEUED = 512
 _THROUGHOUT = 2.5
-"""Communication is queued for so many times the computation's time alone, so that it
-lasts to the end of a computation that it slows."""
+"""Communication is queued for this multiple of the computation's time alone, so that it
+lasts to the end of a computation that it slows.
+"""
 
 
 @final
@@ -140,7 +141,7 @@ class CollectiveBench(AbstractContentionBench):
             torch.cuda.synchronize(self._device)
 
     def _compute(self) -> float:
-        """The load's time; on CUDA that of its stream, not of communication's."""
+        """The load's time; on CUDA its stream's, not communication's."""
         if not self._cuda:
             begin = perf_counter()
             for _ in range(self._units):

@@ -10,23 +10,23 @@ import torch
 
 
 class AbstractClock(abc.ABC):
-    """Marks moments now and tells later how far apart they were.
+    """Records moments, and later returns the time between them.
 
-    Marking costs little and never waits; `seconds` may wait for the device.
+    Recording costs little and never waits; `seconds` may wait for the device.
     """
 
     @abc.abstractmethod
     def mark(self) -> Any:
-        """A moment: when what was issued before it is done."""
+        """Return a moment: when the work issued before it is done."""
 
     @abc.abstractmethod
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds from one moment to another."""
+        """Return the seconds from one moment to another."""
 
 
 @final
 class HostClock(AbstractClock):
-    """The host's clock, right for devices that compute when they are told to."""
+    """The host's clock, correct for devices that compute synchronously."""
 
     mark = staticmethod(perf_counter)
 
@@ -49,5 +49,5 @@ class CudaClock(AbstractClock):
 
 
 def clock_for(device: torch.device) -> AbstractClock:
-    """The clock that sees when a device has done its work."""
+    """Return the clock that sees when a device has finished its work."""
     return CudaClock() if device.type == "cuda" else HostClock()

@@ -1,10 +1,10 @@
-"""How communication that takes so much of a device and computation slow each other.
+"""Measure how communication of a given resource and computation slow each other.
 
 The samples of LIBRA's model (section III-A): with $r$ the resource of a collective,
 $g(b, r)$ a computation beside it, $p(c, r)$ its transmission beside computation and
-$q(c, r)$ its transmission alone. The loop is here; what it times is behind
-`AbstractContentionBench`: real collectives (`stretto.measure.beside`), or a kernel that
-stands in for one where a device has no peers (`stretto.measure.synthetic`).
+$q(c, r)$ its transmission alone. The loop is here. An `AbstractContentionBench` does
+the timing: real collectives (`stretto.measure.beside`), or a kernel that emulates one
+where a device has no peers (`stretto.measure.synthetic`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _LEAST_REPETITIONS = 3
 class AbstractContentionBench(abc.ABC):
     """Times single pieces of work on one device.
 
-    Every call is collective where there are several ranks: all make the same calls in
-    the same order. Times are this rank's, in seconds.
+    With several ranks every call is collective: all ranks make the same calls in the
+    same order. Times are this rank's, in seconds.
     """
 
     @property
@@ -41,31 +41,33 @@ class AbstractContentionBench(abc.ABC):
     def wire_factor(self) -> float | None:
         """Bytes on the busiest link per byte of a message; ``None``: nothing is sent.
 
-        Without, `send_s` is not called.
+        If nothing is sent, `send_s` is not called.
         """
 
     @abc.abstractmethod
     def compute_s(self, resource: int | None) -> float:
-        """A fixed piece of computation, beside communication throughout.
+        """Time a fixed piece of computation, with communication throughout.
 
-        ``None``: alone.
+        ``None``: computation alone.
         """
 
     @abc.abstractmethod
     def send_s(self, resource: int, size_bytes: int, *, beside: bool) -> float:
-        """One collective from launch to end, beside computation throughout or alone."""
+        """Time one collective from launch to end, with computation throughout or
+        alone.
+        """
 
     @abc.abstractmethod
     def agree(self, value: float) -> float:
-        """The first rank's value."""
+        """Return the first rank's value."""
 
     @abc.abstractmethod
     def slowest(self, values: Sequence[float]) -> list[float]:
-        """The largest over all ranks, element by element."""
+        """Return the largest over all ranks, element by element."""
 
     @abc.abstractmethod
     def provenance(self) -> dict[str, Any]:
-        """What was measured on, and how."""
+        """Return what was measured on, and how."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +81,16 @@ class SlowdownReading:
     compute_overlapped_s: float
 
     spread_ratio: float
-    """Distance between the quartiles of the slow-down over its median."""
+    """Distance between the quartiles of the slow-down, over its median."""
 
     repetitions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateReading:
-    """Transmission alone and beside computation, start-up taken off.
+    """Transmission alone and beside computation, without the start-up.
 
-    What a message of ``size_bytes[1]`` takes beyond one of ``size_bytes[0]``.
+    The time of a message of ``size_bytes[1]`` beyond one of ``size_bytes[0]``.
     """
 
     resource: int
@@ -104,12 +106,12 @@ class RateReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContentionReadings:
-    """What one probe measured; equal on all ranks."""
+    """The result of one probe; equal on all ranks."""
 
     slowdowns: tuple[SlowdownReading, ...]
 
     rates: tuple[RateReading, ...]
-    """Empty where the device has no peers."""
+    """Empty if the device has no peers."""
 
     provenance: dict[str, Any] = field(default_factory=dict)
 
@@ -123,23 +125,23 @@ def read_contention(
     budget_s: float = 60.0,
     progress: Callable[[float, str], None] | None = None,
 ) -> ContentionReadings:
-    """Samples of LIBRA's model over levels of resource.
+    """Measure samples of LIBRA's model over levels of resource.
 
-    Levels are visited in another order each turn and every beside is paired with an
-    alone just before it, so that a machine that grows slower is not taken for
-    contention.
+    Levels are visited in another order in each turn, and every measurement beside
+    communication is paired with one alone just before it. So a machine that becomes
+    slower is not mistaken for contention.
 
     Args:
-        bench: What is timed.
+        bench: Does the timing.
         resources: At least two levels.
         sizes_bytes: Two messages; the difference of their times is transmission.
-        repetitions: Turns, as far as the budget goes; at least 3 are made.
+        repetitions: Turns, as far as the budget allows; at least 3 are made.
         budget_s: No turn begins after this.
-        progress: Called with the share that is done and a line.
+        progress: Called with the completed share and a line.
 
     Raises:
-        SpecError: fewer than two levels, or sizes that do not grow.
-        NoisyProfile: a larger message did not take longer.
+        SpecError: There are fewer than two levels, or the sizes do not grow.
+        NoisyProfile: A larger message did not take longer.
     """
     levels = tuple(sorted(set(resources)))
     if len(levels) < 2 or levels[0] < 1:
@@ -154,7 +156,7 @@ def read_contention(
         )
     started = perf_counter()
     sends = bench.wire_factor is not None
-    bench.compute_s(None)  # the first of all warms up
+    bench.compute_s(None)  # the first turn is warm-up
     for level in levels:
         bench.compute_s(level)
     computed: dict[int, list[list[float]]] = {level: [] for level in levels}
@@ -195,8 +197,8 @@ def read_contention(
 
 
 def _slowdown(resource: int, pairs: Sequence[Sequence[float]]) -> SlowdownReading:
-    # The median of pairs' ratios, not the ratio of medians: both halves of a pair met
-    # the same machine.
+    # The median of pairs' ratios, not the ratio of medians: both halves of a pair ran
+    # under the same conditions.
     ratios = [beside / alone for alone, beside in pairs]
     alone_s = statistics.median(alone for alone, _ in pairs)
     slower = statistics.median(ratios)
@@ -224,9 +226,9 @@ def _rate(
         if large_s <= small_s:
             raise NoisyProfile(
                 f"with resource {resource}, {what}, a message of "
-                f"{format_bytes(sizes_bytes[1])} took {format_s(large_s)}, one of "
-                f"{format_bytes(sizes_bytes[0])} {format_s(small_s)}: no rate follows. "
-                "Measure larger messages, on a quiet machine"
+                f"{format_bytes(sizes_bytes[1])} took {format_s(large_s)} and one of "
+                f"{format_bytes(sizes_bytes[0])} {format_s(small_s)}: they give no "
+                "rate. Measure larger messages, on a quiet machine"
             )
     return RateReading(
         resource=resource,

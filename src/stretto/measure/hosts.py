@@ -1,4 +1,4 @@
-"""How ranks are spread over hosts."""
+"""Count the hosts of a group's ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def count_hosts(group: ProcessGroup | None = None) -> int:
-    """Number of hosts under a group's ranks, told apart by their names; collective.
+    """Return the number of hosts under a group's ranks, by host name; collective.
 
-    Hosts with unequal numbers of ranks are counted as one host per rank, since a
+    Hosts with different numbers of ranks are counted as one host per rank, because a
     cluster has the same number on each.
     """
     ranks = dist.get_world_size(group)

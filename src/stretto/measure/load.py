@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def convolutions(device: torch.device) -> Callable[[], None]:
-    """Forward and backward of a small convolutional network, a few milliseconds."""
+    """Return forward and backward of a small convolutional network, a few
+    milliseconds.
+    """
     model = nn.Sequential(
         nn.Conv2d(8, 32, 3, padding=1),
         nn.BatchNorm2d(32),
@@ -31,10 +33,10 @@ def convolutions(device: torch.device) -> Callable[[], None]:
 
 
 def backward(device: torch.device) -> Callable[[], None]:
-    """Backward of a transformer block and a convolution, large enough for a GPU.
+    """Return backward of a transformer block and a convolution, large enough for a GPU.
 
-    Forward runs once, and backward over its graph again and again: LIBRA's contention
-    is that of backward's kernels. Not yet run on a GPU.
+    Forward runs once, and backward over its graph repeatedly: LIBRA's contention is
+    that of backward's kernels. Not yet run on a GPU.
     """
     block = nn.TransformerEncoderLayer(
         512, 8, 2048, dropout=0.0, batch_first=True, device=device

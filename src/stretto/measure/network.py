@@ -1,7 +1,7 @@
-"""Times of simultaneous all-reduces on a live process group, and beside computation.
+"""Time simultaneous all-reduces on a live process group, also beside computation.
 
-Every decision (which sizes, how many repetitions, when to stop) is rank 0's and is
-broadcast before it is acted on, so all ranks issue the same collectives.
+Rank 0 makes every decision (which sizes, how many repetitions, when to stop) and
+broadcasts it first, so all ranks issue the same collectives.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ DEFAULT_SIZES_BYTES = tuple(2**e for e in range(10, 25, 2))
 DEFAULT_LANES = (1, 2, 4, 8)
 
 Progress = Callable[[float, str], None]
-"""Called with the share that is done, 0 to 1, and a line that says what runs."""
+"""Called with the completed share, 0 to 1, and a line that says what runs."""
 
 _PILOT_BYTES = 256 * 1024
 _SHORT_PILOT_BYTES = 64 * 1024
-_SHORT_BUDGET_S = 2.0  # below it the pilot is short too
+_SHORT_BUDGET_S = 2.0  # below it the pilot is short, too
 _SHORT_S = 0.01  # a repetition is filled up to this with back-to-back collectives
 _SHORTEST_S = 0.004  # the same in a short budget
 _MAX_INNER = 32
 _LOAD_S = 0.2  # length of the synthetic computation
 _CONTENTION_BYTES = 1024 * 1024
-_MARGIN = 1.25  # on estimates, when they are held against the budget
+_MARGIN = 1.25  # factor on estimates when they are compared with the budget
 _LEAST_REPETITIONS = 3
-_SIZE_PRIORITY = (20, 16, 22, 18, 24, 14, 12, 10)  # log2, what matters most first
+_SIZE_PRIORITY = (20, 16, 22, 18, 24, 14, 12, 10)  # log2, most important first
 _LANE_PRIORITY = (1, 4, 2, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkSamples:
-    """What one probe measured; equal on all ranks."""
+    """The result of one probe; equal on all ranks."""
 
     collectives: tuple[CollectiveSample, ...]
 
@@ -82,34 +82,34 @@ def probe_network(
     device: torch.device | None = None,
     progress: Progress | None = None,
 ) -> NetworkSamples:
-    """Times of all-reduces over sizes and numbers of lanes. Call it on every rank.
+    """Time all-reduces over sizes and numbers of lanes. Call it on every rank.
 
-    Sizes and lanes are interleaved, so that a slow moment of the network touches all
-    of them alike. Where the budget is short the grid becomes coarser: sizes about
-    1 MiB stay longest, then repetitions fall to 3, and nothing exceeds the budget by
-    more than one collective's misjudged time.
+    Sizes and lanes are interleaved, so that a slow moment of the network affects all of
+    them equally. If the budget is short, the grid becomes coarser: sizes near 1 MiB are
+    kept longest, then repetitions fall to 3. Nothing exceeds the budget by more than
+    one collective's misjudged time.
 
     Args:
         group: The ranks to measure; all of them by default.
-        agreement_group: Carries what the probe itself has to agree on, from the CPU;
-            by default ``group`` does.
-        lane_group: Gives lane ``i``'s process group, the same on every rank. By
+        agreement_group: Used by the probe itself to agree, from the CPU; ``group`` by
+            default.
+        lane_group: Returns lane ``i``'s process group, the same on every rank. By
             default new groups are made, and destroyed afterwards.
         sizes_bytes: Messages.
         lanes: Numbers of simultaneous all-reduces.
-        points: Pairs of size and number of lanes instead of all of them, what matters
-            most first; at least two sizes on the smallest number of lanes.
-        repetitions: At most so many per size and number of lanes.
+        points: Pairs of size and number of lanes instead of all of them, most
+            important first; at least two sizes on the smallest number of lanes.
+        repetitions: Largest number per size and number of lanes.
         budget_s: The probe ends within this.
         contention: Whether computation beside communication is measured as well, in
             about a third of the budget.
         load: One piece of computation, a few milliseconds long, for that measurement;
             by default a small convolutional network's forward and backward.
-        device: Where the messages lie; by default as the group's backend needs.
-        progress: Called on every rank as the probe goes on.
+        device: Device of the messages; by default as the group's backend needs.
+        progress: Called on every rank as the probe proceeds.
 
     Raises:
-        SpecError: fewer than 2 ranks, no size or lane, or too small a budget.
+        SpecError: There are fewer than 2 ranks, no size or lane, or too small a budget.
     """
     probe = _Probe(
         group=group,
@@ -217,7 +217,7 @@ class _Probe:
     # -- agreement ---------------------------------------------------------
 
     def _agree(self, *values: float) -> list[float]:
-        """Rank 0's values, on every rank."""
+        """Return rank 0's values on every rank."""
         tensor = torch.tensor(
             values, dtype=torch.float64, device=self._agreement_device
         )
@@ -226,7 +226,7 @@ class _Probe:
         return decided
 
     def _slowest(self, rows: list[list[float]]) -> list[list[float]]:
-        """The largest over ranks, element by element."""
+        """Return the largest over ranks, element by element."""
         tensor = torch.tensor(rows, dtype=torch.float64, device=self._agreement_device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._agreement_group)
         slowest: list[list[float]] = tensor.tolist()
@@ -238,7 +238,9 @@ class _Probe:
     # -- collectives -------------------------------------------------------
 
     def _time(self, size_bytes: int, lanes: int, inner: int) -> float:
-        """Seconds of one round of simultaneous all-reduces, mean of ``inner``."""
+        """Return the seconds of one round of simultaneous all-reduces, mean of
+        ``inner``.
+        """
         messages = [self._message(i, size_bytes) for i in range(lanes)]
         groups = self._groups[:lanes]
         dist.barrier(self._agreement_group)
@@ -266,7 +268,7 @@ class _Probe:
         return self._buffers[lane][:elements]
 
     def _pilot(self) -> None:
-        """Connects every lane and estimates what a collective costs."""
+        """Connect every lane and estimate the cost of a collective."""
         widest = self._lanes[-1]
         self._time(4, widest, 1)
         self._widest_startup_s = self._time(4, widest, 1)
@@ -282,7 +284,8 @@ class _Probe:
         self._shared_s_per_byte = together_s / (small * widest)
 
     def _estimate_s(self, size_bytes: int, lanes: int) -> float:
-        # A connection's first bytes may pass faster than it sustains, so the pilot's
+        # A connection's first bytes may pass faster than its sustained rate, so the
+        # pilot's
         # rates are taken with a margin.
         sending_s = size_bytes * max(
             self._alone_s_per_byte, lanes * self._shared_s_per_byte
@@ -295,7 +298,9 @@ class _Probe:
         return max(1, min(_MAX_INNER, int(self._short_s / max(estimate_s, 1e-9))))
 
     def _choose(self, left_s: float) -> list[_Point]:
-        """The points that fit in the time left, most useful first, then by order."""
+        """Return the points that fit in the time left, chosen by usefulness, in
+        order.
+        """
         chosen: list[_Point] = []
         cost_s = 0.0
         for size_bytes, lanes in self._points:
@@ -354,12 +359,12 @@ class _Probe:
             + self._elapsed_s()
         )
         raise SpecError(
-            f"a budget of {format_s(self._budget_s)} does not pay for two sizes on "
+            f"a budget of {format_s(self._budget_s)} is too short for two sizes on "
             f"this network; give at least {format_s(3 * least_s)}"
         )
 
     def _rounds(self, points: list[_Point], repetitions: int, end_s: float) -> None:
-        """Measures round after round until enough or out of time."""
+        """Measure in rounds until there are enough or the time is up."""
         total = repetitions * len(points)
         done = 0
         for turn in range(repetitions):
@@ -405,8 +410,9 @@ class _Probe:
                 fits = before_s + _MARGIN * longest_s + 0.1 < self._budget_s
                 if not self._agree(float(fits))[0]:
                     continue
-                # Alone right before beside, so that a machine that grows slower
-                # meanwhile is not taken for contention.
+                # Alone right before beside, so that a machine that becomes slower in
+                # the meantime
+                # is not mistaken for contention.
                 dist.barrier(self._agreement_group)
                 alone_s = self._compute(load, units)
                 beside = self._beside(load, units, size_bytes, lanes)
@@ -438,7 +444,7 @@ class _Probe:
         return tuple(samples)
 
     def _calibrate(self, load: Callable[[], None]) -> int:
-        """How many pieces of the load make up a measurement."""
+        """Return how many pieces of the load make up a measurement."""
         dist.barrier(self._agreement_group)
         three_s = self._compute(load, 3)
         left_s = self._budget_s - self._elapsed_s()
@@ -455,12 +461,13 @@ class _Probe:
     def _beside(
         self, load: Callable[[], None], units: int, size_bytes: int, lanes: int
     ) -> list[float]:
-        """Compute time, and one all-reduce's time alone and beside it."""
+        """Return compute time, and one all-reduce's time alone and beside it."""
         estimate_s = self._time(size_bytes, lanes, 1)
         count = self._agree(max(4, math.ceil(0.5 * _LOAD_S / estimate_s)))[0]
         ends_s = self._stream(size_bytes, lanes, int(count), lambda: 0.0)[1]
         alone_s = statistics.fmean(lane[-1] for lane in ends_s) / int(count)
-        # Twice what the computation should take, so that it never runs uncontended.
+        # Twice what the computation should take, so that it is never without
+        # contention.
         enough = self._agree(math.ceil(2.0 * self._compute(load, units) / alone_s) + 2)[
             0
         ]
@@ -477,9 +484,9 @@ class _Probe:
         count: int,
         compute: Callable[[], float],
     ) -> tuple[float, list[list[float]]]:
-        """Runs ``count`` all-reduces on each lane, one after another, beside a call.
+        """Run ``count`` all-reduces on each lane, one after another, beside a call.
 
-        Gives what the call returned and when each all-reduce ended, from the start.
+        Returns the call's result and when each all-reduce ended, from the start.
         """
         messages = [self._message(i, size_bytes) for i in range(lanes)]
         ends_s: list[list[float]] = [[] for _ in range(lanes)]
@@ -511,7 +518,7 @@ class _Probe:
 
 
 def device_of(group: ProcessGroup | None) -> torch.device:
-    """Where a group's messages must lie."""
+    """Return the device on which a group's messages must be."""
     if "nccl" in str(dist.get_backend(group)):
         # Not yet run on a GPU.
         return torch.device("cuda", torch.cuda.current_device())
@@ -524,7 +531,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _progress_at(ends_s: Sequence[float], moment_s: float) -> float:
-    """How many of a lane's collectives were done at a moment, with the started part."""
+    """Return how many of a lane's collectives were done at a moment, with fractions."""
     before = 0.0
     for i, end_s in enumerate(ends_s):
         if end_s > moment_s:
@@ -534,7 +541,7 @@ def _progress_at(ends_s: Sequence[float], moment_s: float) -> float:
 
 
 def _by_priority(sizes: Sequence[int], lanes: Sequence[int]) -> list[tuple[int, int]]:
-    """All pairs, those that say most about a training step first."""
+    """Return all pairs, those most informative about a training step first."""
 
     def of_size(size: int) -> float:
         nearest = min(_SIZE_PRIORITY, key=lambda e: abs(e - math.log2(size)))

@@ -1,4 +1,4 @@
-"""How much of the machine's processors other programs use, on Linux."""
+"""Measure how much of the machine's processors other programs use, on Linux."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from time import perf_counter
 from typing import final
 
 BUSY_CORES = 0.25
-"""From so many cores in use by others on, times are those of a busy machine."""
+"""From this many cores in use by others, times are those of a busy machine."""
 
 
 @final
 class OthersLoad:
     """Processor time that programs other than this one and its children used.
 
-    Of children, what has been waited for counts, so read it when they have ended.
+    Children count only after they were waited for, so read it when they have ended.
     """
 
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
@@ -58,6 +58,6 @@ def busy_note(cores: float | None) -> str | None:
     if cores is None or cores < BUSY_CORES:
         return None
     return (
-        f"Other programs used {cores:.1f} of this machine's {os.cpu_count()} cores "
-        "meanwhile: times are longer and vary more than on a quiet machine."
+        f"Other programs used {cores:.1f} of this machine's {os.cpu_count()} cores in "
+        "the meantime: times are longer and vary more than on a quiet machine."
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _Enough(BaseException):
-    """Leaves the script; not an `Exception`, so that it does not catch it."""
+    """Leaves the script; not an `Exception`, so that the script does not catch it."""
 
 
 def profile_script(
@@ -42,16 +42,16 @@ def profile_script(
     max_spread_ratio: float = DEFAULT_MAX_SPREAD_RATIO,
     on_step: Callable[[int], None] | None = None,
 ) -> Workload:
-    """The workload of a training script, which is stopped after enough steps.
+    """Measure the workload of a training script, and stop it after enough steps.
 
-    The model is the first module called with gradients enabled that has parameters
-    which want gradients; of a ``DistributedDataParallel``, the module inside, and its
-    gradients are not exchanged while it is observed. Under torchrun every rank must
-    call this; each step then counts as its slowest rank took it.
+    The model is the first module called with gradients enabled that has parameters that
+    require gradients. For a ``DistributedDataParallel`` it is the module inside, and
+    its gradients are not exchanged while it is observed. Under torchrun every rank must
+    call this; each step then counts as its slowest rank's.
 
     Args:
         script: The file.
-        arguments: What it finds in ``sys.argv`` after its own name.
+        arguments: The script's ``sys.argv`` after its own name.
         name: The workload's name, the script's by default.
         batch_per_rank: As for `StepObserver.workload`.
         warmup: Steps left out.
@@ -60,9 +60,9 @@ def profile_script(
         on_step: Called with the number of steps seen, after each.
 
     Raises:
-        SpecError: the script is missing, ends before enough steps, or steps
+        SpecError: The script is missing, ends before enough steps, or steps
             parameters that the observed model lacks.
-        NoisyProfile: the steps differ too much.
+        NoisyProfile: The steps differ too much.
     """
     if not script.is_file():
         raise SpecError(f"there is no script {str(script)!r}")
@@ -94,7 +94,7 @@ def profile_script(
 
 @final
 class _Watcher:
-    """Finds the model a script trains and ends the script when enough was seen."""
+    """Finds the model that a script trains, and ends the script after enough steps."""
 
     def __init__(
         self,
@@ -134,7 +134,8 @@ class _Watcher:
         group = dist.group.WORLD if dist.is_initialized() else None
         self._observer = StepObserver(model, group=group, on_step=self._seen)
         self._observer.__enter__()
-        # It watches every call of every module, so it goes as soon as it has found.
+        # It watches every call of every module, so it is removed once the model is
+        # found.
         self._handles.pop(0).remove()
 
     def _optimizing(
@@ -149,7 +150,7 @@ class _Watcher:
                 raise SpecError(
                     f"the optimizer steps {len(strange)} parameters that "
                     f"{type(self._observer.model).__name__}, the first module the "
-                    "script calls, lacks: put all that is trained into one module "
+                    "script calls, lacks: put all trained parameters into one module "
                     "and call that"
                 )
 
@@ -162,7 +163,7 @@ class _Watcher:
 
     def _conclude(self) -> None:
         assert self._observer is not None  # noqa: S101 - called by it
-        # While the process group lives: the script may destroy it when it is left.
+        # While the process group exists: the script may destroy it when it is left.
         group = dist.group.WORLD if dist.is_initialized() else None
         self.workload = self._observer.workload(group=group, **self._options)
 
@@ -173,11 +174,11 @@ class _Watcher:
                 "train; profile the script that trains"
             )
         return SpecError(
-            f"the script ended after {len(self._observer.steps)} whole steps, "
-            f"{self._enough} are needed: let it train for longer, or lower --steps"
+            f"the script ended after {len(self._observer.steps)} whole steps, but "
+            f"{self._enough} are needed: train for longer, or lower --steps"
         )
 
 
 def _silence(module: nn.Module, _args: Any) -> None:
-    """What ``no_sync`` does, for every forward from here on."""
+    """Do what ``no_sync`` does, for every forward from now on."""
     module.require_backward_grad_sync = False  # type: ignore[assignment]

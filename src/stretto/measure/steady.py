@@ -1,4 +1,4 @@
-"""Whether repeated measurements agree well enough to be used."""
+"""Check whether repeated measurements agree well enough to be used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def quartile_distance(values: Sequence[float]) -> float:
-    """Distance between the quartiles; of fewer than four values, the whole range."""
+    """Return the distance between the quartiles; below four values, the whole range."""
     if len(values) < 4:
         return max(values) - min(values)
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
@@ -21,7 +21,7 @@ def quartile_distance(values: Sequence[float]) -> float:
 
 
 def spread_ratio(values: Sequence[float]) -> float:
-    """`quartile_distance` as a share of the median; 0 where all are 0."""
+    """Return `quartile_distance` as a share of the median; 0 if all values are 0."""
     middle = statistics.median(values)
     return quartile_distance(values) / middle if middle > 0 else 0.0
 
@@ -29,10 +29,10 @@ def spread_ratio(values: Sequence[float]) -> float:
 def require_steady(
     what: str, values: Sequence[float], *, max_spread_ratio: float, next_step: str
 ) -> None:
-    """Requires that the quartiles lie within a share of the median.
+    """Require that the quartiles lie within a share of the median.
 
     Raises:
-        NoisyProfile: naming what was unsteady, by how much, and the next step.
+        NoisyProfile: Names what was unsteady, by how much, and the next step.
     """
     ratio = spread_ratio(values)
     if ratio > max_spread_ratio:

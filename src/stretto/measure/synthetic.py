@@ -1,10 +1,10 @@
-"""A kernel that takes a device as a collective would, where there are no peers.
+"""A kernel that uses a device as a collective would, for a device without peers.
 
-Not yet run on a GPU. $k$ blocks of as many threads as NCCL's stay on the device and
-move memory at a set rate until they are told to stop: each round a block reads two
-arrays and writes one, as a ring's reduction does, then spins until its rate allows the
-next round, as NCCL's wait for the network does. A block takes its multiprocessor as
-one of NCCL's does, up to what registers and shared memory leave to others.
+Not yet run on a GPU. $k$ blocks with as many threads as NCCL's stay on the device and
+move memory at a set rate until they are stopped. In each round a block reads two arrays
+and writes one, as a ring's reduction does, then spins until its rate allows the next
+round, as NCCL's wait for the network does. A block occupies its multiprocessor as one
+of NCCL's does, up to what registers and shared memory leave to others.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 THREADS = 544
-"""Threads of a block: 512 and one warp more, as NCCL's ring takes with large messages
-(``NCCL_NTHREADS`` and its documentation)."""
+"""Threads of a block: 512 plus one warp, as NCCL's ring uses for large messages
+(``NCCL_NTHREADS`` and its documentation).
+"""
 
 DEFAULT_BLOCK_BYTES_PER_S = 2e9
 """Bytes of message that a block handles per second: 100 Gbit/s over 6 channels."""
@@ -39,7 +40,7 @@ communicate(const float* a, const float* b, float* c, const int* stop,
     const unsigned long long longest_ns = 1000000ull * longest_ms;
     const int floats = 16384;
     const long long at = (long long)blockIdx.x * floats;
-    volatile const int* told = stop;
+    volatile const int* stopping = stop;
     unsigned long long begin, now;
     __shared__ int ended;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
@@ -54,7 +55,7 @@ communicate(const float* a, const float* b, float* c, const int* stop,
             // Until the next round is due, or to the end whatever happens.
             do {
                 asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-                if (*told || now - begin > longest_ns) ended = 1;
+                if (*stopping || now - begin > longest_ns) ended = 1;
             } while (!ended && now - begin < done * (unsigned long long)round_ns);
         }
         __syncthreads();
@@ -80,13 +81,13 @@ class SyntheticBench(AbstractContentionBench):
         most: int,
         block_bytes_per_s: float = DEFAULT_BLOCK_BYTES_PER_S,
     ) -> None:
-        # No compiler but the one that torch brings along (NVRTC).
+        # The only compiler is the one that torch includes (NVRTC).
         compile_kernel: Any = getattr(torch.cuda, "_compile_kernel", None)
         if compile_kernel is None:
             raise StrettoError(
                 f"this torch ({torch.__version__}) has no torch.cuda._compile_kernel, "
-                "with which the stand-in for communication is built: install torch "
-                "2.11 or newer, or measure with ranks (`stretto probe --resources`)"
+                "which builds the emulated communication: install torch 2.11 or "
+                "newer, or measure with ranks (`stretto probe --resources`)"
             )
         self._device = device
         self._load = load
@@ -99,7 +100,8 @@ class SyntheticBench(AbstractContentionBench):
         self._stop = torch.zeros(1, dtype=torch.int32, device=device)
         self._rounds = torch.zeros(most, dtype=torch.int64, device=device)
         self._round_ns = round(1e9 * 4 * _ROUND_FLOATS / block_bytes_per_s)
-        # As NCCL's streams: the blocks get their places before waiting computation's.
+        # As with NCCL's streams: the blocks get their places before waiting
+        # computation's.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._units = 1
         load()
@@ -114,7 +116,7 @@ class SyntheticBench(AbstractContentionBench):
             self._kernel(
                 grid=(resource, 1, 1),
                 block=(THREADS, 1, 1),
-                # Whole numbers reach the kernel as C ints, of 32 bits.
+                # The kernel receives whole numbers as C ints, of 32 bits.
                 args=[
                     *self._arrays,
                     self._stop,
@@ -139,7 +141,7 @@ class SyntheticBench(AbstractContentionBench):
     def send_s(self, resource: int, size_bytes: int, *, beside: bool) -> float:  # noqa: D102
         raise StrettoError(
             f"nothing is sent without peers (resource {resource}, {size_bytes} bytes, "
-            f"beside {beside}): this is a bug of stretto"
+            f"beside {beside}): this is a bug in stretto"
         )
 
     def agree(self, value: float) -> float:  # noqa: D102

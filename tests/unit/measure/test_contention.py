@@ -186,7 +186,10 @@ def test_the_gpus_load_is_backward_alone_and_can_be_run_again():
     ("arguments", "words"),
     [
         (["--synthetic"], ("CUDA device", "--resources")),
-        (["-o", "c.json", "--resources", "1,x"], ("--resources is whole numbers",)),
+        (
+            ["-o", "c.json", "--resources", "1,x"],
+            ("--resources must be whole numbers",),
+        ),
         ([], ("-o FILE",)),
     ],
 )

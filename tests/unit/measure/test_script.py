@@ -60,7 +60,7 @@ def test_an_unchanged_script_is_watched_and_stopped(script, tmp_path):
 
 
 def test_a_script_that_ends_too_soon_is_refused(script, tmp_path):
-    with pytest.raises(SpecError, match="ended after 3 whole steps, 7 are needed"):
+    with pytest.raises(SpecError, match="ended after 3 whole steps, but 7 are needed"):
         profiled(
             script(TRAIN.format(steps=5)), str(tmp_path / "x"), warmup=3, repetitions=4
         )
@@ -86,7 +86,7 @@ for _ in range(50):
     b(a(torch.ones(1, 4))).sum().backward()
     optimizer.step()
 """
-    with pytest.raises(SpecError, match="lacks: put all that is trained"):
+    with pytest.raises(SpecError, match="lacks: put all trained parameters"):
         profiled(script(text))
 
 
