@@ -1,4 +1,4 @@
-"""What was measured and predicted, shown: tables, traces, pages."""
+"""Show measurements and predictions: tables, traces, pages."""
 
 from stretto.report.page import render, save
 from stretto.report.results import (

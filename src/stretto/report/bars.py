@@ -1,4 +1,4 @@
-"""Bars as SVG text: gaps to the bound, what each dimension contributes."""
+"""Bars as SVG text: gaps to the bound, and what each dimension contributes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 _ROW, _BAR = 32.0, 18.0
 
 _FULL_RATIO = 0.5
-"""Where the shortest step is below so much of the longest, the axis begins at 0."""
+"""If the shortest step is below this share of the longest, the axis begins at 0."""
 
 
 def gaps_svg(gaps: Mapping[str, float]) -> str:
-    """How far each method is above the lower bound, as a bar; the least marked."""
+    """Draw how far each method is above the lower bound, as bars; mark the smallest."""
     left = _left(gaps)
     right = _WIDTH - 90.0
     reach = max(gaps.values(), default=0.0) * 100 or 1.0
@@ -51,10 +51,10 @@ def gaps_svg(gaps: Mapping[str, float]) -> str:
 
 
 def contributions_svg(rows: Sequence[tuple[str, float]]) -> str:
-    """The step as one dimension after another may be chosen: a descending staircase.
+    """Draw the step as one dimension after another is opened: a descending staircase.
 
-    The first bar is the step with the first dimension alone, the last what is left
-    with all; each between them spans what its dimension saves.
+    The first bar is the step with the first dimension alone, the last the step with all
+    dimensions. Each bar between them spans what its dimension saves.
     """
     names = [name if i == 0 else f"+ {name}" for i, (name, _) in enumerate(rows)]
     left = _left([*names, "all"])
@@ -87,7 +87,7 @@ def contributions_svg(rows: Sequence[tuple[str, float]]) -> str:
             _tag("rect", x=start, y=y, width=width, height=_BAR, rx=2, class_=style)
         )
         if i < len(rows):
-            # Down to the next bar, from where this one ends.
+            # Down to the next bar, from the end of this one.
             at, end = x(step_s), y + _ROW
             out.append(_tag("line", x1=at, x2=at, y1=y, y2=end, class_="step"))
         figure = f"figure {words}".strip()
@@ -103,7 +103,9 @@ def contributions_svg(rows: Sequence[tuple[str, float]]) -> str:
 
 
 def axis_begin_s(rows: Sequence[tuple[str, float]]) -> float:
-    """Where the axis of `contributions_svg` begins: 0, or a round number below all."""
+    """Return where `contributions_svg`'s axis begins: 0, or a round number below
+    all.
+    """
     low_s = min((step_s for _, step_s in rows), default=0.0)
     high_s = max((step_s for _, step_s in rows), default=0.0)
     if low_s <= _FULL_RATIO * high_s:

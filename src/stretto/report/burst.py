@@ -1,4 +1,4 @@
-"""A page on what more GPUs bring, four ways."""
+"""A page that compares four ways to use more GPUs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def save_scaling(
     rows: Sequence[Mapping[str, Any]],
     network: str,
 ) -> None:
-    """Writes the page atomically.
+    """Write the page atomically.
 
     ``rows`` have ``gpus`` and ``ways``: for each way's name ``None`` or a mapping with
     ``batch``, ``iteration_s`` and ``speedup``.
 
     Raises:
-        SpecError: the file can't be written.
+        SpecError: The file cannot be written.
     """
     codec.write_atomically(path, render_scaling(profile, curve, rows, network).encode())
 
@@ -44,7 +44,7 @@ def render_scaling(
     rows: Sequence[Mapping[str, Any]],
     network: str,
 ) -> str:
-    """The page as HTML text."""
+    """Return the page as HTML text."""
     title = f"{profile.name} on more GPUs"
     names = list(rows[0]["ways"])
     drawing = charts_svg(_charts(rows, names), title, standalone=False)
@@ -58,20 +58,20 @@ def render_scaling(
     ]
     body = (
         f'<h1>{escape(title)}</h1><p class="why">Speed-up of the time until the target '
-        "is reached, against one GPU with the first batch. Times are the model's, from "
-        f"the profile on {escape(profile.device)}; network: {escape(network)}; samples "
-        f"to the target: {escape(curve.name)}.</p>"
+        "is reached, relative to one GPU and the first batch. Times are the model's, "
+        f"from the profile on {escape(profile.device)}; network: {escape(network)}; "
+        f"samples to the target: {escape(curve.name)}.</p>"
     )
     body += _section(
         "Scaling",
-        "Weak: the batch grows with the GPUs. Strong: it stays. Batch-optimal: the "
-        "batch that is soonest there. Burst: that too, each layer on as many GPUs as "
-        "shorten the step.",
+        "Weak: the batch grows with the GPUs. Strong: the batch stays the same. "
+        "Batch-optimal: the batch that reaches the target soonest. Burst: "
+        "batch-optimal, with each layer on as many GPUs as shorten the step.",
         drawing,
     )
     body += _section(
         "Figures",
-        "Speed-up, batch, time of a step.",
+        "Speed-up, batch, time per step.",
         _table(["GPUs", *names], cells),
     )
     return framed(title, body)
@@ -99,7 +99,7 @@ def _charts(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Cha
             wide=True,
         ),
         Chart(
-            title="Samples of a step for each GPU",
+            title="Samples per step for each number of GPUs",
             axis="GPUs",
             unit="",
             x=gpus,

@@ -23,7 +23,7 @@ from stretto.report.svg import (
 _WIDTH = 880.0
 _LEFT, _RIGHT = 64.0, _WIDTH - 250.0
 _HEIGHT = 250.0
-"""Of one chart's field."""
+"""Size of one chart's plotting area."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +41,17 @@ class Chart:
     columns: Mapping[str, Sequence[float]]
 
     ends: Mapping[str, str] = field(default_factory=dict)
-    """What a curve's label says of its last value, by the curve's name."""
+    """A label's text about the curve's last value, by the curve's name."""
 
     wide: bool = False
-    """The axis of values is logarithmic where they span more than tenfold."""
+    """The axis of values is logarithmic if they span more than a factor of ten."""
 
 
 def charts_svg(charts: Sequence[Chart], label: str, *, standalone: bool = True) -> str:
-    """The charts under each other.
+    """Draw the charts below each other.
 
-    With ``standalone`` the drawing carries its colours, for light and dark, and can be
-    a file of its own; without, the page around it gives them.
+    With ``standalone`` the drawing includes its colors, for light and dark, and can be
+    a separate file; otherwise the page around it defines them.
     """
     pad = 24.0 if standalone else 0.0
     drawn: list[str] = []
@@ -82,7 +82,7 @@ def _hues(*, dark: bool) -> str:
 
 def _chart(chart: Chart, top: float) -> list[str]:
     values = [v for row in chart.columns.values() for v in row if math.isfinite(v)]
-    # From just below the lowest: what matters is how the curves part.
+    # From just below the lowest, because the differences between curves matter.
     high, low = max(values, default=1.0), 0.9 * min(values, default=0.0)
     room = 1.05 * (high - low) or 1.0
     logarithmic = chart.wide and 0 < 10 * low < high
@@ -150,7 +150,7 @@ def _ticks_between(low: float, high: float, room: float) -> list[float]:
 
 
 def _decade_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times the powers of ten between; powers alone over many of them."""
+    """Return 1, 2 and 5 times the powers of ten; over many powers, the powers alone."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 3 else (1,)
     values = [k * 10.0**power for power in range(first, last + 1) for k in factors]
@@ -158,9 +158,10 @@ def _decade_ticks(low: float, high: float) -> list[float]:
 
 
 def _placed(wanted: Sequence[float], gap: float, lowest: float) -> list[float]:
-    """Places at the wanted ones or, where crowded, near: ``gap`` apart in their order.
+    """Return positions at the wanted ones, or near them if crowded.
 
-    None is below ``lowest`` (down is up in numbers); what is not crowded stays.
+    They keep their order and are ``gap`` apart. None is below ``lowest`` (down is up in
+    numbers); a position that is not crowded does not move.
     """
     placed = list(wanted)
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])

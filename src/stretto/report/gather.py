@@ -1,4 +1,4 @@
-"""A report from files, whichever are at hand."""
+"""Build a report from whatever files are available."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ KINDS = ("results", "workload", "cluster", "plan", "timeline", "trace", "tuning"
 
 
 def gather(paths: Iterable[str | Path], *, title: str | None = None) -> DemoReport:
-    """The report on what the files hold; each file says itself what it is.
+    """Return the report on the files' contents; each file names its own kind.
 
-    Plans and timelines go to the method whose name their file bears
-    (``plan-mg-wfbp.json``, ``ddp predicted.json``) or, for a plan, their planner; where
-    there is none, a method is added for them.
+    Plans and timelines go to the method that their file name contains
+    (``plan-mg-wfbp.json``, ``ddp predicted.json``) or, for a plan, to its planner. If
+    there is no such method, one is added.
 
     Raises:
-        SpecError: a file can't be read, is none of ours, breaks a rule, or is the
+        SpecError: A file cannot be read, is not a stretto file, breaks a rule, or is
+        the
             second of a kind that a page shows once.
     """
     by_kind: dict[str, list[Path]] = {kind: [] for kind in KINDS}
@@ -49,7 +50,7 @@ def gather(paths: Iterable[str | Path], *, title: str | None = None) -> DemoRepo
         if len(by_kind[kind]) > 1:
             raise SpecError(
                 f"{by_kind[kind][1]}: a page shows one {kind} file, and "
-                f"{by_kind[kind][0]} is one already; make a page of each"
+                f"{by_kind[kind][0]} is one already; make a separate page for each"
             )
     report = DemoReport(title=title or "stretto report")
     for path in by_kind["results"]:
@@ -86,7 +87,7 @@ def _with_plan(report: DemoReport, path: Path, plan: Plan) -> DemoReport:
     if plan.predicted is not None:
         if method.predicted_step_s is None:
             method = replace(method, predicted_step_s=plan.predicted.iteration_s)
-        # The least bound holds for every method, whatever its plan's scope.
+        # The smallest bound holds for every method, whatever its plan's scope.
         bound_s = plan.predicted.lower_bound_s
         if report.bound_s is None or bound_s < report.bound_s:
             report = replace(
@@ -107,7 +108,7 @@ def _with_timeline(
 
 
 def _name_and_word(path: Path) -> tuple[str, str]:
-    """Method and what a timeline is, or nothing, as a file's name has them."""
+    """Return the method and kind of a timeline from its file name, or ``None``."""
     for word in (PREDICTED, MEASURED, RANKS):
         for sign in " -_.":
             if path.stem.endswith(sign + word):

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: nothing is fetched, all is inside."""
+"""One self-contained HTML page: it fetches nothing."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 _DASH = "–"
 
 _MOST_MS_S = 10.0
-"""From so long a step on, an axis counts seconds."""
+"""From this step time on, an axis counts seconds."""
 
 
 def save(path: str | Path, report: DemoReport) -> None:
-    """Writes the page atomically.
+    """Write the page atomically.
 
     Raises:
-        SpecError: the file can't be written.
+        SpecError: The file cannot be written.
     """
     codec.write_atomically(path, render(report).encode())
 
 
 def render(report: DemoReport) -> str:
-    """The page as HTML text; sections about what the report lacks are left out."""
+    """Return the page as HTML text, without sections about missing data."""
     sections = (
         _headline(report),
         _step_times(report),
@@ -64,17 +64,17 @@ def _tuned(report: DemoReport) -> str:
     table = _table(["step", "what", "why", "figures"], rows)
     return _section(
         "Tuning",
-        "Plans tried while the training ran: each dot a trial's median step where it "
-        "ended, large where it became the best so far; the line is the best so far; "
-        "below it what each technique is credited with; crosses are plans that could "
-        "not be run.",
+        "Plans tried while the training ran. Each dot is a trial's median step where "
+        "it ended, large if it became the best so far; the line is the best so far. "
+        "Below it is each technique's credit. Crosses are plans that could not be "
+        "run.",
         trials_svg(report.tuning) + f'<div class="scroll">{table}</div>',
         id_="tuning",
     )
 
 
 def framed(title: str, body: str) -> str:
-    """A page as HTML text around its sections."""
+    """Return a page as HTML text around its sections."""
     return _PAGE.format(
         title=escape(title),
         style=_style(),
@@ -173,7 +173,7 @@ def _headline(report: DemoReport) -> str:
             tiles.append(
                 _tile(
                     f"{fastest.bound_share:.0%}",
-                    "of the lower bound: a perfect plan has 100 %",
+                    "of the lower bound: a perfect plan reaches 100 %",
                 )
             )
     elif report.gaps or report.scaling:
@@ -195,7 +195,7 @@ def _headline(report: DemoReport) -> str:
 
 
 def _foretold(report: DemoReport) -> tuple[str, list[str]]:
-    """Title and tiles of a page on which nothing was measured."""
+    """Return title and tiles of a page without measurements."""
     known = [(m.predicted_step_s, m) for m in report.methods if m.predicted_step_s]
     if not known:
         return report.title, []
@@ -214,7 +214,7 @@ def _foretold(report: DemoReport) -> tuple[str, list[str]]:
 
 
 def _scaling(report: DemoReport) -> str:
-    """Step time and gap over the number of ranks: charts, then the figures."""
+    """Draw step time and gap over the number of ranks: charts, then the figures."""
     if not report.scaling:
         return ""
     ranks = sorted({row.ranks for row in report.scaling})
@@ -261,10 +261,10 @@ def _scaling(report: DemoReport) -> str:
     drawing = charts_svg(charts, "Step time over ranks", standalone=False)
     return _section(
         "Over the number of ranks",
-        "Planned anew for each number unless a plan was given; the figure beside a "
-        "curve's name is at its right end. The axis of time begins below the shortest, "
-        "not at nothing, and is logarithmic where times are far apart. In the table, "
-        "in brackets: the share of the step that is computation.",
+        "Planned separately for each number unless a plan was given. The figure "
+        "beside a curve's name is its value at the right end. The axis of time begins "
+        "below the shortest, not at zero, and is logarithmic if times span a wide "
+        "range. In the table, in brackets: the share of the step that is computation.",
         f'<figure class="scroll">{drawing}</figure><div class="scroll">{table}</div>',
         id_="scaling",
     )
@@ -296,9 +296,9 @@ def _contributions(report: DemoReport) -> str:
         return ""
     begin_s = bars.axis_begin_s(rows)
     why = (
-        f"The predicted step with {escape(rows[0][0])} alone, then with one dimension "
-        "after another open to choice as well, each with those above it. What can't be "
-        "chosen on this cluster saves nothing; the runtime may carry out fewer."
+        f"The predicted step with {escape(rows[0][0])} alone, then with one more "
+        "dimension opened in each row. A dimension that this cluster lacks saves "
+        "nothing; the runtime may execute fewer."
     )
     if begin_s:
         why += f" The axis begins at {format_s(begin_s)}."
@@ -311,7 +311,9 @@ def _contributions(report: DemoReport) -> str:
 
 
 def _lead(fastest: MethodResult, others: list[MethodResult]) -> str:
-    """One sentence: how much faster than the next best, with how sure that is."""
+    """Return one sentence: how much faster than the next best, and how certain that
+    is.
+    """
     if not others or fastest.measured_step_s is None:
         return ""
     second = min(others, key=lambda m: m.measured_step_s or math.inf)
@@ -337,7 +339,7 @@ def _tile(figure: str, words: str, *, best: bool = False) -> str:
 def _step_times(report: DemoReport) -> str:
     if not any(m.step_s is not None for m in report.methods):
         return ""
-    # Where all is predicted, the drawing says all that the table would.
+    # If everything is predicted, the drawing shows all that the table would.
     table = ""
     if not report.gaps or report.fastest is not None:
         table = _methods_table(report)
@@ -347,9 +349,9 @@ def _step_times(report: DemoReport) -> str:
         "Step time",
         "Shorter is better."
         + (
-            f" No plan{scope} can be left of the dashed line: it is the time that the "
-            "computation, or sending the gradients through the slowest link, takes "
-            "at least."
+            f" No plan{scope} can be left of the dashed line: the computation, or "
+            "sending the gradients through the slowest link, takes at least this "
+            "time."
             if report.bound_s is not None
             else ""
         ),
@@ -385,9 +387,10 @@ def _methods_table(report: DemoReport) -> str:
 
 
 def _table(heads: list[str], rows: Iterable[tuple[list[str], str, bool]]) -> str:
-    """Rows of cells; a row's words, if any, stand small below its first cell.
+    """Format rows of cells; a row's note, if any, is printed small below its first
+    cell.
 
-    Columns in which nothing is known are left out.
+    Columns without any known value are left out.
     """
     rows = list(rows)
     kept = [i for i in range(len(heads)) if any(row[0][i] != _DASH for row in rows)]
@@ -430,7 +433,7 @@ def _timelines(report: DemoReport) -> str:
     return _section(
         "One step, drawn",
         "Computation above, the lanes that carry gradients below, from the start of "
-        "forward. Point at a span to read what it is.",
+        "forward. Point at a span to see what it is.",
         f'<div class="key">{key}</div>{figures}',
         id_="timelines",
         class_="long",
@@ -438,7 +441,9 @@ def _timelines(report: DemoReport) -> str:
 
 
 def _all_ranks(report: DemoReport) -> list[str]:
-    """Each method's steps on all ranks: who was late, by how much, and where."""
+    """Draw each method's steps on all ranks: which rank was late, by how much, and
+    where.
+    """
     sections = []
     for method in report.methods:
         found = find_late(method.ranks) if method.ranks is not None else None
@@ -498,9 +503,9 @@ def _losses(report: DemoReport) -> str:
     if not groups:
         return ""
     total = sum(len(names) for names, _ in groups)
-    words = "Same seeds, same data: what differs is only when gradients are sent."
+    words = "Same seeds, same data: only the time at which gradients are sent differs."
     if len(groups) == 1 and total > 1:
-        words += " The curves lie on one another to a thousandth, as they must."
+        words += " The curves agree to a thousandth, as they must."
     elif len(groups) > 1:
         words += " Curves that agree to a thousandth are drawn as one."
     figure = f'<figure class="scroll">{svg.loss_svg(report.methods)}</figure>'
@@ -550,8 +555,8 @@ def _plans(report: DemoReport) -> str:
     ]
     return _section(
         "Plans",
-        "A bucket is what one collective sends; slices of it are sent at once on "
-        "several lanes, so there may be more collectives than buckets.",
+        "A bucket is what one collective sends. Slices of a bucket are sent at once "
+        "on several lanes, so there may be more collectives than buckets.",
         f'<div class="scroll">{_table(heads, rows)}</div>',
     )
 
@@ -569,7 +574,7 @@ def _subject(report: DemoReport) -> str:
     if not parts:
         return ""
     return _section(
-        "What was trained on what", "", f'<div class="pair">{"".join(parts)}</div>'
+        "Model and cluster", "", f'<div class="pair">{"".join(parts)}</div>'
     )
 
 
@@ -653,14 +658,14 @@ def _reading(report: DemoReport) -> str:
     if report.bound_s is not None and shares:
         notes.append(
             f"<b>of bound</b> is the lower bound, {format_s(report.bound_s)}, over the "
-            "measured step: what a perfect plan would reach is 100 %. It is computed "
+            "measured step: a perfect plan would reach 100 %. The bound is computed "
             "from the measured network and profile, so it has their error: a figure "
             "just above 100 % is that error, not a faster network."
         )
     if any(m.measured is not None for m in report.methods):
         notes.append(
-            "A measured timeline is one step of rank 0, of those recorded the middle "
-            "one by length; a lane is drawn as if it sent one slice after another."
+            "A measured timeline is one recorded step of rank 0, the one of median "
+            "length. A lane is drawn as if it sent one slice after another."
         )
     if not notes:
         return ""
@@ -680,7 +685,7 @@ def _provenance(report: DemoReport) -> str:
     if not parts:
         return ""
     body = f'<div class="pair">{"".join(parts)}</div>'
-    return _section("Where the figures come from", "", body)
+    return _section("Sources of the figures", "", body)
 
 
 def _section(

@@ -1,4 +1,4 @@
-"""Who was late: figures of every rank from a timeline of all ranks."""
+"""Find late ranks: figures of every rank from a timeline of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stretto.schema import Span, Timeline
 
 LATE_RATIO = 0.03
-"""A rank is called late from this share of the step on; less is a step's own noise."""
+"""A rank is called late from this share of the step on; less is normal noise."""
 
 PARTS = {
     "outside": "between steps (optimizer, input)",
@@ -24,47 +24,49 @@ PARTS = {
     "backward": "backward",
     "communication": "the end of the communication before",
 }
-"""Parts of a rank's way to its gradients, in plain words."""
+"""Parts of a rank's step up to its gradients, in plain words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
-    """One rank's part of a step; medians over the steps recorded, in seconds."""
+    """One rank's part of a step; medians over the recorded steps, in seconds."""
 
     rank: int
     forward_s: float
     backward_s: float
 
     outside_s: float | None
-    """Between two steps; ``None`` where only single steps were recorded."""
+    """Between two steps; ``None`` if only single steps were recorded."""
 
     exposed_s: float
     """From the end of its backward's computation to the end of communication."""
 
     peer_s: float
-    """Of ``exposed_s``: until the slowest rank's backward was computed too."""
+    """Part of ``exposed_s`` until the slowest rank's backward was computed, too."""
 
     late_s: float
-    """Its backward's end after the middle rank's (the lower of two middle ones)."""
+    """Its backward's end relative to the middle rank's (the lower of two middle
+    ones).
+    """
 
     part: str
     """The part of `PARTS` that adds most to ``late_s``."""
 
     part_s: float
-    """What that part takes more than the middle rank's."""
+    """Time of that part beyond the middle rank's."""
 
     clock_error_s: float
-    """How far its times may be off beside those of the lowest rank."""
+    """Largest clock error of its times relative to those of the lowest rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneFigures:
-    """One lane over all ranks; medians over the steps recorded, in seconds."""
+    """One lane over all ranks; medians over the recorded steps, in seconds."""
 
     track: str
 
     send_s: float
-    """Time in which a rank's lane sends, with all ranks there."""
+    """Time in which a rank's lane sends while all ranks take part."""
 
     tail_s: float
     """Its last end on any rank after the slowest rank's backward was computed."""
@@ -72,7 +74,7 @@ class LaneFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksFound:
-    """What a timeline of all ranks shows."""
+    """Findings from a timeline of all ranks."""
 
     steps: tuple[int, ...]
 
@@ -80,22 +82,22 @@ class RanksFound:
     """Median, from the first forward's start to the last rank's end."""
 
     typical: int
-    """The number of the step whose length is the middle one."""
+    """The number of the step of median length."""
 
     ranks: tuple[RankFigures, ...]
-    """By rank."""
+    """The ranks, by number."""
 
     lanes: tuple[LaneFigures, ...]
-    """By number."""
+    """The lanes, by number."""
 
     late: tuple[RankFigures, ...]
-    """The ranks that are late, latest first."""
+    """The late ranks, latest first."""
 
     slow_lane: LaneFigures | None
-    """The lane that ends long after the others do."""
+    """The lane that ends long after the others, if any."""
 
     def words(self) -> str:
-        """The finding in a sentence or two."""
+        """Return the finding in a sentence or two."""
         latest = max(self.ranks, key=lambda r: (r.late_s, -r.rank))
         error_s = max(r.clock_error_s for r in self.ranks)
         lane = ""
@@ -104,7 +106,7 @@ class RanksFound:
                 f" {self.slow_lane.track} ends {format_s(self.slow_lane.tail_s)} after "
                 "the slowest backward, long after the other lanes."
             )
-        known = f" Clocks are known within {format_s(error_s)}." if error_s else ""
+        known = f" Clocks agree within {format_s(error_s)}." if error_s else ""
         if not self.late:
             return (
                 f"No rank is late: the last one, rank {latest.rank}, has its gradients "
@@ -114,7 +116,7 @@ class RanksFound:
         others = ""
         if len(self.late) > 1:
             names = ", ".join(str(r.rank) for r in self.late[1:])
-            others = f" Late too: rank{'s' * (len(self.late) > 2)} {names}."
+            others = f" Also late: rank{'s' * (len(self.late) > 2)} {names}."
         return (
             f"Rank {first.rank} is late: it has its gradients {format_s(first.late_s)} "
             f"({first.late_s / self.step_s:.0%} of a step) after the middle rank, and "
@@ -139,12 +141,12 @@ class _Seen:
 
 
 def find_late(timeline: Timeline) -> RanksFound | None:
-    """The figures of every rank; ``None`` where no step shows all ranks.
+    """Return the figures of every rank; ``None`` if no step shows all ranks.
 
-    A rank's lateness is the end of its backward's computation against that of the
-    middle rank, for then all its gradients are on their way and the others can stop
-    waiting. It is late when the median over the steps is above `LATE_RATIO` of a step
-    and above twice what the clocks may be wrong.
+    A rank's lateness is the end of its backward's computation relative to that of the
+    middle rank: then all its gradients are sent and the others can stop waiting. It is
+    late when the median over the steps is above `LATE_RATIO` of a step and above twice
+    the possible clock error.
     """
     seen: dict[int, dict[int, _Seen]] = defaultdict(dict)
     ends_s: dict[int, float] = {}
@@ -195,7 +197,7 @@ def _grouped(spans: Iterable[Span]) -> dict[int, dict[int, list[Span]]]:
 
 
 def _seen(spans: Iterable[Span]) -> _Seen | None:
-    """One rank's step; ``None`` where forward or backward lacks."""
+    """Return one rank's step; ``None`` if forward or backward is missing."""
     kinds: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.track == "compute":
@@ -233,7 +235,7 @@ def _figures(rank: int, seen: Mapping[int, Mapping[int, _Seen]]) -> RankFigures:
         start_late_s = row.start_s - _middle(r.start_s for r in rows.values())
         between = [r.outside_s for r in rows.values() if r.outside_s is not None]
         if row.outside_s is None or len(between) < len(rows):
-            continue  # the first step recorded: what came before is not known
+            continue  # the first recorded step: the time before it is unknown
         outside_late_s = row.outside_s - _middle(between)
         parts["outside"].append(outside_late_s)
         parts["communication"].append(start_late_s - outside_late_s)

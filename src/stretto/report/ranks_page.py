@@ -1,4 +1,4 @@
-"""The section of a page about all ranks: drawing, figures, meanings of spans."""
+"""A page's section about all ranks: drawing, figures, meanings of spans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stretto.report.ranks import RanksFound
 
 MOST_DRAWN = 12
-"""Ranks drawn; of more, the latest ones and the earliest."""
+"""Number of ranks drawn; if there are more, the latest ones and the earliest."""
 
 _DASH = "–"
 
@@ -22,16 +22,16 @@ MEANINGS = {
     "forward": "the model computes its output",
     "backward": "the model computes its gradients; buckets leave as they fill",
     "between steps": (
-        "optimizer, loading of the next batch, and all else between the end of one "
-        "step's communication and the next forward"
+        "optimizer, loading of the next batch, and everything else between the end of "
+        "one step's communication and the next forward"
     ),
     "waits for rank N": (
-        "this rank has all its gradients, rank N has not: the time that rank costs the "
-        "others"
+        "this rank has all its gradients, but rank N does not: the time that rank N "
+        "costs the others"
     ),
     "waits for communication": (
-        "all ranks have all their gradients and the network still moves them: what a "
-        "better plan can hide"
+        "all ranks have all their gradients but the network still moves them: a "
+        "better plan can hide this"
     ),
     "bucket N slice 1/2": "a part of bucket N on the wire",
     "wait bucket N": (
@@ -42,11 +42,11 @@ MEANINGS = {
         "its last rank"
     ),
 }
-"""What each span of a drawing means."""
+"""The meaning of each span of a drawing."""
 
 
 def drawn_ranks(found: RanksFound) -> tuple[int, ...]:
-    """The ranks that a drawing shows, in order."""
+    """Return the ranks that a drawing shows, in order."""
     if len(found.ranks) <= MOST_DRAWN:
         return tuple(row.rank for row in found.ranks)
     by_lateness = sorted(found.ranks, key=lambda row: (-row.late_s, row.rank))
@@ -55,7 +55,7 @@ def drawn_ranks(found: RanksFound) -> tuple[int, ...]:
 
 
 def ranks_svg(name: str, timeline: Timeline, found: RanksFound) -> str:
-    """The typical step of the ranks, above each other on one clock."""
+    """Draw the median step of the ranks, above each other on one clock."""
     late = {row.rank for row in found.late}
     step = Timeline(
         name=timeline.name,
@@ -85,7 +85,9 @@ def ranks_svg(name: str, timeline: Timeline, found: RanksFound) -> str:
 
 
 def rank_rows(found: RanksFound) -> tuple[list[str], list[tuple[list[str], bool]]]:
-    """Heads and rows of the table of ranks; each row with whether its rank is late."""
+    """Return heads and rows of the table of ranks; each row with whether its rank is
+    late.
+    """
     heads = [
         "rank",
         "forward",
@@ -119,7 +121,7 @@ def rank_rows(found: RanksFound) -> tuple[list[str], list[tuple[list[str], bool]
 
 
 def lane_rows(found: RanksFound) -> tuple[list[str], list[tuple[list[str], bool]]]:
-    """Heads and rows of the table of lanes; each row with whether its lane is slow."""
+    """Return heads and rows of the table of lanes; each row with whether it is slow."""
     heads = ["lane", "sends for", "ends after the slowest backward"]
     rows = [
         (
@@ -132,6 +134,6 @@ def lane_rows(found: RanksFound) -> tuple[list[str], list[tuple[list[str], bool]
 
 
 def summary(timeline: Timeline) -> str | None:
-    """The finding in words; ``None`` where no step shows all ranks."""
+    """Return the finding in words; ``None`` if no step shows all ranks."""
     found = find_late(timeline)
     return None if found is None else found.words()

@@ -1,4 +1,4 @@
-"""What a report is made from, and the results file."""
+"""The contents of a report, and the results file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BASELINE = "ddp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodResult:
-    """What one method was predicted to do and did; ``None``: not known."""
+    """One method's predictions and measurements; ``None``: not known."""
 
     name: str
 
@@ -38,7 +38,8 @@ class MethodResult:
 
     bound_share: float | None
     """Lower bound on the step time over the measured one: 1 is a perfect plan, up to
-    the error of the model that gives the bound."""
+    the error of the model behind the bound.
+    """
 
     final_loss: float | None
 
@@ -72,14 +73,14 @@ class MethodResult:
 
     @property
     def error_ratio(self) -> float | None:
-        """Predicted over measured, less one; ``None`` where either lacks."""
+        """Return predicted over measured, less one; ``None`` if either is missing."""
         if self.predicted_step_s is None or not self.measured_step_s:
             return None
         return self.predicted_step_s / self.measured_step_s - 1
 
     @property
     def step_s(self) -> float | None:
-        """The measured step time, else the predicted one."""
+        """Return the measured step time, otherwise the predicted one."""
         if self.measured_step_s is None:
             return self.predicted_step_s
         return self.measured_step_s
@@ -87,7 +88,7 @@ class MethodResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledStep:
-    """What one method is predicted to do on one number of ranks."""
+    """One method's prediction on one number of ranks."""
 
     method: str
 
@@ -98,12 +99,14 @@ class ScaledStep:
     bound_s: float
 
     efficiency_ratio: float
-    """Computation alone over the step: one rank's throughput against that alone."""
+    """Computation alone over the step: one rank's throughput relative to training
+    alone.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoReport:
-    """Everything that a page shows; what is absent is left out of it."""
+    """Everything that a page shows; missing data are left out of it."""
 
     title: str
 
@@ -126,13 +129,13 @@ class DemoReport:
     """Predictions over numbers of ranks, method by method."""
 
     contributions: tuple[tuple[str, float], ...] = ()
-    """The step in s with one dimension of a plan open after another."""
+    """The step in s as one dimension of a plan after another is opened."""
 
     tuning: Tuning | None = None
-    """How the plan was found inside the run."""
+    """How tuning found the plan inside the run."""
 
     environment: dict[str, Any] = field(default_factory=dict)
-    """Machine, versions, options: shown as it is."""
+    """Machine, versions, options: shown unchanged."""
 
     notes: tuple[str, ...] = ()
     """Sentences that belong to these results."""
@@ -142,32 +145,32 @@ class DemoReport:
         for i, name in enumerate(names):
             if name in names[:i]:
                 raise SpecError(
-                    f"method {name!r} stands twice; every method must stand once",
+                    f"method {name!r} occurs twice; every method must occur once",
                     place=f".methods[{i}].name",
                 )
 
     @property
     def fastest(self) -> MethodResult | None:
-        """The method of the shortest measured step; first of equals."""
+        """Return the method with the shortest measured step, the first of equals."""
         known = [m for m in self.methods if m.measured_step_s is not None]
         return min(known, key=lambda m: m.measured_step_s or 0.0, default=None)
 
     @property
     def mean_error_ratio(self) -> float | None:
-        """Mean of the prediction errors' sizes; ``None`` without any."""
+        """Return the mean size of the prediction errors; ``None`` without any."""
         errors = [abs(m.error_ratio) for m in self.methods if m.error_ratio is not None]
         return statistics.fmean(errors) if errors else None
 
     @property
     def worst_error_ratio(self) -> float | None:
-        """Greatest of the prediction errors' sizes; ``None`` without any."""
+        """Return the largest size of the prediction errors; ``None`` without any."""
         errors = [abs(m.error_ratio) for m in self.methods if m.error_ratio is not None]
         return max(errors, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """One method in the results file."""
+    """Return one method as in the results file."""
 
     name: str
     predicted_step_s: float | None
@@ -194,7 +197,7 @@ class Results:
 
 
 def results_of(report: DemoReport) -> Results:
-    """The figures of a report, as they are filed."""
+    """Return the figures of a report as they are filed."""
     methods = report.methods
     return Results(
         title=report.title,
@@ -221,22 +224,22 @@ def results_of(report: DemoReport) -> Results:
 
 
 def results_json(report: DemoReport) -> dict[str, Any]:
-    """The results file as plain JSON data, header and all."""
+    """Return the results file as plain JSON data, including its header."""
     plain: dict[str, Any] = msgspec.json.decode(codec.encode(results_of(report)))
     return plain
 
 
 def save_results(path: str | Path, report: DemoReport) -> None:
-    """Writes the results file atomically.
+    """Write the results file atomically.
 
     Raises:
-        SpecError: the file can't be written.
+        SpecError: The file cannot be written.
     """
     codec.save(path, results_of(report))
 
 
 def report_of(results: Results) -> DemoReport:
-    """The report that a results file holds: figures of methods, and no others."""
+    """Return the report in a results file: only figures of methods."""
     return DemoReport(
         title=results.title,
         bound_s=results.bound_s,
@@ -262,7 +265,7 @@ def report_of(results: Results) -> DemoReport:
 
 
 def with_method(report: DemoReport, method: MethodResult) -> DemoReport:
-    """The report with a method put in the place of its namesake, or at the end."""
+    """Return the report with a method that replaces its namesake, or is appended."""
     names = [m.name for m in report.methods]
     if method.name not in names:
         return replace(report, methods=(*report.methods, method))

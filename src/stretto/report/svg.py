@@ -1,8 +1,9 @@
 """Drawings as SVG text: step times, timelines, losses.
 
-Colours are CSS variables (`COLOURS`), so that a page draws them for light, dark and
-paper alike; `step_time_svg` can carry them along and stand alone. The hues are Okabe
-and Ito's, which stay apart for colour-blind eyes, darkened or lightened for contrast.
+Colors are CSS variables (`COLOURS`), so that a page draws them equally for light, dark
+and paper; `step_time_svg` can include them and be a separate file. The hues are Okabe
+and Ito's, which color-blind readers can distinguish, darkened or lightened for
+contrast.
 """
 
 from __future__ import annotations
@@ -83,20 +84,20 @@ SERIES = (
     ("#8a6d00", "#e9c46a", "5 5"),
     ("#4d5666", "#aeb8c6", "1 4"),
 )
-"""Colour on light and on dark ground and dashes of each curve of a chart."""
+"""Color on a light and a dark background, and dashes, of each curve of a chart."""
 
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 
 KINDS = ("forward", "backward", "send", "wait", "peer", "exposed", "outside")
-"""Kinds of spans with a colour of their own."""
+"""Kinds of spans with their own color."""
 
 _WIDTH = 880
 _CHAR = 0.56
-"""Mean width of a character over the font size: what labels are laid out with."""
+"""Mean width of a character over the font size, used to lay out labels."""
 
 
 def css_variables(colours: dict[str, str]) -> str:
-    """CSS declarations of the colours, one variable each."""
+    """Return CSS declarations of the colors, one variable each."""
     return ";".join(f"--{name}:{value}" for name, value in colours.items())
 
 
@@ -119,7 +120,7 @@ def _text(x: float, y: float, body: str, **attributes: object) -> str:
 
 
 def ticks(end: float, most: int = 8) -> list[float]:
-    """Round numbers from 0 to ``end``, about ``most`` of them."""
+    """Return round numbers from 0 to ``end``, about ``most`` of them."""
     if end <= 0 or not math.isfinite(end):
         return [0.0]
     magnitude = 10.0 ** math.floor(math.log10(end / most))
@@ -136,10 +137,10 @@ def _tick_label(value_s: float, end_s: float) -> str:
 
 
 def step_time_svg(report: DemoReport, *, standalone: bool = False) -> str:
-    """Step time of each method as a bar, with spread, prediction and lower bound.
+    """Draw each method's step time as a bar, with spread, prediction and lower bound.
 
-    With ``standalone`` the drawing carries its colours and ground and can be a file of
-    its own; without, the page around it gives them.
+    With ``standalone`` the drawing includes its colors and background and can be a
+    separate file; otherwise the page around it defines them.
     """
     methods = [m for m in report.methods if m.step_s is not None]
     pad = 20 if standalone else 0
@@ -236,7 +237,7 @@ def _bar(
     *,
     best: bool,
 ) -> str:
-    """One method's name, bar and figures; hollow where nothing was measured."""
+    """Draw one method's name, bar and figures; hollow without a measurement."""
     name_class = "name best-text" if best else "name"
     middle = y + height / 2
     hollow = method.measured_step_s is None
@@ -254,7 +255,7 @@ def _bar(
 
 
 def _marks(method: MethodResult, x: Callable[[float], float], middle: float) -> str:
-    """Whiskers of the measured spread and a diamond at the prediction."""
+    """Draw whiskers of the measured spread and a diamond at the prediction."""
     out = ""
     if method.measured_step_s is not None and method.spread_s:
         out += _whisker(x, method.measured_step_s, method.spread_s, middle)
@@ -309,7 +310,7 @@ def _bar_title(method: MethodResult) -> str:
 
 
 def _step_legend(methods: Sequence[MethodResult], x: float, y: float) -> str:
-    """What the signs mean, in one line."""
+    """Draw the legend in one line."""
     out = []
     if any(m.measured_step_s is not None for m in methods):
         out.append(_tag("rect", x=x, y=y - 10, width=22, height=11, class_="bar"))
@@ -331,7 +332,7 @@ def _step_legend(methods: Sequence[MethodResult], x: float, y: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnLine:
-    """One timeline of a drawing, with what stands left of it."""
+    """One timeline of a drawing, and the labels left of it."""
 
     name: str
 
@@ -340,7 +341,7 @@ class DrawnLine:
     line: Timeline
 
     marked: bool = False
-    """Whether name and note are set off."""
+    """Return whether name and note are set off."""
 
 
 def timeline_svg(
@@ -350,11 +351,11 @@ def timeline_svg(
     *,
     shared_end_s: float,
 ) -> str:
-    """Computation and lanes of one method's step, predicted above measured.
+    """Draw computation and lanes of one method's step, predicted above measured.
 
-    All drawings with the same ``shared_end_s`` have the same scale. Places are in
-    percent of an inner drawing whose width a script may set to ``data-fit`` so that
-    the step fills it; what is only legible then has the class ``fit-only``.
+    All drawings with the same ``shared_end_s`` have the same scale. Positions are in
+    percent of an inner drawing. A script may set its width to ``data-fit`` so that the
+    step fills it; labels that are only legible then have the class ``fit-only``.
     """
     lines = [
         DrawnLine(name=label, note=format_s(line.end_s), line=line)
@@ -365,7 +366,7 @@ def timeline_svg(
 
 
 def lines_svg(name: str, lines: Sequence[DrawnLine], *, shared_end_s: float) -> str:
-    """Several timelines above each other on one time axis, as `timeline_svg` does."""
+    """Draw several timelines above each other on one time axis, like `timeline_svg`."""
     own_end_s = max((drawn.line.end_s for drawn in lines), default=0.0)
     scale_s = 1.01 * max(shared_end_s, own_end_s) or 1.0
     zoom = scale_s / (1.01 * own_end_s) if own_end_s else 1.0
@@ -421,7 +422,7 @@ def lines_svg(name: str, lines: Sequence[DrawnLine], *, shared_end_s: float) -> 
         data_shared=inner,
         data_fit=f"{inner * zoom:.1f}",
     )
-    # The inner drawing grows beyond its place when zoomed: a window cuts it.
+    # The inner drawing grows beyond its frame when zoomed: a window clips it.
     window = _tag("svg", plot, x=0, y=0, width=_WIDTH, height=height)
     return _svg([*outside, window], height, f"Timeline of {name}")
 
@@ -442,7 +443,7 @@ def _time_axis(end_s: float, scale_s: float, extra: str, y: float) -> list[str]:
         out.append(
             _tag("line", x1=at, x2=at, y1=0, y2=y - 4, class_=f"grid {extra}".strip())
         )
-        # The last label may have no room to its right.
+        # The last label may not fit to its right.
         last = i == len(values_s) - 1 and value_s > 0.96 * end_s
         anchor = "start" if i == 0 else "end" if last else "middle"
         label = _tick_label(value_s, end_s)
@@ -457,7 +458,7 @@ def _text_at(x: str, y: float, body: str, *, class_: str, anchor: str) -> str:
 
 
 def span_kind(span: Span) -> str:
-    """One of `KINDS`, or ``other``: what colours it."""
+    """Return one of `KINDS`, or ``other``, which selects the color."""
     kind = span.args.get("kind")
     if kind in KINDS:
         return str(kind)
@@ -504,7 +505,7 @@ def _span(span: Span, y: float, scale_s: float, inner: float, zoom: float) -> st
 
 
 def _span_labels(span: Span) -> list[str]:
-    """What may be written on a span, longest first."""
+    """Return the possible labels of a span, longest first."""
     labels = [span.name]
     bucket = span.args.get("bucket")
     if isinstance(bucket, int):
@@ -513,7 +514,9 @@ def _span_labels(span: Span) -> list[str]:
 
 
 def loss_svg(methods: Sequence[MethodResult]) -> str:
-    """Training loss of each method; methods whose losses agree share one curve."""
+    """Draw the training loss of each method; methods whose losses agree share one
+    curve.
+    """
     groups = loss_groups(methods)
     if not groups:
         return ""
@@ -567,10 +570,11 @@ def loss_svg(methods: Sequence[MethodResult]) -> str:
 def loss_groups(
     methods: Sequence[MethodResult], tolerance: float = 1e-3
 ) -> list[tuple[list[str], tuple[float, ...]]]:
-    """Methods whose losses agree within ``tolerance`` relative, with their losses.
+    """Return methods whose losses agree within ``tolerance`` relative, with their
+    losses.
 
-    Methods that made different numbers of steps agree if they do as far as both went;
-    the losses of the one that went farthest stand for all.
+    Methods with different numbers of steps agree if they do over their common steps;
+    the longest losses represent all of them.
     """
     groups: list[tuple[list[str], tuple[float, ...]]] = []
     known = [m for m in methods if any(map(math.isfinite, m.losses))]
@@ -588,7 +592,7 @@ def loss_groups(
 
 
 def spread_apart(wanted: Sequence[float], gap: float) -> list[float]:
-    """Places near the wanted ones, in their order, at least ``gap`` apart."""
+    """Return positions near the wanted ones, in their order, at least ``gap`` apart."""
     placed = list(wanted)
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     for before, after in itertools.pairwise(order):

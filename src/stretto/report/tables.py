@@ -19,11 +19,11 @@ _DASH = "-"
 
 
 def planners_table(rows: Sequence[Mapping[str, Any]], *, width: int = 100) -> str:
-    """A comparison of planners, one row each, fastest marked.
+    """Return a comparison of planners, one row each, with the fastest marked.
 
     Each row holds ``planner, iteration_s, exposed_communication_s, lower_bound_s, gap,
-    bound_scope, lanes, buckets`` (their number) and, where it was timed, ``search_s``:
-    what ``stretto compare --json`` prints.
+    bound_scope, lanes, buckets`` (their number) and, if it was timed, ``search_s``:
+    the output of ``stretto compare --json``.
     """
     table = _table(
         "planner", "step", "exposed", "over bound", "lanes", "buckets", "search"
@@ -56,7 +56,7 @@ def planners_table(rows: Sequence[Mapping[str, Any]], *, width: int = 100) -> st
 
 
 def contributions_table(rows: Sequence[tuple[str, float]], *, width: int = 100) -> str:
-    """The step as one dimension after another may be chosen, and what each saves."""
+    """Return the step as one dimension after another is opened, and what each saves."""
     table = _table("may be chosen", "step", "saves", "saved in all")
     before_s = first_s = rows[0][1]
     for i, (name, step_s) in enumerate(rows):
@@ -71,7 +71,7 @@ def contributions_table(rows: Sequence[tuple[str, float]], *, width: int = 100) 
 
 
 def methods_table(report: DemoReport, *, width: int = 100) -> str:
-    """What each method was predicted to do and did, fastest marked."""
+    """Return each method's predictions and measurements, with the fastest marked."""
     table = _table(
         "method",
         "predicted",
@@ -104,10 +104,10 @@ def methods_table(report: DemoReport, *, width: int = 100) -> str:
 
 
 def plan_table(plan: Plan, workload: Workload, *, width: int = 100) -> str:
-    """The buckets of a plan in launch order.
+    """Return the buckets of a plan in launch order.
 
     Raises:
-        PlanMismatch: the plan was made for another model.
+        PlanMismatch: The plan was made for another model.
     """
     plan.check_matches(workload)
     tensors = {tensor.name: tensor for tensor in workload.tensors}
@@ -143,7 +143,7 @@ def plan_table(plan: Plan, workload: Workload, *, width: int = 100) -> str:
 
 
 def _table(first: str, *others: str) -> Table:
-    # rich takes longer to import than the rest of a command: only what prints pays.
+    # rich takes longer to import than the rest of a command: import it only to print.
     from rich import box
     from rich.table import Table
 
@@ -165,7 +165,7 @@ def _text(table: Table, width: int) -> str:
 
 
 def _shortened(name: str, most: int = 36) -> str:
-    """The end of a long name: there it differs from others."""
+    """Return the end of a long name, in which names differ."""
     return name if len(name) <= most else f"...{name[3 - most :]}"
 
 

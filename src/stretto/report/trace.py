@@ -18,9 +18,9 @@ RANKS = "all ranks"
 
 
 def labelled_timelines(report: DemoReport) -> dict[str, Timeline]:
-    """Every timeline of a report under its method's name and what it is.
+    """Yield every timeline of a report with its method's name and its kind.
 
-    That is ``predicted``, ``measured`` or ``all ranks``.
+    The kind is ``predicted``, ``measured`` or ``all ranks``.
     """
     found = {}
     for method in report.methods:
@@ -35,20 +35,21 @@ def labelled_timelines(report: DemoReport) -> dict[str, Timeline]:
 
 
 def save_trace(path: str | Path, report: DemoReport) -> None:
-    """Writes the timelines of a report as one trace that Perfetto opens.
+    """Write the timelines of a report as one trace that Perfetto opens.
 
-    Each is a process, of all ranks one each; computation and lanes are its threads.
+    Each timeline is a process, one per rank if it is of all ranks; computation and
+    lanes are its threads.
 
     Raises:
-        SpecError: the file can't be written.
+        SpecError: The file cannot be written.
     """
     codec.save_timelines(path, labelled_timelines(report))
 
 
 def split_label(label: str) -> tuple[str, str]:
-    """The method of a label in a trace, and what its timeline is.
+    """Return the method of a label in a trace, and its timeline's kind.
 
-    What carries none of our words is taken as measured under its whole label.
+    A label without one of stretto's words counts as a measured timeline of that name.
     """
     for word in (PREDICTED, MEASURED, RANKS):
         name = label.removesuffix(f" {word}")

@@ -1,4 +1,4 @@
-"""How a run's tuning went: its trials over steps, and every decision."""
+"""Show how a run's tuning went: its trials over steps, and every decision."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _WIDTH = 880.0
 _LEFT, _RIGHT = 70.0, _WIDTH - 170.0
 _TOP, _HEIGHT = 22.0, 260.0
 _CREDIT_GAP, _CREDIT_HEIGHT = 74.0, 110.0
-"""Between the field of trials and that of credits, and the height of the latter."""
+"""Gap between the areas of trials and of credits, and the height of the latter."""
 
 _UNTOLD = "unknown"
 
 
 def trials_svg(tuning: Tuning) -> str:
-    """Each trial's step time where it ended, the best so far, and the lower bound.
+    """Draw each trial's step time where it ended, the best so far, and the lower bound.
 
-    Below it what the bandit credits each technique with, where one chose. After a
-    lasting change the search begins anew: so do the line of the best and the bound.
-    Plans that could not be run stand as crosses at the upper edge. Empty where nothing
+    Below, draw each technique's credit with the bandit, if it chose. After a lasting
+    change the search starts again, and so do the line of the best and the bound. Plans
+    that could not be run are crosses at the upper edge. The result is empty if nothing
     was tried.
     """
     searches = _searches(tuning.events)
@@ -69,12 +69,12 @@ def trials_svg(tuning: Tuning) -> str:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """Trials from a look to the plan that settled."""
+    """Trials from one profile to the plan that settled."""
 
     tried: Sequence[TuningEvent]
 
     bound_s: float | None
-    """Below which no plan's step can be, as known at the end."""
+    """Lower bound on every plan's step, as known at the end."""
 
 
 def _searches(events: Sequence[TuningEvent]) -> list[_Search]:
@@ -95,14 +95,14 @@ def _searches(events: Sequence[TuningEvent]) -> list[_Search]:
 def _trials(
     searches: Sequence[_Search], names: Sequence[str], x: Callable[[float], float]
 ) -> tuple[list[str], float]:
-    """The field of step times, and where it ends."""
+    """Return the area of step times, and where it ends."""
     bottom = _TOP + _HEIGHT
     tried = [event for search in searches for event in search.tried]
     figures = [
         _number(event, key) for event in tried for key in ("step_s", "incumbent_s")
     ]
     bounds = [search.bound_s for search in searches]
-    # One where no plan could be run: there is no figure then.
+    # One if no plan could be run, because then there is no figure.
     high_s = max((s for s in (*figures, *bounds) if s is not None), default=0.0) or 1.0
 
     def y(step_s: float) -> float:
@@ -146,7 +146,7 @@ def _trials(
 
 
 def _labels(ends: Sequence[tuple[float, str, str]]) -> list[str]:
-    """Texts right of a field at their lines' levels, or near where crowded."""
+    """Place texts right of an area at their lines' levels, or near them if crowded."""
     places = spread_apart([at for at, _, _ in ends], 16)
     return [
         _text(_RIGHT + 8, at, label, class_=style)
@@ -159,7 +159,7 @@ def _best_line(
     x: Callable[[float], float],
     y: Callable[[float], float],
 ) -> tuple[str, float | None]:
-    """The path of the best so far, and its last value."""
+    """Return the path of the best so far, and its last value."""
     path, before = "", math.nan
     for event in tried:
         best_s = _number(event, "incumbent_s")
@@ -199,7 +199,7 @@ def _credit(
     x: Callable[[float], float],
     top: float,
 ) -> list[str]:
-    """Each technique's credit over steps, 0 to 1."""
+    """Draw each technique's credit over steps, 0 to 1."""
     credited = [
         [(event.step, _credits(event)) for event in search.tried if _credits(event)]
         for search in searches
@@ -218,7 +218,7 @@ def _credit(
         ]
     ends: list[tuple[float, str, str]] = []
     arms = sorted({arm for part in credited for _, values in part for arm in values})
-    # An arm that never got a trial has no colour of its own yet.
+    # An arm that never got a trial has no color yet.
     hues = [*names, *(arm for arm in arms if arm not in names)]
     for arm in arms:
         style = hues.index(arm) % len(SERIES)
@@ -245,7 +245,7 @@ def _key(names: Sequence[str], top: float) -> list[str]:
 
 
 def decisions(tuning: Tuning) -> list[tuple[str, str, str, str]]:
-    """Step, what happened, why, and figures, one row for each decision."""
+    """Return step, event, reason and figures, one row for each decision."""
     return [
         (str(event.step), event.what, event.why, _figures(event))
         for event in tuning.events
@@ -282,7 +282,7 @@ def _technique(event: TuningEvent) -> str:
 
 
 def _number(event: TuningEvent, key: str) -> float | None:
-    """A finite figure of at least 0; a file's values may be anything."""
+    """Return a finite figure of at least 0; a file's values may be anything."""
     return _numbers({key: event.values.get(key)}).get(key)
 
 

@@ -97,7 +97,7 @@ def test_of_two_ranks_the_later_one_is_late() -> None:
 def test_two_late_ranks_do_not_hide_each_other() -> None:
     shown = found({}, {"backward_s": 0.3}, {"backward_s": 0.32}, {})
     assert [row.rank for row in shown.late] == [2, 1]
-    assert "Late too: rank 1." in shown.words()
+    assert "Also late: rank 1." in shown.words()
 
 
 def test_less_than_the_clocks_can_tell_makes_nobody_late() -> None:
