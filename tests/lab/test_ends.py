@@ -152,7 +152,7 @@ def test_a_program_that_can_not_be_executed_is_one_error(lab, mode, tmp_path):
     done = lab.run("--mode", mode, "--hosts", 2, "--", program)
     assert done.returncode == 1
     assert done.stderr.count("error:") == 1
-    assert "can not be started" in done.stderr
+    assert "cannot be started" in done.stderr
 
 
 def test_a_program_that_is_not_there_is_127(lab, mode):

@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """scikit-learn's handwritten digits: images ``(1797, 1, 8, 8)`` and labels."""
+    """Return scikit-learn's handwritten digits: images ``(1797, 1, 8, 8)`` and
+    labels.
+    """
     from sklearn.datasets import load_digits  # slow to import
 
     bunch = load_digits()
@@ -18,10 +20,11 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def text(context: int) -> tuple[Tensor, Tensor]:
-    """Windows of Python's own language reference as bytes, and the bytes that follow.
+    """Return windows of Python's own language reference as bytes, and the bytes after
+    them.
 
-    Both ``(windows, context)``, about 700 kB of English in all. The reference ships
-    with every CPython, so nothing is fetched.
+    Both have shape ``(windows, context)``, with about 700 kB of English in total. The
+    reference comes with every CPython, so nothing is downloaded.
     """
     topics = pydoc_data.topics.topics
     raw = "\n".join(topics[key] for key in sorted(topics)).encode()
@@ -36,7 +39,7 @@ class Batches:
     """Batches of one rank, the same for every method: drawn from ``(seed, step)``.
 
     Each step's global batch is one draw; rank ``r`` takes its ``r``-th part, so no
-    sample is seen twice in one step.
+    sample occurs twice in one step.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Batches:
         self._seed = seed
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank's part of a step's global batch."""
+        """Return inputs and targets of this rank's part of a step's global batch."""
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
         drawn = torch.randperm(len(self._inputs), generator=generator)
         mine = drawn[self._rank * self._batch :][: self._batch]

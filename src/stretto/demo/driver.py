@@ -1,4 +1,4 @@
-"""The command's side of the demo: start the lab, then show what the ranks found."""
+"""The command's side of the demo: start the lab, then show the ranks' results."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def run_demo(
     mode: Mode = Mode.AUTO,
     timeout_s: float = 900.0,
 ) -> DemoReport:
-    """The report of one demo, whose files then stand in ``settings.out``.
+    """Run one demo; return its report, and write its files into ``settings.out``.
 
     Raises:
-        LabError: the lab could not be had, or the training in it failed.
-        SpecError: the folder can't be written.
+        LabError: The lab is unavailable, or the training in it failed.
+        SpecError: The folder cannot be written.
     """
     out = Path(settings.out)
     for folder in (out, out / "plans"):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
-            raise SpecError(f"{folder}: can't be made: {exc.strerror}") from exc
+            raise SpecError(f"{folder}: cannot be created: {exc.strerror}") from exc
     load = OthersLoad()
     with tempfile.TemporaryDirectory(prefix="stretto-demo-") as scratch:
         settings.save(Path(scratch) / SETTINGS_FILE)
@@ -59,8 +59,8 @@ def run_demo(
         )
         if status:
             raise LabError(
-                f"the training in the lab ended with status {status}; its own message "
-                "stands above"
+                f"the training in the lab ended with status {status}; see its own "
+                "message above"
             )
         note = busy_note(load.cores())
         if note is not None:
@@ -73,7 +73,7 @@ def run_demo(
 
 
 def plan_file(out: Path, method: str) -> Path:
-    """Where a method's plan is kept."""
+    """Return the path of a method's plan."""
     return out / "plans" / f"{method}.json"
 
 
@@ -152,16 +152,16 @@ def _notes(outcome: Outcome) -> tuple[str, ...]:
     apart = (max(losses) - min(losses)) / max(abs(loss) for loss in losses)
     return (
         (
-            f"DDP by bucket size, median of a few steps each: {sizes}; the best of "
-            "them is ddp-best."
+            f"DDP by bucket size, median of a few steps each: {sizes}; the best is "
+            "ddp-best."
         ),
         (
             "Gradients of stretto against DDP's after one backward on the same batch: "
             f"largest relative difference {outcome.gradient_difference:.1e}."
         ),
         (
-            f"Final losses lie {apart:.1e} of their value apart: same seeds, same "
-            "data; beyond two ranks the order of the sums rounds them differently."
+            f"Final losses differ by {apart:.1e} relative: same seeds, same data; on "
+            "more than two ranks the order of the sums rounds them differently."
         ),
         *bound_notes(
             outcome.bound_s, min(statistics.median(m.steps_s) for m in outcome.methods)
@@ -170,14 +170,14 @@ def _notes(outcome: Outcome) -> tuple[str, ...]:
 
 
 def bound_notes(bound_s: float, fastest_s: float) -> tuple[str, ...]:
-    """Return a note where the steps show that the lower bound does not hold."""
+    """Return a note if the measured steps contradict the lower bound."""
     if bound_s <= BOUND_HOLDS_RATIO * fastest_s:
         return ()
     return (
         (
             f"The fastest method's step, {format_s(fastest_s)}, is below the lower "
-            f"bound of {format_s(bound_s)}: the profile was taken on a machine "
-            f"{bound_s / fastest_s:.1f} times as busy or more, and its bound and "
-            "predictions do not hold. Run the demo again on a quiet machine."
+            f"bound of {format_s(bound_s)}: during the profile the machine was at "
+            f"least {bound_s / fastest_s:.1f} times as busy, so its bound and "
+            "predictions are invalid. Run the demo again on a quiet machine."
         ),
     )

@@ -1,4 +1,4 @@
-"""The two models of the demo, small enough for two cores and large on the wire."""
+"""The two models of the demo, small enough for two cores, with large gradients."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 class ConvNet(nn.Module):
-    """Eight 3x3 convolutions with batch norm for 8x8 grey images, 10 classes.
+    """Eight 3x3 convolutions with batch norm for 8x8 gray images, 10 classes.
 
     About ``1287 * width**2`` parameters; 5.3 million at width 64. Its late layers see
-    one or four pixels each, so that gradients weigh much and computing them little, as
+    one or four pixels each, so that gradients are large and computing them is cheap, as
     on a fast device behind a slow network.
     """
 
@@ -25,21 +25,22 @@ class ConvNet(nn.Module):
             layers += [
                 nn.Conv2d(narrow, wide, 3, stride, padding=1, bias=False),
                 nn.BatchNorm2d(wide),
-                # Smooth: with ReLU, rounding that differs in the last bit switches
-                # units on or off, and losses of equal methods drift apart.
+                # Smooth: with ReLU, rounding differences in the last bit switch units
+                # on or off,
+                # and losses of equal methods drift apart.
                 nn.SiLU(inplace=True),
             ]
         self.features = nn.Sequential(*layers)
         self.head = nn.Linear(8 * width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores ``(batch, 10)`` of images ``(batch, 1, 8, 8)``."""
+        """Return class scores ``(batch, 10)`` of images ``(batch, 1, 8, 8)``."""
         out: Tensor = self.head(self.features(images).flatten(1))
         return out
 
 
 class Transformer(nn.Module):
-    """A causal transformer over bytes, about 5 million parameters as given."""
+    """A causal transformer over bytes, with about 5 million parameters by default."""
 
     def __init__(
         self, width: int = 320, layers: int = 4, heads: int = 5, context: int = 32
@@ -56,7 +57,9 @@ class Transformer(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Next-byte scores ``(batch, 256, context)`` of bytes ``(batch, context)``."""
+        """Return next-byte scores ``(batch, 256, context)`` of bytes
+        ``(batch, context)``.
+        """
         hidden = self.token(tokens) + self.position[: tokens.shape[1]]
         hidden = self.blocks(hidden, mask=self.mask, is_causal=True)
         out: Tensor = self.head(hidden).transpose(1, 2)

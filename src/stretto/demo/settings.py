@@ -1,4 +1,4 @@
-"""What a demo does: the options, as they pass from the command to the ranks."""
+"""Options of a demo, as the command passes them to the ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 MODELS = ("convnet", "transformer")
 
 BUCKET_SIZES_MIB: tuple[float | None, ...] = (None, 10.0, 5.0, 2.0, 1.0)
-"""DDP's default (1 MiB, then 25 MiB) and four to try; the best of them is a method."""
+"""DDP's default (1 MiB, then 25 MiB) and four others; the best of them is a method."""
 
 
 def size_label(size_mib: float | None) -> str:
-    """A bucket size in words."""
+    """Return a bucket size in words."""
     return "default" if size_mib is None else f"{size_mib:g} MiB"
 
 
@@ -28,7 +28,7 @@ class DemoSettings:
     """Options of one demo."""
 
     out: str
-    """Folder that receives the results; it exists."""
+    """Existing folder for the results."""
 
     model: str = "convnet"
 
@@ -41,7 +41,7 @@ class DemoSettings:
     """Training steps of every method."""
 
     screening_steps: int = 4
-    """Steps by which the best of DDP's bucket sizes is found."""
+    """Steps that find the best of DDP's bucket sizes."""
 
     screening_warmup: int = 2
     """Steps of each size before those; DDP rebuilds its buckets in the second."""
@@ -63,21 +63,21 @@ class DemoSettings:
             if getattr(self, name) < 1:
                 raise SpecError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.steps < 6:
-            raise SpecError(f"steps must be >= 6, of which 2 warm up, got {self.steps}")
+            raise SpecError(f"steps must be >= 6, with 2 as warm-up, got {self.steps}")
 
     def save(self, path: Path) -> None:
-        """Writes the settings for the ranks."""
+        """Write the settings for the ranks."""
         path.write_bytes(msgspec.json.encode(self))
 
     @classmethod
     def load(cls, path: Path) -> DemoSettings:
-        """The settings that `save` wrote."""
+        """Return the settings that `save` wrote."""
         return msgspec.json.decode(path.read_bytes(), type=cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodOutcome:
-    """What one method's training was."""
+    """Results of one method's training."""
 
     name: str
     description: str
@@ -88,7 +88,7 @@ class MethodOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the ranks found: written by rank 0, read by the command."""
+    """Results of the ranks: written by rank 0, read by the command."""
 
     methods: list[MethodOutcome]
     bucket_sizes_s: dict[str, float]
@@ -104,10 +104,10 @@ class Outcome:
     environment: dict[str, str]
 
     def save(self, path: Path) -> None:
-        """Writes the outcome."""
+        """Write the outcome."""
         path.write_bytes(msgspec.json.encode(self))
 
     @classmethod
     def load(cls, path: Path) -> Outcome:
-        """The outcome that `save` wrote."""
+        """Return the outcome that `save` wrote."""
         return msgspec.json.decode(path.read_bytes(), type=cls)

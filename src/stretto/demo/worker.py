@@ -1,8 +1,8 @@
 """One rank of the demo: ``python -m stretto.demo.worker SCRATCH`` inside the lab.
 
-Measures the job and the network, plans every method on rank 0, trains each of them on a
-replica of its own, one step of each in turn so that a noisy moment touches all alike,
-and leaves what it found in the scratch folder for the command.
+Measures the job and the network, plans every method on rank 0, and trains each of them
+on its own replica. The methods take turns step by step, so that a noisy moment affects
+all of them equally. The results are written into the scratch folder for the command.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 ALIKE: dict[str, Any] = {"init_sync": False}
-"""All ranks make their models from the same seed, so none needs to be sent."""
+"""All ranks make their models from the same seed, so no model needs to be sent."""
 
 _STARTED_S = perf_counter()
 
@@ -57,7 +57,7 @@ RECORDED_STEPS = 3
 
 
 def say(text: str) -> None:
-    """A line of progress, from rank 0 to standard error."""
+    """Print a line of progress, from rank 0 to standard error."""
     if dist.get_rank() == 0:
         sys.stderr.write(f"demo: {perf_counter() - _STARTED_S:4.0f} s  {text}\n")
         sys.stderr.flush()
@@ -65,14 +65,14 @@ def say(text: str) -> None:
 
 @dataclass(kw_only=True)
 class Task:
-    """What all methods train alike: data, loss, model."""
+    """What all methods share in training: data, loss, model."""
 
     settings: DemoSettings
     batches: data.Batches
 
     @classmethod
     def of(cls, settings: DemoSettings) -> Self:
-        """The task that the settings describe, for this rank."""
+        """Return the task that the settings describe, for this rank."""
         if settings.model == "convnet":
             inputs, targets = data.digits()
         else:
@@ -88,7 +88,7 @@ class Task:
         return cls(settings=settings, batches=batches)
 
     def model(self) -> nn.Module:
-        """A fresh model, the same for every method."""
+        """Return a new model, the same for every method."""
         torch.manual_seed(self.settings.seed)
         make = (
             models.ConvNet if self.settings.model == "convnet" else models.Transformer
@@ -96,14 +96,14 @@ class Task:
         return make() if self.settings.width is None else make(self.settings.width)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """A fresh optimizer."""
+        """Return a new optimizer."""
         return torch.optim.SGD(
             model.parameters(), lr=self.settings.learning_rate, momentum=0.9
         )
 
 
 class Trainee:
-    """A replica in training by one method."""
+    """A replica that one method trains."""
 
     def __init__(self, task: Task, model: TorchDDP) -> None:
         self.model = model
@@ -114,14 +114,16 @@ class Trainee:
         self.losses: list[float] = []
 
     def step(self) -> float:
-        """Seconds of one whole step on this rank, begun with all ranks together."""
+        """Return the seconds of one whole step on this rank, begun by all ranks
+        together.
+        """
         dist.barrier()
         begin = perf_counter()
         self.run()
         return perf_counter() - begin
 
     def run(self) -> None:
-        """One whole step: input, forward, loss, backward, optimizer."""
+        """Run one whole step: input, forward, loss, backward, optimizer."""
         inputs, targets = self._task.batches(self._step)
         self._optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.model(inputs), targets)
@@ -131,13 +133,13 @@ class Trainee:
         self.losses.append(float(loss.detach()))
 
     def measured_step(self) -> None:
-        """One step whose time, the slowest rank's, is kept."""
+        """Run one step and keep its time, the slowest rank's."""
         duration = torch.tensor([self.step()], dtype=torch.float64)
         dist.all_reduce(duration, op=dist.ReduceOp.MAX)
         self.steps_s.append(float(duration[0]))
 
     def gradients(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Reduced gradients of one backward, parameters untouched."""
+        """Return the reduced gradients of one backward; parameters stay unchanged."""
         self.model.zero_grad()
         nn.functional.cross_entropy(self.model(inputs), targets).backward()
         return {
@@ -155,25 +157,27 @@ class Method:
     description: str
     plan: Plan
     stock: bool = False
-    """Whether PyTorch's own DDP trains; otherwise ours carries the plan out."""
+    """Whether PyTorch's own DDP trains; otherwise stretto's executes the plan."""
     cap_mib: float | None = None
-    """Bucket size of PyTorch's own; ``None``: its default."""
+    """Bucket size of PyTorch's own DDP; ``None``: its default."""
 
     def trainee(self, task: Task) -> Trainee:
-        """A fresh replica trained by this method."""
+        """Return a new replica trained by this method."""
         if self.stock:
             model = TorchDDP(task.model(), bucket_cap_mb=self.cap_mib, **ALIKE)
             return Trainee(task, model)
         return self.watched_trainee(task)
 
     def watched_trainee(self, task: Task) -> Trainee:
-        """A fresh replica whose plan our DDP carries out."""
+        """Return a new replica whose plan stretto's DDP executes."""
         model = DistributedDataParallel(task.model(), plan=self.plan, **ALIKE)
         return Trainee(task, model)
 
 
 def measure_workload(task: Task) -> Workload:
-    """The workload: training steps whose communication waits for backward's end."""
+    """Measure the workload in training steps that defer communication to backward's
+    end.
+    """
     settings = task.settings
     model = DistributedDataParallel(task.model(), **ALIKE)
     trainee = Trainee(task, model)
@@ -191,7 +195,9 @@ def measure_workload(task: Task) -> Workload:
 
 
 def plan_methods(workload: Workload, cluster: Cluster) -> list[Method]:
-    """Every method with its plan, DDP's bucket sizes first; equal on all ranks."""
+    """Return every method with its plan, DDP's bucket sizes first; equal on all
+    ranks.
+    """
     methods = [
         Method(
             name=f"ddp {size_label(size)}",
@@ -228,16 +234,18 @@ def plan_methods(workload: Workload, cluster: Cluster) -> list[Method]:
 
 
 def shared(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+    """Return rank 0's value on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def screen(task: Task, methods: list[Method]) -> dict[str, float]:
-    """Median step time of DDP by bucket size, a few steps of each in turn."""
+    """Return DDP's median step time by bucket size, from a few steps of each in
+    turn.
+    """
     trainees = {m.name: m.trainee(task) for m in methods}
-    # DDP's first step has buckets that its second rebuilds.
+    # DDP's first step has buckets that its second step rebuilds.
     for _ in range(task.settings.screening_warmup):
         for trainee in trainees.values():
             trainee.step()
@@ -250,10 +258,10 @@ def screen(task: Task, methods: list[Method]) -> dict[str, float]:
 def train(
     task: Task, methods: list[Method]
 ) -> tuple[dict[str, Trainee], dict[str, Timeline]]:
-    """All methods in training, one step of each in turn, and a timeline of each.
+    """Train all methods, one step of each in turn, and record a timeline of each.
 
-    Stock DDP can't be watched from within, so for its timeline a replica carries the
-    same buckets out in the same order, on one lane of our DDP, beside the last steps.
+    Stock DDP cannot be observed from inside. For its timeline a replica executes the
+    same buckets in the same order, on one lane of stretto's DDP, beside the last steps.
     """
     trainees = {m.name: m.trainee(task) for m in methods}
     total = task.settings.steps
@@ -282,7 +290,7 @@ def train(
 
 
 def observe(trainee: Trainee, method: Method) -> Recorder:
-    """A recorder that watches a trainee from now on."""
+    """Return a recorder that observes a trainee from now on."""
     model = trainee.model
     assert isinstance(model, DistributedDataParallel)  # noqa: S101
     recorder = Recorder(keep=RECORDED_STEPS, name=f"{method.name}, measured")
@@ -291,15 +299,15 @@ def observe(trainee: Trainee, method: Method) -> Recorder:
 
 
 def typical(recorder: Recorder) -> Timeline:
-    """The middle one of the recorded steps, by duration."""
+    """Return the recorded step of median duration."""
     timelines = sorted(recorder.timelines, key=lambda t: t.end_s)
     return timelines[len(timelines) // 2]
 
 
 def gradient_difference(task: Task, ours: Method, theirs: Method) -> float:
-    """Largest difference of two methods' gradients on the same model and batch.
+    """Return the largest difference of two methods' gradients on one model and batch.
 
-    Relative to the largest gradient of each tensor.
+    It is relative to the largest gradient of each tensor.
     """
     inputs, targets = task.batches(10**6)
     found = [m.trainee(task).gradients(inputs, targets) for m in (ours, theirs)]
@@ -311,7 +319,7 @@ def gradient_difference(task: Task, ours: Method, theirs: Method) -> float:
 
 
 def main() -> None:
-    """The rank's whole life."""
+    """Run the rank."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     torch.set_num_threads(1)
     scratch = Path(sys.argv[1])
@@ -339,7 +347,7 @@ def main() -> None:
     best = by_name[min(sizes_s, key=sizes_s.__getitem__)]
     chosen = [
         by_name["single"],
-        replace(sized[0], name="ddp", description="PyTorch DDP as it comes"),
+        replace(sized[0], name="ddp", description="PyTorch DDP with default options"),
         replace(
             best,
             name="ddp-best",
@@ -352,7 +360,8 @@ def main() -> None:
     trainees, timelines = train(task, chosen)
     difference = gradient_difference(task, by_name["stretto"], chosen[1])
     parameters = sum(p.numel() for p in task.model().parameters())
-    # The last loss is of each rank's own part of the batch: all parts' mean counts.
+    # Each rank's last loss is of its own part of the batch: the mean over all ranks
+    # counts.
     finals = {name: _mean_over_ranks(t.losses) for name, t in trainees.items()}
     if rank == 0:
         workload.save(out / "workload.json")
@@ -365,7 +374,7 @@ def main() -> None:
         # The widest family of the methods: `stretto compare` prints the same bound.
         bound = by_name["stretto"].plan.predicted
         if bound is None:
-            raise AssertionError("a planner's plan carries its prediction")
+            raise AssertionError("a planner's plan has no prediction")
         Outcome(
             methods=[
                 MethodOutcome(

@@ -1,4 +1,4 @@
-"""What passes from the `stretto` process to the supervisor of a lab."""
+"""Messages from the `stretto` process to the supervisor of a lab."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from stretto.lab.spec import LabSpec
 
 TIMEOUT_STATUS = 124
-"""Exit status of a lab that its time limit ended, as of timeout(1)."""
+"""Exit status of a lab that was ended by its time limit, as of timeout(1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One run of a command in a lab, as it passes from `stretto` to here."""
+    """One run of a command in a lab, as `stretto` sends it to the supervisor."""
 
     hosts: int
     ranks_per_host: int
@@ -30,7 +30,7 @@ class Job:
 
     @property
     def spec(self) -> LabSpec:
-        """The lab itself."""
+        """Return the lab's specification."""
         return LabSpec(
             hosts=self.hosts,
             ranks_per_host=self.ranks_per_host,

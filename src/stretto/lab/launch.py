@@ -1,4 +1,4 @@
-"""Running a command in a lab: prerequisites, fallback, waiting, stopping."""
+"""Run a command in a lab: prerequisites, fallback, waiting, stopping."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables"}
-"""Programs that build the network, and the packages that hold them."""
+"""Programs that build the network, and the packages that contain them."""
 
 _SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin"
 _NAMESPACE_PORT = 29500
@@ -46,33 +46,33 @@ def run_lab(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> int:
-    """The exit status of ``command`` run on every rank of an emulated cluster.
+    """Run ``command`` on every rank of an emulated cluster; return the exit status.
 
-    That is 0 when every rank ended with 0; else the status of the first that failed
-    (128 + signal when a signal killed it); 124 when the time limit ended it.
-    Nothing of the lab remains afterwards, also when an exception leaves this function
-    or this process is killed.
+    The status is 0 when every rank ended with 0. Otherwise it is that of the first rank
+    that failed (128 + signal if a signal killed it), or 124 when the time limit ended
+    the run. Nothing of the lab remains afterwards, also when an exception leaves this
+    function or this process is killed.
 
     Args:
-        spec: the cluster.
-        command: program and arguments; the same for all ranks, which learn who they
-            are from the variables that torchrun sets.
-        mode: namespaces, paced, or auto: namespaces where they can be had.
-        timeout_s: when to stop it all; None: never.
-        logs: folder for ``rank0.log``, ``rank1.log``, ...; None: kept nowhere.
-        grace_s: how long the others may go on after a rank has failed, so that each
-            can say what it saw.
-        env: the ranks' environment, to which the lab's own variables are added; None:
+        spec: The cluster.
+        command: Program and arguments, the same for all ranks. Ranks read their numbers
+            from the variables that torchrun sets.
+        mode: Namespaces, paced, or auto: namespaces if they are available.
+        timeout_s: When to stop all ranks; None: never.
+        logs: Folder for ``rank0.log``, ``rank1.log``, ...; None: logs are not kept.
+        grace_s: How long the other ranks may continue after a rank has failed, so that
+            each can report what it saw.
+        env: The ranks' environment, to which the lab adds its own variables; None:
             this process's.
-        announce: receives what the lab itself has to say, such as the failure of a
-            rank with the end of its log; None: standard error.
-        stdout: descriptor that gets rank 0's standard output; None: this process's.
-        stderr: the same for rank 0's standard error.
+        announce: Receives the lab's own messages, such as the failure of a rank with
+            the end of its log; None: standard error.
+        stdout: Descriptor for rank 0's standard output; None: this process's.
+        stderr: The same for rank 0's standard error.
 
     Raises:
-        SpecError: an argument breaks a rule.
-        CommandNotFound: there is no such program.
-        LabError: no lab of this mode can be had here.
+        SpecError: An argument breaks a rule.
+        CommandNotFound: There is no such program.
+        LabError: This machine does not support a lab of this mode.
     """
     mode = Mode(mode)
     say = announce or _say
@@ -107,9 +107,9 @@ def run_lab(
             reason = str(outcome["unavailable"])
         if mode is Mode.NAMESPACES:
             raise LabError(
-                f"this system gives no network namespaces to build a lab from: "
-                f"{reason}. Run it as root or where user namespaces are allowed, "
-                "or use --mode paced (a cap per connection, none per link)"
+                "this system provides no network namespaces to build a lab from: "
+                f"{reason}. Run it as root or where user namespaces are allowed, or "
+                "use --mode paced (a cap per connection, none per link)"
             )
         say(f"no network namespaces here: {reason}")
     say(_describe_paced(spec))
@@ -131,7 +131,7 @@ def _say(text: str) -> None:
 
 def _describe_paced(spec: LabSpec) -> str:
     if spec.flow_bytes_per_s is None:
-        limits = "nothing is capped, as no flow rate was given"
+        limits = "nothing is capped, because no flow rate was given"
     else:
         limits = (
             f"each TCP connection is capped at {format_rate(spec.flow_bytes_per_s)}"
@@ -148,8 +148,8 @@ def _check_command(command: Sequence[str], path: str) -> None:
         raise SpecError("a lab needs a command to run, got none")
     if shutil.which(command[0], path=path) is None:
         raise CommandNotFound(
-            f"command {command[0]!r} is not there or can not be executed; "
-            "give a path, or a program on PATH"
+            f"command {command[0]!r} is missing or cannot be executed; give a path, or "
+            "a program on PATH"
         )
 
 
@@ -161,7 +161,7 @@ def _prepare_logs(logs: str | os.PathLike[str] | None) -> str | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LabError(
-            f"the folder for logs can not be made: {folder}: {error.strerror}"
+            f"the folder for logs cannot be made: {folder}: {error.strerror}"
         ) from error
     return str(folder)
 
@@ -172,7 +172,7 @@ def _tools_env() -> dict[str, str]:
 
 
 def _missing_tools(path: str) -> str | None:
-    """Why the tools can not build a network; None: they are all there."""
+    """Return why the tools cannot build a network, or None if all are installed."""
     missing = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
     if not missing:
         return None
@@ -196,7 +196,7 @@ class _Run:
         self._say = say
         self._hard_limit_s = None
         if job.timeout_s is not None:
-            # For a supervisor that can not act: rank 0's reader may have stalled.
+            # In case the supervisor cannot act: rank 0's reader may have stalled.
             self._hard_limit_s = time.monotonic() + job.timeout_s + _STOP_S
         report_read, report_write = os.pipe()
         self._reports = os.fdopen(report_read, "rb", buffering=0)
@@ -213,7 +213,7 @@ class _Run:
                 stdout=stdout,
                 stderr=stderr,
                 pass_fds=[report_write],
-                # Ctrl-C is for us to pass on, once.
+                # This process passes Ctrl-C on, once.
                 start_new_session=True,
                 bufsize=0,
             )
@@ -230,10 +230,10 @@ class _Run:
             view = view[self._control.write(view) or 0 :]
 
     def wait(self) -> dict[str, Any]:
-        """The last report: ``status`` or ``unavailable``.
+        """Return the last report: ``status`` or ``unavailable``.
 
         Raises:
-            LabError: the supervisor could not start the command, or ended unasked.
+            LabError: The supervisor could not start the command, or ended unexpectedly.
         """
         try:
             outcome = self._read_reports()
@@ -247,15 +247,15 @@ class _Run:
             self._close()
         if outcome is None:
             raise LabError(
-                "the lab's supervisor ended without a word "
-                f"(exit status {self._process.returncode}); run it again"
+                "the lab's supervisor ended without a message (exit status "
+                f"{self._process.returncode}); run it again"
             )
         if "error" in outcome:
             raise LabError(outcome["error"])
         return outcome
 
     def _read_reports(self) -> dict[str, Any] | None:
-        """Passes on what is said until the supervisor ends; then its outcome."""
+        """Pass on messages until the supervisor ends; return its outcome."""
         outcome = None
         rest = b""
         while True:
@@ -276,14 +276,14 @@ class _Run:
                     outcome = report
 
     def _stop(self, word: bytes) -> None:
-        """Asks for an end and waits for it; a second Ctrl-C does not wait."""
+        """Request an end and wait for it; a second Ctrl-C does not wait."""
         with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
             self._write_all(word)
             self._hard_limit_s = time.monotonic() + _STOP_S
             self._read_reports()
 
     def _close(self) -> None:
-        """Ends whatever is left, by the closed control pipe or by the kernel."""
+        """End whatever is left, by closing the control pipe or by the kernel."""
         with contextlib.suppress(BrokenPipeError):
             self._control.close()
         try:

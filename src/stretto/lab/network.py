@@ -1,14 +1,14 @@
 """The emulated network: namespaces, veth pairs, a bridge, and shaped egress.
 
-Picture of one host (all others alike), read from left to right::
+One host (all others are the same), from left to right::
 
     socket -> nft: each connection a mark, each mark an htb class
            -> htb on eth0: class ceiling = flow cap, parent ceiling = link
-           -> veth -> bridge (in a namespace of its own) -> the other hosts
+           -> veth -> bridge (in its own namespace) -> the other hosts
 
 A connection gets its mark when its first packet leaves the host: the SYN of the side
-that opened it, the SYN-ACK of the other. Marks are handed out in turn, so connections
-share a class only when more than ``NUM_FLOW_CLASSES`` of them live at once.
+that opened it, the SYN-ACK of the other. Marks are assigned in turn, so connections
+share a class only when more than ``NUM_FLOW_CLASSES`` of them exist at the same time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NUM_FLOW_CLASSES = 256
-"""Classes per host. A rank with 8 lanes to 15 peers holds 120 connections."""
+"""Classes per host. A rank with 8 lanes to 15 peers has 120 connections."""
 
 MTU_BYTES = 9000
 """Jumbo frames, as cloud networks have: headers take 0.7 % of the link."""
@@ -48,7 +48,7 @@ _BURST_S = 1e-3
 
 
 def bridge_commands(spec: LabSpec, host_fds: list[int]) -> str:
-    """Lines for ``ip -batch`` in the bridge's namespace.
+    """Return lines for ``ip -batch`` in the bridge's namespace.
 
     ``host_fds`` are the hosts' network namespaces, open in the process that runs them.
     """
@@ -68,7 +68,7 @@ def bridge_commands(spec: LabSpec, host_fds: list[int]) -> str:
 
 
 def host_commands(host: int) -> str:
-    """Lines for ``ip -batch`` in the namespace of ``host``."""
+    """Return lines for ``ip -batch`` in the namespace of ``host``."""
     return (
         "link set lo up\n"
         f"link set {INTERFACE} addrgenmode none up\n"
@@ -77,20 +77,20 @@ def host_commands(host: int) -> str:
 
 
 def burst_bytes(rate_bytes_per_s: float) -> int:
-    """What may leave at once after a pause.
+    """Return how many bytes may leave at once after a pause.
 
-    At least one segment as TCP hands it down (GSO); else the bytes of one
+    At least one segment as TCP passes it down (GSO); otherwise the bytes of one
     millisecond, so that a timer that fires late loses no bandwidth.
     """
     return max(_GSO_BYTES, round(rate_bytes_per_s * _BURST_S))
 
 
 def shaping_commands(spec: LabSpec) -> str:
-    """Lines for ``tc -batch`` in each host's namespace.
+    """Return lines for ``tc -batch`` in each host's namespace.
 
     A class below its ``rate`` sends without asking its parent, so rates are set to
-    next to nothing: everything is borrowed from the link, in turns of one quantum,
-    and the link's ceiling holds.
+    almost zero: classes borrow all their bandwidth from the link, in turns of one
+    quantum, and the link's ceiling holds.
     """
     link = spec.link_bytes_per_s
     flow = spec.flow_cap_bytes_per_s
@@ -119,7 +119,7 @@ def shaping_commands(spec: LabSpec) -> str:
 
 
 def marking_rules() -> str:
-    """The nft ruleset of each host: connection -> mark -> htb class."""
+    """Return the nft ruleset of each host: connection -> mark -> htb class."""
     elements = ", ".join(
         f"{index + 1} : 1:{_FIRST_FLOW_CLASS + index:x}"
         for index in range(NUM_FLOW_CLASSES)
@@ -147,9 +147,9 @@ class Host:
 
     @contextlib.contextmanager
     def entered(self, home: Host) -> Iterator[None]:
-        """Within the block this process lives on the host; after it, at ``home``.
+        """Move this process to the host for the block, and to ``home`` after it.
 
-        Children started inside stay there.
+        Children started inside stay on the host.
         """
         syscalls.setns(self.net_fd, syscalls.CLONE_NEWNET)
         syscalls.setns(self.uts_fd, syscalls.CLONE_NEWUTS)
@@ -161,10 +161,10 @@ class Host:
 
 
 def build(spec: LabSpec, env: dict[str, str]) -> tuple[Host, list[Host]]:
-    """Builds the network around this process, which has a fresh namespace of its own.
+    """Build the network around this process, which has its own new namespace.
 
-    Returns the bridge's place and the hosts. Nothing has a name outside: when the last
-    process of the lab ends, all of it is gone.
+    Returns the bridge's namespace and the hosts. Nothing has a name outside: when the
+    last process of the lab ends, the whole network is gone.
     """
     home = _here()
     hosts = []
@@ -187,8 +187,9 @@ def build(spec: LabSpec, env: dict[str, str]) -> tuple[Host, list[Host]]:
             _feed(["tc", "-batch", "-"], shaping, env)
             _feed(["nft", "-f", "-"], marking, env)
             # The queue is on the sender, so nothing is lost and every congestion
-            # control fills it; reno is the one that an unprivileged user may choose
-            # everywhere and that paces nothing by itself.
+            # control fills
+            # it. An unprivileged user may choose reno on every system, and reno does no
+            # pacing itself.
             _set("net/ipv4/tcp_congestion_control", "reno")
             _set("net/ipv4/tcp_slow_start_after_idle", "0")
             _set("net/ipv4/tcp_no_metrics_save", "1")
@@ -206,7 +207,7 @@ def _here() -> Host:
 def _feed(
     command: list[str], text: str, env: dict[str, str], fds: list[int] | None = None
 ) -> None:
-    """Runs ``command`` with ``text`` on its standard input."""
+    """Run ``command`` with ``text`` on its standard input."""
     done = subprocess.run(
         command,
         input=text,
@@ -223,19 +224,19 @@ def _feed(
 
 
 def _set(name: str, value: str) -> None:
-    """Sets a kernel parameter of this network namespace, where it is there to set.
+    """Set a kernel parameter of this network namespace, if it exists.
 
-    None of them is needed for a right result: they save time.
+    No parameter is needed for a correct result: they save time.
     """
     with contextlib.suppress(OSError):
         Path("/proc/sys", name).write_text(value)
 
 
 def _share_hosts_file(spec: LabSpec) -> None:
-    """Lets every host find the others by name, in this mount namespace alone.
+    """Make every host find the others by name, in this mount namespace only.
 
-    The file lies on a tmpfs that is mounted only while it is bound over
-    ``/etc/hosts``, so no file is left behind, whatever happens.
+    The file is on a tmpfs that is mounted only while it is bound over ``/etc/hosts``,
+    so no file is left behind, whatever happens.
     """
     target = Path("/etc/hosts")
     if not target.exists():

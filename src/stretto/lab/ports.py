@@ -1,4 +1,4 @@
-"""A port for ranks to meet at, which nothing takes before they do."""
+"""A port for ranks to meet at, which no other process takes first."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from pathlib import Path
 from stretto.errors import LabError
 
 SPAN = 12_000
-"""Ports looked through, below those that the kernel gives to outgoing connections."""
+"""Number of ports tried, below those that the kernel uses for outgoing connections."""
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_FIRST_EPHEMERAL = 32_768
 _LEAST = 1024
 _ATTEMPTS = 500
 
-_rng = random.SystemRandom()  # a seed of the caller's would give all the same ports
+_rng = random.SystemRandom()  # the caller's seed would give the same ports to all
 
-_claims: collections.deque[int] = collections.deque()  # open to the process's end
+_claims: collections.deque[int] = collections.deque()  # open until the process ends
 _MOST_CLAIMS = 64
-"""A port is used soon after it was asked for: older claims are given up."""
+"""A port is used soon after it was requested: older claims are released."""
 
 
 def free_port() -> int:
-    """A TCP port on which nothing listens, for a process started from this one.
+    """Return a TCP port on which nothing listens, for a process started from this one.
 
-    A port that binding to port 0 finds lies where the kernel takes the local ports of
-    outgoing connections from, so that any process may have it a moment later. This one
-    lies below, and no other caller of this function gets it while this process lives
-    (or asks for 64 more).
+    A port that is found by binding to port 0 is in the kernel's range for local ports
+    of outgoing connections, so any process may get it a moment later. This function
+    returns a port below that range. No other caller of this function gets it while this
+    process lives (or requests 64 more).
 
     Raises:
-        LabError: no free port was found.
+        LabError: No free port was found.
     """
     low, high = span(_EPHEMERAL)
     for _ in range(_ATTEMPTS):
@@ -58,26 +58,26 @@ def free_port() -> int:
 
 
 def span(ephemeral: Path) -> tuple[int, int]:
-    """Where to look: the first port, and the one after the last.
+    """Return the range to search: the first port, and the one after the last.
 
     ``ephemeral`` is the kernel's file with the first and the last port that outgoing
     connections get.
     """
     first, last = _USUAL_FIRST_EPHEMERAL, 2**16 - 1
-    with contextlib.suppress(OSError, ValueError):  # no Linux: the usual ones
+    with contextlib.suppress(OSError, ValueError):  # not Linux: use the usual ones
         first, last = map(int, ephemeral.read_text().split())
     if first - _LEAST >= SPAN // 10:
         return max(_LEAST, first - SPAN), first
     if 2**16 - 1 - last >= SPAN // 10:
         return last + 1, min(2**16, last + 1 + SPAN)
-    return 2**16 - SPAN, 2**16  # the kernel keeps none apart
+    return 2**16 - SPAN, 2**16  # the kernel reserves no range
 
 
 def _claimed(port: int) -> socket.socket | None:
-    """A sign to this function's other callers, which ends with this process.
+    """Claim a port for this process, visibly to this function's other callers.
 
-    An abstract Unix socket is known to just those who share the port's network; other
-    systems than Linux have none, and there only chance keeps callers apart.
+    An abstract Unix socket is visible only to processes that share the port's network.
+    Systems other than Linux have none, and there only chance keeps callers apart.
     """
     claim = socket.socket(socket.AF_UNIX)
     try:
@@ -92,7 +92,7 @@ def _claimed(port: int) -> socket.socket | None:
 def _binds(port: int) -> bool:
     with socket.socket() as probe:
         try:
-            probe.bind(("", port))  # as a store does: on every interface
+            probe.bind(("", port))  # on every interface, as a store does
         except OSError:
             return False
     return True

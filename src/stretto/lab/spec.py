@@ -1,4 +1,4 @@
-"""What a lab is: its hosts, its rates, and the environment of a rank."""
+"""The specification of a lab: its hosts, its rates, and the environment of a rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ INTERFACE = "eth0"
 """Name of every host's interface in namespaces."""
 
 SUBNET = ipaddress.ip_network("10.77.0.0/16")
-"""Addresses inside the lab; they exist in its namespaces alone."""
+"""Addresses inside the lab; they exist only in its namespaces."""
 
 MAX_HOSTS = 64
 
 MIN_RATE_BYTES_PER_S = 12_500.0
-"""Below it, the burst of a single segment is many seconds of the rate."""
+"""Below this rate, the burst of a single segment takes many seconds."""
 
 _INHERITED_AWAY = ("TORCHELASTIC_", "PET_", "ROLE_")
 """Variables of an outer launcher that would mislead the ranks."""
@@ -34,7 +34,7 @@ class Mode(enum.Enum):
     """How the network is emulated."""
 
     AUTO = "auto"
-    """Namespaces where they can be had, else paced."""
+    """Namespaces if they are available, otherwise paced."""
 
     NAMESPACES = "namespaces"
     """Link and flow caps between network namespaces."""
@@ -54,10 +54,10 @@ class LabSpec:
     """Processes on each machine."""
 
     link_bytes_per_s: float
-    """What one host can send, over all its connections."""
+    """Largest rate of one host, over all its connections."""
 
     flow_bytes_per_s: float | None = None
-    """What one connection can carry in one direction; None: the whole link."""
+    """Largest rate of one connection in one direction; None: the whole link."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= MAX_HOSTS:
@@ -80,33 +80,33 @@ class LabSpec:
 
     @property
     def num_ranks(self) -> int:
-        """Processes in the whole lab."""
+        """Return the number of processes in the whole lab."""
         return self.hosts * self.ranks_per_host
 
     @property
     def flow_cap_bytes_per_s(self) -> float:
-        """What one connection reaches: the flow cap, at most the link."""
+        """Return the rate of one connection: the flow cap, at most the link."""
         if self.flow_bytes_per_s is None:
             return self.link_bytes_per_s
         return min(self.flow_bytes_per_s, self.link_bytes_per_s)
 
 
 def host_name(host: int) -> str:
-    """The name by which ``host`` knows itself."""
+    """Return the host name of ``host``."""
     return f"host{host}"
 
 
 def host_address(host: int) -> str:
-    """The address of ``host`` in namespaces: host 0 has 10.77.0.1."""
+    """Return the address of ``host`` in namespaces: host 0 has 10.77.0.1."""
     return str(SUBNET[host + 1])
 
 
 def hosts_file(spec: LabSpec) -> str:
-    """The ``/etc/hosts`` that all hosts of a lab share."""
+    """Return the ``/etc/hosts`` that all hosts of a lab share."""
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
     for host in range(spec.hosts):
         address, name = host_address(host), host_name(host)
-        # Mapped too: so a listener on IPv6 and IPv4 sees its peers.
+        # Mapped addresses too, so that a listener on IPv6 and IPv4 sees its peers.
         lines += [f"{address} {name}", f"::ffff:{address} {name}"]
     return "\n".join(lines) + "\n"
 
@@ -114,7 +114,7 @@ def hosts_file(spec: LabSpec) -> str:
 def shared_environment(
     base: Mapping[str, str], *, num_ranks: int, num_cores: int
 ) -> dict[str, str]:
-    """The environment that all ranks have in common, made from the caller's.
+    """Return the environment that all ranks share, made from the caller's.
 
     The caller's Python comes first on PATH, so that ``python train.py`` runs with the
     packages that stretto was started with.
@@ -122,11 +122,11 @@ def shared_environment(
     env = {
         key: value for key, value in base.items() if not key.startswith(_INHERITED_AWAY)
     }
-    # Not resolved: a virtual environment's python is a link out of it.
+    # Not resolved: a virtual environment's python is a link to a path outside it.
     here = str(Path(sys.executable).parent)
     env["PATH"] = os.pathsep.join([here, env.get("PATH", os.defpath)])
     env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_ranks)))
-    # Rank 0 writes to a pipe; without this its lines would arrive in lumps.
+    # Rank 0 writes to a pipe; without this its lines would arrive in large chunks.
     env.setdefault("PYTHONUNBUFFERED", "1")
     return env
 
@@ -134,7 +134,7 @@ def shared_environment(
 def rank_environment(
     spec: LabSpec, rank: int, *, mode: Mode, master_port: int
 ) -> dict[str, str]:
-    """What torchrun would set for ``rank``, and what the lab says of itself."""
+    """Return the variables that torchrun would set for ``rank``, and the lab's own."""
     host, local_rank = divmod(rank, spec.ranks_per_host)
     namespaces = mode is Mode.NAMESPACES
     interface = INTERFACE if namespaces else "lo"

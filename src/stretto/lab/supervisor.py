@@ -1,6 +1,6 @@
-"""The process that holds a lab together; ``python -m stretto.lab.supervisor FD``.
+"""The process that keeps a lab running; ``python -m stretto.lab.supervisor FD``.
 
-Three processes stand above the ranks::
+There are three processes above the ranks::
 
     stretto          reads reports, writes the control pipe
       launcher       this module: makes the namespaces, waits
@@ -8,9 +8,9 @@ Three processes stand above the ranks::
           rank 0, rank 1, ...
 
 The kernel kills the launcher when `stretto` ends, the supervisor when the launcher
-ends, and all that is left of the lab when its process 1 ends; the network goes with
-the last process. The supervisor also ends by itself when the control pipe closes. So
-nothing needs tidying, and `kill -9` of any of them leaves nothing behind.
+ends, and the rest of the lab when its process 1 ends; the network disappears with the
+last process. The supervisor also ends itself when the control pipe closes. So nothing
+needs to be cleaned up, and `kill -9` of any of them leaves nothing behind.
 
 Without namespaces (paced mode) the launcher itself is the supervisor, adopts the
 orphans of its ranks, and kills them one by one.
@@ -52,27 +52,28 @@ _TIME_SLICE_S = 1e-4
 
 
 class _Reports:
-    """Lines of JSON to the process that asked for the lab."""
+    """Sends lines of JSON to the process that requested the lab."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def send(self, **report: Any) -> None:
-        # A reader that is gone needs no report; its end also ends us.
+        # A reader that has exited needs no report; its end also ends this process.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._fd, json.dumps(report).encode() + b"\n")
 
 
 def main(report_fd: int) -> int:
-    """Launches the lab that standard input describes; 0 whatever its outcome."""
+    """Launch the lab that standard input describes; return 0 whatever its outcome."""
     os.set_inheritable(report_fd, False)  # noqa: FBT003
     reports = _Reports(report_fd)
     job = _read_job()
     if job is None:
         return 0
     if job.mode == Mode.PACED.value:
-        # Not to die with the parent: the end of the control pipe tells us, and we are
-        # needed to kill what the ranks have started.
+        # This process must not die with its parent: the end of the control pipe
+        # notifies it,
+        # and it still has to kill what the ranks have started.
         syscalls.adopt_orphans()
         _Supervisor(job, reports, hosts=[], home=None).run()
         return 0
@@ -81,7 +82,7 @@ def main(report_fd: int) -> int:
     except OSError as error:
         reports.send(unavailable=f"no permission for namespaces ({error})")
         return 0
-    # Only now: a change of credentials, as by a user namespace, undoes it.
+    # Only now, because a change of credentials, as by a user namespace, undoes it.
     syscalls.die_with_parent()
     if os.getppid() != job.parent_pid:
         return 0
@@ -96,10 +97,10 @@ def main(report_fd: int) -> int:
 
 
 def _read_job() -> Job | None:
-    """The job on the control pipe; None when its writer ended first."""
+    """Return the job on the control pipe; None if its writer ended first."""
     line = bytearray()
     while not line.endswith(b"\n"):
-        # Byte-exact reading is not needed: nothing follows before we report.
+        # Byte-exact reading is not needed: nothing follows before a report is sent.
         piece = os.read(_CONTROL_FD, _CHUNK_BYTES)
         if not piece:
             return None
@@ -108,7 +109,7 @@ def _read_job() -> Job | None:
 
 
 def _enter_namespaces() -> None:
-    """Leaves the host's namespaces, as root or as anyone in a user namespace."""
+    """Leave the host's namespaces, as root or as any user in a user namespace."""
     flags = (
         syscalls.CLONE_NEWNS
         | syscalls.CLONE_NEWPID
@@ -121,7 +122,8 @@ def _enter_namespaces() -> None:
         try:
             syscalls.unshare(flags)
         except PermissionError:
-            # Root of a container without CAP_SYS_ADMIN: as unprivileged as anyone.
+            # Root of a container without CAP_SYS_ADMIN has no more privileges than a
+            # user.
             pass
         else:
             return
@@ -132,11 +134,11 @@ def _enter_namespaces() -> None:
 
 
 def _run_as_init(job: Job, reports: _Reports) -> None:
-    """Builds the network and runs the job as process 1 of the new namespaces."""
+    """Build the network and run the job as process 1 of the new namespaces."""
     try:
         syscalls.mount("none", "/", "", syscalls.MS_REC | syscalls.MS_PRIVATE)
-        # A container that masks parts of /proc forbids this; then tools see the
-        # process numbers outside, which training does not mind.
+        # A container that masks parts of /proc forbids this; then tools see the process
+        # numbers outside, which training tolerates.
         with contextlib.suppress(OSError):
             syscalls.mount(
                 "proc",
@@ -152,7 +154,7 @@ def _run_as_init(job: Job, reports: _Reports) -> None:
 
 
 class _Supervisor:
-    """Starts the ranks, passes rank 0 on, ends all when one fails."""
+    """Starts the ranks, passes on rank 0's output, and ends all when one fails."""
 
     def __init__(
         self,
@@ -179,7 +181,8 @@ class _Supervisor:
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_child)
         self._selector.register(_CONTROL_FD, selectors.EVENT_READ, self._on_control)
         # Hosts share the cores: a message that arrives at one of them must not wait
-        # until another has computed for a whole slice of some milliseconds.
+        # until
+        # another has computed for a whole slice of some milliseconds.
         with contextlib.suppress(OSError):
             syscalls.set_time_slice_s(_TIME_SLICE_S)
         try:
@@ -187,7 +190,7 @@ class _Supervisor:
         except OSError as error:
             self._kill_all()
             self._reports.send(
-                error=f"{self._job.command[0]!r} can not be started: {error.strerror}"
+                error=f"{self._job.command[0]!r} cannot be started: {error.strerror}"
             )
             return
         deadline_s = None
@@ -201,7 +204,7 @@ class _Supervisor:
                 self._on_timeout()
             while self._schedule and now_s >= self._schedule[0][0]:
                 self._signal_ranks(self._schedule.popleft()[1])
-        # What the ranks left behind may hold rank 0's pipe open.
+        # Processes that the ranks left behind may keep rank 0's pipe open.
         self._kill_all()
         drained_s = time.monotonic() + 1.0
         while self._open_streams and time.monotonic() < drained_s:
@@ -243,18 +246,22 @@ class _Supervisor:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            # A process group of its own, but the supervisor's session: the scheduler
-            # groups tasks by session (sched_autogroup), and then a communication
-            # thread that wakes up waits behind the computation of the other ranks,
-            # which on hosts of their own would not be there (measured: an all-reduce
-            # of 512 KiB beside computation takes 29 ms in one session, 288 ms in four).
+            # A separate process group, but the supervisor's session: the scheduler
+            # groups tasks by
+            # session (sched_autogroup). In separate sessions a communication thread
+            # that wakes up
+            # would wait behind the computation of the other ranks, which on separate
+            # hosts would not
+            # exist (measured: an all-reduce of 512 KiB beside computation takes 29 ms
+            # in one session,
+            # 288 ms in four).
             process_group=0,
             preexec_fn=before_exec,
         )
 
     def _open_log(self, rank: int) -> IO[bytes]:
         if self._job.logs is None:
-            # No name from the start: nothing to remove.
+            # It never has a name, so there is nothing to remove.
             return tempfile.TemporaryFile(buffering=0)
         path = Path(self._job.logs, f"rank{rank}.log")
         path.unlink(missing_ok=True)
@@ -298,7 +305,7 @@ class _Supervisor:
     def _on_control(self) -> None:
         words = os.read(_CONTROL_FD, _CHUNK_BYTES).split()
         if not words:
-            # `stretto` is gone: nobody waits for a graceful end.
+            # `stretto` has exited: no process waits for a graceful end.
             self._kill_all()
             os._exit(0)
         number = signal.SIGINT if b"INT" in words else signal.SIGTERM
@@ -307,8 +314,8 @@ class _Supervisor:
     def _on_timeout(self) -> None:
         ranks = sorted(self._rank_of_pid.values())
         self._reports.send(
-            say=f"the time limit of {self._job.timeout_s:g} s is over; "
-            f"stopping rank {', '.join(map(str, ranks))}"
+            say=f"the time limit of {self._job.timeout_s:g} s is exceeded; stopping "
+            f"rank {', '.join(map(str, ranks))}"
         )
         self._stop_with(TIMEOUT_STATUS, signal.SIGTERM)
 
@@ -340,10 +347,10 @@ class _Supervisor:
         self._signal_in(self._job.grace_s, signal.SIGTERM)
 
     def _tail(self, rank: int) -> str:
-        """The last lines that ``rank`` wrote, unless they were already seen."""
+        """Return the last lines that ``rank`` wrote, unless they were already shown."""
         kept = "" if self._job.logs is None else f" ({self._job.logs}/rank{rank}.log)"
         if rank == 0:
-            return f"; its output stands above{kept}"
+            return f"; see its output above{kept}"
         log = self._logs[rank]
         size_bytes = log.seek(0, os.SEEK_END)
         log.seek(max(0, size_bytes - _TAIL_BYTES))
@@ -355,13 +362,13 @@ class _Supervisor:
         )
 
     def _stop_with(self, status: int, number: int) -> None:
-        """Stops the ranks; the first cause is the outcome, what follows is not."""
+        """Stop the ranks; the first cause is the outcome, later ones are not."""
         if self._status is None:
             self._status = status
         self._signal_in(0.0, number)
 
     def _signal_in(self, delay_s: float, number: int) -> None:
-        """Signals the ranks after a while, and then ever harder."""
+        """Signal the ranks after a while, then again with stronger signals."""
         moment_s = time.monotonic() + delay_s
         steps = [(moment_s, number)]
         if number == signal.SIGINT:
@@ -372,17 +379,17 @@ class _Supervisor:
 
     def _signal_ranks(self, number: int) -> None:
         for pid in self._rank_of_pid:
-            # A rank leads a group of its own, so its children hear it too.
+            # A rank leads its own group, so the signal reaches its children, too.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, number)
 
     def _kill_all(self) -> None:
-        """Kills every process of the lab except this one."""
+        """Kill every process of the lab except this one."""
         if self._home is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
             return
-        # Orphans come to us one generation at a time.
+        # Orphans are adopted one generation at a time.
         for _ in range(100):
             children = _children()
             if not children:
@@ -397,7 +404,7 @@ class _Supervisor:
 
 
 def _wake_on_child() -> int:
-    """A descriptor that becomes readable when a child has ended."""
+    """Return a descriptor that becomes readable when a child has ended."""
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -405,12 +412,12 @@ def _wake_on_child() -> int:
 
 
 def _children() -> list[int]:
-    """Process numbers whose parent is this process."""
+    """Return the numbers of the processes whose parent is this process."""
     me = os.getpid()
     children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The name in parentheses may hold blanks and parentheses.
+            # The name in parentheses may contain blanks and parentheses.
             fields = stat.read_text(errors="replace").rpartition(")")[2].split()
             if int(fields[1]) == me:
                 children.append(int(stat.parent.name))

@@ -1,4 +1,4 @@
-"""The few system calls that Python 3.11 does not offer."""
+"""The few system calls that Python 3.11 does not provide."""
 
 from __future__ import annotations
 
@@ -38,52 +38,53 @@ def _check(result: int, call: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Moves this process (for NEWPID: its children) into new namespaces."""
+    """Move this process (for NEWPID: its children) into new namespaces."""
     _check(_libc.unshare(flags), "unshare")
 
 
 def setns(fd: int, flags: int) -> None:
-    """Moves this process into the namespace behind ``fd``."""
+    """Move this process into the namespace behind ``fd``."""
     _check(_libc.setns(fd, flags), "setns")
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    """Mounts ``source`` on ``target`` in the mount namespace of this process."""
+    """Mount ``source`` on ``target`` in the mount namespace of this process."""
     arguments = [part.encode() for part in (source, target, kind)]
     result = _libc.mount(*arguments, ctypes.c_ulong(flags), data.encode() or None)
     _check(result, f"mount {target}")
 
 
 def unmount(target: str, flags: int) -> None:
-    """Takes the topmost mount off ``target``."""
+    """Unmount the topmost mount of ``target``."""
     _check(_libc.umount2(target.encode(), flags), f"umount {target}")
 
 
 def set_host_name(name: str) -> None:
-    """Names the host of this process's UTS namespace."""
+    """Set the host name of this process's UTS namespace."""
     encoded = name.encode()
     _check(_libc.sethostname(encoded, ctypes.c_size_t(len(encoded))), "sethostname")
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent ends.
+    """Make the kernel kill this process when its parent ends.
 
-    It holds for the thread that forked, is lost on a change of credentials, and says
-    nothing about a parent that ended before the call: callers check for that.
+    The setting holds for the thread that forked, and is lost on a change of
+    credentials. It does not cover a parent that ended before the call: callers check
+    for that.
     """
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose parent ends."""
+    """Make this process the parent of every descendant whose parent ends."""
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
 
 
 def set_time_slice_s(slice_s: float) -> None:
-    """Sets how long this process and its children run before a waiting one may.
+    """Set how long this process and its children run before a waiting one may.
 
-    Linux 6.12 and later honour it for ordinary scheduling; shares stay fair. Elsewhere
-    it does nothing.
+    Linux 6.12 and later apply it to ordinary scheduling; shares stay fair. Other
+    systems ignore it.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None:

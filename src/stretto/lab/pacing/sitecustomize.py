@@ -1,11 +1,11 @@
-# It runs in every Python process of a rank, so it imports no pathlib.
+# It runs in every Python process of a rank, so it does not import pathlib.
 # ruff: noqa: PTH115, PTH120, PTH208
-"""Caps every TCP connection of the Python process that starts with this on its path.
+"""Cap every TCP connection of a Python process that has this folder on its path.
 
-``site`` imports it before the program. A thread looks for new sockets and sets
-SO_MAX_PACING_RATE on them; the kernel then paces TCP by itself, without a queueing
-discipline and without privileges. It works for sockets that C++ code opened as well,
-which is why it looks at descriptors rather than at Python's sockets.
+``site`` imports this module before the program. A thread looks for new sockets and sets
+SO_MAX_PACING_RATE on them; the kernel then paces TCP itself, without a queueing
+discipline and without privileges. To cover sockets that C++ code opened as well, the
+thread looks at descriptors rather than at Python's sockets.
 """
 
 import os
@@ -25,7 +25,7 @@ def _pace_new_sockets(rate_bytes_per_s: int, paced: dict[int, str]) -> None:
             if not target.startswith("socket:"):
                 paced.pop(fd, None)
                 continue
-            # The inode tells a new socket under an old number.
+            # The inode distinguishes a new socket with a reused descriptor.
             if paced.get(fd) == target:
                 continue
             paced[fd] = target
@@ -38,7 +38,7 @@ def _pace_new_sockets(rate_bytes_per_s: int, paced: dict[int, str]) -> None:
                         socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate_bytes_per_s
                     )
         except OSError:
-            # Closed while we looked.
+            # It was closed in the meantime.
             continue
 
 
@@ -50,7 +50,7 @@ def _pace_forever(rate_bytes_per_s: int) -> None:
 
 
 def _run_shadowed_sitecustomize() -> None:
-    """Runs the ``sitecustomize`` that this file stands in front of, if any."""
+    """Run the ``sitecustomize`` that this file hides, if any."""
     import importlib.machinery
     import importlib.util
     import sys
