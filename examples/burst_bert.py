@@ -1,4 +1,4 @@
-"""A BERT from Hugging Face trains, each layer on as many hosts as it can use.
+"""Train a BERT from Hugging Face, each layer on as many hosts as it can use.
 
 pip install "transformers>=4.48"
 stretto lab run --hosts 4 --link 1gbit -- python examples/burst_bert.py
@@ -34,14 +34,16 @@ model = transformers.BertForSequenceClassification(
         num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=512,
-        hidden_dropout_prob=0.0,  # one process would draw other masks
+        hidden_dropout_prob=0.0,  # one process would draw different masks
         attention_probs_dropout_prob=0.0,
     )
 ).double()  # so that rounding hides no difference
 
 
 def sentences(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the batch of a step: 64 words a row, and whether the first is frequent."""
+    """Return the batch of a step: 64 words per row, and whether the first is
+    frequent.
+    """
     draw = torch.Generator().manual_seed(step)
     words = torch.randint(options.words, (options.share * ranks, 64), generator=draw)
     return words, (words[:, 0] < options.words // 2).long()
@@ -89,8 +91,9 @@ if alone is not None:
         print(f"{number} layers on {gpus} of {ranks} hosts")  # noqa: T201
     step_s, said = sorted(times)[len(times) // 2], plan.predicted
     print(  # noqa: T201
-        f"a step took {step_s * 1e3:.0f} ms, {said.iteration_s * 1e3:.0f} ms were "
-        f"predicted, and {said.data_parallel_s * 1e3:.0f} ms with all layers everywhere"
+        f"a step took {step_s * 1e3:.0f} ms; predicted were "
+        f"{said.iteration_s * 1e3:.0f} ms, and {said.data_parallel_s * 1e3:.0f} ms "
+        "with all layers on all hosts"
     )
     optimizer = adam(list(alone.parameters()))
     differences = []

@@ -1,4 +1,4 @@
-"""A VGG learns handwritten digits, each layer on as many hosts as it can use.
+"""Train a VGG on handwritten digits, each layer on as many hosts as it can use.
 
 stretto lab run --hosts 4 --link 1gbit -- python examples/burst_vgg.py
 """

@@ -1,4 +1,4 @@
-"""Digits by data-parallel training with Horovod: only the first import was changed.
+"""Train on digits with Horovod's interface: only the first import was changed.
 
 Before: `import horovod.torch as hvd`, and `horovodrun -np 2 python horovod_mnist.py`.
 Now:

@@ -1,8 +1,8 @@
-"""stretto: synchronous data-parallel training with communication overlapped.
+"""stretto: overlap communication with computation in synchronous training.
 
-    model = stretto.DistributedDataParallel(model)      # where DDP stood
+    model = stretto.DistributedDataParallel(model)      # in place of DDP
 
-Names are loaded when they are first used, so that planning never loads torch.
+Names are loaded on first use, so that planning never loads torch.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ _HOMES = {
 
 
 class _LastResort(logging.Handler):
-    """Prints warnings as `logging.lastResort` does, and names us in front of them.
+    """Prints warnings as `logging.lastResort` does, with stretto's name in front.
 
-    Active only where the program has set no logging up.
+    Active only if the program has set up no logging.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

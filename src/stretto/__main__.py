@@ -1,4 +1,4 @@
-"""``python -m stretto``."""
+"""Run the command line as ``python -m stretto``."""
 
 from stretto.cli import main
 

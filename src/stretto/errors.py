@@ -1,15 +1,15 @@
-"""Every error the library raises on purpose.
+"""Every error that the library raises on purpose.
 
 StrettoError
 ├── SpecError (ValueError)      a value or a file breaks a rule
-├── PlanMismatch                a plan and a model do not belong together
+├── PlanMismatch                a plan and a model do not match
 ├── Infeasible                  no plan meets the limits
-├── NoisyProfile                a measurement is too unsteady to be used
+├── NoisyProfile                a measurement is too noisy to be used
 ├── RankDisagreement (RuntimeError)  ranks' plans, models or versions differ
 ├── NumericsError               a gradient is NaN or infinite
 ├── CommTimeout (RuntimeError)       a collective or a peer did not answer in time
 └── LabError                    an emulated cluster or its command does not start
-    └── CommandNotFound         the command for its ranks is not there
+    └── CommandNotFound         the command for its ranks is missing
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import ClassVar
 
 
 class StrettoError(Exception):
-    """Root of the errors raised on purpose."""
+    """Root of the errors that are raised on purpose."""
 
     exit_code: ClassVar[int] = 1
-    """Status of a command that ends with this error."""
+    """Exit status of a command that ends with this error."""
 
 
 class SpecError(StrettoError, ValueError):
     """A value breaks a rule.
 
     ``place`` is the JSON path below the object that raised, for instance
-    ``.tensors[3].bytes``; the codec puts the file and the path above before it.
+    ``.tensors[3].bytes``; the codec prepends the file and the path above.
     """
 
     exit_code: ClassVar[int] = 2
@@ -39,42 +39,42 @@ class SpecError(StrettoError, ValueError):
 
 
 class PlanMismatch(StrettoError):
-    """A plan and a model do not belong together."""
+    """A plan and a model do not match."""
 
     exit_code: ClassVar[int] = 2
 
 
 class Infeasible(StrettoError):
-    """No plan meets the limits; a planner raises this rather than relax one."""
+    """No plan meets the limits; a planner raises this rather than relax a limit."""
 
     exit_code: ClassVar[int] = 3
 
 
 class NoisyProfile(StrettoError):
-    """A measurement is too unsteady to plan with."""
+    """A measurement is too noisy to plan with."""
 
 
 class RankDisagreement(StrettoError, RuntimeError):
-    """Ranks came with different plans, models or versions.
+    """Ranks have different plans, models or versions.
 
-    A `RuntimeError`, as what DDP raises for it is.
+    A `RuntimeError`, like the one that DDP raises for it.
     """
 
 
 class NumericsError(StrettoError):
-    """A gradient is NaN or infinite, and the user asked to be stopped."""
+    """A gradient is NaN or infinite, and the user requested an error."""
 
 
 class CommTimeout(StrettoError, RuntimeError):
     """A collective or a peer did not answer in time.
 
-    A `RuntimeError`, as what PyTorch's collectives raise is.
+    A `RuntimeError`, like those of PyTorch's collectives.
     """
 
 
 class LabError(StrettoError):
-    """An emulated cluster can not be built, or its command can not be started."""
+    """An emulated cluster cannot be built, or its command cannot be started."""
 
 
 class CommandNotFound(LabError):
-    """The command that ranks should run is not there."""
+    """The command that the ranks should run is missing."""

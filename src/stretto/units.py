@@ -1,4 +1,6 @@
-"""The only place where seconds and bytes turn into text and back."""
+"""Conversions between text and seconds, bytes and rates, the only ones in the
+package.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ _BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
 
 
 def parse_rate_bytes_per_s(text: str) -> float:
-    """Bytes per second of a rate such as ``1gbit``, ``300mbit`` or ``2.5Gbps``.
+    """Return the bytes per second of a rate such as ``1gbit``, ``300mbit`` or
+    ``2.5Gbps``.
 
     Raises:
-        SpecError: the text is no positive rate.
+        SpecError: The text is not a positive rate.
     """
     match = _RATE.match(text)
     bits = float(match[1]) * _DECIMAL[(match[2] or "").lower()] if match else 0.0
@@ -34,10 +37,11 @@ def parse_rate_bytes_per_s(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Whole bytes of a size such as ``25MiB``, ``64KiB``, ``1MB`` or ``4096``.
+    """Return the whole bytes of a size such as ``25MiB``, ``64KiB``, ``1MB`` or
+    ``4096``.
 
     Raises:
-        SpecError: the text is no size.
+        SpecError: The text is not a size.
     """
     match = _SIZE.match(text)
     if match is None:
@@ -50,7 +54,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_s(duration_s: float) -> str:
-    """A duration with three significant digits and its unit: ``12.3 ms``."""
+    """Format a duration with three significant digits and its unit: ``12.3 ms``."""
     if not math.isfinite(duration_s):
         return str(duration_s)
     if duration_s == 0:
@@ -63,7 +67,7 @@ def format_s(duration_s: float) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """A size with three significant digits and a binary unit: ``25 MiB``."""
+    """Format a size with three significant digits and a binary unit: ``25 MiB``."""
     for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(size_bytes) >= scale:
             return f"{_digits(size_bytes / scale)} {unit}"
@@ -71,7 +75,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """A rate in bits per second, as links are sold: ``300 Mbit/s``."""
+    """Format a rate in bits per second, as links are sold: ``300 Mbit/s``."""
     bits_per_s = bytes_per_s * 8
     for scale, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
         if abs(bits_per_s) >= 0.9995 * scale:
@@ -80,7 +84,7 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def _digits(value: float, *, keep_zeros: bool = False) -> str:
-    """Three significant digits, never an exponent; whole from 1000 on."""
+    """Format three significant digits, never an exponent; whole from 1000 on."""
     if abs(value) >= 999.5:
         return f"{value:.0f}"
     if abs(value) < 1e-3:

@@ -1,1 +1,3 @@
-"""Strategies and suites for tests, ours and others'; the library never imports them."""
+"""Strategies and suites for tests, stretto's and others'; the library never imports
+them.
+"""

@@ -1,7 +1,7 @@
-"""Known models with their structure kept and their width and images as small as asked.
+"""Known models with their original structure, in any width and image size.
 
-Written from the papers. ``width`` scales channels, ``activation`` may be smooth: with
-ReLU, rounding that differs in the last bit switches units on and off, and the losses of
+Written from the papers. ``width`` scales channels. ``activation`` may be smooth: with
+ReLU, rounding differences in the last bit switch units on and off, and the losses of
 equal methods drift apart over steps.
 """
 
@@ -29,8 +29,8 @@ class VGG(nn.Module):
     """VGG-11 or VGG-16: convolutions, then three dense layers with most parameters.
 
     At ``width=64, dense=4096, image=224, classes=1000`` it is the paper's, with 132.9
-    or 138.4 million parameters. A pooling that would leave less than one pixel is left
-    out; the images' side must be a power of two times 7, or a power of two.
+    or 138.4 million parameters. A pooling that would leave less than one pixel is
+    omitted; the images' side must be a power of two times 7, or a power of two.
     """
 
     def __init__(
@@ -68,7 +68,9 @@ class VGG(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores ``(batch, classes)`` of ``(batch, channels, image, image)``."""
+        """Return class scores ``(batch, classes)`` of
+        ``(batch, channels, image, image)``.
+        """
         out: Tensor = self.classifier(torch.flatten(self.features(images), 1))
         return out
 
@@ -138,7 +140,9 @@ class WideResNet(nn.Module):
         self.head = nn.Linear(before, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores ``(batch, classes)`` of ``(batch, channels, side, side)``."""
+        """Return class scores ``(batch, classes)`` of
+        ``(batch, channels, side, side)``.
+        """
         hidden = self.pool(self.blocks(self.stem(images)))
         out: Tensor = self.head(torch.flatten(hidden, 1))
         return out
@@ -158,8 +162,8 @@ class _Mixed(nn.Module):
 class InceptionV3(nn.Module):
     """Inception-v3: eleven blocks of branches (Szegedy et al., 2016), no side output.
 
-    At ``width=1, image=299`` it is the paper's, with 23.8 million parameters. Images of
-    a side of 75 or more. ``blocks`` leaves blocks out, by kind: A, B, C, D and E.
+    At ``width=1, image=299`` it is the paper's, with 23.8 million parameters. Images
+    need a side of at least 75. ``blocks`` omits blocks, by kind: A, B, C, D and E.
     """
 
     def __init__(
@@ -195,7 +199,9 @@ class InceptionV3(nn.Module):
         self.head = nn.Linear(before, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores ``(batch, classes)`` of ``(batch, channels, side, side)``."""
+        """Return class scores ``(batch, classes)`` of
+        ``(batch, channels, side, side)``.
+        """
         hidden = self.pool(self.blocks(self.stem(images)))
         out: Tensor = self.head(torch.flatten(self.dropout(hidden), 1))
         return out
@@ -209,7 +215,7 @@ class _Inception:
         self._width, self._activation = width, activation
 
     def of(self, channels: int) -> int:
-        """The scaled number of channels."""
+        """Return the scaled number of channels."""
         return max(1, round(channels * self._width))
 
     def conv(
@@ -221,7 +227,7 @@ class _Inception:
         stride: int = 1,
         padding: int | tuple[int, int] = 0,
     ) -> nn.Module:
-        """A convolution with batch norm; ``after`` is the paper's number."""
+        """Return a convolution with batch norm; ``after`` is the paper's number."""
         return nn.Sequential(
             nn.Conv2d(before, self.of(after), kernel, stride, padding, bias=False),
             nn.BatchNorm2d(self.of(after), eps=1e-3),
@@ -229,14 +235,16 @@ class _Inception:
         )
 
     def block(self, kind: str, before: int, side: int) -> tuple[nn.Module, int]:
-        """A block of a kind, and its channels."""
+        """Return a block of a kind, and its channels."""
         make = {"A": self._a, "B": self._b, "C": self._c, "D": self._d, "E": self._e}
         branches, counts = make[kind](before, side)
         after = sum(before if count is None else self.of(count) for count in counts)
         return _Mixed(*branches), after
 
     def _row(self, before: int, *steps: tuple[int, int | tuple[int, int], Any]) -> Any:
-        """Convolutions in a row: channels, kernel, padding or ``"half"`` the size."""
+        """Return convolutions in a row: channels, kernel, padding or ``"half"`` the
+        size.
+        """
         parts = []
         for after, kernel, padding in steps:
             stride, pad = (2, 0) if padding == "half" else (1, padding)
@@ -309,7 +317,7 @@ class _Inception:
 
 
 class _Block(nn.Module):
-    """Attention and two dense layers, each normalised first and added."""
+    """Attention and two dense layers, each normalized first and added."""
 
     def __init__(
         self, width: int, heads: int, dropout: float, activation: Activation
@@ -342,7 +350,7 @@ class _Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal transformer over bytes, normalised before each part."""
+    """A causal transformer over bytes, normalized before each part."""
 
     def __init__(
         self,
@@ -364,7 +372,9 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Next-byte scores ``(batch, 256, context)`` of bytes ``(batch, context)``."""
+        """Return next-byte scores ``(batch, 256, context)`` of bytes
+        ``(batch, context)``.
+        """
         hidden = self.token(tokens) + self.position[: tokens.shape[1]]
         hidden = self.norm(self.blocks(hidden))
         out: Tensor = self.head(hidden).transpose(1, 2)

@@ -1,8 +1,8 @@
-"""Training programs drawn at random, to be run with DDP and with a class in its place.
+"""Random training programs, to be run with DDP and with a class in its place.
 
-A program is drawn from its number alone, so every rank has the same one. `outcome` runs
-it and returns what a user could see of it: losses, a digest of all parameters, errors.
-Only what DDP allows is drawn: ranks differ where DDP lets them differ.
+A program is generated from its number alone, so every rank has the same one. `outcome`
+runs it and returns what a user could see of it: losses, a digest of all parameters,
+errors. Programs contain only what DDP allows: ranks differ where DDP lets them differ.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Program:
     number: int
     model: str
     arguments: dict[str, Any]
-    """What the class is built with."""
+    """Arguments of the class."""
 
     steps: tuple[tuple[tuple[str, int], ...], ...]
-    """For each step, what happens before it: names of actions and a drawn number."""
+    """For each step, what happens before it: names of actions and a random number."""
 
     ending: str = ""
-    """What the last step does instead: an error that all ranks meet."""
+    """What replaces the last step: an error that occurs on all ranks."""
 
     def __str__(self) -> str:
         actions = sorted({name for step in self.steps for name, _ in step})
@@ -66,8 +66,9 @@ LOCAL_ACTIONS = (
     "evaluate_on_some",
     "collectives",
 )
-"""These run the model on some ranks alone, which buffers don't allow: DDP broadcasts
-them in each forward."""
+"""Actions that run the model on some ranks only, which buffers do not allow: DDP
+broadcasts them in each forward.
+"""
 
 ACTIONS = (
     "no_sync",
@@ -107,7 +108,7 @@ def draw(number: int) -> Program:
     if model != "norm":
         actions += LOCAL_ACTIONS
     if static:
-        # One static graph is one way through the model in each reduced step.
+        # One static graph is one path through the model in each reduced step.
         for name in ("no_sync", "backward_twice", "two_forwards"):
             actions.remove(name)
     if model == "pair":
@@ -118,8 +119,9 @@ def draw(number: int) -> Program:
         actions = ["compile"] if model == "mlp" else actions
     chosen = rng.sample(actions, min(len(actions), rng.randint(1, 4)))
     if "join" in chosen:
-        # DDP leaves a model marked as joining: each of its later forwards tells the
-        # other ranks, so from then on all ranks must run the same ones.
+        # DDP leaves a model marked as joining: each of its later forwards notifies the
+        # other
+        # ranks, so from then on all ranks must run the same forwards.
         alone = {*LOCAL_ACTIONS, "no_sync", "evaluate"}
         chosen = [name for name in chosen if name not in alone]
     steps: list[tuple[tuple[str, int], ...]] = []
@@ -156,7 +158,7 @@ def draw(number: int) -> Program:
 
 
 class _Net(nn.Module):
-    """A few layers whose use a step decides."""
+    """A few layers; each step decides which are used."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -197,7 +199,7 @@ def outcome(
     size: int,
     groups: Sequence[dist.ProcessGroup],
 ) -> list[Any]:
-    """Run a program; return what came of it on this rank.
+    """Run a program; return its outcome on this rank.
 
     ``wrap`` is DDP's class or one in its place; a "pair" has a group for each model.
     """
@@ -215,10 +217,10 @@ def compared(
 ) -> str | None:
     """Run a program with both classes; return how they differ, or None.
 
-    On two ranks all must be equal bit for bit, on more within `ROUNDING`.
+    On two ranks all values must be equal bit for bit, on more within `ROUNDING`.
 
-    Each run has a process group of its own, so that what an error leaves there does not
-    reach the next program.
+    Each run has its own process group, so that what an error leaves there does not
+    affect the next program.
     """
     program = draw(number)
     found = []
@@ -238,12 +240,13 @@ def compared(
 
 
 ROUNDING = 1e-3
-"""Relative. Buckets decide the order in which more than two ranks' gradients are added,
-and 26 steps amplify how that rounds."""
+"""Relative tolerance. Buckets decide the order in which more than two ranks' gradients
+are added, and 26 steps amplify the rounding differences.
+"""
 
 
 def _alike(a: object, b: object, *, exact: bool) -> bool:
-    """Whether two entries are equal: bit for bit, or numbers within rounding."""
+    """Return whether two entries are equal: bit for bit, or numbers within rounding."""
     if not exact and isinstance(a, float) and isinstance(b, float):
         return abs(a - b) <= ROUNDING * max(abs(a), abs(b), 1e-3)
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
@@ -295,18 +298,19 @@ class _Run:
         )
 
     def batch(self, rows: int = 4, width: int = WIDTH) -> torch.Tensor:
-        """Inputs that only this rank's count of batches decides."""
+        """Return inputs that depend only on this rank's count of batches."""
         self.inputs += 1
         seed = self.program.number * 1000 + self.inputs * 10 + self.rank
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(rows, width, generator=generator).to(self.dtype)
 
     def loss(self, branch: int = 0) -> torch.Tensor:
-        """A forward's loss."""
+        """Return a forward's loss."""
         inputs = self.batch()
         if self.partner is not None:
             # Backward ends in another order on every other rank. While DDP rebuilds its
-            # buckets, which is a collective in forward, all ranks have one order.
+            # buckets,
+            # which is a collective in forward, all ranks use one order.
             turned = self.step > REBUILT and (self.rank + self.step // 3) % 2
             if turned:
                 return cast("torch.Tensor", self.model(self.partner(inputs)).mean())
@@ -315,7 +319,7 @@ class _Run:
         return out.square().mean()
 
     def all_steps(self) -> None:
-        """Every step with what comes before it, then the ending."""
+        """Run every step with what comes before it, then the ending."""
         for step, actions in enumerate(self.program.steps):
             self.step = step
             self.optimizer.zero_grad(set_to_none=self.step % 3 != 0)
@@ -348,14 +352,14 @@ class _Run:
             yield
 
     def digest(self) -> str:
-        """A digest of all parameters and buffers."""
+        """Return a digest of all parameters and buffers."""
         sha = hashlib.sha256()
         for tensor in self._tensors():
             sha.update(tensor.detach().contiguous().numpy().tobytes())
         return sha.hexdigest()[:16]
 
     def _gan_step(self) -> None:
-        """The critic on generated inputs, both models in turn in the graph."""
+        """Run the critic on generated inputs, with both models in turn in the graph."""
         fake = self.model(self.batch())
         self.critic(fake.detach()).square().mean().backward()
         with torch.no_grad():
@@ -372,10 +376,10 @@ class _Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    # What may come before a step.
+    # Actions before a step.
 
     def do_no_sync(self, number: int) -> None:
-        """Micro-steps without reduction, of which each rank has its own number.
+        """Run micro-steps without reduction; each rank has its own number of them.
 
         Not with buffers: DDP broadcasts them in a forward, and in which one depends on
         what the rank ran before.
@@ -404,14 +408,14 @@ class _Run:
     def do_evaluate(self, number: int) -> None:
         self.model.eval()
         if number % 2 and self.program.model != "norm":
-            self.loss(self.step)  # with gradients, which nobody asks for
+            self.loss(self.step)  # with gradients, which are never used
         else:
             with torch.no_grad():
                 self.found.append(float(self.loss(self.step)))
         self.model.train()
 
     def do_collectives(self, number: int) -> None:
-        """Collectives of the user, before or after a forward on some ranks."""
+        """Run collectives of the user, before or after a forward on some ranks."""
         if self.rank == number % self.size:
             self.loss(self.step)
         total = torch.ones(1)
@@ -465,7 +469,7 @@ class _Run:
         net.block = torch.compile(net.block, backend="eager")
 
     def do_join(self, number: int) -> None:
-        """Steps of which each rank has its own number."""
+        """Run steps of which each rank has its own number."""
         with Join([self.model]):
             for _ in range(1 + (number + self.rank) % 3):
                 loss = self.loss(self.step)
@@ -481,7 +485,7 @@ class _Run:
             self.loss(-1).backward()
 
     def end_backward_error(self) -> None:
-        """An error within backward, on all ranks at the same place."""
+        """Raise an error within backward, on all ranks at the same place."""
 
         def refuse(_grad: torch.Tensor) -> None:
             raise ValueError("refused in backward")

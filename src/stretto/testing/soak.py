@@ -19,7 +19,7 @@ NUM_PLANS = 5
 
 
 def net() -> nn.Module:
-    """A small model with buffers, the same at every call."""
+    """Return a small model with buffers, the same at every call."""
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Linear(24, 96),
@@ -32,7 +32,7 @@ def net() -> nn.Module:
 
 
 def random_plan(model: nn.Module, ranks: int, rng: random.Random) -> Plan:
-    """Any buckets, lanes and slices for a model in float32."""
+    """Return a random plan of buckets, lanes and slices for a model in float32."""
     rows = [
         (n, p.numel() * p.element_size(), "float32")
         for n, p in model.named_parameters()
@@ -61,7 +61,7 @@ def random_plan(model: nn.Module, ranks: int, rng: random.Random) -> Plan:
 
 
 def count_sockets() -> int:
-    """Sockets that this process holds."""
+    """Return the number of sockets that this process holds."""
     count = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -72,9 +72,10 @@ def count_sockets() -> int:
 
 
 def soak(rank: int, size: int, *, steps: int, every: int) -> dict[str, Any]:
-    """Losses' first difference, and what the process holds at five moments.
+    """Return the first difference of the losses, and what the process holds at five
+    moments.
 
-    ``None`` takes the place of one plan in ``NUM_PLANS + 1``: DDP's own rule.
+    ``None`` replaces one plan in ``NUM_PLANS + 1``: DDP's own rule.
     """
     rng = random.Random(7)
     plans = [*(random_plan(net(), size, rng) for _ in range(NUM_PLANS)), None]
@@ -93,7 +94,7 @@ def soak(rank: int, size: int, *, steps: int, every: int) -> dict[str, Any]:
     }
     for step in range(steps):
         if step % every == 0:
-            # All plans come in the first share of the run, before the second mark.
+            # All plans occur in the first share of the run, before the second mark.
             ours.apply_plan(plans[found["plans"] % len(plans)])
             found["plans"] += 1
         x = torch.randn(16, 24, generator=generator)

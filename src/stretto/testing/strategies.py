@@ -1,7 +1,7 @@
 """Hypothesis strategies for workloads, clusters and plans.
 
-The shapes are those on which planners differ: gradients that come evenly, in bursts, as
-many tiny tensors, or with one giant tensor last (as BERT's embedding comes).
+The shapes are those on which planners differ: gradients that become ready evenly, in
+bursts, as many tiny tensors, or with one giant tensor last (as BERT's embedding does).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHAPES = ("uniform", "bursty", "giant_last", "tiny")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Buckets of neighbouring tensors, in the form that `StepModel` takes."""
+    """Buckets of neighboring tensors, in the form that `StepModel` takes."""
 
     ends: tuple[int, ...]
 
@@ -52,7 +52,7 @@ class Choice:
         overlap: str = "backward",
         algorithm: str = "ring",
     ) -> Plan:
-        """The plan that says the same; gradients keep their type on the wire."""
+        """Return the equivalent plan; gradients keep their type on the wire."""
         tensors = workload.tensors
         buckets = [
             Bucket(
@@ -85,7 +85,9 @@ def workloads(
     max_tensors: int = 12,
     min_elements: int = 0,
 ) -> Workload:
-    """Workloads of float32 tensors; steps take from milliseconds to a second."""
+    """Generate workloads of float32 tensors; steps take from milliseconds to a
+    second.
+    """
     shape = draw(st.sampled_from(shapes))
     count = draw(st.integers(min_tensors, max_tensors))
     elements = [
@@ -117,7 +119,7 @@ def workloads(
 
 
 def _sizes(draw: st.DrawFn, *, shape: str, count: int) -> list[int]:
-    """Elements per tensor, log-uniform."""
+    """Generate elements per tensor, log-uniform."""
     low, high = (0, 12) if shape == "tiny" else (0, 20)
     sizes = [draw(st.integers(0, 2 ** draw(st.integers(low, high))))]
     for _ in range(count - 1):
@@ -139,7 +141,9 @@ def clusters(
     concurrent: bool | None = None,
     contended: bool | None = None,
 ) -> Cluster:
-    """Clusters, their optional coefficients there or not; ``None``: either."""
+    """Generate clusters with or without their optional coefficients; ``None``:
+    either.
+    """
 
     def wanted(choice: bool | None) -> bool:  # noqa: FBT001
         return draw(st.booleans()) if choice is None else choice
@@ -169,13 +173,13 @@ def clusters(
 
 
 def latencies() -> st.SearchStrategy[float]:
-    """None, tiny, or so long that they dominate, in seconds."""
+    """Generate None, a tiny time, or one so long that it dominates, in seconds."""
     return st.one_of(st.just(0.0), st.floats(1e-6, 1e-4), st.floats(1e-3, 1e-2))
 
 
 @st.composite
 def fits(draw: st.DrawFn, bandwidth_bytes_per_s: float) -> AllReduceFit:
-    """Fitted all-reduces near a link's bandwidth, at times faster than it."""
+    """Generate fitted all-reduces near a link's bandwidth, sometimes faster than it."""
     return AllReduceFit(
         startup_s=draw(latencies()),
         s_per_byte=draw(st.floats(0.5, 10.0)) / bandwidth_bytes_per_s,
@@ -185,7 +189,7 @@ def fits(draw: st.DrawFn, bandwidth_bytes_per_s: float) -> AllReduceFit:
 
 @st.composite
 def concurrencies(draw: st.DrawFn) -> Concurrency:
-    """Slow-downs from none to more than in proportion."""
+    """Generate slow-downs from none to more than proportional."""
     steps = draw(st.lists(st.floats(0.0, 1.5), max_size=7))
     return Concurrency(
         gamma=tuple(accumulate(steps, initial=1.0)),
@@ -195,7 +199,9 @@ def concurrencies(draw: st.DrawFn) -> Concurrency:
 
 @st.composite
 def contentions(draw: st.DrawFn, bandwidth_bytes_per_s: float) -> Contention:
-    """Contention with one to three levels of resource, either curve the faster."""
+    """Generate contention with one to three levels of resource; either curve may be
+    faster.
+    """
     levels = draw(st.sets(st.integers(1, 4096), min_size=1, max_size=3))
     return Contention(
         compute=ComputeContention(
@@ -222,7 +228,7 @@ def _curves(draw: st.DrawFn, bandwidth_bytes_per_s: float) -> RateCurve:
 def choices(
     draw: st.DrawFn, workload: Workload, *, max_lanes: int = 8, max_slices: int = 8
 ) -> Choice:
-    """Ways to cut a workload into buckets and to send them."""
+    """Generate ways to cut a workload into buckets and to send them."""
     count = len(workload.tensors)
     cuts: set[int] = set()
     if count > 1:
@@ -247,7 +253,7 @@ def plans(
     overlaps: Sequence[str] = ("none", "backward"),
     algorithms: Sequence[str] = ("ring",),
 ) -> Plan:
-    """Plans that may hold tensors in any order, with any of the cluster's resources."""
+    """Generate plans with tensors in any order and any of the cluster's resources."""
     order = draw(st.permutations(workload.tensors))
     choice = draw(choices(workload))
     levels: list[int | None] = [None]
