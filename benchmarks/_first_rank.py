@@ -17,7 +17,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
     job = joined(arguments)
-    whole_run(job.stock(), 5)  # imports and first allocations touch no measured run
+    # Imports and first allocations must not affect a measured run.
+    whole_run(job.stock(), 5)
     options = TuneOptions(memory=False)
     first = tuned_run(job, options, arguments.steps)
     settled = first["settled"]

@@ -1,7 +1,7 @@
-"""Ranks forked from this process, which has imported torch: a start costs little.
+"""Fork ranks from this process, which has imported torch: a start costs little.
 
-A forked rank leaves `main` by the exception `Forked` and runs at the top of the script,
-so that it ends as any program does: through the interpreter's finalization.
+A forked rank leaves `main` through the exception `Forked` and runs at the top of the
+script, so that it ends as any program does: through the interpreter's finalization.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IMPORTED_FIRST = (
 
 
 class Forked(BaseException):
-    """Carries what a forked rank has to do to the top of its script."""
+    """Carries a forked rank's work to the top of its script."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__()
@@ -54,7 +54,9 @@ def start(
     *arguments: Any,
     **environment: str,
 ) -> list[int]:
-    """Fork ``size`` ranks that call ``work(rank, size, *arguments)``; their pids."""
+    """Fork ``size`` ranks that call ``work(rank, size, *arguments)``; return their
+    pids.
+    """
     sys.stdout.flush()
     pids = []
     for rank in range(size):
@@ -106,7 +108,7 @@ def wait(
 
 
 def run_as_script(main: Callable[[], None]) -> None:
-    """Call ``main``, or in a forked rank what it has to do."""
+    """Call ``main``, or in a forked rank the rank's work."""
     try:
         main()
     except Forked as forked:

@@ -1,7 +1,7 @@
 """One rank of benchmarks/search_under_load.py, inside the emulated cluster.
 
-Trains until a search has settled, beside whatever load the driver runs, and saves the
-plans. With ``--measure`` it takes such files instead and times all their plans and
+Trains until a search has settled, beside the load that the driver runs, and saves the
+plans. With ``--measure`` it reads such files instead and times all their plans and
 DDP's buckets in turns, on the quiet machine.
 """
 
@@ -44,8 +44,8 @@ def search(job: Job, folder: Path) -> dict:
 
 
 def measure(job: Job, folders: list[Path], rounds: int) -> dict:
-    """Times of the plans in turns, against those of the fastest, turn by turn."""
-    quiet = job.look()  # what the planner chooses where nothing disturbs its profile
+    """Time the plans in turns, relative to the fastest, turn by turn."""
+    quiet = job.look()  # the planner's choice if nothing disturbs its profile
     plans = {"ddp": quiet.ddp, "quiet": quiet.plan}
     for folder in folders:
         for path in (folder / "settled.json", folder / "plan.json"):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def equal_buckets(model: nn.Module, unit_bytes: int, ranks: int, lanes: int) -> Plan:
-    """Buckets of at most ``unit_bytes``, last layers first, lanes in turn."""
+    """Return buckets of at most ``unit_bytes``, last layers first, lanes in turn."""
     buckets: list[list[str]] = []
     size_bytes = unit_bytes
     for name, parameter in reversed(list(model.named_parameters())):
@@ -35,7 +35,9 @@ def equal_buckets(model: nn.Module, unit_bytes: int, ranks: int, lanes: int) -> 
 
 
 def two_lanes(model: nn.Module, ranks: int) -> Plan:
-    """Two parameters a bucket, last layers first, in two slices on two lanes."""
+    """Return two parameters per bucket, last layers first, in two slices on two
+    lanes.
+    """
     names = [name for name, _ in model.named_parameters()][::-1]
     return Plan(
         planner="benchmark",

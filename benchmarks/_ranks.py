@@ -1,4 +1,4 @@
-"""Starts Gloo ranks on loopback for a benchmark, with a time-out."""
+"""Start Gloo ranks on loopback for a benchmark, with a time-out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _main(rank: int, size: int, port: int, function: Any, arguments: tuple) -> N
 
 
 def run(function: Any, size: int, *arguments: Any, timeout_s: float = 900) -> None:
-    """Runs ``function(rank, size, *arguments)`` as ``size`` processes."""
+    """Run ``function(rank, size, *arguments)`` as ``size`` processes."""
     os.environ["OMP_NUM_THREADS"] = "1"
     port = free_port()
     context = mp.start_processes(

@@ -1,4 +1,6 @@
-"""What every benchmark shares: the machine it ran on, and where results go."""
+"""Helpers that all benchmarks share: the machine's description, and the results'
+files.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict:
-    """Hardware and versions, for the reader of a number."""
+    """Return hardware and versions, for readers of the results."""
     model = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -33,13 +35,13 @@ def machine() -> dict:
 
 
 def spread(values: list[float]) -> dict:
-    """Median, quartiles and count."""
+    """Return median, quartiles and count."""
     low, median, high = statistics.quantiles(values, n=4)
     return {"median": median, "q1": low, "q3": high, "n": len(values)}
 
 
 def store(name: str, result: dict) -> None:
-    """Writes ``results/NAME.json`` and shows it."""
+    """Write ``results/NAME.json`` and print it."""
     RESULTS.mkdir(exist_ok=True)
     body = {"machine": machine(), "command": " ".join(sys.argv), **result}
     text = json.dumps(body, indent=1)

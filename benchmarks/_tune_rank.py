@@ -1,7 +1,8 @@
 """One rank of benchmarks/tune_network.py, inside the emulated cluster.
 
 Measures the offline grid, tuned runs of several kinds, and at the end all settled plans
-interleaved, so that a noisy moment touches all alike. Rank 0 writes what was found.
+interleaved, so that a noisy moment affects all of them equally. Rank 0 writes the
+results.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from stretto.tune.guide import Guide
 
 TorchDDP = nn.parallel.DistributedDataParallel
 SETTLED_STEPS = 64
-"""Steps between settling and the change of the network: the watch learns the usual."""
+"""Steps between settling and the change of the network, in which the drift detector
+learns the usual range.
+"""
 MOST_MORE_STEPS = 600
 BLIND = TuneOptions(
     model=False,
@@ -58,7 +61,9 @@ def slowest(values: list[float]) -> list[float]:
 
 
 def timed(trainee: Trainee, steps: int) -> list[float]:
-    """The slowest rank's time of each step, ranks not held together in between."""
+    """Return the slowest rank's time of each step, without synchronizing ranks in
+    between.
+    """
     found = []
     for _ in range(steps):
         begin_s = perf_counter()
@@ -94,14 +99,16 @@ class Job:
 
 
 def block(step_s: float) -> int:
-    """Steps in a row that are timed: more of short ones."""
+    """Return the number of consecutive steps that are timed: more if steps are
+    short.
+    """
     return max(3, min(12, math.ceil(0.3 / step_s)))
 
 
 def grid(job: Job, guide: Guide, seed: int) -> tuple[list[dict], Any, float]:
-    """All points, the best few again in turns; the best of all.
+    """Measure all points, and the best few again in turns; return the best of all.
 
-    A point whose first counted step is 1.3 times the best is not run for longer.
+    A point whose first counted step takes 1.3 times the best is not run any longer.
     """
     trainee = job.planned(guide.plan_of(guide.space.points[0]))
     points = list(guide.space.points)
@@ -137,7 +144,7 @@ def grid(job: Job, guide: Guide, seed: int) -> tuple[list[dict], Any, float]:
 
 
 def whole_run(trainee: Trainee, steps: int) -> dict:
-    """A run from its first step: the whole, and the slowest rank's steps."""
+    """Time a run from its first step: the total, and the slowest rank's steps."""
     dist.barrier()
     begin_s = perf_counter()
     own = []
@@ -150,13 +157,14 @@ def whole_run(trainee: Trainee, steps: int) -> dict:
 
 
 def tuned_run(job: Job, options: TuneOptions, steps: int) -> dict:
-    """A run that tunes itself. Its model goes with it: the threads of idle lanes wake
-    a hundred times a second, and those of many models slow whatever comes after.
+    """Run with tuning. The model is dropped afterwards: the threads of idle lanes wake
+    a hundred times a second, and those of many models slow everything that follows.
     """
     trainee, settled = job.tuned(options)
     whole = whole_run(trainee, steps)
     more = 0
-    while not settled and more < MOST_MORE_STEPS:  # a search earns what it may lose
+    # A search earns the time that it may lose.
+    while not settled and more < MOST_MORE_STEPS:
         trainee.run()
         more += 1
     if not settled:
@@ -173,7 +181,7 @@ def tuned_run(job: Job, options: TuneOptions, steps: int) -> dict:
 
 
 def final(plans: dict[str, Trainee], rounds: int) -> dict[str, dict]:
-    """Step times of all, taken in turns; ``turns_s`` each turn's median."""
+    """Return step times of all, taken in turns; ``turns_s`` is each turn's median."""
     times: dict[str, list[float]] = {name: [] for name in plans}
     turns: dict[str, list[float]] = {name: [] for name in plans}
     names = list(plans)
@@ -196,13 +204,15 @@ def final(plans: dict[str, Trainee], rounds: int) -> dict[str, dict]:
 
 
 def paired(one: dict, other: dict) -> list[float]:
-    """Quartiles of the ratio of two, turn by turn: drifts of the machine cancel."""
+    """Return quartiles of the ratio of two, turn by turn: drifts of the machine
+    cancel.
+    """
     ratios = [a / b for a, b in zip(one["turns_s"], other["turns_s"], strict=True)]
     return statistics.quantiles(ratios, n=4)
 
 
 def known_s(known: list[dict], steps: int) -> float:
-    """What so many steps take where the plan is known, its cold start included."""
+    """Return the time of as many steps with a known plan, including its cold start."""
     wholes_s = []
     for run in known:
         more = steps - len(run["steps_s"])
@@ -211,20 +221,21 @@ def known_s(known: list[dict], steps: int) -> float:
 
 
 def settled_s(run: dict) -> float:
-    """A run's step time after it settled: against what came right before, no drift of
-    the machine enters."""
+    """Compare a run's step time after it settled with the steps right before, so that
+    the machine's drift has no effect.
+    """
     at = max(e["step"] for e in run["events"] if e["what"] == "settled")
     after = run["steps_s"][at + 1 :]
     return statistics.median(after) if len(after) >= 8 else run["settled"].step_s
 
 
 def within(run: dict, best_s: float, ratio: float = 1.05) -> int | None:
-    """The step after which the incumbent was within ``ratio`` of the best."""
+    """Return the step after which the incumbent was within ``ratio`` of the best."""
     for event in run["events"]:
         if event["what"] == "tried":
             incumbent_s = event["values"].get("incumbent_s")
             if incumbent_s and incumbent_s <= ratio * best_s:
-                # The plan was carried out since the trial's own first step.
+                # The plan was in use since the trial's own first step.
                 return event["step"] - event["values"]["steps"]
     return None
 
@@ -240,12 +251,14 @@ def halve_link(interface: str, mbit: int) -> None:
 
 
 def story(trainee: Trainee) -> tuple[Any, ...]:
-    """What the run's tuning has told so far."""
+    """Return the events of the run's tuning so far."""
     return trainee.model._auto.story.events  # noqa: SLF001 - no step has to end for it
 
 
 def drift(job: Job, interface: str, mbit: int) -> dict:
-    """The link halved under a settled run; then what is possible there, by grid."""
+    """Halve the link under a settled run; then measure by grid what is possible
+    there.
+    """
     options = TuneOptions(memory=False)
     trainee, settled = job.tuned(options)
     while not settled:
@@ -291,7 +304,7 @@ def drift(job: Job, interface: str, mbit: int) -> dict:
 
 
 def rank_parser() -> argparse.ArgumentParser:
-    """A parser with the options of a rank's job."""
+    """Return a parser with the options of a rank's job."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
     parser.add_argument("--model", default="convnet")
@@ -336,7 +349,7 @@ def main() -> None:
     say(f"grid of {len(guide.space.points)} plans")
     rows, best_plan, grid_s = grid(job, guide, 0)
     say(f"best of the grid {grid_s * 1e3:.0f} ms; guided run")
-    # Tuned, known, known, tuned: what drifts meanwhile touches both alike.
+    # Tuned, known, known, tuned: drift in the meantime affects both equally.
     guided = tuned_run(job, TuneOptions(watch=False), arguments.steps)
     say("second run")
     second = tuned_run(job, TuneOptions(watch=False), 15)
@@ -371,7 +384,7 @@ def main() -> None:
             say(name)
             runs[name] = tuned_run(job, options, arguments.steps + 12)
     say("all in turns")
-    # Searches that found one plan share its times: it is no faster than itself.
+    # Searches that found one plan share its times, because the plan is the same.
     chosen = {"grid": best_plan}
     chosen |= {name: run["settled"].carried_out for name, run in runs.items()}
     by_plan = {p.digest: job.planned(p) for p in chosen.values()}

@@ -1,4 +1,4 @@
-"""The page of tuning's figures, from the stored results of tune_network.py."""
+"""Write the page of tuning's figures, from the stored results of tune_network.py."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ HEAD = """# Figures of tuning inside the run
 
 Emulated networks of four ranks on two shared cores, torch 2.13 on CPU, Gloo over TCP.
 For every case the whole grid of plans is measured offline, then a run of 100 steps with
-no option, the same again with the first one's memory, two runs of 100 steps that carry
-its plan out from the first one on, another with no option and no memory, and one by
-AIACC's ensemble without a model; at the end all settled plans and DDP as it comes are
-measured in turns. Written by `make bench-tune` (`benchmarks/tune_network.py`); events
-and steps in `tune_*.json`. Bold: its reach was missed.
+default options, the same again with the first one's memory, two runs of 100 steps that
+use its plan from the first step on, another with default options and no memory, and one
+by AIACC's ensemble without a model; at the end all settled plans and DDP with default
+options are measured in turns. Written by `make bench-tune`
+(`benchmarks/tune_network.py`); events and steps in `tune_*.json`. Bold: target missed.
 
 """
 
 NOTE = """
-*Lost in trials*: what trials took beyond the settled plan's steps, over 100 of these,
-steps of changes and pauses for corrections of the model among them.
-*Lost in all* is the whole time of both tuned runs over that of both that knew the plan:
-profiled steps, probe, planning and changes of plan are in it. Ratios to the best of the
-grid are medians over turns in which the plans followed each other, and their quartiles,
-of the first tuned run and of the other one. Steps count from the first of the run; the
-first six to eight are profiled.
+*Lost in trials*: time of trials beyond the settled plan's steps, over 100 of these,
+including steps of changes and pauses for corrections of the model.
+*Lost in total* is the whole time of both tuned runs over that of both that knew the
+plan, including profiled steps, probe, planning and changes of plan. Ratios to the best
+of the grid are medians over turns in which the plans followed each other, and their
+quartiles, of the first tuned run and of the other one. Steps count from the first of
+the run; the first six to eight are profiled.
 
 """
 
 
 def write_page() -> str:
-    """Writes the page from all results that are there; its text."""
+    """Write the page from all existing results; return its text."""
     found = {
         path.stem.removeprefix("tune_"): json.loads(path.read_text())
         for path in sorted(RESULTS.glob("tune_*.json"))
@@ -77,7 +77,7 @@ def _cases(found: dict[str, dict]) -> str:
                 f"{blind['trials_lost_share']:.0%}",
             ]
         )
-    reach = ["reach", "1.02", "1.02", "1", "15", "5 %", "5 %", "1.03", "", "60", ""]
+    reach = ["target", "1.02", "1.02", "1", "15", "5 %", "5 %", "1.03", "", "60", ""]
     middle = ["median", *[""] * 10]
     for column, run in ((4, "guided"), (9, "blind")):
         steps = [one["runs"][run]["steps_within_5_percent"] for one in found.values()]
@@ -91,7 +91,7 @@ def _cases(found: dict[str, dict]) -> str:
         "times faster than DDP",
         "steps to 5 %",
         "lost in trials",
-        "lost in all",
+        "lost in total",
         "second run / settled",
         "blind / best of grid",
         "blind steps",
@@ -121,7 +121,7 @@ def _halved(one: dict) -> str:
             _held(str(one["planned_after"]), (one["planned_after"] or 1e9) <= 50),
         ],
         [
-            "of what is then possible (best of the grid)",
+            "share of what is then possible (best of the grid)",
             "90 %",
             _held(f"{one['of_possible']:.0%}", one["of_possible"] >= 0.9),
         ],
@@ -139,7 +139,9 @@ def _halved(one: dict) -> str:
             ),
         ],
     ]
-    return "## A link halved in mid-run\n\n" + _table(["what", "reach", "found"], rows)
+    return "## A link halved during the run\n\n" + _table(
+        ["what", "target", "measured"], rows
+    )
 
 
 def _ablations(name: str, one: dict) -> str:
@@ -160,7 +162,7 @@ def _ablations(name: str, one: dict) -> str:
         "trials",
         "lost in trials",
     ]
-    return f"\n## What each part brings: {name.replace('_', ' ')}\n\n" + _table(
+    return f"\n## Effect of each part: {name.replace('_', ' ')}\n\n" + _table(
         head, rows
     )
 

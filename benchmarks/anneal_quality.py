@@ -2,13 +2,13 @@
 
     .venv/bin/python benchmarks/anneal_quality.py [--instances 6] [--evaluations 15000]
 
-Brute force ends at a handful of tensors; annealing has no such limit and shares no move
-with `joint`. Random instances of each size have contention, three levels of resource
-and every algorithm open. Annealing minimizes the iteration time of the same step model
-over all open dimensions: once from DDP's buckets, once from the plan of `joint` itself,
-so that a plan counts as good only if annealing can't improve it either. Excess is the
-time of `joint`, without its tie-break (``sturdy=False``), over the best of all. Stores
-the result in results/anneal_quality.json.
+Brute force is limited to a handful of tensors; annealing has no such limit and shares
+no move with `joint`. Random instances of each size have contention, three levels of
+resource and every algorithm open. Annealing minimizes the iteration time of the same
+step model over all open dimensions: once from DDP's buckets, once from the plan of
+`joint` itself, so that a plan counts as good only if annealing cannot improve it
+either. Excess is the time of `joint`, without its tie-break (``sturdy=False``), over
+the best of all. Stores the result in results/anneal_quality.json.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ HOT, COLD = 2e-2, 1e-6
 
 
 def drawn(seed: int, tensors: int):
-    """An instance whose communication takes 0.3 to 3 times as long as backward."""
+    """Return an instance whose communication takes 0.3 to 3 times as long as
+    backward.
+    """
     workload, cluster = instance(seed, (tensors, tensors), contended=True)
     rng = random.Random(f"{seed} {tensors}")
     sending_s = 2 * workload.total_bytes / cluster.inter_host.bandwidth_bytes_per_s
@@ -68,7 +70,9 @@ class Annealer:
             self._algorithms = (*ALGORITHMS, "hierarchical")
 
     def value_s(self, plan: list) -> float:
-        """Iteration time of (lanes, [end, lane, slices, resource, algorithm])."""
+        """Return the iteration time of (lanes, [end, lane, slices, resource,
+        algorithm]).
+        """
         lanes, buckets = plan
         return self._model.iteration_s(
             [b[0] for b in buckets],
@@ -155,7 +159,7 @@ class Annealer:
 
 
 def compared(seed: int, tensors: int, evaluations: int) -> dict:
-    """One instance by `joint` and by annealing."""
+    """Plan one instance by `joint` and by annealing."""
     workload, cluster = drawn(seed, tensors)
     options = {"max_lanes": MAX_LANES, "dims": DIMS}
     begin_s = time.process_time()

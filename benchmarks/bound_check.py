@@ -1,4 +1,4 @@
-"""Whether `joint`'s printed bound is ever above a feasible plan.
+"""Check whether `joint`'s printed bound is ever above a feasible plan.
 
     .venv/bin/python benchmarks/bound_check.py [--instances 2000]
 
@@ -34,7 +34,7 @@ COMBINATIONS = [
 
 
 def checked(seed: int) -> dict:
-    """One instance: the bound and the best plans, as ratios to the bound."""
+    """Return the bound and the best plans of one instance, as ratios to the bound."""
     rng = random.Random(seed)
     dims = COMBINATIONS[seed % len(COMBINATIONS)]
     many = {"resource", "algorithm", "forward"}.intersection(dims)

@@ -1,8 +1,9 @@
-"""Whether splitting layers by channels would shorten burst plans (DeepPool section 8).
+"""Estimate whether splitting layers by channels shortens burst plans (DeepPool section
+8).
 
     .venv/bin/python benchmarks/burst_channels.py [--gpus 8] [--batch 32]
 
-A layer split by its output channels over g GPUs has no gradients to synchronise, but
+A layer split by its output channels over g GPUs has no gradients to synchronize, but
 each GPU needs the whole batch of its input: an all-gather forward and a reduce-scatter
 of the input's gradient backward, B (g-1)/g input bytes each, in the middle of the step.
 Afterwards its output is converted to the next layer's split by samples and its gradient
@@ -12,9 +13,8 @@ channels: their kernels are smaller.
 For each of the zoo's models and each network, the fastest burst plan is compared with
 one in which every layer with parameters may change to a channel split of any width. The
 bound leaves the conversion of outputs out; the estimate counts it. Both change one
-layer at a time and keep the plan's other costs: pairs of layers that pass a channel
-split on to each other are covered by the bound alone. Stores
-results/burst_channels.json.
+layer at a time and keep the plan's other costs: only the bound covers pairs of layers
+that pass a channel split on to each other. Stores results/burst_channels.json.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ def network_of(bandwidth):
 
 
 def by_channels_s(problem, index, gpus, *, converts):
-    """Seconds of a layer split by channels: computation and its own transfers."""
+    """Return the time of a layer split by channels: computation and its own
+    transfers.
+    """
     profile, batch, link = problem.profile, problem.batch, problem.network.transfer
     layer = profile.layers[index]
     bytes_of = {each.name: each.activation_bytes for each in profile.layers}
     reads = sum(bytes_of[name] for name in layer.inputs) or profile.input_bytes
-    passes = 2 if layer.inputs else 1  # nothing goes back to the model's input
+    passes = 2 if layer.inputs else 1  # nothing is sent back to the model's input
     moved = [passes * batch * reads * (gpus - 1) / gpus]
     if converts:
         moved.append(2 * batch * layer.activation_bytes * (gpus - 1) / gpus**2)

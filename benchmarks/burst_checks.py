@@ -1,7 +1,7 @@
-"""Measure what capturing and checking a model at construction costs, in CPU time.
+"""Measure the CPU time of capturing and checking a model at construction.
 
 Run ``OMP_NUM_THREADS=1 python benchmarks/burst_checks.py``. For each model it captures
-the layers with and without the proof, one thread, and prints the median CPU time of
+the layers with and without the proof, on one thread, and prints the median CPU time of
 several captures in seconds. ``--out`` stores the numbers as JSON.
 """
 
@@ -133,7 +133,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 
 def measure(name: str, repeats: int) -> dict[str, Any]:
-    """Return median CPU seconds of a capture, in all and without the proof."""
+    """Return median CPU seconds of a capture, in total and without the proof."""
     model, example = MODELS[name]()
     found: dict[str, Any] = {}
     for key, verify in (("all_s", True), ("without_proof_s", False)):

@@ -1,26 +1,27 @@
-"""Burst-parallel training against one process, every model on 1 to 4 ranks.
+"""Compare burst-parallel training with one process, every model on 1 to 4 ranks.
 
     .venv/bin/python benchmarks/burst_equality.py [--model M] [--ranks N] [--dtype T]
 
 20 steps of random plans with even, uneven and one-sided shares of the samples: the
 largest relative difference of loss, of gradients at every step, and of the state
-afterwards. Reach for losses and gradients: 1e-5 in float32, 1e-10 in float64. *grad*
-is relative to the largest value of the whole gradient; *tensor_grad*, which is more
-than was asked, to the largest of the same tensor. There tensors are left out whose
-gradient is below 1000 roundings of the whole one's largest value: it may be zero but
-for rounding, as that of a key's bias is.
+afterwards. Target for losses and gradients: 1e-5 in float32, 1e-10 in float64. *grad*
+is relative to the largest value of the whole gradient. *tensor_grad*, a stricter
+measure, is relative to the largest of the same tensor. It leaves out tensors whose
+gradient is below 1000 roundings of the whole one's largest value: it may be zero within
+rounding, like that of a key's bias.
 
-Three figures stand side by side. *own course*: both train on, so that each step's
-rounding goes through all later ones. *same state*: before each step the state is
-the one process's, which leaves what the executor itself does in a step. *one process*
-(the part with 1 rank makes it): the same model in one process with its samples in
-another order, which is the same sum in another order: what rounding alone makes; and,
-in float32, how far the one process is from float64 in a step from the same state.
+The benchmark compares three figures. *own course*: both train on, so that each step's
+rounding affects all later ones. *same state*: before each step the state is set to the
+one process's, which leaves the executor's own error in a step. *one process* (from the
+part with 1 rank): the same model in one process with its samples in another order,
+which is the same sum in another order and shows the effect of rounding alone; and, in
+float32, the difference between the one process and float64 in a step from the same
+state.
 
-Each choice of model, ranks, type, rate and batch is a part of its own; the result holds
+Each choice of model, ranks, type, rate and batch is a separate part; the result holds
 the parts that were run, each with its settings. Activations are smooth: with ReLU,
 rounding switches units on and off. The models with batch norms amplify rounding step by
-step, so they train with a small learning rate; ``--rate`` and ``--batch`` give others.
+step, so they train with a small learning rate; ``--rate`` and ``--batch`` set others.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 REACH = {"float64": 1e-10, "float32": 1e-5}
 BATCH = 9
 ORDERS = 9
-"""Orders of the samples that the one process is compared with itself in."""
+"""Number of sample orders in which the one process is compared with itself."""
 
 KINDS = ("loss", "grad", "tensor_grad")
 KINDS = (*KINDS, *(f"same_state_{kind}" for kind in KINDS))
@@ -103,7 +104,7 @@ def main() -> None:
 
 
 def worst_of(parts: dict) -> dict:
-    """Over numbers of ranks, by all that parts may differ in besides."""
+    """Group numbers of ranks by all other properties of the parts."""
     found: dict[str, dict] = {}
     for part in parts.values():
         settings = f"rate {part['rate']:g}, batch {part['batch']}"
@@ -180,7 +181,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def summary(rows: torch.Tensor, reach: float) -> dict:
-    """The worst, and steps beyond reach, of rows by case, step and kind."""
+    """Return the worst, and the steps beyond the target, of rows by case, step and
+    kind.
+    """
     worst = rows.amax(0)
     found: dict = dict(zip(KINDS, worst.amax(0).tolist(), strict=True))
     beyond = {
@@ -195,7 +198,9 @@ def summary(rows: torch.Tensor, reach: float) -> dict:
 def case(
     kind: str, rate: float, options: argparse.Namespace, seed: int, shares: str
 ) -> tuple[torch.Tensor, float]:
-    """Differences by step and kind, the worst over ranks; and of the state at last."""
+    """Return differences by step and kind, the worst over ranks, and of the final
+    state.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     reference = burst_ranks.make_model(kind)
     model = copy.deepcopy(reference)
@@ -239,7 +244,9 @@ def case(
 
 
 def one_process(kind: str, rate: float, options: argparse.Namespace) -> dict:
-    """Differences of one process from itself with its samples in other orders."""
+    """Return differences of one process from itself with its samples in other
+    orders.
+    """
     found = []
     for order in range(ORDERS):
         reference = burst_ranks.make_model(kind)
@@ -266,7 +273,7 @@ def one_process(kind: str, rate: float, options: argparse.Namespace) -> dict:
 
 
 def from_float64(kind: str, rate: float, options: argparse.Namespace) -> dict:
-    """Differences of one process in float32 from a step in float64, the state alike."""
+    """Return differences of one process in float32 from a float64 step, same state."""
     model = burst_ranks.make_model(kind)
     exact = copy.deepcopy(model).double()
     optimizer = sgd(model, rate)

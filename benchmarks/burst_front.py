@@ -1,4 +1,4 @@
-"""What GPU time buys in step time: fronts of the zoo's models, and how long they take.
+"""Compute Pareto fronts of step time against GPU time, and time the search.
 
     .venv/bin/python benchmarks/burst_front.py [--gpus 8] [--batch 32] [--runs 5]
 
@@ -22,7 +22,7 @@ SAMPLES = tuple(2**i for i in range(7))
 
 
 def timed(work, runs):
-    """What it gives, and its times."""
+    """Return a call's result, and its times."""
     times = []
     for _ in range(runs):
         begin_s = time.perf_counter()

@@ -1,15 +1,15 @@
-"""A model on four hosts: burst parallel against data parallel, predicted and measured.
+"""Compare burst parallel with data parallel training on four hosts, and predictions.
 
     stretto lab run --hosts 4 --link 1gbit -- python benchmarks/burst_run.py
 
 The network is probed, the model's layers are profiled and a plan is made. Then plain
-DDP, ours with a plan of its own and the burst plan train replicas with the same global
-batch, a few steps of each in turn. That is done in cycles, each with a profile of its
-own, since a machine's speed drifts: a prediction is compared with the steps that follow
-its profile; and with the profile's times multiplied by how much longer plain steps of
-one rank alone take beside the measured steps than they took beside the profile
-(``drift``, ``..._at_speed``). Reach: burst at least 1.3 times faster, its step and idle
-time predicted within 10 %.
+DDP, stretto with its own plan and the burst plan train replicas with the same global
+batch, a few steps of each in turn. This is repeated in cycles, each with its own
+profile, because a machine's speed drifts. A prediction is compared with the steps that
+follow its profile. It is also compared with the profile's times multiplied by the ratio
+of two times of plain steps of one rank alone: beside the measured steps, and beside the
+profile (``drift``, ``..._at_speed``). Target: burst at least 1.3 times faster, its step
+and idle time predicted within 10 %.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ from stretto.burst.executor import BUCKET_BYTES
 from stretto.testing.models import VGG, Transformer
 
 MOST_SPREAD = 10.0
-"""Of a profile: on a shared machine its rounds differ, and its medians do not."""
+"""Accepted spread of a profile: on a shared machine its rounds differ, but its medians
+do not.
+"""
 
 
 SETTLING = 2
-"""Steps of a variant that do not count, after another: caches and memory are not its
-own then. The first took up to 70 ms more."""
+"""Steps of a variant that do not count after another variant's, because caches and
+memory are then the other's. The first took up to 70 ms more.
+"""
 
 
 def main() -> None:
@@ -79,7 +82,9 @@ def main() -> None:
     reference = copy.deepcopy(model) if rank == 0 else None
 
     def alone_s() -> float:
-        """A plain step of the first rank with the whole batch, the others waiting."""
+        """Run a plain step of the first rank with the whole batch, while the others
+        wait.
+        """
         dist.barrier()
         if reference is None:
             return 0.0
@@ -136,7 +141,7 @@ def main() -> None:
 
 
 def task(options, share, rank):
-    """Model, and this rank's samples and labels."""
+    """Return the model, and this rank's samples and labels."""
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(rank)
     if options.model == "transformer":
@@ -171,7 +176,7 @@ def profiled(options, model, x, ranks):
 
 
 def at_speed(profile, drift):
-    """The profile of a machine that computes so much slower."""
+    """Return the profile of a machine that computes slower by a factor."""
 
     def scaled(layer):
         times = tuple(
@@ -185,12 +190,12 @@ def at_speed(profile, drift):
 
 
 def cores() -> float:
-    """The ranks are processes on one machine, whose cores they share."""
+    """The ranks are processes on one machine, and share its cores."""
     return float(len(os.sched_getaffinity(0)))
 
 
 def planned(options, profile, cluster, ranks):
-    """The plan, the same on all ranks, and data parallel's predicted step."""
+    """Return the plan, the same on all ranks, and data parallel's predicted step."""
     problem = burst.problem(profile, gpus=ranks, batch=options.batch, cluster=cluster)
     plan, _ = burst.plan_on(problem, cluster, bucket_bytes=BUCKET_BYTES, cores=cores())
     return plan, plan.predicted.data_parallel_s

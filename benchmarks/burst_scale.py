@@ -1,12 +1,12 @@
-"""Weak, strong, batch-optimal and burst scaling up to thousands of GPUs, and the time.
+"""Compare weak, strong, batch-optimal and burst scaling up to thousands of GPUs.
 
     .venv/bin/python benchmarks/burst_scale.py [--most 4096] [--runs 3] [--page HTML]
 
-VGG-11 as DeepPool's section 2 has it: 256 samples on one GPU, profile by roofline on an
+VGG-11 as in DeepPool's section 2: 256 samples on one GPU, profile by roofline on an
 A100, its published network and three slower ones. The curve of samples to the target is
 the critical-batch form (McCandlish et al., 2018); its critical batch is an assumption,
-so it is varied. Stores results/burst_scale.json with machine and versions, and some of
-the curves as results/burst_scale.svg.
+so it is varied. Stores results/burst_scale.json with the time, machine and versions,
+and some of the curves as results/burst_scale.svg.
 """
 
 from __future__ import annotations

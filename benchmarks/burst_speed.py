@@ -1,14 +1,14 @@
-"""How long the burst search takes for Inception-v3 and graphs like it.
+"""Time the burst search for Inception-v3 and similar graphs.
 
     .venv/bin/python benchmarks/burst_speed.py [--runs 9]
 
-Inception-v3 is the zoo's, its times by roofline, as the published profile ends at 64
-samples on a GPU; in its last two blocks branches part again. The made-up graphs have 11
-blocks of 4 branches, 118 layers; in the nested one a branch of each ends with a block
-of its own. Published search times of this model, powers of two alone: 0.22 s for 8
-GPUs, 3.23 s for 1024 (DeepPool, Table 3). Stores times of the search alone, with
+Inception-v3 is the zoo's, with times by roofline, because the published profile ends at
+64 samples on a GPU; in its last two blocks branches split again. The synthetic graphs
+have 11 blocks of 4 branches, 118 layers; in the nested one a branch of each block ends
+with its own block. Published search times of this model, only powers of two: 0.22 s for
+8 GPUs, 3.23 s for 1024 (DeepPool, Table 3). Stores times of the search alone, with
 machine and versions, in results/burst_speed.json; `cpu_s` is the processor's time of
-the same runs, and `within_target` holds where the median `search_s` is.
+the same runs, and `within_target` is true if the median `search_s` is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TARGET_S = 0.1
 def inception_like(
     batch: int, *, blocks: int = 11, nested: bool = False
 ) -> LayerProfile:
-    """Seven layers, then blocks of four branches with one to three layers.
+    """Return seven layers, then blocks of four branches with one to three layers.
 
     Nested: the last branch's second and third layer both follow its first.
     """

@@ -1,15 +1,15 @@
-"""How long a correction of the model takes between two steps, and how good it is.
+"""Time a correction of the model between two steps, and measure its quality.
 
     .venv/bin/python benchmarks/correction_speed.py [--every 1] [--before COMMIT]
 
-Synthetic truths: a fitted model with some figures multiplied, of which one to four
-plans' steps are seen with 2 % of noise. For each case: the time of `corrected`, the sum
-of squares it leaves (counted here, by `simulate_step`, not by what it says itself) and
-how far five other plans' predicted steps lie from the truth; then the time of planning
-anew under the corrected model, and of planning again from the plans seen, and the
+Synthetic truths: a fitted model with some figures multiplied, of which the steps of one
+to four plans are seen with 2 % of noise. For each case: the time of `corrected`, the
+sum of squares that remains (counted here, by `simulate_step`, not by its own report)
+and the error of five other plans' predicted steps; then the time of planning from
+scratch under the corrected model, and of planning again from the plans seen, and the
 second plan's predicted step over the first's. Every ``--every``-th case.
 
-``--before COMMIT`` stores what it finds as the figures of that commit, with which later
+``--before COMMIT`` stores the results as the figures of that commit, with which later
 runs compare; run it with that commit's ``src`` in PYTHONPATH. Stores
 results/correction_speed.json, with machine and versions.
 """
@@ -58,12 +58,16 @@ TRUTHS = (
     {"link": 0.3, "flow": 3.0},
     {"elsewhere": 1.6},
 )
-"""By figure, what the truth is over the fit; ``elsewhere``: all steps that much longer,
-which no figure explains."""
+"""The truth over the fit, by figure; ``elsewhere``: all steps are longer by this
+factor,
+which no figure explains.
+"""
 
 
 def workload_of(number: int, total_bytes: float, step_s: float) -> Workload:
-    """A convolutional network's mixture, as the demo's: half of the tensors tiny."""
+    """Return a convolutional network's mixture, as the demo's: half of the tensors
+    tiny.
+    """
     rng = random.Random(number)
     scale = [rng.choice([0.005, 1.0, 4.0, 0.005]) for _ in range(number)]
     backward_s = 0.55 * step_s
@@ -88,8 +92,9 @@ def workload_of(number: int, total_bytes: float, step_s: float) -> Workload:
 
 
 def clusters() -> dict[str, Cluster]:
-    """What a look fits: flows below the link, a slow link, lanes that slow each other,
-    computation slowed by communication.
+    """Return what a profile fits: flows below the link, a slow link, lanes that slow
+    each
+    other, computation slowed by communication.
     """
     local = Link(latency_s=1e-5, bandwidth_bytes_per_s=1e9)
 
@@ -130,18 +135,18 @@ def clusters() -> dict[str, Cluster]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A fitted model, what was seen, and the truth about other plans."""
+    """A fitted model, the observed steps, and the truth about other plans."""
 
     name: str
     workload: Workload
     cluster: Cluster
     seen: tuple[Observation, ...]
     others: tuple[tuple[Plan, float], ...]
-    """Plans with their true step times, seconds."""
+    """Return plans with their true step times, in seconds."""
 
 
 def cases() -> list[Case]:
-    """All cases, in a fixed order with fixed noise."""
+    """Return all cases, in a fixed order with fixed noise."""
     made = []
     jobs = [workload_of(52, 7.2e6, 0.1), workload_of(20, 14e6, 0.25)]
     for where, cluster in clusters().items():
@@ -149,7 +154,7 @@ def cases() -> list[Case]:
             guide = Guide(workload, cluster)
             ddp = planners.get("ddp").plan(workload, cluster)
             points = guide.space.points
-            # None of a planner that may change: cases stay what they were.
+            # No plan of a planner that may change, so that cases stay the same.
             best = guide.plan_of(min(points, key=guide.point_s))
             middle, third = (guide.plan_of(points[i]) for i in (len(points) // 2, 3))
             others = tuple(
@@ -213,7 +218,7 @@ def _case(
 
 
 def cost_of(case: Case, found: correct.Correction) -> float:
-    """The sum of squares that `corrected` minimises, over two; see there."""
+    """Return the sum of squares that `corrected` minimizes, over two; see there."""
     rows = [
         math.log(found.factors[name]) / ratio
         for name, ratio in correct.PRIOR_RATIO.items()
@@ -234,7 +239,7 @@ def cost_of(case: Case, found: correct.Correction) -> float:
 
 
 def measured(case: Case) -> dict:
-    """One correction: its time, what it leaves, how far other plans are off."""
+    """Run one correction; return its time, the rest, and the error on other plans."""
     begin_s = time.perf_counter()
     found = corrected(case.workload, case.cluster, case.seen)
     duration_s = time.perf_counter() - begin_s
@@ -250,7 +255,7 @@ def measured(case: Case) -> dict:
 
 
 def planned(case: Case) -> dict:
-    """Planning under the corrected model, anew and from what was seen."""
+    """Plan under the corrected model, from scratch and from the plans seen."""
     found = corrected(case.workload, case.cluster, case.seen)
     model = (found.workload, found.cluster, "joint")
     begin_s = time.perf_counter()
@@ -266,12 +271,12 @@ def planned(case: Case) -> dict:
 
 
 def compared(rows: dict[str, dict], before: dict[str, list[float]]) -> dict:
-    """How the new figures stand to the old ones of the same cases."""
+    """Compare the new figures with the old ones of the same cases."""
     both = [(rows[name], before[name]) for name in rows if name in before]
     if not both:
         return {}
     ratios = [
-        # Where nothing is left to explain, a hundredth of a row's noise is nothing.
+        # If nothing is left to explain, a hundredth of a row's noise is negligible.
         (new["cost"] + 0.01) / (cost + 0.01)
         for new, (cost, _) in both
     ]
@@ -322,7 +327,7 @@ def main() -> None:
         }
     before = stored.get("before", {})
     if args.before:
-        # Cost and error of each case: what later runs are compared with.
+        # Cost and error of each case, with which later runs are compared.
         by_case = {
             name: [round(row[key], 6) for key in ("cost", "error_ratio")]
             for name, row in rows.items()

@@ -1,7 +1,7 @@
-"""The demo's figures on the capped and the uncapped network.
+"""Measure the demo's figures on the capped and the uncapped network.
 
-Runs `stretto demo` with its own interleaving of methods, several times, and stores per
-network the ratios, the share of the bound and the prediction errors of every run.
+Runs `stretto demo` with its own interleaving of methods, several times, and stores for
+each network the ratios, the share of the bound and the prediction errors of every run.
 """
 
 from __future__ import annotations

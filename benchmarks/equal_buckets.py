@@ -1,9 +1,9 @@
-"""Our runtime against DDP with the very same buckets: step time and memory.
+"""Compare stretto's runtime with DDP on the same buckets: step time and memory.
 
 Two ranks, Gloo on loopback, one lane. In one run, step by step in turn: DDP, DDP again
-(what the noise makes of equal things) and a plan of DDP's own buckets; beside them, not
+(the noise between equal variants) and a plan of DDP's own buckets; beside them, not
 part of the figure, the same buckets in two slices on two lanes. The result is the
-median of paired ratios, of rank 0, each step starting behind a barrier.
+median of paired ratios, of rank 0; each step starts behind a barrier.
 
 ``--steps 20`` is the short form.
 """
@@ -30,7 +30,7 @@ WARMUP = 6
 
 
 class Tower(nn.Module):
-    """Many layers of one size: as many buckets as one likes."""
+    """Many layers of one size, which allow any number of buckets."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -47,7 +47,9 @@ class Tower(nn.Module):
 
 
 def ddp_buckets(model: nn.Module, cap_mib: float) -> list[list[str]]:
-    """Names per bucket as DDP rebuilds them, caps applied in order of readiness."""
+    """Return names per bucket as DDP rebuilds them, caps applied in order of
+    readiness.
+    """
     buckets: list[list[str]] = []
     size_bytes = float("inf")
     for name, parameter in reversed(list(model.named_parameters())):
@@ -174,7 +176,9 @@ def _resident_bytes() -> int:
 
 
 def _check_equal(models: dict[str, nn.Module], groups: list[list[str]]) -> None:
-    """Buckets and gradients must be DDP's, or the comparison says nothing."""
+    """Require that buckets and gradients are DDP's; otherwise the comparison is
+    invalid.
+    """
     rebuilt = models["ddp"]._get_ddp_logging_data()["rebuilt_bucket_sizes"]  # noqa: SLF001
     if len(rebuilt.split(",")) != len(groups):
         raise SystemExit(f"DDP built {rebuilt}, the plan has {len(groups)} buckets")

@@ -1,8 +1,9 @@
-"""How programs end beside two busy loops: with their own exit status, or aborted.
+"""Check how programs end beside two busy loops: with their own exit status, or aborted.
 
 Each program trains with 2 ranks and ends in one of five ways, in one of four states.
-Counted are processes that end with another status than the program's own. ``--torch``
-trains with PyTorch's DDP instead, for comparison; ``--rounds N`` repeats everything.
+The result counts processes that end with another status than the program's own.
+``--torch`` trains with PyTorch's DDP instead, for comparison; ``--rounds N`` repeats
+everything.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def program(rank: int, size: int, state: str, ending: str, torch_only: bool) -> 
         def fail(_gradient: object) -> None:
             raise ValueError("mine")
 
-        # The last gradients: the first buckets are under way.
+        # The last gradients: the first buckets are being sent.
         module[0].weight.register_hook(fail)
         model(torch.randn(4, 64)).sum().backward()
     if ending == "exception between steps":
@@ -95,7 +96,7 @@ def main() -> None:
     ]
     other: list[dict] = []
     counts: collections.Counter = collections.Counter()
-    # Not a context: a forked rank leaves this function by an exception.
+    # Not a context manager: a forked rank leaves this function through an exception.
     folder = tempfile.mkdtemp()
     for _ in range(chosen.rounds):
         for state in STATES if not chosen.torch else ("lanes open",):

@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/generated_programs.py --ranks 2 3 --programs 500
 
-Ranks are processes that run one program after another; where they make no progress,
-they are ended, the program counts as hanging, and new ones go on behind it. The result
-goes to ``benchmarks/results/generated_programs.json``. With ``--first N`` the programs
-begin at number N; ``--as-users`` leaves tuning's own schedule in place.
+Ranks are processes that run one program after another. If they make no progress, they
+are ended, the program counts as hanging, and new ranks continue after it. The result is
+stored in ``benchmarks/results/generated_programs.json``. With ``--first N`` the
+programs begin at number N; ``--as-users`` leaves tuning's own schedule in place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 RESULT = HERE / "results" / "generated_programs.json"
 
 STALLED_S = 240.0
-"""Ranks that end no program for so long hang."""
+"""Ranks that end no program for this long hang."""
 
 
 def be_rank(folder: Path, first: int, last: int, timeout_s: float) -> None:

@@ -1,5 +1,5 @@
 # ruff: noqa: SLF001
-"""What more threads, more connections and more lanes bring one all-reduce on Gloo.
+"""Measure how threads, connections and lanes speed up one all-reduce on Gloo.
 
 The measurement behind Note [What resource means on Gloo]. Run it where connections are
 capped, for instance

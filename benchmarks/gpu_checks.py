@@ -1,7 +1,7 @@
-"""Questions that only a GPU answers, each asked in processes with a time limit.
+"""Questions that only a GPU answers, each run in processes with a time limit.
 
-Not yet run on a GPU. What each check prints last is JSON; all answers are stored
-together. Needs one CUDA device and a torch with NCCL, else it ends with 3.
+Not yet run on a GPU. The last output of each check is JSON; all answers are stored
+together. Needs one CUDA device and a torch with NCCL, otherwise it ends with 3.
 
   python benchmarks/gpu_checks.py            # all
   python benchmarks/gpu_checks.py ctas mps   # some
@@ -57,7 +57,7 @@ def ask(part: str, environment: dict, *arguments: str) -> subprocess.Popen:
 
 
 def answers(processes: list[subprocess.Popen]) -> list:
-    """Each process's last line as JSON; what went wrong in its place."""
+    """Return each process's last line as JSON, or what went wrong."""
     deadline = time.perf_counter() + LIMIT_S
     found = []
     try:
@@ -107,7 +107,7 @@ def on_ranks(part: str, *arguments: str, size: int = 2, **environment: str) -> l
 
 
 def mps() -> dict:
-    """Can a daemon of our own be started, and does a client of it run?"""
+    """Can a separate daemon be started, and does a client of it run?"""
     program = shutil.which("nvidia-cuda-mps-control")
     if program is None:
         return {"installed": False}
@@ -143,7 +143,7 @@ def mps() -> dict:
 
 
 def all_reduces() -> dict:
-    """Are sums of ranks on one device right, and how long do they take?"""
+    """Are sums of ranks on one device correct, and how long do they take?"""
     version = dist.ProcessGroupNCCL.get_runtime_nccl_version()
     found = {"host_ids": on_ranks("all_reduces")}
     if tuple(version) >= (2, 30, 0):
@@ -157,7 +157,7 @@ def all_reduces() -> dict:
 
 
 def ctas() -> dict:
-    """Which grid has a kernel of a communicator limited to so many CTAs?"""
+    """Which grid does a kernel have if its communicator is limited to k CTAs?"""
     return {str(count): on_ranks("grids", str(count))[0] for count in (1, 2, 4, 8, 16)}
 
 
@@ -176,7 +176,7 @@ def contention() -> dict:
 
 
 def priorities() -> dict:
-    """Which stream priorities are there, and can a green context be had?"""
+    """Which stream priorities exist, and is a green context available?"""
     (found,) = answers([ask("streams", {})])
     return found
 
@@ -377,7 +377,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments[:1] == ["--part"]:
         print(json.dumps(PARTS[arguments[1]](*arguments[2:])), flush=True)
-        # Not by the interpreter's own end, which would wait for peers.
+        # Not at the interpreter's own end, which would wait for peers.
         if os.environ.get("RANK") == "0":
             time.sleep(1.0)  # the store lives here
         os._exit(0)

@@ -1,17 +1,17 @@
-"""Horovod's optimizer on the demo network, against one flow and against our DDP.
+"""Compare Horovod's optimizer on the demo network with one flow and with our DDP.
 
 Four lab hosts, 1 Gbit/s links, 300 Mbit/s per connection, the demo's convolutional
 network. In one run, in blocks by turns:
 
 - ``horovod``: `stretto.horovod.torch.DistributedOptimizer`, default settings;
-- ``single flow``: the same with one lane, a fusion buffer of 64 MiB and a cycle of
-  1 ms, which is what Horovod does as published: one connection to each neighbour. Its
-  own library no longer builds, so this is an emulation by our engine, not Horovod;
+- ``single flow``: the same with one lane, a fusion buffer of 64 MiB and a cycle of 1
+  ms, as in published Horovod: one connection to each neighbor. Horovod's own library no
+  longer builds, so this is an emulation by our engine, not Horovod;
 - ``ddp``: `stretto.DistributedDataParallel` over the engine with the same lanes;
 - ``ddp planned``: the same with a plan of equal buckets over as many lanes.
 
 A step is the slowest rank's, from a barrier to the optimizer's end. Each block begins
-with steps that do not count: engines are opened anew and have to find their order.
+with steps that do not count: engines are opened again and have to learn their order.
 
 ``--rounds 2 --steps 2 --width 24`` is the short form.
 """
@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, str]] = {
 
 
 def bench(options: argparse.Namespace) -> None:
-    """One rank's side."""
+    """Run one rank."""
     import torch
     import torch.distributed as dist
     from torch import nn

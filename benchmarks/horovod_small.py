@@ -1,9 +1,9 @@
-"""One small all-reduce of the Horovod interface, from call to result.
+"""Time one small all-reduce of the Horovod interface, from call to result.
 
 Four ranks, Gloo on loopback, 4 KiB. In one run, in turn, each behind a barrier: by a
-name that is known, without a name (every call is new to the ranks and is announced),
-four at once without waiting between them, and a bare Gloo all-reduce. Seconds of rank
-0, default settings.
+known name, without a name (every call is new to the ranks and is announced), four at
+once without waiting between them, and a bare Gloo all-reduce. Seconds of rank 0,
+default settings.
 
 ``--rounds 30`` is the short form.
 """

@@ -1,12 +1,12 @@
-"""How near `joint` comes to the best of all plans, where all can be tried.
+"""Compare `joint` with the best of all plans, where all can be tried.
 
     .venv/bin/python benchmarks/joint_quality.py [--instances 300]
 
-Four sets of random instances: start-up and bandwidth alone with gamma = 1.5 for two at
-once (each bucket waits for the one before or overlaps it); with slices too; with
+Four sets of random instances: only start-up and bandwidth with gamma = 1.5 for two at
+once (each bucket waits for the previous one or overlaps it); with slices too; with
 contention, two levels of resource and the choice of algorithm; and with overlap
-forward. Then the models of ASC-WFBP at its published constants, and what is certified
-for convolutional networks on LIBRA's testbed up to 64 ranks. Stores all of it in
+forward. Then the models of ASC-WFBP at its published constants, and certificates for
+convolutional networks on LIBRA's testbed up to 64 ranks. Stores all of it in
 results/joint_quality.json.
 """
 
@@ -47,7 +47,7 @@ ASC_S = {
     "inception-v4": 0.2845,
     "bert-base": 0.7129,
 }
-"""What a trial reached at a = 1.4 ms, b = 1.7e-9 s/B and gamma = 1.5."""
+"""Results of a trial at a = 1.4 ms, b = 1.7e-9 s/B and gamma = 1.5."""
 
 CNNS = ("resnet50", "resnet152", "densenet201", "vgg16", "inception-v4", "xception")
 CONTENTION = Contention(
@@ -59,7 +59,7 @@ CONTENTION = Contention(
 
 
 def instance(seed: int, tensors: tuple[int, int], *, contended: bool):
-    """The mixtures of real models: bursts, even pace, a giant last, mostly tiny."""
+    """Return mixtures of real models: bursts, even pace, a giant last, mostly tiny."""
     rng = random.Random(seed)
     number = rng.randint(*tensors)
     backward_s = rng.uniform(0.05, 0.5)
@@ -105,7 +105,7 @@ def instance(seed: int, tensors: tuple[int, int], *, contended: bool):
 
 
 def measured(name: str, instances: int) -> dict:
-    """Excess of joint over the optimum, over a set."""
+    """Return the excess of joint over the optimum, over a set."""
     dims, tensors = SETS[name]
     excess, searches_s = [], []
     begin_s = time.perf_counter()
@@ -131,7 +131,9 @@ def measured(name: str, instances: int) -> dict:
 
 
 def of_asc() -> list[dict]:
-    """The four models of ASC-WFBP: two lanes and whole buckets, then everything."""
+    """Plan the four models of ASC-WFBP: two lanes and whole buckets, then
+    everything.
+    """
     cluster = zoo.cluster("asc-uncapped")
     rows = []
     for name, reach_s in ASC_S.items():
@@ -149,7 +151,7 @@ def of_asc() -> list[dict]:
 
 
 def of_cnns() -> list[dict]:
-    """Certified gaps on LIBRA's testbed, with the contention assumed there."""
+    """Return certified gaps on LIBRA's testbed, with the contention assumed there."""
     rows = []
     for ranks in (8, 16, 32, 64):
         cluster = zoo.cluster("libra", ranks)

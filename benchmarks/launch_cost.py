@@ -1,11 +1,11 @@
-"""Host time we add per bucket on the thread that launches.
+"""Measure the host time that stretto adds per bucket on the launching thread.
 
-Two ranks, Gloo on loopback, many small buckets of one tensor each. What the launching
-thread spends in ``backward()``, its CPU time, with our runtime less that with DDP and
-the same buckets, by number of buckets: in turn, paired, medians. Waiting is not CPU
-time and not counted. Beside it the CPU time of the whole process per bucket, which
-other threads of ours would add to, and the wall time within our all-reduce, Gloo's own
-launch included.
+Two ranks, Gloo on loopback, many small buckets of one tensor each. The figure is the
+CPU time of the launching thread in ``backward()`` with stretto's runtime, less that
+with DDP and the same buckets, by number of buckets: in turn, paired, medians. Waiting
+is not CPU time and does not count. The benchmark also reports the CPU time of the whole
+process per bucket, to which stretto's other threads would add, and the wall time within
+stretto's all-reduce, including Gloo's own launch.
 
 ``--steps 20`` is the short form.
 """
@@ -128,7 +128,7 @@ def _time_launches(model: nn.Module, kept_s: list[float]) -> None:
         kept_s.append(time.perf_counter() - begin_s)
         return work
 
-    # The Reducer looks the method up by the instance.
+    # The Reducer looks up the method on the instance.
     group.allreduce = timed
 
 

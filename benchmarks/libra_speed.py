@@ -1,9 +1,9 @@
-"""How long the searches of `libra` take, and how far the grid is from the optimum.
+"""Time the searches of `libra`, and compare the grid with the optimum.
 
     .venv/bin/python benchmarks/libra_speed.py [--runs 5]
 
-LIBRA's testbed with assumed constants; 500 tensors that are all ready at times of their
-own, K = 10, Z = 150, J = 6, and models of the zoo. Stores results/libra_speed.json.
+LIBRA's testbed with assumed constants; 500 tensors with different ready times, K = 10,
+Z = 150, J = 6, and models of the zoo. Stores results/libra_speed.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_GROUPS = 10
 
 
 def synthetic(number: int) -> Workload:
-    """A third of the tensors large, the rest tiny; 240 MB together."""
+    """A third of the tensors large, the rest tiny; 240 MB in total."""
     rng = random.Random(500)
     backward_s = 0.18
     ready = sorted(rng.random() * backward_s for _ in range(number - 1))

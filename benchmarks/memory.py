@@ -1,17 +1,17 @@
-"""Memory over DDP: what a rank holds at most while it trains.
+"""Measure memory over DDP: the peak of a rank while it trains.
 
-Two ranks, Gloo on loopback. Each variant runs in processes of its own, in turn, several
-times: DDP, DDP again (what the noise makes of equal things), a plan of DDP's own
-buckets on one lane, on four lanes in four slices, and the same with a narrower type on
-the wire, which keeps what it rounded off (as much as all gradients) and is not part of
-the figure. Counted is the peak of resident memory from after the model was built on,
-over some steps, less the resident memory before the wrapper was: the wrapper, its
-buckets, and what is in flight.
+Two ranks, Gloo on loopback. Each variant runs in its own processes, in turn, several
+times: DDP, DDP again (the noise between equal variants), a plan of DDP's own buckets on
+one lane, on four lanes in four slices, and the same with a narrower type on the wire,
+which keeps the rounding errors (as much as all gradients) and is not part of the
+figure. The figure is the peak of resident memory after the model was built, over some
+steps, less the resident memory before the wrapper was: the wrapper, its buckets, and
+data in flight.
 
-All of it twice. ``held``: the C library is told to take every large buffer from the
-system and to give it back when it is freed, so that what is counted is in use.
-``as it is``: the C library keeps freed buffers for each thread that used them, and each
-lane has two threads.
+All of it is measured twice. ``held``: the C library takes every large buffer from the
+system and returns it when it is freed, so that only memory in use counts. ``as it is``:
+the C library keeps freed buffers for each thread that used them, and each lane has two
+threads.
 
 ``--runs 2`` is the short form.
 """
@@ -50,7 +50,7 @@ MODES = {"held": "65536", "as it is": None}
 
 
 def resident_bytes(field: str) -> int:
-    """``VmRSS`` or ``VmHWM`` of this process."""
+    """Return ``VmRSS`` or ``VmHWM`` of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -65,16 +65,18 @@ def wrapped(model: Tower, how: dict | None, size: int) -> nn.Module:
 
 
 def measure(rank: int, size: int, how: dict | None, out: str) -> None:
-    """Bytes of one variant in this pair of processes, by rank, into a file each."""
+    """Write the bytes of one variant in this pair of processes, by rank, into a file
+    each.
+    """
     model = make(LAYERS, WIDTH)
     x = torch.randn(8, WIDTH)
-    model(x).square().mean().backward()  # gradients and libraries' own room
+    model(x).square().mean().backward()  # gradients and the libraries' own buffers
     gc.collect()
     before_bytes = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     ours = wrapped(model, how, size)
     for _ in range(STEPS):
-        # Gradients stay allocated: what comes and goes is the wrapper's.
+        # Gradients stay allocated: the changes are the wrapper's.
         ours.zero_grad(set_to_none=False)
         ours(x).square().mean().backward()
     dist.barrier()
@@ -117,7 +119,9 @@ def main() -> None:
 
 
 def runs_of(runs: int, threshold: str | None) -> dict:
-    """Every variant ``runs`` times with one setting of the C library's allocator."""
+    """Run every variant ``runs`` times with one setting of the C library's
+    allocator.
+    """
     os.environ.pop(THRESHOLD, None)
     if threshold is not None:
         os.environ[THRESHOLD] = threshold  # read by the ranks when they start

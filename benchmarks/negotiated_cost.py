@@ -1,9 +1,9 @@
-"""The negotiated engine: what it costs over planned buckets, and what waiting costs.
+"""Measure the negotiated engine's cost over planned buckets, and the cost of waiting.
 
 Four ranks, Gloo on loopback. In one run, step by step in turn: a plan of equal buckets,
-the same again (what the noise makes of equal things), a negotiated order with the same
-lanes and units, and DDP. The result is the median of paired ratios, of rank 0, each
-step starting behind a barrier. Then the time of one small all-reduce from submit to
+the same again (the noise between equal variants), a negotiated order with the same
+lanes and units, and DDP. The result is the median of paired ratios, of rank 0; each
+step starts behind a barrier. Then the time of one small all-reduce from submit to
 result, beside the same on a bare Gloo group, and the processor time of ranks that wait
 a second for another one.
 
@@ -118,7 +118,7 @@ def step_costs(rank: int, size: int, options: argparse.Namespace) -> dict[str, A
 
 
 def small_latency(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a 4 KiB all-reduce, names known."""
+    """Return the seconds of a 4 KiB all-reduce, names known."""
     engine = Engine.of_group(dist.group.WORLD, options=EngineOptions(cycle_s=0.0))
     x = torch.ones(1024)
     request = Request(name="x", kind=Kind.ALLREDUCE, dtype="float32", shape=(1024,))
@@ -137,7 +137,7 @@ def small_latency(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def waiting_cpu(rank: int) -> list[float]:
-    """Each rank's share of a core in a second in which the last one comes late."""
+    """Return each rank's share of a core in a second in which the last rank is late."""
     size = dist.get_world_size()
     engine = Engine.of_group(dist.group.WORLD)
     x = torch.ones(1024)

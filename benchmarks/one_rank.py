@@ -1,4 +1,4 @@
-"""One rank, nothing to send: our wrapper against plain PyTorch and against DDP.
+"""Compare the wrapper on one rank, without communication, with PyTorch and DDP.
 
 Variants are interleaved step by step; the result is the median of paired ratios.
 """

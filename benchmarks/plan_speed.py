@@ -1,4 +1,4 @@
-"""How long `stretto plan --planner joint` takes on 500 tensors, whole process.
+"""Time `stretto plan --planner joint` on 500 tensors, whole process.
 
     .venv/bin/python benchmarks/plan_speed.py [--runs 7] [--tensors 500]
 
@@ -31,9 +31,9 @@ CLUSTERS = {
 
 
 def workload_of(number: int) -> Workload:
-    """A convolutional network's mixture: most tensors tiny, the large ones ready late.
+    """Return a convolutional network's mixture: most tensors tiny, the large ones late.
 
-    Every tensor has a ready time of its own, which is the hardest case for a search.
+    Every tensor has a different ready time, which is the hardest case for a search.
     """
     rng = random.Random(500)
     backward_s = 0.18
@@ -93,7 +93,9 @@ def timed(command: list[str], *, pycache: str | None = None) -> tuple[float, str
 
 
 def over_all_dims(runs: int) -> list[dict]:
-    """`stretto plan --dims all` on 604 tensors, 2048 ranks: cold once, then warm."""
+    """Time `stretto plan --dims all` on 604 tensors, 2048 ranks: cold once, then
+    warm.
+    """
     cases = []
     with tempfile.TemporaryDirectory() as folder:
         workload_file = Path(folder, "workload.json")

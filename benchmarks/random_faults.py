@@ -1,4 +1,4 @@
-"""Random faults in small training jobs: do survivors end, in time, naming the victim?
+"""Random faults in small training jobs: do survivors end in time and name the victim?
 
 Each fault is a kind, a victim and a moment, drawn from ``--seed``. Kinds: SIGKILL,
 SIGTERM, SIGSTOP, an exception, a MemoryError, ``os._exit``. Moments: seconds after the
@@ -8,9 +8,9 @@ forced and on the usual schedule, an explicit plan, a negotiated order, the Horo
 interface, a burst plan; 2 or 3 ranks; group time-outs of 5, 30 and 1800 s.
 
 The oracle: every survivor ends within the bound with status 1 and one CommTimeout that
-names the victim and no other rank, and nothing aborts; where the victim had nothing
-left to do, survivors end with status 0. Each fault that plain DDP can have too is given
-to it as well: whether its survivors fail, and after how long.
+names the victim and no other rank, and nothing aborts; if the victim had nothing left
+to do, survivors end with status 0. Each fault that plain DDP can have too is also run
+with DDP: whether its survivors fail, and after how long.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ CALLS_WITHOUT_TUNING = ("the opening of a lane", "an agreement")
 PLACES = ("between steps", "forward", "backward", "after the last step")
 
 DEAD_S = 12.0
-"""Survivors of a rank that is dead have ended after so long, whatever the time-out:
-a roll call and Python's own end included."""
+"""Time within which survivors of a dead rank have ended, whatever the time-out,
+including a roll call and Python's own end.
+"""
 
 STUCK_TIMEOUTS = 2.5
 """Survivors of a stopped rank wait for a meeting, then a collective."""
@@ -72,7 +73,7 @@ class Fault:
     """Of the step or the call; ``start`` and ``run``: seconds after it."""
 
     when: float
-    """Which step or call, or how many seconds."""
+    """Number of the step or the call, or seconds."""
 
     def __str__(self) -> str:
         return (
@@ -103,8 +104,8 @@ def draw(seed: int) -> Fault:
         place, when = rng.choice(calls), rng.randrange(12 if tunes else 2)
     if place in ("start", "run") and kind not in SIGNALS:
         kind = rng.choice(SIGNALS)
-    # A stopped rank, and one that is lost before it has said who it is, are found at
-    # the time-out alone.
+    # A stopped rank, and one that is lost before it has identified itself, are detected
+    # only at the time-out.
     short = kind == "SIGSTOP" or place == "start"
     timeout_s = 5.0 if short else rng.choice((5.0, 30.0, 1800.0))
     return Fault(seed, job, size, timeout_s, kind, rng.randrange(size), place, when)
@@ -123,7 +124,7 @@ def strike(kind: str) -> None:
 
 
 def arm_call(fault: Fault) -> None:
-    """Let the fault happen at a call inside stretto."""
+    """Make the fault happen at a call inside stretto."""
     module_name, _, path = (CALLS[fault.place][0], "", CALLS[fault.place][1])
     __import__(module_name)
     owner_name, name = path.split(".")
@@ -137,7 +138,7 @@ def arm_call(fault: Fault) -> None:
         nonlocal calls
         calls += 1
         if calls == fault.when + 1:
-            # An exception here would be one of stretto's own, which it survives.
+            # An exception here would count as stretto's own, which stretto survives.
             strike(fault.kind if fault.kind in SIGNALS else "os._exit")
         return real(*args, **kwargs)
 
@@ -246,7 +247,7 @@ _NAMED = re.compile(
 
 
 def judged(fault: Fault, rank: int, status: int | None, log: str, took_s: float) -> str:
-    """What is wrong with how a survivor ended; empty: nothing."""
+    """Return what is wrong with how a survivor ended; empty if nothing is."""
     if status is None:
         return f"did not end within {fault.bound_s:g} s of the fault"
     if "terminate called" in log or status < 0:
@@ -254,7 +255,7 @@ def judged(fault: Fault, rank: int, status: int | None, log: str, took_s: float)
     if status == 0:
         return "" if "trained" in log else "ended with 0 without having trained"
     if fault.place == "start" and "DistStoreError" in log and "stretto/" not in log:
-        return ""  # before a process group was there
+        return ""  # before a process group existed
     lines = [line for line in log.splitlines() if line.strip()]
     last = next(
         (
@@ -265,7 +266,7 @@ def judged(fault: Fault, rank: int, status: int | None, log: str, took_s: float)
         "",
     )
     if "CommTimeout" not in last and "HorovodInternalError" not in last:
-        return f"its error is none of stretto's: {last[:300]}"
+        return f"its error is not stretto's: {last[:300]}"
     blamed = {
         int(number)
         for groups in _NAMED.findall(last)
@@ -354,7 +355,7 @@ def main() -> None:
     chosen = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare()
-    # Not a context: a forked rank leaves this function by an exception.
+    # Not a context manager: a forked rank leaves this function through an exception.
     base = Path(tempfile.mkdtemp())
     folder = base / "ranks"
     folder.mkdir()

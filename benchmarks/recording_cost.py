@@ -1,4 +1,4 @@
-"""What recording costs a step, and what it costs when it is off.
+"""Measure the cost of recording per step, and its cost when it is off.
 
 Two ranks, Gloo on loopback, the same plan three times, step by step in turn: never
 recorded, recorded by a `Recorder`, and recorded before but no longer. The result is the

@@ -1,4 +1,4 @@
-"""The papers' figures, ours beside the published, misses with their reasons.
+"""Recompute the papers' figures beside the published ones, with reasons for misses.
 
     python benchmarks/reproduced.py
 

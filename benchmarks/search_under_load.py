@@ -1,10 +1,11 @@
-"""Searches beside two busy loops that start and stop at random, then what they chose.
+"""Run searches beside two busy loops that start and stop at random; check their
+choices.
 
-Twenty searches on three emulated networks, each in a run of its own. Afterwards, on the
+Twenty searches on three emulated networks, each in its own run. Afterwards, on the
 quiet machine, all plans that they settled on, the planner's own and DDP's buckets are
-measured in turns. A search is right where its plan is within 5 % of the fastest of
-these. Every finished search is stored in results/search_under_load.json with its plan;
-a run that was stopped goes on where it was. ``--fresh`` begins again.
+measured in turns. A search is right if its plan is within 5 % of the fastest of these.
+Every finished search is stored in results/search_under_load.json with its plan; a run
+that was stopped continues where it was. ``--fresh`` starts from scratch.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ MEASURE_TIMEOUT_S = 300
 
 @contextlib.contextmanager
 def busy_loops(seed: int) -> Iterator[None]:
-    """Processes that use a core each, started and stopped at random times."""
+    """Processes that use one core each, started and stopped at random times."""
     done = threading.Event()
 
     def one(number: int) -> None:

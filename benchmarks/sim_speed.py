@@ -1,4 +1,4 @@
-"""How long one simulated step takes, and a scaling table to 100,000 ranks.
+"""Time one simulated step, and a scaling table to 100,000 ranks.
 
     .venv/bin/python benchmarks/sim_speed.py [--runs 50]
 

@@ -1,7 +1,7 @@
-"""1,000 steps with a new plan every 10, beside DDP's on the same data, 2 ranks.
+"""Run 1,000 steps with a new plan every 10, beside DDP's on the same data, 2 ranks.
 
-Losses must be DDP's bit for bit, and memory, threads and sockets must not grow once
-all plans have come. ``--short`` takes 100 steps with a plan every 5.
+Losses must equal DDP's bit for bit, and memory, threads and sockets must not grow once
+all plans have been used. ``--short`` takes 100 steps with a plan every 5.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tuning inside the run, on emulated networks: what it finds, how soon, at what cost.
+"""Tuning inside the run, on emulated networks: its results, speed and cost.
 
 For every case the whole grid of plans is measured offline first, then a run with no
 option, the same run again, two runs that know its plan from the first step, a second

@@ -1,10 +1,10 @@
-"""CPU of a rank that waits a second for its peer inside backward.
+"""Measure the CPU use of a rank that waits a second for its peer inside backward.
 
-Two ranks, Gloo on loopback. Every other step rank 1 comes a second late; rank 0 waits
-for it in backward. What rank 0's process burns then, less what it burns in a step
-without a wait, over the time waited is its share of a core. Variants take turns step by
-step: DDP, a plan on one lane, on four lanes in slices, a narrower type on the wire, and
-the negotiated order.
+Two ranks, Gloo on loopback. In every other step rank 1 is a second late, and rank 0
+waits for it in backward. The CPU time of rank 0's process in such a step, less that in
+a step without a wait, over the time waited is its share of a core. Variants take turns
+step by step: DDP, a plan on one lane, on four lanes in slices, a narrower type on the
+wire, and the negotiated order.
 
 ``--waits 3`` is the short form.
 """
@@ -62,7 +62,7 @@ def models_of(size: int) -> dict[str, nn.Module]:
 
 
 def step(model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
-    """Seconds and CPU seconds of the whole process in one step."""
+    """Return seconds and CPU seconds of the whole process in one step."""
     dist.barrier()
     model.zero_grad()
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
