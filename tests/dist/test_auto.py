@@ -122,7 +122,7 @@ def test_training_goes_on_as_ddp_where_measuring_fails(ranks):
     assert second["same"]
     assert first["plan"] is second["plan"] is None
     assert first["lines"] == [
-        "no plan could be made, DDP's own rule stays: no probe today"
+        "cannot make a plan, DDP's own rule stays in use: no probe today"
     ]
     assert second["lines"] == []
 

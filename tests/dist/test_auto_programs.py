@@ -189,7 +189,7 @@ def test_a_failure_of_tuning_on_one_rank_returns_all_ranks_to_ddp(ranks: Any) ->
         assert (same, plain) == second[name][:2] == (True, True), name
         where = FAULTS[name][2] if name in FAULTS else 1
         why = f"rank {where}: ValueError: no luck today"
-        assert lines == [f"no plan could be made, DDP's own rule stays: {why}"]
+        assert lines == [f"cannot make a plan, DDP's own rule stays in use: {why}"]
         assert second[name][2] == []
 
 

@@ -142,7 +142,7 @@ def test_the_next_run_goes_on_from_the_best_plan_of_a_run_that_was_too_short(
     assert short["before"] == []
     (line,) = short["lines"]
     assert f"not settled after {short['steps']} steps; best so far, " in line
-    assert "an equal job goes on from there; this is in " in line
+    assert "an equal job continues from there; this is in " in line
     assert f"not written: {tmp_path / 'trace'}" in line
     assert second["short"]["lines"] == []
     (kept,) = first["kept"]

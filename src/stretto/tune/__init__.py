@@ -1,4 +1,4 @@
-"""The loops that measure, plan and apply inside a run."""
+"""Measure, plan and apply plans while a training run is under way."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name's module when it is asked for: lists of plans need no torch."""
+    """Import a name's module on first access: lists of plans need no torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'stretto.tune' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"stretto.tune.{_HOMES[name]}"), name)

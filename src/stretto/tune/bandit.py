@@ -1,4 +1,4 @@
-"""Which technique proposes next: AIACC-Training's meta solver.
+"""Choose which technique proposes next: AIACC-Training's meta solver.
 
 A multi-armed bandit with a sliding window and area-under-the-curve credit (AIACC
 section VI; OpenTuner, Ansel et al. 2014; Fialho et al. 2010).
@@ -22,15 +22,15 @@ EXPLORATION = 0.2
 
 @final
 class Bandit:
-    r"""Chooses among arms by what they lately brought.
+    r"""Choose among arms by their recent results.
 
     The score of arm $t$ is $AUC_t + C \sqrt{2 \log_2 |H| / H_t}$ with $|H|$ uses in the
-    window and $H_t$ of them by $t$. $AUC_t$: walking along the arm's uses in the
-    window, the curve rises by one where a use brought a new best and stays flat where
-    not; the area below it, as a share of the area were every use a new best, so a
-    recent success counts more. An arm without a use in the window comes first. Equal
-    scores: the arm used longest ago, then the order given, so that equal histories
-    give equal choices on every rank.
+    window and $H_t$ of them by $t$. $AUC_t$: along the arm's uses in the window, a
+    curve rises by one where a use brought a new best and stays flat otherwise. The area
+    below it is taken as a share of the area if every use were a new best, so a recent
+    success counts more. An arm without a use in the window comes first. Ties go to the
+    arm used longest ago, then to the given order, so equal histories give equal choices
+    on every rank.
     """
 
     def __init__(
@@ -40,10 +40,11 @@ class Bandit:
         window: int = WINDOW,
         exploration: float = EXPLORATION,
     ) -> None:
-        """Arms by name, uses that count, and C.
+        """Take the arms by name, the number of uses that count, and C.
 
         Raises:
-            SpecError: there is no arm, one stands twice, or an option is out of range.
+            SpecError: there is no arm, an arm is duplicated, or an option is out of
+                range.
         """
         if not arms or len(set(arms)) < len(arms):
             raise SpecError(f"arms must be different and at least one, got {arms!r}")
@@ -56,7 +57,7 @@ class Bandit:
         self._history: deque[tuple[str, bool]] = deque(maxlen=window)
 
     def choose(self, open_arms: Sequence[str] | None = None) -> str:
-        """The arm to use next, of those that are still open.
+        """Return the next arm to use among those that are still open.
 
         Raises:
             SpecError: no arm is open, or one is unknown.
@@ -74,11 +75,11 @@ class Bandit:
         )
 
     def tell(self, arm: str, *, improved: bool) -> None:
-        """Whether the use of ``arm`` brought a new best; a missing proposal did not."""
+        """Record whether ``arm`` brought a new best; a missing proposal did not."""
         self._history.append((arm, improved))
 
     def score(self, arm: str) -> float:
-        """What `choose` compares; infinite for an arm without a use in the window."""
+        """Return the score; infinite for an arm without a use in the window."""
         uses = sum(1 for name, _ in self._history if name == arm)
         if uses == 0:
             return math.inf
@@ -88,13 +89,13 @@ class Bandit:
         )
 
     def credit(self, arm: str) -> float:
-        """The arm's area under the curve within the window, 0 to 1."""
+        """Return the arm's area under the curve within the window, 0 to 1."""
         improved = [new_best for name, new_best in self._history if name == arm]
         uses = len(improved)
         if uses == 0:
             return 0.0
-        # A rise at use i lifts every use from i on: it is worth uses - i + 1 ... which,
-        # summed in window order with recent successes worth more, is OpenTuner's
-        # sum of i over the successes.
+        # A rise at use i lifts every use from i on, so it is worth uses - i + 1. Summed
+        # in window order with recent successes worth more, that is OpenTuner's sum of i
+        # over the successes.
         area = sum(i for i, new_best in enumerate(improved, start=1) if new_best)
         return area / (uses * (uses + 1) / 2)

@@ -1,20 +1,19 @@
-"""Meetings of a model's ranks at the end of a reduced backward, through the store.
+"""Let a model's ranks meet through the store at the end of a reduced backward.
 
 # Note [Where ranks may wait for each other]
-DDP promises one thing about what ranks do alike: the n-th reduced backward takes place
-on all of them. Where it ends on one rank, its buckets have been launched on every rank,
-so every rank comes to that end, whatever it does between steps. Forwards, micro-steps
-without reduction, evaluations and the user's own collectives may differ. So tuning
-waits for other ranks there and nowhere else, and never in a process group of the user.
+DDP guarantees one thing about the order of operations: the n-th reduced backward takes
+place on all ranks. When it ends on one rank, its buckets have been launched on every
+rank, so every rank reaches that end, whatever it does between steps. Forwards,
+micro-steps without reduction, evaluations and the user's own collectives may differ. So
+tuning waits for other ranks only there, and never in a process group of the user.
 
 # Note [A rank that fails]
-A meeting of a step begins with a gate, to which every rank comes, also one where tuning
-has failed. What follows may be cut short: a rank that fails after the gate leaves its
-failure in place of its next message, so that no rank waits for it. Which of them still
-read that message differs, so nothing is decided there; at the next gate all ranks learn
-of the failure and end tuning together. A rank that does not come in time is treated the
-same: the store keeps the first answer to a meeting, and every rank that comes later
-finds it there.
+A meeting begins with a gate, which every rank enters, including a rank where tuning has
+failed. The rest of the meeting may be cut short: a rank that fails after the gate
+writes its failure in place of its next message, so that no rank waits for it. Not every
+rank reads that message, so nothing is decided there; at the next gate all ranks learn
+of the failure and end tuning together. A rank that is late is treated the same way: the
+store keeps the first answer to a meeting, and every later rank reads that answer.
 """
 
 from __future__ import annotations
@@ -36,40 +35,40 @@ if TYPE_CHECKING:
     from stretto.runtime.agreement import Ranks
 
 GATE_S = 30.0
-"""A rank that is this late at a gate ends tuning, and nothing else."""
+"""A rank that is this late at a gate ends tuning; training continues."""
 
 WORK_S = 120.0
-"""How long ranks wait for each other between a gate and the end of the meeting: rank 0
-may plan meanwhile."""
+"""How long ranks wait for each other between a gate and the end of the meeting; rank 0
+may plan during this time."""
 
 OF_TIMEOUT = 0.5
-"""Neither takes more than this share of the group's time-out, which begins anew with
-the collective that finds the missing rank."""
+"""Each wait is limited to this share of the group's timeout, which restarts with the
+collective that finds the missing rank."""
 
 ANSWER = 1.5
-"""Ranks wait so many times as long for rank 0, which itself waits for the others."""
+"""Ranks wait this many times as long for rank 0, which itself waits for the others."""
 
 _LEAST_PAUSE_S, _MOST_PAUSE_S, _PAUSE_SHARE = 0.0002, 0.05, 0.03
-"""Between two requests for what others have not written yet: longer the longer it has
-taken, so that little time is lost and few requests are made."""
+"""Pause between two requests for keys not yet written. It grows with the time waited,
+which keeps both the delay and the number of requests small."""
 
 _LOOK_S = 0.5
-"""How often a rank that waits looks whether the others' processes are there."""
+"""How often a waiting rank checks that the other processes are still running."""
 
 
 class Stopped(StrettoError):
-    """Tuning can't go on, and every rank that came to this meeting knows."""
+    """Tuning can't continue, and every rank at this meeting knows."""
 
 
 @final
 class Board:
-    """A model's ranks around one table. Every rank must call the same methods in turn.
+    """Collective helpers; every rank must call them in the same order.
 
-    Messages are JSON; nothing that comes from another rank is executed.
+    Messages are JSON; no data from another rank is executed.
     """
 
     def __init__(self, ranks: Ranks, *, serial: int) -> None:
-        """Prepare; ``serial`` tells a group's models apart, equal on all ranks."""
+        """Prepare; ``serial`` identifies the model in its group, equal on all ranks."""
         self._ranks = ranks
         self.rank = ranks.rank
         self.size = ranks.size
@@ -94,10 +93,10 @@ class Board:
         """Begin the meeting at the end of reduced backward ``step``.
 
         Returns:
-            What rank 0's ``answer`` made of all ranks' messages.
+            The result of rank 0's ``answer`` for all ranks' messages.
 
         Raises:
-            Stopped: on every rank: one of them failed, or did not come in time.
+            Stopped: on every rank, when a rank failed or was late.
         """
         self._step, self._number = step, 0
         written, self._written = self._written, []
@@ -111,12 +110,12 @@ class Board:
         """Have rank 0 answer all ranks' messages, after a gate.
 
         Raises:
-            Stopped: a rank failed or did not come; the next gate ends tuning.
+            Stopped: a rank failed or was late; the next gate ends tuning.
         """
         return self._meet(message, answer, WORK_S, None)
 
     def most(self, *values: float) -> tuple[float, ...]:
-        """Return the largest of all ranks' values, one by one."""
+        """Return the maximum over all ranks of each value."""
 
         def largest(rows: list[Any]) -> list[float]:
             return [max(column) for column in zip(*rows, strict=True)]
@@ -128,14 +127,14 @@ class Board:
         return int(self.shared(number))
 
     def shared(self, value: Any) -> Any:
-        """Return rank 0's value, of what JSON knows and bytes of text."""
+        """Return rank 0's value, which consists of JSON types and bytes of text."""
         return self.meet(None, lambda _rows: value)
 
     def agree(self, trouble: Exception | None) -> None:
-        """Require that no rank has trouble, after a gate.
+        """Require that no rank reports an error, after a gate.
 
         Raises:
-            Refused: on every rank: what keeps one of them from going on.
+            Refused: on every rank, with the first rank's error.
         """
 
         def first(rows: list[Any]) -> Any:
@@ -147,7 +146,7 @@ class Board:
             raise Refused(f"{self._ranks.name(rank)}: {why}")
 
     def fail(self, why: str) -> None:
-        """Leave a failure where the other ranks may wait for this one."""
+        """Write a failure where the other ranks may wait for this rank."""
         key = self._next_key()
         if self._lost is not None:
             return
@@ -158,7 +157,7 @@ class Board:
                 self._write(f"{key}/{self.rank}", {"failed": why})
 
     def name(self, rank: int) -> str:
-        """Return what messages call a rank."""
+        """Return the name of a rank in messages."""
         return self._ranks.name(rank)
 
     # One meeting.
@@ -182,7 +181,7 @@ class Board:
                 self._write(f"{key}/{self.rank}", mine)
                 found = self._wait_for_answer(key, ANSWER * timeout_s)
         except RuntimeError as exc:
-            # Late answers would be taken for those to later requests.
+            # A late answer would be mistaken for the answer to a later request.
             self._lost = f"the store does not answer: {str(exc).splitlines()[0]}"
             raise Stopped(self._lost) from exc
         if "stopped" in found:
@@ -213,9 +212,9 @@ class Board:
             }
 
     def _wait(self, keys: dict[str, int], timeout_s: float) -> str | None:
-        """Wait for the ranks' keys; return who did not come, ``None`` if all did."""
-        # Asked again and again rather than waited for in the store: that can't be ended
-        # when a process is found gone, and each time-out of it prints warnings.
+        """Wait for the ranks' keys; return which ranks are missing, or ``None``."""
+        # Poll instead of waiting in the store: a wait can't be interrupted when a
+        # process has exited, and each timeout prints warnings.
         ranks = self._ranks
         watch = Wait(ranks.presence, every_s=_LOOK_S)
         began_s = time.perf_counter()
@@ -223,27 +222,28 @@ class Board:
             waited_s = time.perf_counter() - began_s
             lost = watch.lost(ranks.names[r] for r in keys.values())
             if lost or waited_s > timeout_s:
-                # After the look: an ended rank's key is there by now or never.
+                # Check again after the look: an exited rank's key exists by now or
+                # never will.
                 keys = {k: r for k, r in keys.items() if not self._store.check([k])}
             gone = [r for r in keys.values() if ranks.names[r] in lost]
             if gone:
                 return who_is_gone(ranks, gone, lost)
             if keys and waited_s > timeout_s:
                 who = ranks.name_all(list(keys.values()))
-                return f"{who} did not come within {timeout_s:g} s"
+                return f"{who} did not arrive within {timeout_s:g} s"
             time.sleep(min(_MOST_PAUSE_S, _LEAST_PAUSE_S + _PAUSE_SHARE * waited_s))
         return None
 
     def _wait_for_answer(self, key: str, timeout_s: float) -> Any:
         name = f"{key}/answer"
-        # Rank 0 itself waits for the others, and answers then.
+        # Rank 0 itself waits for the others before it answers.
         missing = self._wait({name: 0}, timeout_s)
         if missing is not None:
             return self._answer(key, {"stopped": missing})
         return _loads(self._store.get(name))
 
     def _answer(self, key: str, value: Any) -> Any:
-        """Leave an answer where there is none yet; the one that holds."""
+        """Write an answer unless one exists; return the answer that is in effect."""
         name = f"{key}/answer"
         found = self._store.compare_set(name, "", _dumps(value))
         self._written.append(name)
@@ -265,7 +265,7 @@ class Board:
 
 
 class Refused(StrettoError):
-    """A rank has trouble with a plan; every rank stays as it was."""
+    """A rank can't apply a plan; every rank keeps its current one."""
 
 
 def reason_of(exc: BaseException) -> str:

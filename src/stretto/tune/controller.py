@@ -1,26 +1,26 @@
-"""``plan="auto"``: measure in the first steps, plan, try, settle, and keep watching.
+"""Run ``plan="auto"``: measure in the first steps, plan, try, settle, keep watching.
 
 Every step trains. The phases of a run, in order:
 
-1. ``WARM_UP``: a step with DDP's own buckets. DDP rebuilds them once, after it; from
-   then on they are known on all ranks, and a failure goes back to them at once.
-2. ``CHECK``: an equal job's plan from an earlier run is applied; if its steps take what
-   they took then, it is settled. Where that run ended before tuning had settled, the
-   search goes on, at 4, with what its profile measured.
+1. ``WARM_UP``: a step with DDP's own buckets. DDP rebuilds them once, after that step;
+   from then on all ranks know them, and a failure restores them at once.
+2. ``CHECK``: an equal job's plan from an earlier run is applied; if its steps take as
+   long as they took then, it is settled. If that run ended before tuning had settled,
+   the search continues at 4 with the figures of that run's profile.
 3. ``LOOK``: the first steps are profiled, the network is probed, and the planner's
    plan is applied (`stretto.tune.look`).
-4. ``SEARCH``: plans are tried while the training goes on (`stretto.tune.trials`),
+4. ``SEARCH``: plans are tried while training continues (`stretto.tune.trials`),
    within limits on steps and on lost time.
 5. ``CONFIRM``: all ranks have settled on the best plan; it is logged.
-6. ``WATCH``: step times are watched; a lasting change begins again at 3
+6. ``WATCH``: step times are watched; a lasting change starts again at 3
    (`stretto.tune.drift`).
 
-The clock is the end of a reduced backward: DDP brings every rank there equally often,
-so that is where steps are counted, where ranks meet (`stretto.tune.board`) and where
-plans change. Nothing is done in a forward. Whatever fails on any rank is reported at
-the next meeting; then all ranks go back to DDP's buckets together, and one line says
-why.
-What is known when a run ends before 5 is kept by rank 0 (`stretto.tune.unfinished`).
+The controller acts at the end of each reduced backward: DDP brings every rank there
+equally often. Steps are counted there, ranks meet there (`stretto.tune.board`), and
+plans change there. Nothing is done in a forward. A failure on any rank is reported at
+the next meeting; then all ranks return to DDP's buckets together, and one log line
+gives the reason. If a run ends before 5, rank 0 saves what is known
+(`stretto.tune.unfinished`).
 """
 
 from __future__ import annotations
@@ -87,25 +87,25 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 1
-"""DDP rebuilds its buckets after the first."""
+"""DDP rebuilds its buckets after the first step."""
 
 MEMORY_S = 2.0
-"""Training waits for the plan cache's disk no longer than this."""
+"""Training waits at most this long for the plan cache's disk."""
 
 CHECK_WARMUP_STEPS = 2
 CHECK_STEPS = 5
-"""A remembered plan runs for so many steps before it is believed, and for as
-many again before it is not."""
+"""A remembered plan runs for this many steps before it is accepted, and for as
+many again before it is rejected."""
 
 AGREES_RATIO = 0.10
-"""A remembered plan whose step is slower than it was by more than this is not."""
+"""A remembered plan is rejected if its step is slower than before by more than this."""
 
 ALIKE_DISTANCE = 0.25
-"""Jobs further apart share no experience."""
+"""Jobs that are further apart share no experience."""
 
 
 class Phase(enum.Enum):
-    """Where tuning is; equal on all ranks at every meeting."""
+    """The phase of tuning; equal on all ranks at every meeting."""
 
     WARM_UP = "warm up"
     CHECK = "check"
@@ -118,7 +118,7 @@ class Phase(enum.Enum):
 
 @final
 class AutoPlan:
-    """Drives one model from its first step to a plan, and on."""
+    """Take one model from its first step to a plan, and keep watching it."""
 
     def __init__(
         self,
@@ -131,10 +131,10 @@ class AutoPlan:
         on_unfinished: OnUnfinished | None = None,
         options: TuneOptions | None = None,
     ) -> None:
-        """Prepare; the end of the first reduced backward begins.
+        """Prepare; tuning starts at the end of the first reduced backward.
 
-        The model is not kept alive. ``on_unfinished`` is called on rank 0, where the
-        run ends before tuning has settled; it must not hold the model.
+        The model is not kept alive. ``on_unfinished`` is called on rank 0 if the run
+        ends before tuning has settled; it must not hold a reference to the model.
         """
         # The model owns this object.
         self._model = cast("DistributedDataParallel", weakref.proxy(model))
@@ -155,7 +155,7 @@ class AutoPlan:
         )
         self._memory = PlanMemory(default_path() if remembers else None)
         if self._board.rank == 0:
-            # What a fit needs: a quarter of a second that no step shall wait for.
+            # A fit imports it, which takes 0.25 s; import it now, not during a step.
             importlib.import_module("scipy.optimize")
         self._known = Known(name=name)
         self._end: weakref.finalize[..., Any] | None = None
@@ -181,16 +181,17 @@ class AutoPlan:
         self._median_s: float | None = None
         self._story: Tuning | None = None
         self.settled = False
-        """Whether a plan stands; a lasting change may re-open the search."""
+        """Whether a plan has settled; a lasting change may reopen the search."""
         self.done = False
-        """Whether there is nothing left to do, now or later."""
+        """Whether tuning is over for the rest of the run."""
 
     def reduced(self) -> None:
-        """Take note of the end of a reduced backward; to be called on every rank."""
+        """Record the end of a reduced backward; must be called on every rank."""
         if self.done or self._joining():
             return
         if self._trials is not None and self._model.device_type == "cuda":
-            # Trials compare lengths of steps, which the host sees only when it waits.
+            # Trials compare step lengths, which the host sees only after a
+            # synchronization.
             # Not yet run on a GPU.
             torch.cuda.synchronize()
         now_s = perf_counter()
@@ -209,11 +210,11 @@ class AutoPlan:
         self._began_s = perf_counter()
 
     def evaluated(self) -> None:
-        """Take note that the model is used without training: the step is longer."""
+        """Record that the model is used without training: the step is longer."""
         self._disturbed = True
 
     def abandon(self, reason: str) -> None:
-        """End tuning where it is: the plan in use is the caller's decision now."""
+        """End tuning in its current state; the caller decides which plan stays."""
         self._end_parts()
         self._tell("gave up", reason)
         self.settled = True
@@ -227,7 +228,7 @@ class AutoPlan:
     # The meeting at the end of a step.
 
     def _note(self, step_s: float, *, counts: bool) -> None:
-        """Keep what this rank alone sees of a step."""
+        """Record what this rank alone sees of a step."""
         if self._phase is Phase.LOOK and self._look is not None:
             self._look.seen(step_s, counts=counts)
         elif self._phase is Phase.SEARCH and self._trials is not None:
@@ -260,18 +261,18 @@ class AutoPlan:
             self._failed = str(exc) if alike else self._own(exc)
             self._board.fail(self._failed)
         if self._phase is Phase.SEARCH and self._trials is not None:
-            # Also on a rank that has failed since: the others come no earlier.
+            # Also on a rank that has failed since: the others arrive no earlier.
             self._next_gate = self._known.steps + self._trials.ahead
 
     def _plan_gate(self) -> None:
-        """Set the step of the next meeting, at a place that all ranks come to."""
+        """Set the step of the next meeting, at a point that all ranks reach."""
         steps = WINDOW_STEPS if self._phase is Phase.WATCH else 1
         self._next_gate = self._known.steps + steps
 
     def _answer(self, messages: list[Any]) -> dict[str, Any]:
-        """What rank 0 makes of all ranks' messages.
+        """Return rank 0's answer to all ranks' messages.
 
-        All ranks end a reduced backward together, so rank 0's clock serves for all.
+        All ranks end a reduced backward together, so rank 0's clock is enough.
         """
         steps_s = [message["step_s"] for message in messages]
         found: dict[str, Any] = {"step_s": None if None in steps_s else steps_s[0]}
@@ -282,7 +283,7 @@ class AutoPlan:
         return found
 
     def _act(self, found: dict[str, Any]) -> None:
-        """Do what this phase does at the end of a step, on all ranks alike."""
+        """Run this phase's work at the end of a step, the same on all ranks."""
         step_s = math.inf if found["step_s"] is None else float(found["step_s"])
         match self._phase:
             case Phase.WARM_UP:
@@ -304,19 +305,19 @@ class AutoPlan:
         """Apply a plan on all ranks.
 
         Raises:
-            Refused: on all ranks: one of them can't; nothing has changed.
+            Refused: on all ranks, when one of them can't apply it; nothing has changed.
         """
         now = self._model.plan
         if now is None or now.digest != plan.digest:
             self._model._change_plan(plan, self._board.agree)  # noqa: SLF001
 
     def _own(self, exc: BaseException) -> str:
-        """An error of this rank alone, as the others are told."""
+        """Return an error of this rank as it is reported to the others."""
         _log.debug("tuning failed on this rank", exc_info=exc)
         return f"{self._rank_name}: {reason_of(exc)}"
 
     def _drop(self, reason: str) -> None:
-        """Go back to DDP's buckets; every rank comes here at the end of one step."""
+        """Return to DDP's buckets; all ranks call this at the end of the same step."""
         self._end_parts()
         self._model._restore_rule()  # noqa: SLF001
         self._model._release_lanes()  # noqa: SLF001
@@ -324,7 +325,7 @@ class AutoPlan:
         self.settled = True
         self._finish()
         if self._board.rank == 0:
-            _log.warning("no plan could be made, DDP's own rule stays: %s", reason)
+            _log.warning("cannot make a plan, DDP's own rule stays in use: %s", reason)
 
     def _end_parts(self) -> None:
         look, self._look = self._look, None
@@ -334,19 +335,19 @@ class AutoPlan:
                 if part is not None:
                     part.abandon()
             except Exception:  # noqa: BLE001 - tuning is over whatever happens here
-                _log.debug("what watched the steps did not end", exc_info=True)
+                _log.debug("cannot end the look or the trials", exc_info=True)
 
     def _finish(self) -> None:
         self._phase = Phase.OVER
         self.done = True
         self._keep_nothing_more()
 
-    # 1. What an earlier run settled.
+    # 1. The result of an earlier run.
 
     def _first_answer(self, names: list[str]) -> dict[str, Any]:
-        """The number of hosts, and an equal job's plan if one is remembered."""
+        """Return the number of hosts, and an equal job's plan if one is remembered."""
         hosts = len(set(names))
-        # A cluster has as many ranks on each host.
+        # A cluster has the same number of ranks on each host.
         hosts = hosts if self._board.size % hosts == 0 else self._board.size
         job = self._job(hosts)
         found = within(
@@ -447,7 +448,7 @@ class AutoPlan:
         )
 
     def _continue(self) -> None:
-        """Searches on from a plan whose steps take what they took: no second look."""
+        """Search on from a plan whose step time is unchanged, without a second look."""
         offer: Any = None
         found = self._known.checked
         if found is not None:
@@ -566,10 +567,10 @@ class AutoPlan:
             self._end_trials()
 
     def _trained_since(self, seen: Seen, steps: int) -> float:
-        """Return the time trained since the last search, which earns this one's loss.
+        """Return the time trained since the last search, which sets this one's budget.
 
-        It counts for no more than ``steps`` steps: a search that opens again after days
-        must not lose hours.
+        At most ``steps`` steps count: a search that reopens after days must not lose
+        hours.
         """
         trained_s, self._trained_s = self._trained_s, 0.0
         return min(
@@ -577,7 +578,7 @@ class AutoPlan:
         )
 
     def _lost_in_look(self, seen: Seen) -> float:
-        """Return what the steps since the last settled plan lost against this one."""
+        """Return the time lost since the last settled plan, compared with this plan."""
         if self._looked is None:
             return 0.0
         (step, at_s), self._looked = self._looked, None
@@ -611,14 +612,14 @@ class AutoPlan:
         )
 
     def _profiled(self, settled: Settled) -> Plan | None:
-        """The plan of the profiled steps, whose step time is known."""
+        """Return the plan of the profiled steps, whose step time is known."""
         seen = self._known.seen
         if seen is None or seen.deferred_s is None or self._wire_dtype is not None:
             return None
         return _retargeted(deferred_plan(self._model), settled)
 
     def _from_the_nearest(self, settled: Settled, guide: Guide) -> Plan | None:
-        """What the most similar earlier job chose, cut to this one's tensors."""
+        """Return the most similar earlier job's plan, adapted to this job's tensors."""
         assert self._known.job is not None  # noqa: S101 - set where tuning starts
         found = self._memory.nearest(
             settled.workload, topology_of(settled.cluster), self._known.job.surroundings
@@ -630,7 +631,7 @@ class AutoPlan:
         plan = guide.plan_of(point)
         self._tell(
             "remembered",
-            f"job {earlier.job.name!r} is alike: distance {distance:.2f}",
+            f"job {earlier.job.name!r} is similar: distance {distance:.2f}",
             distance=distance,
             plan=plan.digest,
         )
@@ -680,7 +681,7 @@ class AutoPlan:
                 ddp_step_s=ddp_step_s,
                 bound_s=bound_s,
             )
-        self._known.checked = None  # from here on this run knows better
+        self._known.checked = None  # this run's own figures replace it
         self._settle(settled, why=why, **spent)
 
     # 4. Settled.
@@ -701,7 +702,7 @@ class AutoPlan:
             saved_ratio=settled.saved_ratio,
             **spent,
         )
-        # Rank 0 decides, so it alone knows the whole story.
+        # Only rank 0 has the complete record, because it decides.
         self._story = codec.decode(self._board.shared(codec.encode(self.story)), Tuning)
         settled = replace(settled, story=self._story)
         self._phase = Phase.CONFIRM
@@ -723,7 +724,7 @@ class AutoPlan:
             self._on_settled(settled)
 
     def _confirmed(self) -> None:
-        """All ranks have settled, and what the user does with that has not failed."""
+        """Continue after all ranks have settled and run the user's callback."""
         if not self._options.watch:
             self._finish()
             return
@@ -731,7 +732,7 @@ class AutoPlan:
         self._plan_gate()
 
     def _keep_nothing_more(self) -> None:
-        """The run may end: what is settled is kept, what was decided by hand is not."""
+        """Cancel the save at the end of the run; a decided plan needs none."""
         if self._end is not None:
             self._end.detach()
 
@@ -750,7 +751,7 @@ class AutoPlan:
         )
 
     def _look_out(self, median_s: float) -> None:
-        """Judge a window of steps; infinite on any rank is infinite on all."""
+        """Judge a window of steps; a value infinite on any rank is infinite on all."""
         watch = self._watch
         assert watch is not None  # noqa: S101 - set where a plan settled
         change = self._forced_change() if self._forced else watch.judge(median_s)
@@ -766,15 +767,15 @@ class AutoPlan:
         self._profile()
 
     def _forced_change(self) -> Change | None:
-        """Open the search again once, after the first window."""
+        """Reopen the search once, after the first window."""
         again = sum(event.what == "changed" for event in self._known.events)
         return None if again else Change(before_s=FORCED_STEP_S, now_s=FORCED_STEP_S)
 
-    # The story.
+    # The record of events.
 
     @property
     def story(self) -> Tuning:
-        """All that happened so far, and why; rank 0 tells the others at the end."""
+        """All events so far with their reasons; rank 0 shares them at the end."""
         if self._story is not None and self._board.rank != 0:
             return self._story
         return Tuning(name=self._name, events=tuple(self._known.events))
@@ -786,9 +787,9 @@ class AutoPlan:
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a bound method's call that does not keep its object alive.
+    """Return a call of a bound method that does not keep its object alive.
 
-    A part that held its owner would keep the model alive until garbage is collected.
+    A part that held its owner would keep the model alive until garbage collection.
     """
     weak = weakref.WeakMethod(method)
 
@@ -801,7 +802,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _retargeted(plan: Plan, settled: Settled) -> Plan | None:
-    """A plan made for another workload or none, with its prediction for this one."""
+    """Return a plan with its prediction for this workload, or None if infeasible."""
     try:
         return with_prediction(
             replace(plan, workload_digest=settled.workload.digest),

@@ -1,4 +1,4 @@
-"""A fitted model corrected by what trials measured."""
+"""Correct a fitted model by the measured trials."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ PRIOR_RATIO = {
     "outside": 0.1,
     "contention": 0.8,
 }
-"""How far each figure is likely to lie from its fit, as a ratio: the standard deviation
-of its logarithm. Networks change under a job; its computation was measured in it, but
-alone: what communication takes from it was not."""
+"""Likely distance of each figure from its fit, as a ratio: the standard deviation of
+its logarithm. A network changes during a job. Computation was measured in the job, but
+alone: its slowdown by communication was not measured."""
 
 UNSEEN_ALPHA2 = 0.05
-"""Share of computation's rate that a busy lane takes, by which contention is counted
-where none was measured: a factor of 2 then means so much."""
+"""Share of computation's rate that a busy lane takes, assumed where contention was not
+measured. The contention factor scales it: a factor of 2 adds this share."""
 
 NOISE_RATIO = 0.02
-"""The same for a measured step."""
+"""Standard deviation of the logarithm of a measured step."""
 
 RECORDED_RATIO = 0.03
-"""The same for moments within one recorded step."""
+"""Standard deviation of the logarithm of times within one recorded step."""
 
 _MOST_LOG = 1.5
 _MOST_STEPS = 8
 
 _POOR = 5.0
-"""Sum of squares per observation, in units of the noise, that a good model keeps."""
+"""Sum of squares per observation, in units of the noise, below which a fit is good."""
 
 _STARTS = (
     {"link": -0.7},
@@ -60,56 +60,57 @@ _STARTS = (
     {"contention": 1.6},
     {"contention": 1.0, "link": -0.5},
 )
-"""Logarithms of factors, from the best of which a search begins again that finds
-nothing good from 1."""
+"""Logarithms of factors. A search that finds no good fit from factor 1 restarts from
+the best of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What a plan's steps took."""
+    """The measured times of a plan's steps."""
 
     plan: Plan
 
     step_s: float
-    """Median of whole steps."""
+    """Median duration of whole steps."""
 
     backward_s: float | None = None
-    """Length of backward's computation beside communication, where it was recorded:
-    what contention really costs."""
+    """Duration of backward's computation alongside communication, where it was
+    recorded. It shows the real cost of contention."""
 
     bucket_ends_s: tuple[float, ...] = ()
-    """When each bucket's last slice ended, from the start of backward, where that was
-    recorded: what start-ups, flows and the link really do."""
+    """End of each bucket's last slice, from the start of backward, where it was
+    recorded. It shows the real behavior of start-ups, flows and the link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """A model and how it was changed."""
+    """A corrected model and its factors."""
 
     workload: Workload
 
     cluster: Cluster
 
     factors: dict[str, float]
-    """By figure, what it was multiplied by."""
+    """By figure, its multiplier."""
 
 
 def corrected(
     workload: Workload, cluster: Cluster, observations: Sequence[Observation]
 ) -> Correction:
-    r"""The model that explains the observations with the least change.
+    r"""Return the model that explains the observations with the least change.
 
     Factors $e^{\theta}$ on the start-up, the flow's and the link's rate, the excess of
-    gamma over 1, backward's times, what lies outside it and what a busy lane takes from
-    computation minimise
+    gamma over 1, backward's times, the time outside backward and the share that a busy
+    lane takes from computation minimize
 
     $\sum_i (\log(T_i(\theta) / t_i) / \sigma)^2 + \sum_j (\theta_j / \sigma_j)^2$
 
-    and the same of backward's length and of each recorded bucket's end, with
-    `RECORDED_RATIO` and wider by the root of their number, $t_i$ the measured and $T_i$
-    the simulated step of plan $i$, $\sigma$ `NOISE_RATIO` and $\sigma_j$
-    `PRIOR_RATIO`: a ridge regression in logarithms, so a
-    few observations move only what they speak about, and none moves nothing.
+    and the same for backward's duration and each recorded bucket's end, with
+    `RECORDED_RATIO`, wider by the square root of their number. Here $t_i$ is the
+    measured and $T_i$ the simulated step of plan $i$, $\sigma$ is `NOISE_RATIO` and
+    $\sigma_j$ `PRIOR_RATIO`. This is a ridge regression in logarithms: a few
+    observations move only the figures that they depend on, and no observation moves
+    nothing.
 
     Raises:
         SpecError: an observation's time is not positive.
@@ -134,14 +135,14 @@ def corrected(
 def scaled(
     workload: Workload, cluster: Cluster, factors: dict[str, float]
 ) -> tuple[Workload, Cluster]:
-    """A model with each figure of `PRIOR_RATIO` multiplied by its factor."""
+    """Return a model with each figure of `PRIOR_RATIO` multiplied by its factor."""
     return _slower(workload, factors["backward"], factors["outside"]), _rewired(
         cluster, factors
     )
 
 
 def backward_s(timeline: Timeline) -> float | None:
-    """Length of backward's computation in a timeline."""
+    """Return the duration of backward's computation in a timeline."""
     for span in timeline.spans:
         if span.track == "compute" and span.name == "backward":
             return span.end_s - span.start_s or None
@@ -149,7 +150,7 @@ def backward_s(timeline: Timeline) -> float | None:
 
 
 def bucket_ends_s(timeline: Timeline) -> tuple[float, ...]:
-    """When each bucket's last slice ended, from the start of backward."""
+    """Return the end of each bucket's last slice, from the start of backward."""
     start_s = math.inf
     ends_s: dict[int, float] = {}
     for span in timeline.spans:
@@ -164,7 +165,7 @@ def bucket_ends_s(timeline: Timeline) -> tuple[float, ...]:
 
 
 def _free(cluster: Cluster) -> list[int]:
-    """Places of the figures that change anything on a cluster; others stay 1."""
+    """Return the indices of the figures that affect a cluster; the others stay 1."""
     rates = flow_rates(cluster)
     idle = set()
     if rates.alone_bytes_per_s >= rates.link_bytes_per_s:
@@ -175,11 +176,11 @@ def _free(cluster: Cluster) -> list[int]:
 
 
 def _best(misses: _Misses, free: Sequence[int]) -> Least:
-    """The least sum of squares found.
+    """Return the least sum of squares found.
 
-    The model has kinks in which a search stays: where what it finds from the fit is
-    poor, it begins again from the best of a few slower and faster networks. To look at
-    all of these costs as much as one step of a search.
+    The model has kinks in which a search gets stuck. If the result from the fit is
+    poor, the search restarts from the best of a few slower and faster networks.
+    Evaluating all of these costs as much as one step of a search.
     """
 
     def search(begin: Least) -> Least:
@@ -195,7 +196,7 @@ def _best(misses: _Misses, free: Sequence[int]) -> Least:
 
 
 class _Misses:
-    """How far a model misses observations, in units of the noise, by its changes."""
+    """Residuals of a model against observations, in units of the noise."""
 
     def __init__(
         self, workload: Workload, cluster: Cluster, seen: Sequence[Observation]
@@ -215,7 +216,7 @@ class _Misses:
         self.number = len(seen)
 
     def at(self, logarithms: dict[str, float]) -> Least:
-        """The residuals with some factors, given by their logarithms."""
+        """Return the residuals for some factors, given by their logarithms."""
         theta = np.array([logarithms.get(name, 0.0) for name in PRIOR_RATIO])
         return Least(theta=theta, rows=self(theta))
 
@@ -234,7 +235,7 @@ class _Misses:
         network: Cluster,
         factors: dict[str, float],
     ) -> Iterator[float]:
-        """Rows of one observation."""
+        """Yield the residuals of one observation."""
         computed_s: float | None
         if model is not None:
             times = model.times(network, pace=factors["backward"])
@@ -250,7 +251,7 @@ class _Misses:
         if seen.backward_s is not None and computed_s is not None:
             yield math.log(computed_s / seen.backward_s) / RECORDED_RATIO
         if seen.bucket_ends_s:
-            # Against the whole step: what lies early in it is seen least well.
+            # Relative to the whole step: early times are measured least precisely.
             noise_s = RECORDED_RATIO * seen.step_s * math.sqrt(len(seen.bucket_ends_s))
             for predicted_s, end_s in zip(ends_s, seen.bucket_ends_s, strict=False):
                 yield (predicted_s - end_s) / noise_s
@@ -288,7 +289,7 @@ def _rewired(cluster: Cluster, factors: dict[str, float]) -> Cluster:
     fit, concurrency = cluster.allreduce, cluster.concurrency
     if fit is not None:
         startup = factors["startup"]
-        # What sizes add to a start-up scales with it: it is never less than -startup_s.
+        # The extra start-up of a size scales with it: it is never less than -startup_s.
         extra = [replace(point, extra_s=point.extra_s * startup) for point in fit.extra]
         fit = replace(
             fit,
@@ -297,7 +298,7 @@ def _rewired(cluster: Cluster, factors: dict[str, float]) -> Cluster:
             s_per_byte=fit.s_per_byte * alone / new_alone,
         )
     if concurrency is not None:
-        # gamma_k is what sharing the link costs times what lanes cost beyond that.
+        # gamma_k is the cost of sharing the link times the extra cost of lanes.
         gamma = [1.0]
         for k, value in enumerate(concurrency.gamma[1:], start=2):
             excess = max(1.0, value / max(1.0, k * alone / link))
@@ -320,7 +321,7 @@ def _rewired(cluster: Cluster, factors: dict[str, float]) -> Cluster:
 
 
 def _contention(cluster: Cluster, factor: float, link: float) -> Contention | None:
-    """Contention of computation, more or less than was measured."""
+    """Return contention of computation, scaled from its measured value."""
     seen = cluster.contention
     if seen is not None and seen.compute.alpha2 > 0:
         alpha2 = seen.compute.alpha2 * factor
@@ -331,5 +332,5 @@ def _contention(cluster: Cluster, factor: float, link: float) -> Contention | No
     compute = ComputeContention(alpha1=1.0, alpha2=alpha2)
     if seen is not None:
         return replace(seen, compute=compute)
-    free = constant_rate(link)  # computation slows no flow, as far as is known
+    free = constant_rate(link)  # no evidence that computation slows a flow
     return Contention(compute=compute, overlapped=free, exclusive=free, resources=(1,))

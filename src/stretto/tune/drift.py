@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from typing import final
 
 WINDOW_STEPS = 8
-"""Steps whose median is compared with the windows before."""
+"""Number of steps whose median is compared with earlier windows."""
 
 REFERENCE_WINDOWS = 6
-"""Windows after settling that give the reference, before anything is judged: a search
-ends with few steps of each plan, and the machine may have been busy in them."""
+"""Windows after settling that form the reference before any is judged. A search ends
+with few steps of each plan, and the machine may have been busy during them."""
 
 REMEMBERED_WINDOWS = 20
-"""Last windows that are the reference."""
+"""Number of most recent windows that form the reference."""
 
 CHANGED_RATIO = 0.15
-"""A window further than this outside of the reference may be a change."""
+"""A window that is outside the reference by more than this may be a change."""
 
 USUAL_SHARE = 0.1
-"""Share of the reference's windows, at either end, that are taken for exceptions."""
+"""Share of the reference's windows, at either end, that count as outliers."""
 
 WINDOWS = 3
-"""Windows in a row that must be outside; fewer are a passing disturbance, which from
-then on belongs to the reference."""
+"""Consecutive windows that must be outside the reference. Fewer are a passing
+disturbance, which then joins the reference."""
 
 REST_STEPS = 100
 """After a search that changed nothing, the next waits this long, then twice, ..."""
@@ -43,11 +43,11 @@ class Change:
 
 @final
 class Watch:
-    """Watches step times on one rank; agreement between ranks is the caller's.
+    """Watch step times on one rank; the caller makes the ranks agree.
 
-    `add` collects a window; when it is full the caller has all ranks agree on the
-    slowest rank's median and passes that to `judge`. The reference is a range, that of
-    the windows seen: on a machine whose speed varies it is wide.
+    `add` collects a window. When it is full, the caller has all ranks agree on the
+    slowest rank's median and passes that to `judge`. The reference is the range of the
+    windows seen: on a machine whose speed varies it is wide.
     """
 
     def __init__(self, settled_s: float | None) -> None:
@@ -63,9 +63,10 @@ class Watch:
         self._rests = 0
 
     def add(self, step_s: float) -> float | None:
-        """Take a step; return the window's median when it is full.
+        """Add a step; return the window's median when it is full.
 
-        Steps that do not count are infinite; a window with too many is infinite.
+        Steps that do not count are infinite; a window with too many of them is
+        infinite.
         """
         self._seen += 1
         if math.isfinite(step_s):
@@ -78,7 +79,7 @@ class Watch:
         return statistics.median(kept)
 
     def judge(self, median_s: float) -> Change | None:
-        """Return the change that all ranks' median, the slowest's, completes."""
+        """Return the change that the slowest rank's median completes, or None."""
         if math.isinf(median_s):
             return None
         if self._wanted > 0:
@@ -107,7 +108,7 @@ class Watch:
         return change
 
     def _side(self, median_s: float) -> int:
-        """1 above the reference, -1 below, 0 within."""
+        """Return 1 above the reference, -1 below it, 0 within it."""
         usual_s = sorted(self._reference_s)
         exceptions = int(USUAL_SHARE * len(usual_s))
         low_s = min([usual_s[exceptions], *self._levels_s])
@@ -117,11 +118,12 @@ class Watch:
         return -1 if median_s < (1 - CHANGED_RATIO) * low_s else 0
 
     def settled_again(self, step_s: float | None, *, better: bool) -> None:
-        """Go on after a search that a change re-opened; ``better``: another plan won.
+        """Continue after a search that a change reopened; ``better``: another plan won.
 
-        Where none did, the plan is known to be right at both speeds: neither is a
-        change any more. What lies beyond both waits for a rest, each time twice as
-        long, because a step time that wanders must not be searched for ever.
+        If none won, the plan is known to be right at both speeds, so neither is a
+        change any more. A step time outside both is ignored for a rest period that
+        doubles each time, because a wandering step time must not trigger endless
+        searches.
         """
         self.settled_s = step_s
         self._window_s, self._seen, self._outside_s = [], 0, []

@@ -1,4 +1,4 @@
-"""Tuning on a fixed schedule, for tests: every phase within ten reduced steps.
+"""Tune on a fixed schedule, for tests: every phase runs within ten reduced steps.
 
 `SCHEDULE_VARIABLE` set to ``forced`` makes ``plan="auto"`` profile, probe, change plans
 and settle at the same steps in every run, whatever was measured:
@@ -40,20 +40,20 @@ PROFILE_LANES = 2
 PROBE_S = 0.02
 
 FORCED_STEP_S = 0.03
-"""What is reported as the settled plan's step time."""
+"""Reported as the settled plan's step time."""
 
 _SHAPES: Final = ((3, 3, 2), (2, 2, 1))
-"""Tensors a bucket, lanes, slices of each plan."""
+"""For each plan: tensors per bucket, lanes, slices."""
 
 
 def is_forced() -> bool:
-    """Whether this process tunes on the fixed schedule."""
+    """Return whether this process tunes on the fixed schedule."""
     return os.environ.get(SCHEDULE_VARIABLE) == "forced"
 
 
 @final
 class ForcedLook:
-    """Stands in for `Look`: profiles and probes, and plans from fixed figures."""
+    """Replaces `Look`: profiles and probes, then plans from fixed figures."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class ForcedLook:
         self._rows: list[list[float]] = []
 
     def start(self) -> None:
-        """Begin with the next step."""
+        """Start with the next step."""
         self._change(deferred_plan(self._model, PROFILE_LANES))
         self._profile.start()
 
     def seen(self, step_s: float, *, counts: bool) -> None:
-        """Note a step of this rank; what was measured decides nothing."""
+        """Record a step of this rank; the measurement decides nothing."""
         found = self._profile.reduced(step_s)
         self._number += 1
         if found is not None:
@@ -106,7 +106,7 @@ class ForcedLook:
 
 @final
 class ForcedTrials:
-    """Stands in for `Trials`: each plan for a few steps, in a fixed order."""
+    """Replaces `Trials`: runs each plan for a few steps, in a fixed order."""
 
     search: None = None
     ahead = 1
@@ -126,18 +126,18 @@ class ForcedTrials:
         return True
 
     def note(self, step_s: float) -> None:
-        """Note a step of this rank; what was measured decides nothing."""
+        """Record a step of this rank; the measurement decides nothing."""
 
     def message(self) -> float:
-        """Return what `judge` is given of each rank."""
+        """Return this rank's message for `judge`."""
         return 0.0
 
     def judge(self, rows: Sequence[float]) -> int:
-        """Return how many ranks have come."""
+        """Return the number of ranks that have arrived."""
         return len(rows)
 
     def go_on(self, found: int) -> bool:
-        """Go on after a step; return whether trials go on."""
+        """Continue after a step; return whether the trials continue."""
         self._board.shared(found)
         self._steps += 1
         if self._steps == PLAN_STEPS:
@@ -145,11 +145,11 @@ class ForcedTrials:
         return self._steps < PLAN_STEPS * len(self._plans)
 
     def abandon(self) -> None:
-        """End the trials; nothing watches them."""
+        """End the trials; there is nothing to release."""
 
 
 def plans_of(model: DistributedDataParallel) -> list[Plan]:
-    """Return the plans that are tried, of this model's tensors."""
+    """Return the plans to try, with this model's tensors."""
     return [_plan(model, *shape) for shape in _SHAPES]
 
 

@@ -1,4 +1,4 @@
-"""The model that guides a search: predictions, floors, corrections, new plans."""
+"""Guide a search with a model: predictions, floors, corrections, new plans."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from stretto.tune.space import Point
 
 TRUSTED_RATIO = 0.03
-"""A prediction this near the measurement corrects nothing."""
+"""A prediction within this ratio of the measurement corrects nothing."""
 
 DOUBT_RATIO = 0.03
-"""Predictions are never trusted further than this when a plan is ruled out unseen."""
+"""Least error assumed of a prediction when a plan is ruled out without a trial."""
 
 MOST_BOUND_DOUBT_RATIO = 0.10
-"""What the bound is lowered by at most: a model further off says little of it."""
+"""Most that the bound is lowered by: a model further off says little about it."""
 
 _MOST_OBSERVATIONS = 4
 
 
 @final
 class Guide:
-    """Workload and cluster as they are believed now, and what follows from them."""
+    """The current workload and cluster estimates, and predictions from them."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Guide:
         self.workload = workload
         self.cluster = cluster
         self.factors: dict[str, float] = {}
-        """By figure, what corrections multiplied it by; empty before the first."""
+        """By figure, the multiplier from corrections; empty before the first."""
         self._first = (workload, cluster)
         self._planner = planner
         self._wire_dtype = wire_dtype
@@ -56,22 +56,23 @@ class Guide:
         self._observations: list[Observation] = []
         self._replanned: tuple[Plan, ...] = ()
         self.doubt_ratio = 0.0
-        """The largest error of a prediction so far, each before its own trial: what
-        trials near each other then confirm says little of plans far from them."""
+        """The largest prediction error so far, each taken before its own trial.
+        Agreement among trials that are near each other says little about distant plans.
+        """
         sent = workload if wire_dtype is None else narrowed(workload, wire_dtype)
         self.space = Space(sent, max_lanes=max_lanes)
         self._model = self._prepared()
         self._first_bound_s = self._bound_s()
 
     def plan_of(self, point: Point) -> Plan:
-        """The plan a point of the space means, predicted as the model is now."""
+        """Return the plan for a point of the space, predicted by the current model."""
         plan = self.space.plan(point, self.cluster)
         if self._wire_dtype is not None:
             plan = replace(plan, workload_digest=self.workload.digest)
         return plan
 
     def point_s(self, point: Point) -> float:
-        """A point's predicted step time."""
+        """Return a point's predicted step time."""
         draft = self.space.draft(point)
         if draft.overlap != "backward":
             return predicted_s(self.space.plan(point, self.cluster))
@@ -80,15 +81,16 @@ class Guide:
         )
 
     def plan_s(self, plan: Plan) -> float:
-        """A plan's predicted step time, as the model is now."""
+        """Return a plan's predicted step time by the current model."""
         return simulate_step(self.workload, self.cluster, plan).iteration_s
 
     @property
     def bound_s(self) -> float:
-        """Return what no plan's step can be shorter than, less the model's error.
+        """A lower bound on any plan's step time, less the model's error.
 
-        A model that was corrected to explain one plan has a bound near that plan's
-        time, whatever else is possible: the bound never rises above the first.
+        A model corrected to explain one plan has a bound near that plan's time,
+        although other plans may be faster, so the bound never rises above the first
+        one.
         """
         bound_s = min(self._first_bound_s, self._bound_s())
         doubt = min(MOST_BOUND_DOUBT_RATIO, self.doubt_ratio)
@@ -98,27 +100,27 @@ class Guide:
         workload = self.workload
         if self._wire_dtype is not None:
             workload = narrowed(workload, self._wire_dtype)
-        # The plans that a search tries: what `joint` may choose by default.
+        # The plans that a search tries: those `joint` may choose by default.
         joint = planners.get("joint", max_lanes=self._max_lanes)
         scope = joint.scope(self.cluster) or BoundScope(max_lanes=self._max_lanes)
         return scope.bound_s(workload, self.cluster)
 
     def floor_s(self, plan: Plan) -> float:
-        """What a plan's step takes at least, given how wrong predictions have been.
+        """Return the least time of a plan's step, given the prediction errors so far.
 
-        What counts is how wrong they were before the trials, not after a correction
-        that explains these.
+        The errors before the trials count, not those after a correction that explains
+        the trials.
         """
         return self.plan_s(plan) / (1 + max(DOUBT_RATIO, self.doubt_ratio))
 
     def compare(self, plan: Plan, step_s: float) -> float:
-        """How wrong the model's prediction of a tried plan was, a ratio."""
+        """Return the relative error of the prediction for a tried plan."""
         error = self.plan_s(plan) / step_s - 1
         self.doubt_ratio = max(self.doubt_ratio, abs(error))
         return error
 
     def learn(self, plan: Plan, step_s: float, timeline: Timeline | None) -> None:
-        """Corrects the model by what a plan's steps took."""
+        """Correct the model by the measured steps of a plan."""
         error = self.plan_s(plan) / step_s - 1
         seen = Observation(
             plan=plan,
@@ -140,8 +142,9 @@ class Guide:
         return StepModel(sent, self.cluster)
 
     def replan(self, *, below_s: float = math.inf) -> Plan | None:
-        """The planner's plan under the corrected model; none where it finds none, nor
-        where no plan's step is shorter than ``below_s``, which costs no search.
+        """Return the planner's plan under the corrected model, or None.
+
+        Return None without a search if no plan's step is shorter than ``below_s``.
         """
         if self._bound_s() >= below_s:
             return None

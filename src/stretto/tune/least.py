@@ -1,4 +1,4 @@
-"""Least squares over few figures where each look at the model costs much."""
+"""Least squares over a few figures with an expensive model."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ if TYPE_CHECKING:
     Vector = NDArray[np.float64]
 
 STEP = 0.05
-"""Over which differences are taken: a model with kinks has no nearer slopes."""
+"""Width of finite differences: a model with kinks has no meaningful local slope."""
 
 _DAMPINGS = (0.03, 0.3, 3.0)
-"""Over the diagonal, tried in turn until a step helps. Never none: behind a kink a
-figure may matter that does not here, and an undamped step goes too far to see it."""
+"""Factors on the diagonal, tried in turn until a step helps. Zero is not among them:
+beyond a kink a figure may matter that does not matter here, and an undamped step would
+overshoot it."""
 
 _REACH = 0.7
-"""The most that an entry moves in one step."""
+"""The largest move of an entry in one step."""
 
 _GAIN_RATIO = 3e-3
-"""A step that promises or brings less of what is left ends the search."""
+"""A step that promises or brings less than this share of the cost ends the search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Least:
-    """Where a search ended."""
+    """The end of a search."""
 
     theta: Vector
 
     rows: Vector
-    """The residuals there."""
+    """The residuals at ``theta``."""
 
     @property
     def cost(self) -> float:
-        """Half of the sum of their squares."""
+        """Half of the sum of the squared residuals."""
         return float(self.rows @ self.rows) / 2
 
 
@@ -51,21 +52,21 @@ def least_squares(
     most: float,
     steps: int,
 ) -> Least:
-    r"""Levenberg and Marquardt's method from a point whose residuals are known.
+    r"""Run Levenberg-Marquardt from a point whose residuals are known.
 
     $\theta \leftarrow \theta - (J^T J + \lambda\, \mathrm{diag}(J^T J))^{-1} J^T r$
-    with $J$ from differences over `STEP` and $\lambda$ the first of a few with which
-    the cost falls, for at most ``steps`` steps. Only the entries ``free`` move, and no
-    further than ``most`` from 0. Steps end early where the next promises little.
+    with $J$ from differences over `STEP` and $\lambda$ the first of a few that lowers
+    the cost, for at most ``steps`` steps. Only the entries ``free`` move, by at most
+    ``most`` from 0. The search ends early when the next step promises little.
 
-    Source: Marquardt, J. SIAM 11(2), 1963. SciPy's needs one more look at the model for
-    each step, and a millisecond of its own.
+    Source: Marquardt, J. SIAM 11(2), 1963. SciPy's implementation needs one more model
+    evaluation per step, and a millisecond of overhead.
     """
     here = begin
     for _ in range(steps):
         slopes = _slopes(residuals, here, free)
         chosen = np.asarray(free)
-        # An entry that its bound holds back must not bend the others' step.
+        # An entry held back by its bound must not bend the step of the others.
         outward = here.theta[chosen] * (slopes.T @ here.rows) < 0
         moving = ~(outward & (np.abs(here.theta[chosen]) >= most))
         slopes, chosen = slopes[:, moving], chosen[moving]

@@ -1,10 +1,10 @@
-"""How alike two jobs are: graph edit distance of what they compute and where.
+"""Similarity of two jobs: graph edit distance of their computation and topology.
 
-AIACC-Training section VI starts a job from the settings of the most similar one before
-it, by the graph edit distance (Gao et al. 2010) of the computation graph and of the
-network's topology. The exact distance takes exponential time; here small graphs get
-NetworkX's search, cut off after a moment, and chains of many tensors an alignment,
-which is the cheapest edit that keeps the chain's order: an upper bound on the distance.
+AIACC-Training section VI starts a job from the settings of the most similar earlier
+job, by the graph edit distance (Gao et al. 2010) of the computation graph and of the
+network topology. The exact distance takes exponential time. Here, small graphs use
+NetworkX's search with a short time limit, and chains of many tensors use an alignment:
+the cheapest edit that keeps the chain's order, an upper bound on the distance.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from stretto.schema import Workload
 
 LONGEST_CHAIN = 512
-"""Longer chains are aligned after joining neighbours."""
+"""Longer chains are aligned after joining neighbors."""
 
 SMALL_RANKS = 6
-"""Up to so many ranks the topology's distance is searched, not bounded."""
+"""Up to this many ranks the topology's distance is searched; above, it is bounded."""
 
 _SEARCH_S = 0.2
 _OCTAVES = 8.0
@@ -33,41 +33,44 @@ _OCTAVES = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Ranks on hosts; edges carry what a flow between two ranks reaches."""
+    """Ranks on hosts; an edge holds the rate of a flow between two ranks."""
 
     hosts: int
 
     ranks_per_host: int
 
     inter_bytes_per_s: float | None = None
-    """``None``: not measured yet; then rates are not compared."""
+    """``None`` if not measured yet; then rates are not compared."""
 
     intra_bytes_per_s: float | None = None
 
     @property
     def ranks(self) -> int:
-        """Ranks of all hosts."""
+        """The number of ranks on all hosts."""
         return self.hosts * self.ranks_per_host
 
 
 def chain_of(workload: Workload) -> tuple[int, ...]:
-    """The computation graph as training sees it: gradients' bytes, in ready order."""
+    """Return the computation graph as gradients' bytes in ready order."""
     return tuple(tensor.bytes for tensor in workload.tensors)
 
 
 def job_distance(
     chains: tuple[Sequence[int], Sequence[int]], topologies: tuple[Topology, Topology]
 ) -> float:
-    """Distance of two jobs, 0 (equal) to 1 (nothing shared): the larger of the two."""
+    """Return the distance of two jobs, 0 (equal) to 1 (nothing shared).
+
+    It is the larger of the chain distance and the topology distance.
+    """
     return max(chain_distance(*chains), topology_distance(*topologies))
 
 
 def chain_distance(first: Sequence[int], second: Sequence[int]) -> float:
-    r"""Edit distance of two chains of tensors as a share of the largest possible.
+    r"""Return the edit distance of two chains of tensors, as a share of the maximum.
 
     Inserting or deleting a tensor costs 1; replacing bytes $a$ by $b$ costs
-    $\min(1, |\log_2(a / b)| / 8)$ times 2, so that nothing is won over deleting and
-    inserting. By dynamic programming, $O(L^2)$ with rows of arrays.
+    $\min(1, |\log_2(a / b)| / 8)$ times 2, so it never costs more than deleting and
+    inserting. Dynamic programming, $O(L^2)$ with rows of arrays.
     """
     one, two = _joined(first), _joined(second)
     if not len(one) or not len(two):
@@ -93,11 +96,11 @@ def _joined(chain: Sequence[int]) -> Any:
 
 
 def topology_distance(first: Topology, second: Topology) -> float:
-    """Graph edit distance of two topologies, as a share of building both.
+    """Return the graph edit distance of two topologies, as a share of building both.
 
-    Nodes are ranks; an edge joins any two and carries the rate between them, within a
-    host or between hosts. Replacing an edge costs how far the rates are apart, as for
-    tensors; rates that were not measured count as equal.
+    Nodes are ranks; an edge joins each pair and carries the rate between them, within a
+    host or between hosts. Replacing an edge costs the distance of the rates, computed
+    as for tensors; rates that were not measured count as equal.
     """
     if first == second:
         return 0.0
@@ -144,10 +147,11 @@ def _searched(first: Topology, second: Topology) -> float:
 
 
 def _matched(first: Topology, second: Topology) -> float:
-    """The cost of matching ranks in their order: an upper bound on the distance."""
+    """Return the cost of matching ranks in order: an upper bound on the distance."""
     few, many = sorted((first, second), key=lambda t: t.ranks)
     cost = _size(many.ranks) - _size(few.ranks)
-    # Edges by kind, for thousands of ranks: pairs within a host and between hosts.
+    # Count edges by kind (within a host, between hosts): there may be thousands of
+    # ranks.
     pairs = few.ranks * (few.ranks - 1) // 2
     within = [_pairs_within(t.ranks_per_host, few.ranks) for t in (few, many)]
     both = _pairs_within(math.gcd(few.ranks_per_host, many.ranks_per_host), few.ranks)

@@ -1,4 +1,4 @@
-"""The first look at a job: its steps profiled, its network probed, a plan made."""
+"""Take the first look at a job: profile its steps, probe its network, make a plan."""
 
 from __future__ import annotations
 
@@ -30,51 +30,53 @@ if TYPE_CHECKING:
 
 WARMUP_STEPS = 1
 LEAST_ROWS = 3
-"""Steps that a profile needs."""
+"""Number of steps that a profile needs."""
 
 PROFILE_LANES = (4, 4, 4, 2)
-"""Lanes on which the profiled steps send their gradients: together they are a probe of
-the network with messages as large as the model's. The step after a change has a longer
-backward and does not count for the workload, so there are few."""
+"""Lanes on which the profiled steps send their gradients. Together the steps probe the
+network with messages as large as the model's. The step after a change has a longer
+backward and does not count for the workload, so there are few changes."""
 
 MORE_LANES = (8, 8)
-"""Further steps, on more lanes ..."""
+"""Further steps on more lanes ..."""
 
 LANES_HELP_RATIO = 1.8
-"""... where twice the lanes were at least this much faster: then the link is not full.
-Where it is, opening more would cost time and tell nothing."""
+"""... if twice the lanes were at least this much faster: then the link is not full.
+If it is full, opening more lanes would cost time and show nothing."""
 
 MAX_SPREAD_RATIO = 0.35
-"""A backward whose quartiles lie further apart, as a share of its median, is profiled
+"""A backward whose interquartile range exceeds this share of its median is profiled
 again over twice as many steps ..."""
 
 MATTERS_RATIO = 0.15
 """... if that is more than this share of a step."""
 
 PROBE_STEPS = 0.5
-"""Small messages are probed for at most the time of so many steps."""
+"""Small messages are probed for at most the time of this many steps."""
 
 WHOLE_PROBE_STEPS = 3
-"""Where profiled steps say nothing of the network, it is probed for so many."""
+"""If profiled steps show nothing about the network, the probe takes this many steps."""
 
 MOST_PROBE_S = 20.0
 
 LEAST_PROBE_S = 0.06
-"""Less says nothing; a training of such short steps is over soon or has many."""
-
-PROBE_AGAIN = 3
-"""A probe that fits no network, or for which the time did not suffice, is made once
-more, so many times as long, then once more."""
-
-CONTENTION_FROM_S = 3.0
-"""From this budget on, computation beside communication is measured as well."""
-
-LEAST_BULK_BYTES = 2**21
-"""Gradients of less say little of a rate, shapers and socket buffers let them pass ...
+"""A shorter probe measures nothing; training with such short steps ends soon or has
+many.
 """
 
+PROBE_AGAIN = 3
+"""A probe that fits no network, or that ran out of time, is repeated with this many
+times the budget, at most twice."""
+
+CONTENTION_FROM_S = 3.0
+"""From this budget on, computation alongside communication is measured as well."""
+
+LEAST_BULK_BYTES = 2**21
+"""Smaller gradients do not show a rate, because shapers and socket buffers absorb them
+..."""
+
 LEAST_BULK_S = 0.05
-"""... unless they took so long all the same."""
+"""... unless the transfer took at least this long."""
 
 SMALL_POINTS = (
     (2**14, 1),
@@ -83,8 +85,8 @@ SMALL_POINTS = (
     (2**20, 1),
     (2**16, 1),
 )
-"""Sizes and lanes, what matters most first: start-ups alone and beside others, and what
-one flow reaches. What does not fit into the time is left out."""
+"""Sizes and lanes, most important first: start-ups alone and alongside others, and the
+rate of one flow. Points that do not fit into the time are left out."""
 
 PROBE_SIZES_BYTES = (2**14, 2**16, 2**18, 2**20, 2**22)
 PROBE_LANES = (1, 2, 4, 8)
@@ -95,7 +97,7 @@ _GROWTH = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a look found; equal on all ranks."""
+    """The result of a look; equal on all ranks."""
 
     workload: Workload
 
@@ -108,23 +110,23 @@ class Seen:
     """DDP's rule with its default buckets, under the same model."""
 
     probe_s: float
-    """How long training stood still for the probe."""
+    """How long the probe paused training."""
 
     deferred_s: float | None = None
-    """Median step of the profiled steps, communication after backward included."""
+    """Median step of the profiled steps, including communication after backward."""
 
 
 @final
 class Look:
-    """Profiles training steps, then probes and plans.
+    """Profile training steps, then probe and plan.
 
-    The first step with communication put off warms up, the next four are profiled, two
-    more where the link was not full by then; every step trains. What they send over
-    different numbers of lanes is a probe of the network with large messages; small ones
-    are then probed for about the time of one step. Where backward was unsteady, or too
-    few steps could be counted, twice as many are profiled again.
+    The first step with deferred communication warms up, the next four are profiled, and
+    two more if the link was not full by then; every step trains. Their transfers over
+    different numbers of lanes probe the network with large messages; small messages are
+    then probed for about the time of one step. If backward was unsteady, or too few
+    steps counted, twice as many steps are profiled again.
 
-    Every method is called by all ranks at the end of the same reduced backward.
+    All ranks call every method at the end of the same reduced backward.
     """
 
     def __init__(
@@ -156,10 +158,10 @@ class Look:
         self._number = 0
 
     def start(self) -> None:
-        """Begin with the next step.
+        """Start with the next step.
 
         Raises:
-            Refused: this model's communication can't be put off.
+            Refused: this model's communication can't be deferred.
         """
         self._begin((PROFILE_LANES[0],) * WARMUP_STEPS + PROFILE_LANES)
         self._profile.start()
@@ -177,10 +179,10 @@ class Look:
             self._change(deferred_plan(self._model, lanes))
 
     def seen(self, step_s: float, *, counts: bool) -> None:
-        """Take note of a step of this rank, as soon as it has ended.
+        """Record a step of this rank, as soon as it has ended.
 
         Raises:
-            Exception: what ended the profile on this rank.
+            Exception: the error that ended the profile on this rank.
         """
         found = self._profile.reduced(step_s)
         if self._profile.error is not None:
@@ -191,18 +193,18 @@ class Look:
         row, wait_s = found
         self._waits[str(number)] = wait_s
         self._steps_s.append(step_s)
-        # New buckets are touched for the first time in a step after a change.
+        # A step after a change touches the new buckets for the first time.
         if counts and self._lanes[number] == self._lanes[number - 1]:
             self._rows[str(number)] = row
 
     def go_on(self) -> Seen | None:
-        """Go on after a step; what was found, when the look is over.
+        """Continue after a step; return the result once the look is over.
 
         Raises:
-            Infeasible: no plan or no model of the network could be made.
+            Infeasible: no plan or no model of the network exists.
             NoisyProfile: the network's times contradict each other.
             SpecError: the same.
-            Stopped: another rank can't go on.
+            Stopped: another rank can't continue.
         """
         if self._number < len(self._lanes):
             self._apply(self._lanes[self._number - 1])
@@ -216,8 +218,8 @@ class Look:
             return None
         if found["do"] == "again":
             self._again = True
-            # Another, longer look. If it is no steadier it is planned with all the
-            # same: the prediction is rough then, the plan's shape rarely wrong.
+            # Take another, longer look. If it is no steadier, plan with it anyway: the
+            # prediction is rough then, but the plan's shape is rarely wrong.
             self._begin((PROFILE_LANES[0],) * (WARMUP_STEPS + 2 * len(PROFILE_LANES)))
             return None
         self._profile.stop()
@@ -230,7 +232,7 @@ class Look:
     # On rank 0.
 
     def _judge(self, tables: list[Any]) -> dict[str, Any]:
-        """Say what comes next, from what all ranks have seen."""
+        """Return the next action, from the records of all ranks."""
         if not self._again:
             waits = [
                 (self._lanes[int(number)], min(t["waits"][number] for t in tables))
@@ -255,8 +257,8 @@ class Look:
                 return {"do": "again"}
             raise NoisyProfile(
                 f"only {len(rows)} of {len(self._lanes)} steps could be profiled: "
-                "the model was evaluated within the others, or its forward or backward "
-                "can't be observed (a model that is compiled as a whole)"
+                "the model was evaluated during the others, or its forward or backward "
+                "can't be observed (a model compiled as a whole)"
             )
         workload = self._profile.merged_workload(
             name=self._name, rows=rows, ranks=self._board.size
@@ -271,7 +273,7 @@ class Look:
     # On all ranks.
 
     def _plan(self, workload: Workload, step_s: float) -> Seen:
-        """``step_s``, a step with its communication, is equal on all ranks."""
+        """Plan; ``step_s``, a step with its communication, is equal on all ranks."""
         bulk = [sample for sample in self._bulk if tells_a_rate(sample)]
         some_bulk = bool(self._board.decision(len(bulk)))
         steps: float = PROBE_STEPS if some_bulk else WHOLE_PROBE_STEPS
@@ -279,7 +281,7 @@ class Look:
         begin_s = perf_counter()
         found: Any = None
         for times in (1, PROBE_AGAIN, PROBE_AGAIN**2):
-            # What a short probe finds contradictory a longer one mostly settles.
+            # A longer probe mostly settles what a short probe finds contradictory.
             samples, trouble = probe_lanes(
                 self._model, times * budget_s, some_bulk=some_bulk
             )
@@ -311,12 +313,12 @@ class Look:
         bulk: Sequence[CollectiveSample],
         troubles: list[dict[str, Any] | None],
     ) -> dict[str, Any]:
-        """Encoded cluster and plans, or why the probe has to be repeated."""
+        """Return the encoded cluster and plans, or why the probe must be repeated."""
         failed = [(rank, found) for rank, found in enumerate(troubles) if found]
         if len(failed) == len(troubles) and all(found["alike"] for _, found in failed):
             return {"retry": failed[0][1]["why"]}  # too short a budget
         if failed or samples is None:
-            # A lost connection is mostly what another rank's failure left.
+            # A lost connection mostly results from another rank's failure.
             rank, found = min(failed, key=lambda item: item[1]["lost"])
             raise NoisyProfile(f"{self._board.name(rank)}: {found['why']}")
         try:
@@ -346,16 +348,17 @@ def probe_lanes(
 ) -> tuple[NetworkSamples | None, dict[str, Any] | None]:
     """Measure the network on the model's lanes, or say why not.
 
-    Between two steps nothing else uses them. A rank that fails closes its connections,
-    so that no other waits for it; then tuning ends, and the lanes with it.
+    Nothing else uses the lanes between two steps. A rank that fails closes its
+    connections, so that no other rank waits for it; then tuning ends, and so do the
+    lanes.
     """
     samples: NetworkSamples | None = None
     trouble: dict[str, Any] | None = None
     lanes, agreement = model._probe_pools()  # noqa: SLF001
     widest = max(lane for _, lane in SMALL_POINTS) if some_bulk else max(PROBE_LANES)
     try:
-        # Opened before anything that may fail on one rank alone: ranks that wait
-        # for a connection can't be released by closing one.
+        # Open before anything that may fail on one rank alone: closing a connection
+        # can't release ranks that wait for one.
         agreement.lane(0)
         for number in range(widest):
             lanes.lane(number)
@@ -386,21 +389,21 @@ def probe_lanes(
 
 
 def _common(tables: Iterable[dict[str, Any]]) -> list[str]:
-    """Steps that all ranks have, in order: they may have seen different ones."""
+    """Return the steps that all ranks have, in order; ranks may have seen others."""
     numbers = [set(table) for table in tables]
     return sorted(set.intersection(*numbers), key=int)
 
 
 def tells_a_rate(sample: CollectiveSample) -> bool:
-    """Whether what a network lets pass at once is little of a sample."""
+    """Return whether the sample exceeds what shapers and socket buffers absorb."""
     size_bytes = sample.size_bytes * sample.lanes
     return size_bytes >= LEAST_BULK_BYTES or sample.duration_s >= LEAST_BULK_S
 
 
 def more_lanes_help(samples: Sequence[CollectiveSample]) -> bool:
-    """Whether the largest number of lanes left the link unfilled.
+    """Return whether the largest number of lanes left the link unfilled.
 
-    Every sample carries the same bytes in all, in equal parts on its lanes.
+    Every sample transfers the same total bytes, in equal parts on its lanes.
     """
     time_s = {sample.lanes: sample.duration_s for sample in samples}
     most = max(time_s, default=0)
@@ -409,10 +412,10 @@ def more_lanes_help(samples: Sequence[CollectiveSample]) -> bool:
 
 
 def plausible(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
-    """Samples of a short probe without what noise makes impossible.
+    """Return the samples of a short probe without what noise makes impossible.
 
-    A larger message, or the same one on more lanes, never takes less: where it seemed
-    to, it was the smaller that something disturbed, or chance.
+    A larger message, or the same one on more lanes, never takes less time. If it seemed
+    to, the smaller one was disturbed, or it was chance.
     """
     found: dict[tuple[int, int], CollectiveSample] = {}
     for sample in sorted(samples, key=lambda s: (s.lanes, s.size_bytes)):

@@ -1,4 +1,4 @@
-"""Plans kept between runs, in a small SQLite file on rank 0's host.
+"""Store plans between runs in a small SQLite file on rank 0's host.
 
 An entry is a settled plan, or the best one of a run that ended before tuning had
 settled.
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 VERSION = 1
-"""Of the file's layout; another one is left alone."""
+"""Version of the file's layout; a file with another version is not touched."""
 
 VARIABLE = "STRETTO_MEMORY"
 """The file's path, or ``off``."""
 
 KEPT = 500
-"""Entries beyond this go, oldest first."""
+"""Maximum number of entries; the oldest beyond it are deleted."""
 
 _LOCK_S = 2.0
 
 _ADDED = "unfinished_steps"
-"""A column that older files of this layout lack. They get it when it is first needed;
-an older stretto goes on reading and writing the others."""
+"""A column that older files of this layout lack. It is added when it is first needed;
+an older stretto continues to read and write the other columns."""
 
 _EQUAL = "WHERE model = ? AND hosts = ? AND ranks_per_host = ? AND surroundings = ?"
 
@@ -62,10 +62,10 @@ CREATE TABLE IF NOT EXISTS settled (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a plan was settled for: equal jobs may share it."""
+    """The job that a plan was settled for: equal jobs may share it."""
 
     name: str
-    """For people; not compared."""
+    """For display only; not compared."""
 
     model: str
     """Digest of the tensors' names, sizes and types."""
@@ -75,12 +75,12 @@ class Job:
     ranks_per_host: int
 
     surroundings: str
-    """Versions, backend and device that a plan's worth depends on."""
+    """Versions, backend and device, on which a plan's value depends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remembered:
-    """A settled plan, or an unfinished search's best, and what was measured with it."""
+    """A settled plan, or an unfinished search's best, with its measurements."""
 
     job: Job
 
@@ -95,18 +95,18 @@ class Remembered:
     ddp_step_s: float | None = None
 
     number: int | None = None
-    """In the file; ``None``: not in it yet."""
+    """Its number in the file, or ``None`` if it is not stored yet."""
 
     at: str = ""
-    """When it was kept, UTC."""
+    """Time of storage, UTC."""
 
     unfinished_steps: int | None = None
-    """Steps of the runs that ended before tuning had settled; ``None``: it had."""
+    """Steps of runs that ended before tuning settled; ``None`` if it had settled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreadable:
-    """An entry of which only the number and the name can be told."""
+    """An entry of which only the number and the name can be read."""
 
     number: int
 
@@ -118,7 +118,7 @@ class Unreadable:
 
 
 def default_path() -> Path | None:
-    """Where plans are kept; ``None``: nowhere, as the environment asks."""
+    """Return the file for plans, or ``None`` if the environment disables it."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         return None if named in ("", "off") else Path(named)
@@ -130,22 +130,22 @@ def default_path() -> Path | None:
 class PlanMemory:
     """The plans of one file. Several jobs may use it at once.
 
-    With ``strict`` false, as in a training run, whatever is wrong with the file costs
-    one warning and the memory: everything else goes on. With ``strict`` true it raises.
-    An entry that can't be read is passed over, with one warning for all of them.
+    With ``strict`` false, as in a training run, an error with the file costs one
+    warning and disables the memory; everything else continues. With ``strict`` true it
+    raises. An unreadable entry is skipped, with one warning for all such entries.
     """
 
     def __init__(self, path: Path | None, *, strict: bool = False) -> None:
-        """The memory in a file, made where there is none yet."""
+        """Use the file at ``path``; it is created when it is first needed."""
         self._path = path
         self._strict = strict
         self._unreadable: set[int] = set()
 
     def exact(self, job: Job) -> Remembered | None:
-        """The plan kept for an equal job.
+        """Return the plan stored for an equal job.
 
         Raises:
-            SpecError: the file can't be used, where ``strict``.
+            SpecError: the file can't be used and ``strict`` is true.
         """
         rows = self._readable(self._rows(_EQUAL, _key(job)))
         return rows[0] if rows else None
@@ -153,10 +153,10 @@ class PlanMemory:
     def nearest(
         self, workload: Workload, topology: Topology, surroundings: str
     ) -> tuple[Remembered, float] | None:
-        """The plan of the most similar job in equal surroundings, and its distance.
+        """Return the most similar job's plan in equal surroundings, and its distance.
 
         Raises:
-            SpecError: the file can't be used, where ``strict``.
+            SpecError: the file can't be used and ``strict`` is true.
         """
         chain = chain_of(workload)
         best: tuple[Remembered, float] | None = None
@@ -171,21 +171,21 @@ class PlanMemory:
         return best
 
     def all(self) -> list[Remembered | Unreadable]:
-        """Everything, newest first.
+        """Return all entries, newest first.
 
         Raises:
-            SpecError: the file can't be used, where ``strict``.
+            SpecError: the file can't be used and ``strict`` is true.
         """
         return self._rows("", ())
 
     def remember(self, entry: Remembered, *, refuted: int | None = None) -> bool:
-        """Keeps a plan, in place of an earlier one for an equal job; whether it did.
+        """Store a plan, replacing that of an equal job; return whether it was stored.
 
-        An unfinished one never takes the place of a settled one, unless that is
-        number ``refuted``, whose steps were found to take longer now.
+        An unfinished plan never replaces a settled one, unless that is number
+        ``refuted``, whose steps were found to take longer now.
 
         Raises:
-            SpecError: the file can't be used, where ``strict``.
+            SpecError: the file can't be used and ``strict`` is true.
         """
         kept = False
         with self._guard("keep a plan"), self._open() as file:
@@ -195,10 +195,10 @@ class PlanMemory:
         return kept
 
     def forget(self, number: int | None = None) -> int:
-        """Drops one entry, or all; how many there were.
+        """Delete one entry, or all; return the number of deleted entries.
 
         Raises:
-            SpecError: the file can't be used, where ``strict``.
+            SpecError: the file can't be used and ``strict`` is true.
         """
         dropped = 0
         with self._guard("forget plans"), self._open() as file:
@@ -230,7 +230,7 @@ class PlanMemory:
         if broken and not self._unreadable:
             _log.warning(
                 "%s: entry %d can't be read: %s. `stretto tune list` names such "
-                "entries, `stretto tune forget %d` drops this one",
+                "entries, `stretto tune forget %d` deletes this one",
                 self._path,
                 broken[0].number,
                 broken[0].why,
@@ -250,12 +250,12 @@ class PlanMemory:
             )
             if self._strict:
                 raise SpecError(what) from exc
-            _log.warning("%s. Going on without remembered plans", what)
+            _log.warning("%s. Continuing without remembered plans", what)
             self._path = None  # one warning is enough
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection | None]:
-        """A connection for one transaction; none where nothing is kept."""
+        """Yield a connection for one transaction, or None if the memory is off."""
         if self._path is None:
             yield None
             return
@@ -276,23 +276,23 @@ class PlanMemory:
 
 
 def _lay_out(connection: sqlite3.Connection) -> None:
-    """Makes the table in a new file.
+    """Create the table in a new file.
 
     Raises:
-        SpecError: the file is somebody else's.
+        SpecError: the file belongs to another program.
     """
-    connection.execute("BEGIN IMMEDIATE")  # table and version for others at one time
+    connection.execute("BEGIN IMMEDIATE")  # publish table and version together
     if connection.execute("PRAGMA user_version").fetchone()[0] == VERSION:
         return  # another job was first
     row = connection.execute("SELECT name FROM sqlite_master").fetchone()
     if row is not None:
-        raise SpecError(f"it is a database of something else: it holds {row[0]!r}")
+        raise SpecError(f"it belongs to another program: it holds the table {row[0]!r}")
     connection.execute(_LAYOUT)
     connection.execute(f"PRAGMA user_version = {VERSION}")
 
 
 def topology_of(cluster: Cluster) -> Topology:
-    """Ranks and rates of a measured cluster."""
+    """Return ranks and rates of a measured cluster."""
     return Topology(
         hosts=cluster.hosts,
         ranks_per_host=cluster.ranks_per_host,
@@ -302,9 +302,12 @@ def topology_of(cluster: Cluster) -> Topology:
 
 
 def _keep(file: sqlite3.Connection, entry: Remembered, may_go: set[int | None]) -> bool:
-    """Puts an entry in; whether it may stand where an equal job's settled one stands.
+    """Store an entry unless an equal job's settled entry takes precedence.
 
-    ``may_go`` are the numbers of settled ones for which an unfinished one is better.
+    ``may_go`` are the numbers of settled entries that an unfinished one may replace.
+
+    Returns:
+        Whether the entry was stored.
     """
     job = entry.job
     row: dict[str, object] = {
@@ -320,7 +323,7 @@ def _keep(file: sqlite3.Connection, entry: Remembered, may_go: set[int | None]) 
         "plan": codec.encode(entry.plan),
     }
     if not file.in_transaction:
-        file.execute("BEGIN IMMEDIATE")  # what is read below is there still
+        file.execute("BEGIN IMMEDIATE")  # what is read below stays valid
     if entry.unfinished_steps is not None:
         if not _has_added(file):
             file.execute(f"ALTER TABLE settled ADD COLUMN {_ADDED} INTEGER")

@@ -1,4 +1,4 @@
-"""What a user may say about tuning; all of it has a default."""
+"""Options of tuning; all have a default."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ TECHNIQUES = (
 )
 
 GUIDED = ("predicted", "coordinate")
-"""The default: what the fitted model ranks first, then its neighbours."""
+"""The default: the fitted model's ranking first, then neighbors of the best."""
 
 ENSEMBLE = ("grid", "population", "bayes", "hyperband")
-"""AIACC-Training's ensemble, which knows no model."""
+"""AIACC-Training's ensemble, which uses no model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """How ``plan="auto"`` searches while the training runs."""
+    """Options for the search of ``plan="auto"`` during training."""
 
     steps: int = 100
-    """Steps in which plans may be proposed; the comparison with DDP's buckets that
-    decides may follow. 0: the first plan stays."""
+    """Steps in which plans may be proposed; the deciding comparison with DDP's buckets
+    may follow. 0 keeps the first plan."""
 
     lost_ratio: float = 0.015
-    """Time that trials may lose, changes of plan and corrections of the model included,
-    as a share of the time trained. Half of what ``steps`` steps allow may be lost at
-    once, the rest is earned step by step."""
+    """Time that trials may lose, as a share of the time trained, including changes of
+    plan and corrections of the model. Half of the budget for ``steps`` steps may be
+    lost at once; the rest is earned step by step."""
 
     techniques: tuple[str, ...] = GUIDED
-    """Who proposes plans, chosen among by a bandit."""
+    """Techniques that propose plans; a bandit chooses among them."""
 
     model: bool = True
-    """Whether the planner's plan comes first and predictions rule plans out; without,
-    the search starts from DDP's rule and the techniques know nothing."""
+    """Whether the planner's plan comes first and predictions rule plans out. If false,
+    the search starts from DDP's rule and the techniques get no predictions."""
 
     patience: int | None = 6
-    """Trials in a row that bring nothing before the search ends; ``None``: any number,
-    which a search without the model needs."""
+    """Consecutive trials without improvement before the search ends; ``None`` means no
+    limit, which a search without the model needs."""
 
     window: int = WINDOW
     """Uses of techniques that the bandit remembers."""
@@ -56,14 +56,14 @@ class TuneOptions:
     """AIACC's C."""
 
     watch: bool = True
-    """Whether step times are watched after settling, and a lasting change re-opens the
-    search."""
+    """Whether to watch step times after settling, and to reopen the search on a lasting
+    change."""
 
     memory: bool = True
-    """Whether settled plans are kept for the next run (`STRETTO_MEMORY` says where)."""
+    """Whether settled plans are stored for the next run (path: `STRETTO_MEMORY`)."""
 
     seed: int = 0
-    """Of techniques that draw."""
+    """Random seed of the techniques that sample."""
 
     def __post_init__(self) -> None:
         if self.steps < 0:
@@ -91,7 +91,7 @@ class TuneOptions:
 
     @property
     def limits(self) -> Limits:
-        """The search's limits."""
+        """The limits of the search."""
         return Limits(
             steps=max(1, self.steps),
             lost_ratio=self.lost_ratio,

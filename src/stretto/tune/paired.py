@@ -1,8 +1,8 @@
-"""Paired comparison of two plans on a machine whose speed changes under them.
+"""Compare two plans in pairs on a machine whose speed changes during the comparison.
 
 A block of steps of one plan runs between two blocks of another. The ratio of the middle
-block to its neighbors cancels slow changes of the machine; the disagreement of the two
-neighbors shows a fast one, and such a pair counts less.
+block to its neighbors cancels slow changes of the machine. A disagreement of the two
+neighbors shows a fast change, and such a pair counts less.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 LEAST_NOISE = 0.01
-"""Error of a pair's log ratio that is always assumed: two blocks never agree better."""
+"""Minimum error assumed for a pair's log ratio: two blocks never agree better."""
 
 MOST_NOISE = 1.0
-"""Pairs noisier than this say nothing, so the estimate of noise ends here."""
+"""Upper limit of the noise estimate: noisier pairs carry no information."""
 
 _NORMAL = 1.4826
 """Standard deviations in a median absolute deviation, for normal errors."""
@@ -30,7 +30,7 @@ _NEIGHBOR_SHARE = 0.5
 
 _JUMP_SHARE = 0.3
 """Share of the usual change from block to block that counts as every pair's error: the
-middle block may lie in a fast or slow moment that neither neighbor shows."""
+middle block may coincide with a fast or slow period that neither neighbor shows."""
 
 _REMEMBERED_STEPS = 60
 _REMEMBERED_JUMPS = 20
@@ -44,12 +44,12 @@ class Pair:
     """Logarithm of the block's median step over its neighbors'."""
 
     error: float
-    """Standard error of that, as far as it can be known from one pair."""
+    """Standard error of ``log_ratio``, as far as one pair shows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What all pairs of two plans say: the logarithm of their ratio, and its error."""
+    """The combined result of all pairs of two plans: log ratio and its error."""
 
     log_ratio: float
 
@@ -59,15 +59,15 @@ class Estimate:
 
     @property
     def ratio(self) -> float:
-        """The middle plan's step over the other's."""
+        """The middle plan's step divided by the other's."""
         return math.exp(self.log_ratio)
 
     def inverse(self) -> Estimate:
-        """The same comparison with the plans exchanged."""
+        """Return the same comparison with the plans exchanged."""
         return Estimate(log_ratio=-self.log_ratio, error=self.error, pairs=self.pairs)
 
     def chained(self, after: Estimate) -> Estimate:
-        """The ratio of the first plan to the third, by way of the second."""
+        """Return the ratio of the first plan to the third, through the second."""
         return Estimate(
             log_ratio=self.log_ratio + after.log_ratio,
             error=math.hypot(self.error, after.error),
@@ -77,40 +77,40 @@ class Estimate:
 
 @final
 class Noise:
-    """How much one plan's steps differ: within a block, and from block to block."""
+    """Variation of one plan's steps within a block and from block to block."""
 
     def __init__(self) -> None:
         self._residuals: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self._jumps: deque[float] = deque(maxlen=_REMEMBERED_JUMPS)
 
     def add(self, steps_s: Sequence[float]) -> None:
-        """Take the steps of one block."""
+        """Add the steps of one block."""
         if len(steps_s) < 2:
             return
         middle = math.log(statistics.median(steps_s))
-        # The median itself deviates by 0 in blocks of an odd length: leave it out.
+        # In blocks of odd length the median's own deviation is 0: leave it out.
         found = sorted(abs(math.log(step_s) - middle) for step_s in steps_s)
         self._residuals.extend(found[len(steps_s) % 2 :])
 
     def add_jump(self, before_s: Sequence[float], after_s: Sequence[float]) -> None:
-        """Take two blocks of the same plan, the second a block later or more."""
+        """Add two blocks of the same plan, the second at least one block later."""
         ratio = statistics.median(after_s) / statistics.median(before_s)
         self._jumps.append(abs(math.log(ratio)))
 
     @property
     def of_a_jump(self) -> float:
-        """Usual change of the machine's speed, as a logarithm, from block to block."""
+        """The usual change of the machine's speed between blocks, as a logarithm."""
         return statistics.median(self._jumps) if self._jumps else 0.0
 
     @property
     def of_a_step(self) -> float:
-        """Standard deviation of a step's logarithm; outliers hardly move it."""
+        """The standard deviation of a step's logarithm, robust to outliers."""
         if not self._residuals:
             return 0.0
         return _NORMAL * statistics.median(self._residuals)
 
     def of_a_median(self, steps: int) -> float:
-        """Standard error of the median of so many steps, within the limits."""
+        """Return the standard error of the median of ``steps`` steps, within limits."""
         error = 1.253 * self.of_a_step / math.sqrt(max(1, steps))
         return min(MOST_NOISE, max(LEAST_NOISE, error))
 
@@ -122,7 +122,7 @@ def compare(
     *,
     noise: Noise,
 ) -> Pair:
-    """Return the pair that three blocks of steps make."""
+    """Return the pair for three blocks of steps."""
     before, middle, after = (
         math.log(statistics.median(steps_s))
         for steps_s in (before_s, middle_s, after_s)
@@ -138,10 +138,10 @@ def compare(
 
 
 def estimate(pairs: Iterable[Pair]) -> Estimate:
-    """Return what pairs say together: a weighted median, which one bad pair can't move.
+    """Return the combined estimate: a weighted median, robust to one bad pair.
 
-    The error is the larger of what the pairs' own errors promise and what their
-    disagreement shows.
+    The error is the larger of the value from the pairs' own errors and the value from
+    their disagreement.
     """
     found = sorted(pairs, key=lambda pair: pair.log_ratio)
     weights = [pair.error**-2 for pair in found]
@@ -170,7 +170,7 @@ def estimate(pairs: Iterable[Pair]) -> Estimate:
 def _weighted_median(
     pairs: Sequence[Pair], weights: Sequence[float] | None = None
 ) -> float:
-    """The weighted median of sorted pairs, interpolated between its neighbors."""
+    """Return the weighted median of sorted pairs, interpolated between neighbors."""
     shares = weights or [pair.error**-2 for pair in pairs]
     half = sum(shares) / 2
     passed = 0.0

@@ -1,4 +1,4 @@
-"""A running DDP job measured without communication, while its training goes on."""
+"""Measure a running DDP job without communication while its training continues."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
     from stretto.schema import Plan, Workload
 
 PROFILE_PLANNER = "profile"
-"""What the plan file of a deferred step names as its planner."""
+"""The planner's name in the plan of a deferred step."""
 
 
 DEFERRED_LANES = 4
-"""Lanes of a deferred step: where a flow can't fill the link, the wait is shorter."""
+"""Lanes of a deferred step: if one flow can't fill the link, this shortens the wait."""
 
 
 def deferred_plan(model: DistributedDataParallel, lanes: int = DEFERRED_LANES) -> Plan:
-    """Return a plan that sends everything after backward, measured or not."""
+    """Return a plan that sends everything after backward, before any measurement."""
     return model.deferred_plan(lanes, planner=PROFILE_PLANNER)
 
 
 @final
 class DeferredProfile:
-    """Observes training steps whose communication waits until backward has ended.
+    """Observe training steps whose communication waits until backward has ended.
 
     The steps are real: every gradient is reduced and every step counts. Backward runs
-    without communication beside it, which is what a workload describes, and the wait
-    for communication is taken out of the step's time. All that DDP itself does outside
-    backward, such as sending buffers before forward, stays in.
+    without concurrent communication, which is what a workload describes, and the wait
+    for communication is subtracted from the step's time. DDP's own work outside
+    backward, such as sending buffers before forward, is included.
 
-    The caller applies a `deferred_plan`. Nothing here communicates, except `workload`
+    The caller applies a `deferred_plan`. No method communicates, except `workload`
     without rows.
     """
 
@@ -57,28 +57,28 @@ class DeferredProfile:
 
     @property
     def error(self) -> Exception | None:
-        """What ended the observation, where it is ``aside``."""
+        """The error that ended the observation, if it is ``aside``."""
         return self.observer.error
 
     def start(self) -> None:
-        """Begin with the next step."""
+        """Start with the next step."""
         self._model.observe(self._waits)
         self.observer.__enter__()
 
     def begin_step(self) -> None:
-        """Begin a step here rather than at the next forward."""
+        """Begin a step now rather than at the next forward."""
         self.observer.begin_step()
 
     def end_step(self) -> None:
-        """End the step here rather than at the next forward."""
+        """End the step now rather than at the next forward."""
         self.observer.end_step()
 
     def reduced(self, step_s: float) -> tuple[list[float], float] | None:
         """End a step of ``step_s`` at the end of its reduced backward.
 
         Returns:
-            Its row for `merged_workload` and how long it waited for communication;
-            ``None`` where it was not seen whole.
+            Its row for `merged_workload` and its wait for communication, or ``None`` if
+            the step was not observed completely.
         """
         waited_s = self._waits.take()
         self.observer.steps.clear()  # micro-steps without reduction
@@ -88,14 +88,14 @@ class DeferredProfile:
         return self.observer.row_of(self.observer.steps[0]), waited_s
 
     def stop(self) -> None:
-        """Stop observing. The deferred plan stays until another is applied."""
+        """Stop observing. The deferred plan stays in use until another is applied."""
         self.observer.close()
         self._model.observe(None)
 
     def workload(
         self, *, name: str, warmup: int, max_spread_ratio: float = 0.35
     ) -> Workload:
-        """Return the workload that the steps show; collective.
+        """Return the workload of the observed steps; collective.
 
         Raises:
             NoisyProfile: the steps differ too much.
@@ -110,10 +110,10 @@ class DeferredProfile:
     def merged_workload(
         self, *, name: str, rows: Sequence[Sequence[float]], ranks: int
     ) -> Workload:
-        """Return the workload of rows that were merged over ranks.
+        """Return the workload for rows that were merged over ranks.
 
         Raises:
-            SpecError: there are too few.
+            SpecError: there are too few rows.
         """
         found = self.observer.workload(
             name=name, warmup=0, rows=rows, max_spread_ratio=math.inf
@@ -126,8 +126,8 @@ def bulk_samples(
 ) -> tuple[CollectiveSample, ...]:
     """Return all-reduces after backward as samples of the network.
 
-    ``waits`` are numbers of lanes and, for each step, the wait of the rank that came
-    last, which is the collective's own time. All lanes carry equal parts of all
+    ``waits`` contains, for each step, the number of lanes and the wait of the last
+    rank, which is the collective's own time. All lanes transfer equal parts of all
     gradients at once.
     """
     by_lanes: dict[int, list[float]] = {}
@@ -149,10 +149,10 @@ def bulk_samples(
 
 @final
 class _Waits(AbstractStepObserver):
-    """Reports to the observer of a step how long it waited for communication.
+    """Report each step's wait for communication to the step's observer.
 
-    The wait ends with the last collective: what DDP does after it, copying buckets back
-    into gradients, belongs to a step without communication too.
+    The wait ends with the last collective. DDP's later work, copying buckets back into
+    gradients, is also part of a step without communication.
     """
 
     def __init__(self, observer: StepObserver) -> None:
@@ -162,7 +162,7 @@ class _Waits(AbstractStepObserver):
         self._waited_s: float | None = None
 
     def take(self) -> float | None:
-        """Return the last step's wait, once; ``None``: it did not communicate."""
+        """Return the last step's wait, once; ``None`` if it did not communicate."""
         waited_s, self._waited_s = self._waited_s, None
         return waited_s
 

@@ -1,4 +1,4 @@
-"""What a plan of an earlier run means in this one."""
+"""Use a plan of an earlier run in this one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def packed(found: Remembered) -> tuple[bytes, float, float | None, int | None]:
-    """What every rank needs to carry a remembered plan out, as it is broadcast."""
+    """Return what every rank needs to apply a remembered plan, for a broadcast."""
     plan = codec.encode(found.plan)
     return plan, found.step_s, found.ddp_step_s, found.unfinished_steps
 
 
 def settled_of(found: Remembered, now_s: float) -> Settled:
-    """A remembered plan as settled, where its step takes ``now_s``.
+    """Return a remembered plan as settled, with a step time of ``now_s``.
 
     Raises:
         Infeasible: DDP's rule has no plan for its workload.
@@ -40,10 +40,10 @@ def settled_of(found: Remembered, now_s: float) -> Settled:
 
 
 def ddp_step_s_at(found: Remembered, now_s: float) -> float | None:
-    """DDP's step at the speed at which the plan's step takes ``now_s``.
+    """Return DDP's step time at the speed at which the plan's step takes ``now_s``.
 
-    What was measured is the ratio of the two, in turns: a step of then compared with
-    one of now would say how busy the machine was.
+    Only the ratio of the two, measured in alternation, carries over: comparing an old
+    step with a new one would show how busy the machine was.
     """
     if found.ddp_step_s is None:
         return None
@@ -51,7 +51,7 @@ def ddp_step_s_at(found: Remembered, now_s: float) -> float | None:
 
 
 def seen_again(found: Remembered, *, planner: str, wire_dtype: str | None) -> Seen:
-    """What an earlier run's look found, planned with anew.
+    """Return the result of an earlier run's look, planned with again.
 
     Raises:
         Infeasible: the planner finds no plan.
@@ -69,7 +69,7 @@ def seen_again(found: Remembered, *, planner: str, wire_dtype: str | None) -> Se
 
 
 def encoded(found: Settled | Seen) -> dict[str, Any]:
-    """Measurements and plans as they are broadcast."""
+    """Return measurements and plans encoded for a broadcast."""
     return {
         "workload": codec.encode(found.workload),
         "cluster": codec.encode(found.cluster),
@@ -79,7 +79,7 @@ def encoded(found: Settled | Seen) -> dict[str, Any]:
 
 
 def decoded(parts: dict[str, Any]) -> dict[str, Any]:
-    """The same on every rank, by the names of the fields."""
+    """Return the decoded parts by field name."""
     return {
         "workload": codec.decode(parts["workload"], Workload),
         "cluster": codec.decode(parts["cluster"], Cluster),
@@ -89,7 +89,7 @@ def decoded(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def nearest_point(plan: Plan, earlier: Remembered, guide: Guide) -> tuple[int, ...]:
-    """The point of the guide's space that is most like another job's plan."""
+    """Return the point of the guide's space that is nearest to another job's plan."""
     sizes = {tensor.name: tensor.bytes for tensor in earlier.workload.tensors}
     largest = max(
         sum(sizes.get(name, 0) for name in bucket.tensors) for bucket in plan.buckets

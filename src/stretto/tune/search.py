@@ -1,6 +1,6 @@
-"""The search inside a run: which plan the next steps execute, and when to stop.
+"""Search inside a run: decide which plan the next steps execute, and when to stop.
 
-Pure: it takes step times and names plans; it neither runs nor measures anything.
+Pure: it takes step times and returns plans; it neither runs nor measures anything.
 """
 
 from __future__ import annotations
@@ -23,110 +23,110 @@ if TYPE_CHECKING:
     from stretto.tune.techniques.base import AbstractTechnique
 
 START = "start"
-"""Technique of a plan that was known before the search."""
+"""Technique name of a plan that was known before the search."""
 
 CONTROL = "control"
-"""Technique of a block of the incumbent between two others."""
+"""Technique name of a block of the incumbent between two others."""
 
 FINAL = "final"
-"""Technique of a block of DDP's buckets that a faster plan has to beat."""
+"""Technique name of a block of DDP's buckets, which a faster plan must beat."""
 
 TRIAL_S = 0.25
 """A block lasts at least this long, because short steps vary more ..."""
 
 MOST_TRIAL_STEPS = 8
-"""... but for no more steps than this."""
+"""... but at most this many steps."""
 
 LEAST_GAIN_RATIO = 0.02
-"""A plan that saves less of DDP's step than this is a tie, and DDP's buckets stay."""
+"""A plan that saves less than this share of DDP's step is a tie; DDP's buckets stay."""
 
 BETTER_RATIO = 0.005
-"""The same between two plans of which neither is DDP's."""
+"""The same threshold between two plans other than DDP's."""
 
 SURE = 2.0
-"""Standard errors by which a plan must be ahead to replace another."""
+"""Standard errors by which a plan must lead to replace another."""
 
 _SURE_AT_ONCE = 4.0
 _CLEAR_LOG = 0.3
-"""One pair decides alone where this is exceeded by `_SURE_AT_ONCE` standard errors."""
+"""A single pair decides if it exceeds this by `_SURE_AT_ONCE` standard errors."""
 
 _HOPE = 1.5
 """Standard errors: a plan that would not win with this much luck is rejected."""
 
 _LITTLE_HOPE = 0.5
-"""The same for what a technique proposes: there are always more of these."""
+"""The same for a technique's proposal: there are always more of these."""
 
 _LEAST_PAIRS = 2
-"""Pairs before a plan known before the search, or the incumbent, is rejected."""
+"""Least pairs before a starting plan, or the incumbent, is rejected."""
 
 START_PAIRS = 16
-"""Pairs after which a plan known before the search has failed to win ..."""
+"""Pairs after which a plan known before the search is rejected if it has not won ..."""
 
 PROPOSAL_PAIRS = 5
-"""... one that a technique proposed ..."""
+"""... the same for a technique's proposal ..."""
 
 FINAL_PAIRS = 20
 """... and pairs in which a plan may show that it beats DDP's buckets."""
 
 _HOPELESS_RATIO = 1.15
-"""A block ends after `_HOPELESS_STEPS` when each is slower than this ..."""
+"""A block ends after `_HOPELESS_STEPS` steps if each is slower than this ..."""
 
 _HOPELESS_STEPS = 2
 
 _MORE_STEPS = 40
-"""Comparisons under way end after twice the limit of steps, and this many more."""
+"""Comparisons under way end after twice the limit of steps plus this many."""
 
 _MOST_WITHOUT_CONTROL = 2
-"""Hopeless proposals in a row before the incumbent's speed is measured again."""
+"""Consecutive hopeless proposals before the incumbent's speed is measured again."""
 
 _VERY_SLOW_RATIO = 1.5
-"""... and after one when that and the step of the change are slower than this."""
+"""... and after one step if that and the step of the change are slower than this."""
 
 NEAR_BOUND_RATIO = 0.02
-"""The most that noise may widen "as fast as the bound"."""
+"""The most by which noise may widen the test "as fast as the bound"."""
 
 REFUTED_RATIO = 0.02
 """A step this much shorter than the bound shows that the bound is wrong."""
 
 _OUTLIER = 3.0
-"""A step longer than this multiple of the incumbent's is not the plan's fault."""
+"""A step longer than this multiple of the incumbent's is not attributed to the plan."""
 
 _CHANGE_STEPS = 0.3
-"""What a change of plan costs, in steps, until one was measured."""
+"""The assumed cost of a change of plan, in steps, until one is measured."""
 
 _BEFORE = 2.0
-"""What was lost before the search, as a share of the time trained, must have fallen to
-this many times ``lost_ratio`` before a first proposal is tried; plans known before the
-search, such as the planner's, are tried at once ..."""
+"""Time lost before the search, as a share of the time trained, must fall to this many
+times ``lost_ratio`` before a first proposal is tried; plans known before the search,
+such as the planner's, are tried at once ..."""
 
 _MOST_BEFORE = 5
-"""... but that takes no more than this many times the limit of steps."""
+"""... but this wait takes at most this many times the limit of steps."""
 
 _LEVEL_STEPS = 16
-"""Last steps of the incumbent of which the median is its step time."""
+"""Number of last steps of the incumbent whose median is its step time."""
 
 _CLEAR_ERROR = 0.06
-"""Error of a pair from which something is learned about a plan."""
+"""A pair with an error up to this is used to learn about a plan."""
 
 _MOST_REPEATS = 12
-"""Known proposals that are skipped before a technique's turn ends."""
+"""Known proposals that are skipped before another technique is chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a search may cost."""
+    """Limits on the cost of a search."""
 
     steps: int = 100
-    """Steps in which plans may be proposed. The comparison with DDP's buckets that
-    decides may follow."""
+    """Steps in which plans may be proposed. The deciding comparison with DDP's buckets
+    may follow."""
 
     lost_ratio: float = 0.015
-    """Time that trials may lose against the incumbent, changes of plan and pauses
-    included, as a share of the time trained. Half of what ``steps`` steps allow may be
+    """Time that trials may lose against the incumbent, as a share of the time trained,
+    including changes of plan and pauses. Half of the budget for ``steps`` steps may be
     spent at once; the other half is earned step by step."""
 
     patience: int | None = None
-    """Trials in a row without a better plan before techniques are no longer asked."""
+    """Consecutive trials without a better plan before the techniques stop."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -155,36 +155,36 @@ class Trial:
     wanted_steps: int
 
     steps_s: list[float] = field(default_factory=list)
-    """Step times that count, the slowest rank's; the step of the change is left out."""
+    """Step times that count, of the slowest rank, without the step of the change."""
 
     uncounted_s: list[float] = field(default_factory=list)
-    """The others: a step of a change, or one that was recorded."""
+    """The other step times: a step of a change, or a recorded step."""
 
     failed: str | None = None
     """Why the plan could not be run."""
 
     ended_early: bool = False
-    """Whether it was stopped as hopeless before all its steps."""
+    """Whether it was stopped as hopeless before all its steps had run."""
 
     won: bool = False
     """Whether it became the incumbent."""
 
     @property
     def step_s(self) -> float:
-        """The median step; infinite where the plan could not be run."""
+        """The median step; infinite if the plan could not be run."""
         if self.failed is not None or not self.steps_s:
             return math.inf
         return statistics.median(self.steps_s)
 
     def lost_s(self, reference_s: float) -> float:
-        """Return what its steps took beyond the same number of reference steps."""
+        """Return the time of its steps beyond the same number of reference steps."""
         steps_s = (*self.steps_s, *self.uncounted_s)
         return sum(min(s, _OUTLIER * reference_s) - reference_s for s in steps_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a plan's step takes, free of what the machine did meanwhile."""
+    """A plan's step time, corrected for changes of the machine's speed."""
 
     trial: Trial
 
@@ -193,7 +193,7 @@ class Finding:
 
 @dataclass(slots=True, kw_only=True)
 class _Duel:
-    """A plan against the incumbent."""
+    """A comparison of a plan with the incumbent."""
 
     technique: str
 
@@ -215,18 +215,17 @@ class _Duel:
 
 @final
 class Search:
-    """One search: from the first plans to the plan that stays.
+    """One search, from the first plans to the final plan.
 
-    The incumbent trains; other plans run in short blocks between its own, and only
-    these neighbors are what a block is compared with (`stretto.tune.paired`). A plan
-    becomes the incumbent when its pairs show that it is faster, by more than their
-    error. In the end the incumbent must have beaten ``baseline``, DDP's buckets, in
-    pairs, directly or by way of the incumbents between; where that is not shown, DDP's
-    buckets stay.
+    The incumbent trains. Other plans run in short blocks between its own, and a block
+    is compared only with these neighbors (`stretto.tune.paired`). A plan becomes the
+    incumbent when its pairs show that it is faster by more than their error. In the end
+    the incumbent must have beaten ``baseline``, DDP's buckets, in pairs, directly or
+    through earlier incumbents; otherwise DDP's buckets stay.
 
-    `next_trial` names the next block; every step of it goes to `step`, which returns
+    `next_trial` returns the next block. Pass each of its steps to `step`, which returns
     whether the block is over. Between blocks the incumbent trains until it has earned
-    what the next one may lose, and before the first proposal until what was lost before
+    what the next block may lose, and before the first proposal until the loss before
     the search is a small share.
     """
 
@@ -248,20 +247,20 @@ class Search:
         """Prepare a search.
 
         Args:
-            starts: Plans that are tried first, by name, whatever the bound says; the
-                first is the incumbent until another wins.
+            starts: Plans to try first, by name, regardless of the bound; the first is
+                the incumbent until another wins.
             arms: Techniques by name.
-            plan_of: The plan of a point of the space.
-            floor_s: What a plan's step takes at least; one above the incumbent is
-                never tried.
-            bound_s: What no plan's step can be shorter than.
+            plan_of: Returns the plan of a point of the space.
+            floor_s: Returns the least step time of a plan; a plan whose least step time
+                is above the incumbent's is never tried.
+            bound_s: Lower bound on any plan's step time.
             limits: What the search may cost.
             bandit: Chooses among the arms; by default one over all of them.
             baseline: The plan that stays unless another is shown to be faster.
-            seen_s: By digest, step times measured before the search. A start that was
-                slower than the incumbent then is not tried.
+            seen_s: Step times measured before the search, by digest. A start that was
+                slower than the incumbent is not tried.
             trained_s: Time trained before the search.
-            lost_before_s: Time lost before the search, by what prepared it.
+            lost_before_s: Time lost while preparing the search.
 
         Raises:
             SpecError: there is no plan to start from.
@@ -274,7 +273,7 @@ class Search:
         self._plan_of = plan_of
         self._floor_s = floor_s
         self.bound_s = bound_s
-        """What no plan's step can be shorter than, as it is believed now."""
+        """The current lower bound on any plan's step time."""
         self._limits = limits
         self._baseline = baseline
         self._seen_s = dict(seen_s or {})
@@ -301,23 +300,25 @@ class Search:
         self.incumbent: Trial | None = None
         """The best plan so far, with the steps of its last blocks."""
         self.steps_used = 0
-        """Steps spent, those of changes included."""
+        """Steps spent, including those of changes."""
         self.ended: str | None = None
-        """Why the search is over, or ``None`` while it is not."""
+        """Why the search is over, or ``None`` while it continues."""
         self._why: str | None = None
         self.paused_s = 0.0
         """Time in which training waited for decisions."""
 
     @property
     def lost_s(self) -> float:
-        """Time lost so far: blocks against their neighbors of the incumbent, steps of
-        changes included, and pauses.
+        """Time lost so far.
+
+        It is the loss of blocks against their neighbors of the incumbent, including
+        steps of changes, plus pauses.
         """
         return self.paused_s + max(0.0, self._lost_s)
 
     @property
     def most_lost_s(self) -> float:
-        """What may have been lost by now."""
+        """Maximum time that may have been lost by now."""
         best = self.incumbent
         if best is None or math.isinf(best.step_s):
             return math.inf
@@ -325,13 +326,13 @@ class Search:
         allowed_s = self._limits.lost_ratio * earned_s
         if self.bound_refuted:
             return allowed_s
-        # Never more than the same number of steps could win back.
+        # Never more than the same number of steps could save.
         could_win_s = max(0.0, best.step_s - self.bound_s) * self._limits.steps
         return min(allowed_s, could_win_s)
 
     @property
     def bound_refuted(self) -> bool:
-        """Whether the incumbent is faster than the bound says any plan can be."""
+        """Whether the incumbent is faster than the bound allows."""
         best = self.incumbent
         return best is not None and best.step_s < (1 - REFUTED_RATIO) * self.bound_s
 
@@ -345,18 +346,18 @@ class Search:
 
     @property
     def lead(self) -> Estimate | None:
-        """The incumbent's step over the baseline's, from pairs; ``None``: unknown."""
+        """The incumbent's step over the baseline's, from pairs; ``None`` if unknown."""
         return self._lead
 
     @property
     def credits(self) -> dict[str, float]:
-        """What the bandit credits each technique with, 0 to 1."""
+        """The bandit's credit of each technique, 0 to 1."""
         if self._bandit is None:
             return {}
         return {name: self._bandit.credit(name) for name in self._arms}
 
     def offer(self, name: str, plan: Plan) -> bool:
-        """Put a plan from elsewhere next in line; return whether it was new."""
+        """Queue a plan from outside; return whether it is new."""
         waiting = [waits.digest for _, waits in self._starts]
         if self._duel is not None:
             waiting.append(self._duel.plan.digest)
@@ -395,19 +396,19 @@ class Search:
         self.paused_s += seconds
 
     def findings(self) -> list[Finding]:
-        """Return what was found out about plans since the last call.
+        """Return what was learned about plans since the last call.
 
-        Only blocks that the machine left alone: their neighbors agree, or, for the
-        first plan, no step before was faster.
+        Only undisturbed blocks count: those whose neighbors agree or, for the first
+        plan, those not slower than any earlier step.
         """
         found, self._findings = self._findings, []
         return found
 
     def step(self, step_s: float, *, counts: bool = True) -> bool:
-        """Take a step time of the block under way; return whether the block is over.
+        """Add a step time of the block under way; return whether the block is over.
 
-        ``counts`` is false for the step of a change; the time is infinite where
-        something else happened in it.
+        ``counts`` is false for the step of a change; the time is infinite if the step
+        was disturbed.
         """
         trial = self.trials[-1]
         if self._waits_to_begin(self._duel):
@@ -430,10 +431,11 @@ class Search:
 
     @property
     def ahead(self) -> int:
-        """How many counted steps of the block need no decision: at least 1.
+        """Number of counted steps of the block that need no decision: at least 1.
 
-        A challenger may turn out hopeless with each step. The incumbent's are waited
-        for until its block is long enough, then until the next one is affordable.
+        A challenger may prove hopeless after each step. The incumbent's steps need no
+        decision until its block is long enough, and then until the next block is
+        affordable.
         """
         trial = self.trials[-1]
         if not self._is_incumbents(trial) or not self._tail:
@@ -451,11 +453,11 @@ class Search:
         return max(1, min(steps, MOST_TRIAL_STEPS))
 
     def fail(self, reason: str) -> None:
-        """Give up the block under way, for instance for lack of memory."""
+        """Abandon the block under way, for instance for lack of memory."""
         trial = self.trials[-1]
         trial.failed = reason
         if self._is_incumbents(trial):
-            self._finish(f"the best plan could not be measured again: {reason}")
+            self._finish(f"the best plan can't be measured again: {reason}")
             return
         self._close(trial)
 
@@ -465,7 +467,7 @@ class Search:
         return trial.technique == CONTROL
 
     def _incumbent_step(self, trial: Trial) -> bool:
-        """Complete the pair when there are enough steps, then wait for allowance."""
+        """Complete the pair when there are enough steps, then wait for budget."""
         best = self.incumbent
         assert best is not None  # noqa: S101 - a control block follows its first
         best.steps_s = [*best.steps_s, trial.steps_s[-1]][-_LEVEL_STEPS:]
@@ -486,7 +488,7 @@ class Search:
         return self._duel is None or self._affordable(self._duel)
 
     def _waits_to_begin(self, duel: _Duel | None) -> bool:
-        """Whether too much was lost before the search for a first proposal."""
+        """Return whether too much was lost before the search for a first proposal."""
         return (
             duel is not None
             and duel.technique != START
@@ -504,7 +506,7 @@ class Search:
         return self.lost_s + self._cost_s(duel) <= self.most_lost_s
 
     def _cost_s(self, duel: _Duel) -> float:
-        """What one more block of a challenger is likely to lose."""
+        """Return the expected loss of one more block of a challenger."""
         level_s = statistics.median(self._tail)
         change = statistics.median(self._changes) if self._changes else _CHANGE_STEPS
         if duel.pairs:
@@ -518,7 +520,7 @@ class Search:
     # The challengers' blocks.
 
     def _hopeless(self, trial: Trial) -> bool:
-        """Whether a challenger is so slow that further steps would change nothing."""
+        """Return whether a challenger is so slow that more steps change nothing."""
         if self._duel is None or not self._tail:
             return False
         level_s = statistics.median(self._tail)
@@ -533,7 +535,7 @@ class Search:
         return trial.ended_early
 
     def _close(self, trial: Trial) -> None:
-        """End a block of a plan that is not the incumbent, or of the first."""
+        """End a block of the first plan, or of a plan other than the incumbent."""
         self._by_key[trial.key] = trial
         self._digests[trial.plan.digest] = trial
         self._noise.add(trial.steps_s)
@@ -550,7 +552,7 @@ class Search:
             and duel.proposal is not None
             and self._without_control < _MOST_WITHOUT_CONTROL
         ):
-            # There are always more proposals: no pair is spent on a hopeless one.
+            # There are always more proposals: do not spend a pair on a hopeless one.
             self._without_control += 1
             level_s = statistics.median(self._tail)
             self._lost_s += trial.lost_s(level_s)
@@ -581,7 +583,7 @@ class Search:
         """Compare the challenger's block with its neighbors, and decide."""
         block, duel.block = duel.block, None
         self._without_control = 0
-        assert block is not None  # noqa: S101 - the caller has seen it
+        assert block is not None  # noqa: S101 - the caller has checked it
         wanted = _wanted(control)
         before, after = self._tail, control.steps_s[:wanted]
         self._noise.add(after)
@@ -619,7 +621,7 @@ class Search:
             self._conclude(won=False, score_s=score_s)
 
     def _margin(self, plan: Plan) -> float:
-        """What a plan must be faster by, as a logarithm."""
+        """Return the margin by which a plan must be faster, as a logarithm."""
         base = self._baseline
         best = self.incumbent
         against = base is not None and (
@@ -648,7 +650,7 @@ class Search:
         self._conclude(won=True, score_s=score_s)
 
     def _conclude(self, *, won: bool, score_s: float) -> None:
-        """End the duel under way and pass its result on."""
+        """End the duel under way and pass on its result."""
         duel, self._duel = self._duel, None
         assert duel is not None  # noqa: S101 - there is one where this is called
         self._scores[duel.plan.digest] = score_s
@@ -665,15 +667,15 @@ class Search:
 
     @property
     def _exhausted(self) -> bool:
-        """Whether what is not decided by now never will be."""
+        """Whether comparisons under way must end undecided."""
         return self.steps_used >= 2 * self._limits.steps + _MORE_STEPS
 
     # What comes next.
 
     def _next_duel(self) -> _Duel | None:
-        """The next challenger, or ``None`` when it is time to end."""
+        """Return the next challenger, or ``None`` when the search should end."""
         best = self.incumbent
-        assert best is not None  # noqa: S101 - there is no duel without
+        assert best is not None  # noqa: S101 - a duel needs an incumbent
         while self._starts and self.steps_used < self._limits.steps:
             name, plan = self._starts.pop(0)
             seen_s = self._seen_s.get(plan.digest, 0.0)
@@ -698,7 +700,7 @@ class Search:
         return unproven
 
     def _unproven(self) -> _Duel | None:
-        """The comparison with the baseline that the incumbent still owes."""
+        """Return the comparison with the baseline that the incumbent still needs."""
         best, base = self.incumbent, self._baseline
         if base is None or best is None or best.plan.digest == base.digest:
             return None
@@ -730,23 +732,23 @@ class Search:
 
     def _why_end(self) -> str | None:
         best = self.incumbent
-        assert best is not None  # noqa: S101 - asked only then
+        assert best is not None  # noqa: S101 - called only with an incumbent
         if self.steps_used >= self._limits.steps:
             return f"{self.steps_used} steps were used"
         patience = self._limits.patience
         if patience is not None and self._fruitless >= patience:
-            return f"{patience} trials in a row were no better"
+            return f"{patience} consecutive trials were no better"
         if not self.bound_refuted:
             near = min(NEAR_BOUND_RATIO * self.bound_s, self.noise_s)
             if best.step_s - self.bound_s <= near:
                 return "the incumbent is as fast as the bound, within the noise"
             could_win_s = (best.step_s - self.bound_s) * self._limits.steps
             if self.lost_s >= could_win_s:
-                return "further trials could not win back what they cost"
+                return "further trials could not save what they cost"
         return None
 
     def _propose(self) -> _Duel | None:
-        """The next proposal that is worth trying, of the arm the bandit chooses."""
+        """Return the next proposal worth trying, from the arm the bandit chooses."""
         open_arms = list(self._arms)
         while open_arms and self._bandit is not None:
             name = self._bandit.choose(open_arms)
@@ -764,7 +766,7 @@ class Search:
         return None
 
     def _worth_trying(self, name: str, proposal: Proposal) -> _Duel | None:
-        """The duel for a proposal; a known or hopeless one is answered at once."""
+        """Return the duel for a proposal; answer a known or hopeless one at once."""
         known = self._by_key.get(proposal.point)
         plan = self._plan_of(proposal.point)
         known = known or self._digests.get(plan.digest)
@@ -799,11 +801,11 @@ class Search:
         return trial
 
     def _finish(self, why: str | None = None) -> None:
-        """End the search; what is not shown to beat DDP's buckets does not stay."""
+        """End the search; without a plan shown to beat DDP's buckets, those stay."""
         unproven = self._unproven()
         if unproven is not None:
             best = self.incumbent
-            assert best is not None  # noqa: S101 - it is what is unproven
+            assert best is not None  # noqa: S101 - the unproven plan is the incumbent
             self.incumbent = Trial(
                 technique=FINAL, key="ddp", plan=unproven.plan, wanted_steps=LEAST_STEPS
             )
@@ -811,7 +813,7 @@ class Search:
         self.ended = why or self._why or "every technique is out of proposals"
 
     def step_s_of(self, digest: str) -> float | None:
-        """Return a plan's step time, at the machine's present speed."""
+        """Return a plan's step time at the machine's current speed."""
         best = self.incumbent
         if best is None or math.isinf(best.step_s):
             return None
@@ -839,7 +841,7 @@ def _surely_below(found: Estimate, log_ratio: float) -> bool:
 
 
 def _wanted(trial: Trial) -> int:
-    """How many of a long block's steps are one side of a pair."""
+    """Return how many of a long block's steps form one side of a pair."""
     total_s = 0.0
     for number, step_s in enumerate(trial.steps_s, start=1):
         total_s += step_s

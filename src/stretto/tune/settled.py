@@ -1,4 +1,4 @@
-"""What tuning found and decided, and the line that says so."""
+"""The result of tuning, and its one-line summary."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from stretto.schema.tuning import Tuning
 from stretto.units import format_s
 
 LEAST_GAIN_RATIO = 0.02
-"""A plan predicted to save less than this, and not tried, leaves DDP as it is."""
+"""A plan predicted to save less than this, and not tried, is not applied."""
 
 BOUND_HOLDS_RATIO = 1.10
-"""A step shorter than the bound by more than this shows that the bound is wrong; below
-that it is the error of both."""
+"""If the bound exceeds the step by more than this ratio, the bound is wrong; a smaller
+excess is within the error of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """What was measured and decided; equal on all ranks."""
+    """The measurements and the decision; equal on all ranks."""
 
     workload: Workload
 
     cluster: Cluster
 
     plan: Plan
-    """The best plan found, carried out where ``applied``."""
+    """The best plan found; it is executed if ``applied``."""
 
     ddp: Plan
     """DDP's rule with its default buckets, predicted under the same model."""
 
     step_s: float | None = None
-    """Median step of what is carried out, the slowest rank's; ``None``: not tried."""
+    """Median step of the executed plan on the slowest rank; ``None`` if not tried."""
 
     ddp_step_s: float | None = None
-    """The same with DDP's buckets, measured in turns with the plan and given at the
-    machine's speed of ``step_s``; ``None``: not measured."""
+    """The same with DDP's buckets, measured in alternation with the plan and scaled to
+    the machine's speed of ``step_s``; ``None`` if not measured."""
 
     bound_s: float | None = None
-    """What no plan's step can be shorter than under the model."""
+    """Lower bound on any plan's step time under the model."""
 
     story: Tuning | None = None
-    """How it came to this."""
+    """The events that led to the decision."""
 
     remembered: bool = False
-    """Whether an earlier run's plan was taken over."""
+    """Whether it is the plan of an earlier run."""
 
     @property
     def applied(self) -> bool:
-        """Whether the plan is carried out instead of DDP's rule.
+        """Whether the plan is executed instead of DDP's rule.
 
-        Steps decide where they were measured, else the prediction.
+        Measured steps decide if there are any, otherwise the prediction.
         """
         if self.step_s is not None:
             return self.plan.digest != self.ddp.digest
@@ -59,9 +59,9 @@ class Settled:
 
     @property
     def carried_out(self) -> Plan:
-        """What the steps that follow do: the plan, or DDP's buckets on one lane.
+        """The plan that the next steps execute: ours, or DDP's buckets on one lane.
 
-        These go through the runtime too, so that a rank that is lost is named.
+        DDP's buckets go through the runtime too, so that an error can name a lost rank.
         """
         return self.plan if self.applied else self.ddp
 
@@ -73,14 +73,14 @@ class Settled:
 
     @property
     def measured_saved_ratio(self) -> float | None:
-        """The share as measured in turns; ``None`` where one was not measured."""
+        """The measured share, or ``None`` if either step time is missing."""
         if self.step_s is None or self.ddp_step_s is None:
             return None
         return 1 - self.step_s / self.ddp_step_s
 
     @property
     def predicted_saved_ratio(self) -> float:
-        """The share as predicted by the model; 0 without a prediction."""
+        """The share predicted by the model; 0 without a prediction."""
         ours, theirs = self.plan.predicted, self.ddp.predicted
         if ours is None or theirs is None or theirs.iteration_s == 0:
             return 0.0
@@ -91,7 +91,7 @@ OnSettled = Callable[[Settled], None]
 
 
 def summary(settled: Settled) -> str:
-    """Return one line: what was chosen, what it saves, and how near the bound it is."""
+    """Return one line: the choice, its saving, and its distance from the bound."""
     parts = [_gain(settled)]
     if settled.step_s is not None and settled.bound_s is not None:
         parts.append(_against_bound(settled.step_s, settled.bound_s))
@@ -110,7 +110,7 @@ def summary(settled: Settled) -> str:
 
 
 def _gain(settled: Settled) -> str:
-    """Both numbers on one basis: measured in turns, or predicted."""
+    """Return both step times on one basis: measured in alternation, or predicted."""
     measured = settled.measured_saved_ratio
     if measured is not None:
         assert settled.step_s is not None  # noqa: S101 - the ratio needs both

@@ -1,4 +1,4 @@
-"""What a tuner may choose: an ordered grid of ways to cut and send gradients."""
+"""The choices of a tuner: an ordered grid of ways to cut and send gradients."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Point = tuple[int, ...]
 """A position on every axis of a space, by index."""
 
 FAMILIES = ("units", "slices")
-"""``units``: packs cut into units of one size that take the lanes in turn (AIACC);
-``slices``: packs cut into a number of slices, whatever their size."""
+"""``units``: packs are cut into units of one size, assigned to lanes in turn (AIACC);
+``slices``: packs are cut into a fixed number of slices, whatever their size."""
 
 UNIT_BYTES = tuple(2**18 * 4**i for i in range(5))
 """256 KiB to 64 MiB."""
@@ -31,7 +31,7 @@ OVERLAPS = ("backward", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One dimension: its values in an order in which neighbours are alike."""
+    """One dimension: its values, ordered so that neighbors are similar."""
 
     name: str
 
@@ -46,8 +46,8 @@ class Axis:
 class Space:
     """The plans a tuner may try for one model, as points on a grid.
 
-    Several points may mean one plan (a unit larger than the model, more slices than
-    lanes); `canonical` gives the one that stands for all.
+    Several points may describe the same plan (a unit larger than the model, more slices
+    than lanes); `canonical` returns the one that represents them all.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class Space:
         unit_bytes: Sequence[int] = UNIT_BYTES,
         overlaps: Sequence[str] = OVERLAPS[:1],
     ) -> None:
-        """The space for a workload.
+        """Create the space for a workload.
 
         Raises:
-            SpecError: an axis is empty or a value out of range.
+            SpecError: an axis is empty or a value is out of range.
         """
         if max_lanes < 1:
             raise SpecError(f"max_lanes must be >= 1, got {max_lanes}")
         total = sum(tensor.bytes for tensor in workload.tensors)
-        # A unit beyond the whole model is the whole model.
+        # A unit larger than the whole model is the whole model.
         fitting = [u for u in unit_bytes if u < total]
         units = (*fitting, *[u for u in unit_bytes if u >= total][:1])
         lanes = lane_choices(max_lanes)
@@ -86,33 +86,33 @@ class Space:
             self._drafts[point] = draft
             self._first.setdefault(draft, point)
         self.points = tuple(self._first.values())
-        """One point for every different plan."""
+        """One point for each distinct plan."""
 
     @property
     def middle(self) -> Point:
-        """The point in the middle of every axis, for searches that know nothing."""
+        """The point in the middle of every axis, for searches without a model."""
         return self.canonical(tuple(length // 2 for length in self.shape))
 
     def canonical(self, point: Point) -> Point:
-        """The point that stands for all that mean the same plan.
+        """Return the point that represents all points with the same plan.
 
         Raises:
-            SpecError: the point lies outside.
+            SpecError: the point is outside the space.
         """
         if point not in self._drafts:
-            raise SpecError(f"point {point} lies outside of shape {self.shape}")
+            raise SpecError(f"point {point} is outside of shape {self.shape}")
         return self._first[self._drafts[point]]
 
     def plan(self, point: Point, cluster: Cluster, *, planner: str = "tuned") -> Plan:
-        """The plan a point means, with its prediction on ``cluster``."""
+        """Return the plan of a point, with its prediction on ``cluster``."""
         return finish(self.draft(point), planner, self._workload, cluster)
 
     def draft(self, point: Point) -> Draft:
-        """The plan a point means, over tensor indices."""
+        """Return the plan of a point, over tensor indices."""
         return self._drafts[self.canonical(point)]
 
     def describe(self, point: Point) -> dict[str, object]:
-        """The point's values by the names of their axes."""
+        """Return the point's values by axis name."""
         return {
             axis.name: axis.values[i] for axis, i in zip(self.axes, point, strict=True)
         }
@@ -128,13 +128,13 @@ class Space:
         if family == "units":
             draft = dispatched(self._workload, ends, unit, lanes)
         else:
-            # More slices than lanes only queue behind each other.
+            # More slices than lanes would only queue behind each other.
             draft = Draft.in_turn(ends, lanes=lanes, slices=min(slices, lanes))
         return _tidy(draft, str(overlap))
 
 
 def _tidy(draft: Draft, overlap: str) -> Draft:
-    """The draft without lanes that nothing takes, so that equal plans are equal."""
+    """Return the draft without unused lanes, so that equal plans compare equal."""
     used = {
         (lane + i) % draft.lanes
         for lane, slices in zip(draft.bucket_lanes, draft.slices, strict=True)

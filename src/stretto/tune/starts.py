@@ -1,4 +1,4 @@
-"""Plans that a search tries first, whatever the model says of others."""
+"""Plans that a search tries first, whatever the model predicts for others."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from stretto.schema import Plan
 
 PROFILED = "profiled"
-"""Name of the plan that the profiled steps ran with."""
+"""Name of the plan of the profiled steps."""
 
 DDP_FIRST_RATIO = 1.1
-"""Where DDP's buckets are predicted within this of the plan, they come first: so near a
-tie the plan has to show that it is better. Elsewhere they come last."""
+"""If DDP's buckets are predicted within this ratio of the plan, they come first: with a
+near tie the plan must show that it is better. Otherwise they come last."""
 
 
 def starts_of(
@@ -27,16 +27,16 @@ def starts_of(
     nearest: Plan | None = None,
     profiled: Plan | None = None,
 ) -> list[tuple[str, Plan]]:
-    """Return the plans to begin with, by name; the first is the first incumbent.
+    """Return the plans to start with, by name; the first is the first incumbent.
 
     Args:
         planned: The planner's plan under the fitted model.
-        ddp: DDP's buckets, which the search compares the best plan with in any case.
-        model: Whether predictions count; without, a search begins from DDP's buckets.
-        before: What the training executed until now: an earlier search's result, or a
-            remembered plan.
-        stale: Whether that plan's steps no longer take what they took.
-        nearest: What the most similar earlier job chose.
+        ddp: DDP's buckets; the search compares the best plan with them in any case.
+        model: Whether to use predictions; if false, a search starts from DDP's buckets.
+        before: The plan that training has executed so far: an earlier search's result,
+            or a remembered plan.
+        stale: Whether the step time of that plan has changed.
+        nearest: The choice of the most similar earlier job.
         profiled: The plan of the profiled steps.
     """
     if not model or planned.digest == ddp.digest:
@@ -46,8 +46,8 @@ def starts_of(
     else:
         starts = [("planner", planned)]
     if before is not None:
-        # What trained until now is the first that others are compared with. A stale
-        # plan is no better a guess than the new one.
+        # Compare others first with the plan that has trained so far. A stale plan is no
+        # better a guess than the new one.
         starts.insert(1 if stale else 0, ("before", before))
     if nearest is not None:
         starts.append(("nearest", nearest))

@@ -1,4 +1,4 @@
-"""A search carried out in a training run: plans tried on its real steps."""
+"""Run a search in a training run: try plans on its real steps."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
     from stretto.tune.search import Finding
 
 _GAIN_RATIO = 0.01
-"""A plan made after a correction is tried where this much faster is predicted."""
+"""A plan made after a correction is tried if it is predicted this much faster."""
 
 _LEARN_RATIO = 0.01
-"""Corrections may take this share of the search's steps: training waits for them."""
+"""Share of the search's steps that corrections may take: training waits for them."""
 
 _MOST_UNCOUNTED = 6
-"""Steps in a row that do not count (evaluations between them) before a trial ends."""
+"""Consecutive steps that do not count (evaluations in between) before a trial ends."""
 
 
 def techniques(guide: Guide, options: TuneOptions) -> dict[str, AbstractTechnique]:
-    """The techniques that the options name, over the guide's space."""
+    """Return the techniques named in the options, over the guide's space."""
     space, rng = guide.space, random.Random(options.seed)
     made: dict[str, Callable[[], AbstractTechnique]] = {
         "predicted": lambda: PredictedTechnique(
             space, guide.point_s, doubt_ratio=lambda: guide.doubt_ratio
         ),
-        # With a model it descends from what the model led to.
+        # With a model, it descends from the model's plan.
         "coordinate": lambda: CoordinateTechnique(
             space, None if options.model else space.middle
         ),
@@ -66,9 +66,9 @@ def techniques(guide: Guide, options: TuneOptions) -> dict[str, AbstractTechniqu
 
 @final
 class Trials:
-    """Tries plans on training steps until the search is over.
+    """Try plans on training steps until the search is over.
 
-    Rank 0 decides; all ranks agree on each step's time (the slowest rank's) and change
+    Rank 0 decides. All ranks agree on each step's time (the slowest rank's) and change
     plans before the same step.
     """
 
@@ -87,11 +87,11 @@ class Trials:
         lost_before_s: float = 0.0,
         change: Callable[[Plan], None],
     ) -> None:
-        """Prepare trials of ``starts``, then of what the options' techniques propose.
+        """Prepare trials of ``starts``, then of proposals from the options' techniques.
 
-        ``guide`` is rank 0's alone; ``tell(what, why, **values)`` records an event;
-        ``change`` applies a plan on all ranks, or raises `Refused` on all. The others
-        go to `Search`.
+        Only rank 0 has a ``guide``. ``tell(what, why, **values)`` records an event.
+        ``change`` applies a plan on all ranks, or raises `Refused` on all. The other
+        arguments are passed to `Search`.
         """
         self._model = model
         self._board = board
@@ -130,11 +130,11 @@ class Trials:
             )
 
     def begin(self) -> bool:
-        """Applies the first plan; whether there is one. Collective."""
+        """Apply the first plan; return whether there is one. Collective."""
         return self._next()
 
     def note(self, step_s: float) -> None:
-        """Note a step of this rank; infinite where it does not count."""
+        """Record a step of this rank; infinite if it does not count."""
         skipped = self._skip > 0
         self._skip -= skipped
         if not self._skip:
@@ -148,8 +148,8 @@ class Trials:
     def judge(self, rows: Sequence[Sequence[float | None]]) -> dict[str, Any]:
         """Judge the steps since the last meeting, on rank 0.
 
-        ``rows`` are all ranks'. A step counts where it does on every rank; rank 0's
-        times serve for all.
+        ``rows`` has one row per rank. A step counts if it counts on every rank; rank
+        0's times are used for all.
         """
         search = self.search
         assert search is not None  # noqa: S101 - rank 0 searches
@@ -169,7 +169,7 @@ class Trials:
         return {"over": over, "ahead": search.ahead}
 
     def go_on(self, found: dict[str, Any]) -> bool:
-        """Go on after a meeting's `judge`; return whether trials go on. Collective."""
+        """Apply a meeting's `judge`; return whether trials continue. Collective."""
         self._taken.clear()
         if not found["over"]:
             self.ahead = found["ahead"]
@@ -180,7 +180,7 @@ class Trials:
         return self._next()
 
     def abandon(self) -> None:
-        """Take off what watches the trials."""
+        """Stop observing the trials."""
         self._unwatch()
 
     # One trial after another.
@@ -202,8 +202,8 @@ class Trials:
             changes = now is None or now.digest != plan.digest
             trouble = self._apply(plan)
             if trouble is None:
-                # The step of a change does not count, nor a recorded one: the cost of
-                # recording never enters a score.
+                # Neither the step of a change nor a recorded step counts, so the cost
+                # of recording never enters a score.
                 self._skip = changes + recorded
                 self.ahead += self._skip
                 self._uncounted = 0
@@ -215,7 +215,7 @@ class Trials:
                 self._learn(self.search.trials[-1])
 
     def _apply(self, plan: Plan) -> str | None:
-        """Carries a plan out on all ranks or on none; why not."""
+        """Apply a plan on all ranks or on none; return why it was refused, or None."""
         try:
             self._change(plan)
         except Refused as exc:
@@ -236,7 +236,7 @@ class Trials:
             self._model.observe(None)
 
     def _learn(self, trial: Trial) -> None:
-        """Report a block, and learn from what the search found out with it."""
+        """Report a block, and correct the model by what it showed."""
         search, guide = self.search, self._guide
         if search is None or guide is None:
             return
@@ -279,7 +279,7 @@ class Trials:
         self._tell("tried", why, predicted_s=predicted, **values)
 
     def _learn_from(self, search: Search, guide: Guide, finding: Finding) -> None:
-        """Correct the model by one finding, within the time that this may take."""
+        """Correct the model by one finding, within the time limit for corrections."""
         plan, step_s = finding.trial.plan, finding.step_s
         error = guide.compare(plan, step_s)
         if search.paused_s > _LEARN_RATIO * self._options.steps * step_s:

@@ -1,6 +1,6 @@
-"""What tuning knows by now, for a run that ends before it has settled.
+"""What tuning knows so far, for a run that ends before it has settled.
 
-It ends where the process does, or the model: other ranks may be gone by then, so
+It is saved when the process or the model ends. Other ranks may be gone by then, so
 nothing here waits for them.
 """
 
@@ -28,22 +28,23 @@ if TYPE_CHECKING:
     from stretto.tune.search import Trial
 
     OnUnfinished = Callable[[Settled | None], str]
-    """Is told what is known when a run ends, and says in a few words what it did."""
+    """Takes what is known when a run ends, and returns a short text on its action."""
 
 _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
 LEAST_STEPS_LEFT = 24
-"""What a search has at least where earlier runs have used its steps up: enough for the
-plans it starts from and the last comparison, so that short runs settle in the end."""
+"""Least number of steps of a search after earlier runs have used its steps: enough for
+the starting plans and the last comparison, so that short runs settle eventually."""
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class Known:
-    """The state of one model's tuning on one rank. It knows nothing of the model, whose
-    end it outlives.
+    """The state of one model's tuning on one rank.
+
+    It holds no reference to the model, so it can be saved after the model is gone.
     """
 
     name: str
@@ -54,15 +55,15 @@ class Known:
     job: Job | None = None
 
     checked: Remembered | None = None
-    """An earlier run's plan that is, or was, carried out in this one; rank 0's."""
+    """A plan of an earlier run that is or was executed in this one; rank 0 only."""
 
     stale: bool = False
-    """Whether its steps take another time now."""
+    """Whether the step time of ``checked`` has changed."""
 
     seen: Seen | None = None
 
     search: Search | None = None
-    """Rank 0's."""
+    """Rank 0 only."""
 
     events: list[TuningEvent] = field(default_factory=list)
 
@@ -70,21 +71,21 @@ class Known:
 
     @property
     def steps_before(self) -> int:
-        """Steps of earlier runs that ended unfinished and whose search goes on here."""
+        """Steps of earlier unfinished runs whose search continues here."""
         if self.checked is None or self.stale:
             return 0
         return self.checked.unfinished_steps or 0
 
     def steps_left(self, steps: int) -> int:
-        """How many of a search's ``steps`` earlier runs have left it."""
+        """Return how many of a search's ``steps`` remain after earlier runs."""
         return max(min(steps, LEAST_STEPS_LEFT), steps - self.steps_before)
 
     @property
     def so_far(self) -> Settled | None:
-        """What would be settled if it had to be now; ``None``: nothing is known.
+        """The result if tuning had to settle now; ``None`` if nothing is known.
 
-        Its ``step_s`` is ``None`` where no plan had enough steps, and it is
-        ``remembered`` where only an earlier run knows the step time.
+        Its ``step_s`` is ``None`` if no plan had enough steps, and it is ``remembered``
+        if the step time is known only from an earlier run.
         """
         story = Tuning(name=self.name, events=tuple(self.events))
         best = None if self.search is None else best_so_far(self.search)
@@ -112,7 +113,7 @@ class Known:
 
     @property
     def ddp_step_s(self) -> float | None:
-        """DDP's step at the best plan's speed: measured in turns, now or earlier."""
+        """DDP's step at the best plan's speed, measured now or in an earlier run."""
         best = None
         if self.search is not None and self.seen is not None:
             step_s = self.search.step_s_of(self.seen.ddp.digest)
@@ -127,9 +128,9 @@ class Known:
 
 
 def best_so_far(search: Search) -> Trial | None:
-    """The incumbent, or the first trial where it is still under way.
+    """Return the incumbent, or the first trial if it is still under way.
 
-    ``None``: no plan had the steps that a median needs.
+    Return ``None`` if no plan had enough steps for a median.
     """
     best = search.incumbent
     if best is None and search.trials:
@@ -142,13 +143,13 @@ def best_so_far(search: Search) -> Trial | None:
 def end(
     known: Known, memory: PlanMemory, on_unfinished: OnUnfinished | None = None
 ) -> None:
-    """Keeps what is known, and says so; to be called once, on rank 0 alone."""
+    """Save what is known and log it; must be called once, on rank 0 only."""
     if os.getpid() != known.pid:
-        return  # a process forked off this one ends, not the run
+        return  # a forked child exits, not the run
     try:
         line = _end(known, memory, on_unfinished)
-    except Exception as exc:  # noqa: BLE001 - a run that ends must end as it does
-        _log.warning("what tuning knew when the run ended is lost: %s", exc)
+    except Exception as exc:  # noqa: BLE001 - must not change how the run ends
+        _log.warning("cannot save the unfinished tuning: %s", exc)
         return
     if line:
         _log.warning("%s", line)
@@ -178,17 +179,17 @@ def _end(known: Known, memory: PlanMemory, on_unfinished: OnUnfinished | None) -
     if so_far is not None:
         parts.append(f"best so far, {summary(so_far)}")
     if kept:
-        parts.append("an equal job goes on from there")
+        parts.append("an equal job continues from there")
     if files:
         parts.append(files)
     return "; ".join(parts)
 
 
 def within(seconds: float, do: Callable[[], _T], *, what: str) -> _T | None:
-    """Return what ``do`` returns, or ``None`` where it takes longer or fails.
+    """Return the result of ``do``, or ``None`` if it takes too long or fails.
 
-    It goes on in its thread then. One line says so: a slow disk must not stop the
-    ranks that wait for this one.
+    After the time limit it continues in its thread, and one line is logged: a slow disk
+    must not stop the ranks that wait for this one.
     """
     found: list[_T] = []
     errors: list[Exception] = []
@@ -196,16 +197,16 @@ def within(seconds: float, do: Callable[[], _T], *, what: str) -> _T | None:
     def run() -> None:
         try:
             found.append(do())
-        except Exception as exc:  # noqa: BLE001 - a cache must not end a training
+        except Exception as exc:  # noqa: BLE001 - a cache must not end training
             errors.append(exc)
 
     thread = threading.Thread(target=run, name="stretto-cache", daemon=True)
     thread.start()
     thread.join(seconds)
     if errors:
-        _log.warning("%s failed, training goes on without it: %s", what, errors[0])
+        _log.warning("%s failed, training continues without it: %s", what, errors[0])
     elif thread.is_alive():
         _log.warning(
-            "%s takes longer than %g s, training goes on without it", what, seconds
+            "%s takes longer than %g s, training continues without it", what, seconds
         )
     return found[0] if found else None

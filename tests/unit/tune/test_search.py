@@ -562,6 +562,6 @@ def test_patience_ends_a_search_that_brings_nothing(
     tried = [trial for trial in search.trials if trial.technique not in (START, FINAL)]
     assert len(tried) >= 5
     assert not any(trial.won for trial in tried)
-    assert search.ended == "5 trials in a row were no better"
+    assert search.ended == "5 consecutive trials were no better"
     with pytest.raises(SpecError, match="patience must be >= 1, got 0"):
         Limits(patience=0)

@@ -43,7 +43,7 @@ def test_a_unit_beyond_the_model_stands_for_all_larger_ones(
 
 
 def test_what_lies_outside_is_refused(space: Space, workload: Workload) -> None:
-    with pytest.raises(SpecError, match=r"point \(9, 0, 0, 0, 0\) lies outside"):
+    with pytest.raises(SpecError, match=r"point \(9, 0, 0, 0, 0\) is outside"):
         space.canonical((9, 0, 0, 0, 0))
     with pytest.raises(SpecError, match="max_lanes must be >= 1, got 0"):
         Space(workload, max_lanes=0)

@@ -147,7 +147,7 @@ def test_what_a_short_run_found_out_is_kept_as_unfinished_and_told_in_one_line(
     line = record.getMessage()
     assert line.startswith("tuning had not settled after 17 steps; best so far, ")
     assert "measured step 200 ms" in line
-    assert line.endswith("goes on from there; this is in plan.json")
+    assert line.endswith("continues from there; this is in plan.json")
 
 
 def test_before_the_first_trial_nothing_is_kept_and_only_who_asked_is_told(

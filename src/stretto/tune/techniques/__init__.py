@@ -1,4 +1,4 @@
-"""Techniques that propose plans to try, behind one contract."""
+"""Techniques that propose plans, behind one interface."""
 
 from stretto.tune.techniques.base import LEAST_STEPS, AbstractTechnique, Proposal
 from stretto.tune.techniques.bayes import BayesTechnique

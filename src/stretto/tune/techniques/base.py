@@ -1,4 +1,4 @@
-"""The contract between a tuner and the techniques that propose what to try."""
+"""The interface between a tuner and the techniques that propose what to try."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import ClassVar
 from stretto.tune.space import Point
 
 LEAST_STEPS = 3
-"""Steps that a score is the median of, at least."""
+"""Least number of steps whose median is a score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A point to try and how many steps its score should be the median of."""
+    """A point to try, and the number of steps to measure."""
 
     point: Point
 
@@ -22,27 +22,27 @@ class Proposal:
 
 
 class AbstractTechnique(abc.ABC):
-    """Proposes points of a grid, from what was measured so far.
+    """Proposes points of a grid from the measurements so far.
 
-    **Asking.** `ask` gives the next proposal, or ``None`` when the technique has
-    nothing to propose at present; it may be asked again later. It must not be asked a
-    second time before its proposal was answered by `tell`.
+    **Asking.** `ask` returns the next proposal, or ``None`` if the technique has
+    nothing to propose at present; it may be asked again later. It must not be asked
+    again before its proposal was answered by `tell`.
 
-    **Telling.** `tell` is called with every result, also those of other techniques and
-    repeated ones; ``mine`` says whether it answers this technique's last proposal. A
-    point that could not be run comes with infinite time.
+    **Telling.** `tell` is called with every result, including repeated ones and those
+    of other techniques; ``mine`` is true if it answers this technique's last proposal.
+    A point that could not be run has infinite time.
 
     **Determinism.** Equal calls give equal proposals: randomness comes from a generator
-    that is passed in. Points given out are canonical for the space.
+    that is passed in. Returned points are canonical for the space.
     """
 
     name: ClassVar[str]
-    """Under which reports and options know the technique."""
+    """The technique's name in reports and options."""
 
     @abc.abstractmethod
     def ask(self) -> Proposal | None:
-        """The next proposal."""
+        """Return the next proposal."""
 
     @abc.abstractmethod
     def tell(self, proposal: Proposal, step_s: float, *, mine: bool) -> None:
-        """A measured step time, in seconds."""
+        """Add a measured step time, in seconds."""

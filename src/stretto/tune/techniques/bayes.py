@@ -1,4 +1,4 @@
-"""Bayesian optimisation by Optuna's samplers."""
+"""Bayesian optimization with Optuna's samplers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ _SKIPS = 4
 class BayesTechnique(AbstractTechnique):
     """Optuna's tree-structured Parzen estimator over the axes' positions.
 
-    A library's sampler rather than one of ours: it is where such code is tested. The
-    estimator rather than Optuna's Gaussian process, because it proposes in a
-    millisecond between two training steps. Every result, also other techniques', is
-    told to it.
+    A library's sampler is better tested than our own would be. The estimator is used
+    rather than Optuna's Gaussian process because it proposes within a millisecond
+    between two training steps. It receives every result, including other techniques'.
     """
 
     name: ClassVar[str] = "bayes"
@@ -32,7 +31,7 @@ class BayesTechnique(AbstractTechnique):
     def __init__(
         self, space: Space, *, seed: int, startup_trials: int = STARTUP_TRIALS
     ) -> None:
-        """An estimator over a space, random for its first ``startup_trials``.
+        """Create an estimator over a space, random for its first ``startup_trials``.
 
         Raises:
             SpecError: Optuna is not installed.
@@ -41,7 +40,7 @@ class BayesTechnique(AbstractTechnique):
             import optuna
         except ImportError as exc:
             raise SpecError(
-                "Bayesian optimisation needs Optuna: pip install 'stretto[tune]'"
+                "Bayesian optimization needs Optuna: pip install 'stretto[tune]'"
             ) from exc
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with warnings.catch_warnings():
@@ -62,7 +61,7 @@ class BayesTechnique(AbstractTechnique):
         self._tried: set[Point] = set()
 
     def ask(self) -> Proposal | None:
-        """What the estimator holds most promising, preferably something new."""
+        """Return the estimator's most promising point, preferably a new one."""
         for left in reversed(range(_SKIPS)):
             asked = self._study.ask(self._distributions)
             at = asked.params
@@ -71,18 +70,19 @@ class BayesTechnique(AbstractTechnique):
             )
             if point not in self._tried or not left:
                 break
-            # Already measured: it need not be run again to be told again.
+            # Already measured, so it is not run again.
             self._study.tell(asked, state=self._optuna.trial.TrialState.PRUNED)
         self._asked = asked
         return Proposal(point=point)
 
     def tell(self, proposal: Proposal, step_s: float, *, mine: bool) -> None:
-        """Tells the study."""
+        """Add the result to the study."""
         self._tried.add(proposal.point)
         if math.isfinite(step_s):
             self._worst_s = max(self._worst_s, step_s)
         else:
-            # The estimator takes no infinity: what can't run is the worst of all.
+            # The estimator takes no infinity: a point that can't run counts as the
+            # worst.
             step_s = _WORSE_RATIO * (self._worst_s or 1.0)
         if mine and self._asked is not None:
             self._study.tell(self._asked, step_s)

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 @final
 class CoordinateTechnique(AbstractTechnique):
-    """Neighbours of the best point, one axis after another.
+    """Propose neighbors of the best point, one axis after another.
 
     The response to lanes, unit size and resource is unimodal (AutoCCL, NSDI 2025), so
-    going on in a direction while it helps finds each axis's optimum. Where no untried
-    neighbour is left the technique has nothing to propose, until somebody finds a
+    continuing in a direction while it helps finds each axis's optimum. Without an
+    untried neighbor the technique has no proposal until another technique finds a
     better point.
     """
 
     name: ClassVar[str] = "coordinate"
 
     def __init__(self, space: Space, start: Point | None = None) -> None:
-        """Descends from ``start`` or the first point told."""
+        """Descend from ``start``, or from the first point reported."""
         self._space = space
         self._best = start
         self._best_s = math.inf
@@ -33,7 +33,7 @@ class CoordinateTechnique(AbstractTechnique):
         self._direction = 1
 
     def ask(self) -> Proposal | None:
-        """The next untried neighbour of the best point."""
+        """Return the next untried neighbor of the best point."""
         if self._best is None:
             return None
         if math.isinf(self._best_s) and self._best not in self._tried:
@@ -46,7 +46,7 @@ class CoordinateTechnique(AbstractTechnique):
         return None
 
     def tell(self, proposal: Proposal, step_s: float, *, mine: bool) -> None:
-        """Moves to a better point and keeps the direction that led there."""
+        """Move to a better point and keep the direction that led to it."""
         self._tried.add(proposal.point)
         if step_s < self._best_s:
             self._best, self._best_s = proposal.point, step_s
@@ -54,7 +54,7 @@ class CoordinateTechnique(AbstractTechnique):
             self._turn()
 
     def _neighbour(self) -> Point | None:
-        """The next point in the current direction that means another plan."""
+        """Return the next point in the current direction that has another plan."""
         best = self._best
         if best is None:
             return None
@@ -69,7 +69,7 @@ class CoordinateTechnique(AbstractTechnique):
         return None
 
     def _turn(self) -> None:
-        """The other direction, then the next axis."""
+        """Switch to the other direction, then to the next axis."""
         self._direction = -self._direction
         if self._direction == 1:
             self._axis = (self._axis + 1) % len(self._space.shape)

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 @final
 class GridTechnique(AbstractTechnique):
-    """All points of the space, spread before neighbours.
+    """Propose all points of the space, spread out first.
 
-    A budget rarely lasts for the whole grid, so points come in the order of the bit
-    reversed position in it (van der Corput): after any number of them, those tried are
-    spread over the whole grid. Points that others tried are not tried again.
+    A budget rarely covers the whole grid, so points come in bit-reversed order of their
+    position (van der Corput): after any number of points, those tried are spread over
+    the whole grid. Points that other techniques tried are skipped.
     """
 
     name: ClassVar[str] = "grid"
 
     def __init__(self, space: Space) -> None:
-        """The grid of a space."""
+        """Create the search order over a space's grid."""
         number = len(space.points)
         bits = max(1, (number - 1).bit_length())
         order = sorted(range(number), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
@@ -31,12 +31,12 @@ class GridTechnique(AbstractTechnique):
         self._tried: set[Point] = set()
 
     def ask(self) -> Proposal | None:
-        """The next point that nobody tried."""
+        """Return the next untried point."""
         while self._waiting and self._waiting[0] in self._tried:
             self._waiting.popleft()
         return Proposal(point=self._waiting[0]) if self._waiting else None
 
     def tell(self, proposal: Proposal, step_s: float, *, mine: bool) -> None:
-        """Takes the point off the list."""
+        """Remove the point from the queue."""
         del step_s, mine
         self._tried.add(proposal.point)

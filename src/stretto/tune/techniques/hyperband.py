@@ -19,7 +19,7 @@ FACTOR = 3
 
 @final
 class HyperbandTechnique(AbstractTechnique):
-    """Successive halving in brackets from broad to deep, then again from the broadest.
+    """Halve successively in brackets from broad to deep, then start over.
 
     With ``R = most_steps / least_steps`` and ``s_max = floor(log_factor R)``, bracket
     ``s`` begins with ``ceil((s_max + 1) factor^s / (s + 1))`` random points measured
@@ -37,7 +37,7 @@ class HyperbandTechnique(AbstractTechnique):
         most_steps: int = MOST_STEPS,
         factor: int = FACTOR,
     ) -> None:
-        """Brackets over a space.
+        """Create brackets over a space.
 
         Raises:
             SpecError: an option is out of range.
@@ -61,13 +61,13 @@ class HyperbandTechnique(AbstractTechnique):
         self._rung = 0
 
     def ask(self) -> Proposal | None:
-        """The next point of the rung."""
+        """Return the next point of the rung."""
         if not self._waiting:
             self._advance()
         return Proposal(point=self._waiting[0], steps=self._steps)
 
     def tell(self, proposal: Proposal, step_s: float, *, mine: bool) -> None:
-        """Scores a point of the rung."""
+        """Score a point of the rung."""
         if mine:
             self._scored.append((step_s, proposal.point))
             self._waiting.pop(0)

@@ -19,12 +19,12 @@ _TRIES = 8
 
 @final
 class PopulationTechnique(AbstractTechnique):
-    """A population in which the worst copy the best and change a little.
+    """A population in which the worst members copy the best and mutate.
 
-    Members are tried in turn. When a member of the worst quarter (at least one) has
-    had its turn, it takes over the point of one of the best quarter (exploit) and moves
-    one axis of it by one place, either way (explore). What others find enters by
-    replacing the worst member when it beats the best.
+    Members are tried in turn. After its turn, a member of the worst quarter (at least
+    one) takes the point of a member of the best quarter (exploit) and moves one of its
+    axes by one position, either way (explore). A point found by another technique
+    replaces the worst member if it beats the best.
     """
 
     name: ClassVar[str] = "population"
@@ -32,10 +32,10 @@ class PopulationTechnique(AbstractTechnique):
     def __init__(
         self, space: Space, rng: random.Random, *, members: int = MEMBERS
     ) -> None:
-        """A population drawn from the space.
+        """Draw a population from the space.
 
         Raises:
-            SpecError: fewer than two members.
+            SpecError: there are fewer than two members.
         """
         if members < 2:
             raise SpecError(f"members must be >= 2, got {members}")
@@ -47,11 +47,11 @@ class PopulationTechnique(AbstractTechnique):
         self._turn = 0
 
     def ask(self) -> Proposal | None:
-        """The member whose turn it is."""
+        """Return the next member's point."""
         return Proposal(point=self._members[self._turn])
 
     def tell(self, proposal: Proposal, step_s: float, *, mine: bool) -> None:
-        """Scores the member, and lets it learn when it is among the worst."""
+        """Score the member, and replace it if it is among the worst."""
         if not mine:
             self._immigrate(proposal.point, step_s)
             return
@@ -80,7 +80,7 @@ class PopulationTechnique(AbstractTechnique):
         self._scores_s[member] = None
 
     def _explored(self, point: Point) -> Point:
-        """A neighbour of a point that means another plan."""
+        """Return a neighbor of a point that has another plan."""
         axes = [i for i, length in enumerate(self._space.shape) if length > 1]
         moved = point
         for _ in range(_TRIES if axes else 0):

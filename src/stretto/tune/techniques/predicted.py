@@ -1,4 +1,4 @@
-"""The planner's own ranking: points in the order of their predicted step time."""
+"""The planner's own ranking: points in order of their predicted step time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_RATIO = 1.10
 """Points predicted to be slower than the best by more than this are not proposed ..."""
 
 MOST_DOUBTED_RATIO = 1.30
-"""... or, where predictions were further off than that, by as much as they were, up to
+"""... or by more than the largest prediction error so far, if that is larger, up to
 this."""
 
 
@@ -23,8 +23,8 @@ this."""
 class PredictedTechnique(AbstractTechnique):
     """The best points under the fitted model, which trials correct.
 
-    ``predict_s`` gives a point's step time under the model as it is now; it is asked
-    anew for every proposal, so a corrected model reorders what is still untried.
+    ``predict_s`` returns a point's step time under the current model. It is called
+    again for every proposal, so a corrected model reorders the untried points.
     """
 
     name: ClassVar[str] = "predicted"
@@ -37,9 +37,9 @@ class PredictedTechnique(AbstractTechnique):
         most_ratio: float = MOST_RATIO,
         doubt_ratio: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Ranks the points of a space.
+        """Rank the points of a space.
 
-        ``doubt_ratio`` tells how far predictions have been off so far.
+        ``doubt_ratio`` returns the largest prediction error so far.
         """
         self._space = space
         self._predict_s = predict_s
@@ -48,7 +48,7 @@ class PredictedTechnique(AbstractTechnique):
         self._tried: set[Point] = set()
 
     def ask(self) -> Proposal | None:
-        """The untried point with the shortest predicted step."""
+        """Return the untried point with the shortest predicted step."""
         predicted_s = {point: self._predict_s(point) for point in self._space.points}
         doubted = min(MOST_DOUBTED_RATIO, 1 + self._doubt_ratio())
         ceiling_s = min(predicted_s.values()) * max(self._most_ratio, doubted)
@@ -62,6 +62,6 @@ class PredictedTechnique(AbstractTechnique):
         return Proposal(point=min(left, key=predicted_s.__getitem__))
 
     def tell(self, proposal: Proposal, step_s: float, *, mine: bool) -> None:
-        """Takes the point off the list; the model learns elsewhere."""
+        """Remove the point from the ranking; the guide updates the model."""
         del step_s, mine
         self._tried.add(proposal.point)
