@@ -244,7 +244,7 @@ def _refusals(model: Any) -> list[str]:
             attempt()
         except (StrettoError, SpecError) as exc:
             texts.append(str(exc))
-    with model.join(), pytest.raises(StrettoError, match=r"join\(\) is not possible"):
+    with model.join(), pytest.raises(StrettoError, match=r"join\(\) is not supported"):
         model(torch.ones(2, 12))
     return texts
 
@@ -260,9 +260,9 @@ def test_gradients_are_ddps_and_what_ddp_promises_holds(ranks) -> None:
         for name in ("unused", "orders", "checkpoint"):
             assert all(one[name]), (name, one[name])
         assert len(one["refused"]) == 5
-        assert "apply_plan is not possible" in one["refused"][0]
+        assert "apply_plan is not supported" in one["refused"][0]
         assert "a communication hook is not" in one["refused"][1]
-        assert "nan is not possible" in one["refused"][2]
+        assert "nan is not supported" in one["refused"][2]
         assert "order must be 'static' or 'negotiated'" in one["refused"][3]
         assert "lanes is for order='negotiated'" in one["refused"][4]
     assert found[0]["error"] == [

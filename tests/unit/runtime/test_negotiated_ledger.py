@@ -330,7 +330,7 @@ def test_different_sets_name_the_tensor() -> None:
         members = tuple(allreduce(f"p{i}") for i in range(4 - rank))
         ledger.submit(Request(name="set", kind=Kind.REGISTER, members=members))
     (refused,) = ranks.settle()
-    assert "'p3' is there on rank 0, not on rank 1" in refused.reason
+    assert "'p3' exists on rank 0, not on rank 1" in refused.reason
 
 
 def test_a_name_forgotten_while_it_is_submitted_is_described_again() -> None:

@@ -1,4 +1,4 @@
-"""Collectives in an order that ranks agree on while they run."""
+"""Collectives in an order that ranks agree on at run time."""
 
 from stretto.runtime.negotiated.engine import Engine, members_of
 from stretto.runtime.negotiated.handles import Handle

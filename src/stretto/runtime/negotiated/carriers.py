@@ -1,4 +1,4 @@
-"""Lanes with somebody who waits for what they carry."""
+"""Lanes with a completion thread."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 Begin = Callable[[Any], Any]
-"""Starts a collective on a lane and gives its work."""
+"""Starts a collective on a lane and returns its work."""
 
 Finish = Callable[[BaseException | None, tuple[Any, ...]], None]
-"""Is called when a collective has ended, with what failed, and on a GPU with the events
-that tell when results are in place."""
+"""Called when a collective has ended, with its error and, on a GPU, with the events
+that show when results are in place."""
 
 
 # Note [Who waits for a lane]
-# Each Gloo lane has a thread of ours that sleeps in the wait for its collectives and
-# copies results out. Callbacks on Gloo's own worker threads would need no thread, but a
-# backend joins its workers when it is let go of: with Python's lock held by the one
-# and wanted by the other, neither ends.
+# Each Gloo lane has a thread of ours that sleeps while it waits for the lane's
+# collectives, and copies results out. Callbacks on Gloo's own worker threads would need
+# no extra thread, but a backend joins its workers when it is released. If one thread
+# holds Python's lock and the other needs it, both deadlock.
 
 
 @final
 class GlooCarriers:
-    """Gloo lanes, each with its thread."""
+    """Gloo lanes, each with its own thread."""
 
     def __init__(self, pool: LanePool, lanes: int) -> None:
         opened = pool.open([(i, None) for i in range(lanes)])
@@ -50,7 +50,7 @@ class GlooCarriers:
             self._threads.append(thread)
 
     def send(self, lane: int, begin: Begin, finish: Finish) -> None:
-        """Starts a collective now; ``finish`` is called when it has ended."""
+        """Start a collective now; ``finish`` is called when it has ended."""
         try:
             work = begin(self._lanes[lane])
         except RuntimeError as exc:
@@ -59,7 +59,7 @@ class GlooCarriers:
         self._queues[lane].put((work, finish))
 
     def close(self) -> None:
-        """Ends the threads, when what they wait for has ended or was aborted."""
+        """End the threads once their collectives have ended or were aborted."""
         for jobs in self._queues:
             jobs.put(None)
         for thread in self._threads:
@@ -76,17 +76,17 @@ def _wait_in_turn(jobs: queue.SimpleQueue[Any]) -> None:
         except RuntimeError as exc:
             error = exc
         finish(error, ())
-        del job, work, finish  # holds no tensor while it sleeps
+        del job, work, finish  # do not hold a tensor while sleeping
 
 
 @final
 class NcclCarriers:
     """NCCL lanes, each with a stream for packing and unpacking.
 
-    Not yet run on a GPU. Collectives are started by the engine's one thread in the
-    agreed order, and nothing waits on the host: a stream waits for the communicator's,
-    and an event on it says when results are in place. A communicator that fails is
-    told by its own watchdog.
+    Not yet run on a GPU. The engine's one thread starts collectives in the agreed
+    order, and nothing waits on the host: a stream waits for the communicator's stream,
+    and an event on it shows when results are in place. A failed communicator is
+    reported by its own watchdog.
     """
 
     def __init__(self, pool: LanePool, lanes: int, device: torch.device) -> None:
@@ -96,7 +96,7 @@ class NcclCarriers:
         self._streams = [torch.cuda.Stream(device) for _ in range(lanes)]
 
     def send(self, lane: int, begin: Begin, finish: Finish) -> None:
-        """Starts a collective now; ``finish`` queues what follows it."""
+        """Start a collective now; ``finish`` queues the work that follows it."""
         with torch.cuda.stream(self._streams[lane]):
             event = torch.cuda.Event()
             try:
@@ -105,11 +105,12 @@ class NcclCarriers:
                 finish(exc, ())
                 return
             finish(None, (event,))
-            # After what finish queued: handles ask for the event only later.
+            # Record after the work queued by finish: handles ask for the event only
+            # later.
             event.record()
 
     def close(self) -> None:
-        """Waits for what was sent and lets go of the lanes."""
+        """Wait for the sent collectives and release the lanes."""
         for stream in self._streams:
             stream.synchronize()
         self._lanes.clear()

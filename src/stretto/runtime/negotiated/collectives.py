@@ -1,7 +1,7 @@
-"""All collectives but all-reduce: how each is carried out on a lane.
+"""Execute all collectives except all-reduce on a lane.
 
-They move bytes, so that every element type goes over every backend. Sizes that differ
-between ranks are known from the negotiation; nothing is asked again here.
+They transfer bytes, so every element type works on every backend. Sizes that differ
+between ranks are known from the negotiation and are not exchanged again here.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Prepared = tuple[Callable[[Any], Any] | None, Callable[[], Finished]]
 
 
 def prepare(job: Job, by_rank: Sequence[Request], rank: int) -> Prepared:
-    """How to start a job on a lane, and what to do when it has ended.
+    """Return how to start a job on a lane, and what to do when it has ended.
 
-    The first is ``None`` where nothing has to be sent.
+    The first is ``None`` if nothing has to be sent.
     """
     prepared: Prepared = _PREPARE[job.request.kind](job, by_rank, rank)
     return prepared
@@ -78,7 +78,7 @@ def _allgather(job: Job, by_rank: Sequence[Request], _rank: int) -> Any:
     size, most = len(rows), max(rows)
     result = new_output((sum(rows), *job.request.shape), mine)
     even = min(rows) == most
-    # Where first dimensions differ, every rank sends as many rows as the largest has.
+    # If first dimensions differ, every rank sends as many rows as the largest has.
     room = _bytes(result) if even else mine.new_empty(0, dtype=torch.uint8)
     if not even:
         room = room.new_empty(size * most * row_bytes)
@@ -126,8 +126,8 @@ def _alltoall(job: Job, by_rank: Sequence[Request], rank: int) -> Any:
 
 
 def _reducescatter(job: Job, by_rank: Sequence[Request], rank: int) -> Any:
-    # Every rank sends each its rows and adds up what it gets, in the order of ranks:
-    # as many bytes as a ring's reduce-scatter, for shares of any size and any type.
+    # Every rank sends each rank its rows and adds up the received rows in rank order:
+    # as many bytes as a ring's reduce-scatter, for shares of any size and type.
     request, size = job.request, len(by_rank)
     mine = _input(job)
     bounds = reductions.row_bounds(request.shape[0], size)
@@ -162,7 +162,7 @@ def _reducescatter(job: Job, by_rank: Sequence[Request], rank: int) -> Any:
 
 
 def _barrier(_job: Job, _by_rank: Sequence[Request], _rank: int) -> Any:
-    # That all have submitted it is all there is to it.
+    # Nothing to send: a barrier ends when all ranks have submitted it.
     return None, lambda: (None, ())
 
 

@@ -1,4 +1,4 @@
-"""Rounds over the control group: small collectives on the CPU, beside everything."""
+"""Rounds over the control group: small collectives on the CPU, next to all others."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 _WAIT_OVER = "Operation timed out!"
 
 # Note [Small collectives go directly]
-# Gloo's all-reduce is a ring: 2 (p - 1) messages that wait for each other, as many
-# threads woken one after the other. What is small goes from each rank to every other
-# at once, and each combines what it got, in the order of ranks: one message's time, and
-# the same bits everywhere. Measured, 4 ranks on two idle cores, 128 bytes and 4 KiB:
-# 1.1 ms against 3.3 ms.
+# Gloo's all-reduce is a ring: 2 (p - 1) dependent messages, each of which wakes a
+# thread after the previous one. A small tensor goes from each rank to every other rank
+# at once, and each rank combines the received values in rank order. That takes the time
+# of one message and gives the same bits everywhere. Measured, 4 ranks on two idle
+# cores, 128 bytes and 4 KiB: 1.1 ms against 3.3 ms.
 _DIRECT_BYTES = 64 * 2**10
 
 
 def is_direct(size_bytes: int, size: int) -> bool:
-    """Whether so many bytes of each rank are small: see Note."""
+    """Return whether ``size_bytes`` per rank are small: see the Note."""
     return size_bytes * (size - 1) <= _DIRECT_BYTES
 
 
 @final
 class Control:
-    """The control group's two collectives.
+    """The two collectives of the control group.
 
     ``tick`` is called about every ``tick_s`` while this rank waits for others.
     """
@@ -48,9 +48,10 @@ class Control:
         self._all: Any = dist.AllToAllOptions()
 
     def agree(self, vector: bytes, riding: bytes = b"") -> tuple[bytes, Any]:
-        """The bitwise and of all ranks' vectors, and each rank's ``riding`` as a row.
+        """Return the bitwise and of all vectors, and each rank's ``riding`` as a row.
 
-        ``riding`` is equally long on all ranks; nothing rides where there is no room.
+        ``riding`` is equally long on all ranks; the rows are ``None`` if it does not
+        fit.
         """
         if self._size == 1:
             return vector, None
@@ -64,7 +65,7 @@ class Control:
         return bytes(words.numpy().tobytes()), None
 
     def exchange(self, mine: bytes, room_bytes: int) -> list[bytes]:
-        """What every rank brought, by rank; none more than ``room_bytes``."""
+        """Return every rank's bytes, by rank; none more than ``room_bytes``."""
         if self._size == 1:
             return [mine]
         everything = bytes(self._gather(mine.ljust(room_bytes, b" ")).numpy().tobytes())
@@ -74,7 +75,7 @@ class Control:
         ]
 
     def _gather(self, mine: bytes) -> torch.Tensor:
-        """All ranks' bytes, equally many of each."""
+        """Return all ranks' bytes, the same number from each."""
         room_bytes = self._size * len(mine)
         found = torch.empty(room_bytes, dtype=torch.uint8, device="cpu")
         if is_direct(len(mine), self._size):
@@ -87,13 +88,13 @@ class Control:
         return found
 
     def close(self) -> None:
-        """Lets go of the group."""
+        """Release the group."""
         self._lane = None
 
     def _finish(self, work: Any) -> None:
         while True:
             try:
-                # Sleeps in C++; the work goes on when this wait is over.
+                # Sleeps in C++; the work continues after this wait times out.
                 work.wait(self._tick)
             except RuntimeError as exc:
                 if _WAIT_OVER not in str(exc):

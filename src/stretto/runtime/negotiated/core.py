@@ -1,7 +1,7 @@
-"""What moves the negotiated engine: its control thread and what callers hand it.
+"""The core of the negotiated engine: its control thread and its entry points.
 
-The state is `stretto.runtime.negotiated.ledger`, which decides; here is the thread that
-holds the rounds and launches what was decided, in the order it was decided.
+`stretto.runtime.negotiated.ledger` holds the state and decides. This module's thread
+executes the rounds and launches the decisions in their order.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _TICK_S = 1.0
 _CLOSE_S = 10.0
 _PRUNE_AT = 1000
 _RIDERS = 4
-"""Of so many requests that are ready the first that has room rides along."""
+"""A round may include the first of this many ready requests that fits."""
 
 
 @final
 class Core:
-    """What an engine's threads hold on to."""
+    """The part of an engine that its threads refer to."""
 
     def __init__(
         self,
@@ -132,13 +132,13 @@ class Core:
         )
         self._thread.start()
 
-    # Callers' threads.
+    # Called by users' threads.
 
     def submit(
         self,
         rows: Sequence[tuple[Request, torch.Tensor | None, torch.Tensor | None]],
     ) -> list[Handle]:
-        """Takes requests, all or none."""
+        """Accept requests, all or none."""
         rank, size = self.ranks.rank, self.ranks.size
         jobs = []
         for request, tensor, output in rows:
@@ -156,7 +156,7 @@ class Core:
             if self._ledger.joined:
                 raise SpecError(
                     f"{jobs[0].request.place} was submitted after join(): a rank that "
-                    "has joined takes no part until all have."
+                    "has joined takes no part until all ranks have joined."
                 )
             for name in names:
                 if self._ledger.is_pending(name) or names.count(name) > 1:
@@ -177,7 +177,7 @@ class Core:
         return [job.handle for job in jobs]
 
     def register(self, name: str, requests: Sequence[Request]) -> SetSteps:
-        """Declares a tensor set on all ranks."""
+        """Declare a tensor set on all ranks."""
         names = [request.name for request in requests]
         others = [r.place for r in requests if r.kind is not Kind.ALLREDUCE]
         if others or not names or len(set(names)) < len(names):
@@ -194,32 +194,32 @@ class Core:
         return self._registered.pop(request.name)
 
     def require_open(self) -> None:
-        """Raises what ended the engine, if anything did."""
+        """Raise the error that ended the engine, if any."""
         if self.error is not None:
             raise self.error
         if self._closing:
-            raise StrettoError("the engine was closed: open another one")
+            raise StrettoError("the engine was closed: open a new one")
 
     def submit_member(self, set_id: int, index: int) -> None:
-        """A tensor set's member is ready here."""
+        """Record that a tensor set's member is ready here."""
         with self._wake:
             self._ledger.submit_member(set_id, index)
             self._news = True
             self._wake.notify()
 
     def vote(self, set_id: int, *, in_order: bool, whole: bool, unused: int) -> None:
-        """All of a tensor set's members are submitted here."""
+        """Record that all of a tensor set's members are submitted here."""
         with self._wake:
             self._ledger.vote(set_id, in_order=in_order, whole=whole, unused=unused)
             self._news = True
             self._wake.notify()
 
     def join(self, timeout_s: float | None) -> int:
-        """Contributes zeros until all have joined."""
+        """Contribute zeros until all ranks have joined."""
         for tensor_set in tuple(self.sets.values()):
             tensor_set.require_between_steps("join()")
         for handle in tuple(self._outstanding):
-            with contextlib.suppress(RankDisagreement):  # told to whoever waits for it
+            with contextlib.suppress(RankDisagreement):  # raised to the handle's owner
                 handle.wait(timeout_s)
         with self._wake:
             self.require_open()
@@ -233,7 +233,7 @@ class Core:
         return self._last_joined
 
     def close(self) -> None:
-        """Ends threads and connections."""
+        """End threads and connections."""
         with self._wake:
             first, self._closing = not self._closing, True
             quiet = self._quiet() and self.error is None
@@ -242,7 +242,8 @@ class Core:
             return
         mine = threading.current_thread()
         if mine is self._thread or mine.name.startswith("stretto-lane"):
-            # The collector may end an engine from any thread, also from its own.
+            # The garbage collector may close an engine on any thread, including its
+            # own.
             threading.Thread(
                 target=self._end,
                 args=(quiet,),
@@ -252,14 +253,14 @@ class Core:
         else:
             self._end(quiet)
 
-    # Ending.
+    # Shutdown.
 
     def report(self, place: str, cause: BaseException) -> StrettoError:
-        """The engine's one error, after a failure of its communication."""
+        """Return the engine's one error, after a failure of its communication."""
         if self._closing:
             error = StrettoError(f"{place} was not finished: the engine was closed")
         elif isinstance(cause, StrettoError):
-            # The first rank to give up says why, in the same words on all.
+            # The first rank to give up reports why, in the same words on all ranks.
             first = self._notes.leave(str(cause))
             error = cause if first == str(cause) else CommTimeout(first)
             self._abort()
@@ -290,7 +291,7 @@ class Core:
             tensor_set.fail(self.error)
 
     def _quiet(self) -> bool:
-        """Whether nothing is under way."""
+        """Return whether nothing is under way."""
         self._outstanding = {h for h in self._outstanding if not h.poll()}
         return not self._outstanding and not self._ledger.wants_round()
 
@@ -364,7 +365,7 @@ class Core:
         return True
 
     def _sleep(self) -> bool:
-        """Sleeps until a round is due; false when the engine ends."""
+        """Sleep until a round is due; return False when the engine ends."""
         while True:
             with self._wake:
                 if self._closing or self.error is not None:
@@ -473,7 +474,7 @@ class Core:
         return [*self._ledger.pending, *steps]
 
     def _tick(self) -> None:
-        """About every ``tick_s`` while this rank waits for others."""
+        """Check for stalls about every ``tick_s`` while this rank waits for others."""
         now_s = self._ticked_s = perf_counter()
         with self._lock:
             waiting = self._waiting()
@@ -499,8 +500,8 @@ class Core:
             raise CommTimeout(
                 f"{self.ranks.name(self.ranks.rank)}: {place} waited {waited_s:.0f} s, "
                 f"longer than timeout_s = {self.ranks.timeout_s:g}: {who} did not "
-                "submit it. Let every rank come to the same collectives, or raise the "
-                "time-out."
+                "submit it. Make every rank submit the same collectives, or increase "
+                "the timeout."
             )
 
     def _warn(self, place: str, waited_s: float) -> None:
@@ -516,7 +517,7 @@ class Core:
 
 
 def _ignore(error: StrettoError | None, events: tuple[Any, ...]) -> None:
-    """Nobody waits for a joined rank's zeros."""
+    """Ignore the end of a joined rank's zeros: there is no handle for them."""
 
 
 def _end_job(

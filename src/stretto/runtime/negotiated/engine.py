@@ -9,8 +9,8 @@
                        handle ◀── ended ── a thread per lane
 ```
 
-One thread negotiates and launches, so launch order is the agreed one on every rank. It
-is `stretto.runtime.negotiated.ledger` that decides and `core` that moves.
+One thread negotiates and launches, so launch order is the agreed one on every rank.
+`stretto.runtime.negotiated.ledger` decides and `core` executes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 
 def members_of(ranks: Ranks, members: Sequence[int], name: str) -> Ranks:
-    """Some of the ranks as ranks of their own, for an engine that only they open.
+    """Return some of the ranks as ranks of their own, for an engine only they open.
 
     ``members`` are ranks among ``ranks``, in the order of their new ranks; ``name`` is
-    equal on all of them and differs from that of other such sets.
+    equal on all of them and unique among such sets.
 
     Raises:
-        SpecError: this process is not a member, or a member is no rank.
+        SpecError: this process is not a member, or a member is not a valid rank.
     """
     if ranks.rank not in members or not set(members) <= set(range(ranks.size)):
         raise SpecError(
@@ -65,20 +65,21 @@ def members_of(ranks: Ranks, members: Sequence[int], name: str) -> Ranks:
 
 @final
 class Engine:
-    """Collectives in any order from any thread, agreed on without a master.
+    """Collectives in any order from any thread, agreed on without a coordinator.
 
-    One per set of ranks; only these ranks construct it, all of them. Ranks match
-    requests by name. Whatever differs fails on every rank with one text; a rank that is
-    gone fails all that is pending with one `CommTimeout`.
+    There is one engine per set of ranks; all of these ranks construct it, and no
+    others. Ranks match requests by name. A request that differs between ranks fails on
+    every rank with the same text; a lost rank fails all pending requests with one
+    `CommTimeout`.
 
     Args:
-        ranks: Who takes part, and their store.
+        ranks: The participating ranks and their store.
         options: Settings, equal on all ranks.
-        observer: Is told what happens when.
+        observer: Receives spans for a timeline.
 
     Raises:
-        RankDisagreement: ranks came with different options or versions.
-        CommTimeout: a rank did not come.
+        RankDisagreement: ranks have different options or versions.
+        CommTimeout: a rank did not open its engine in time.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Engine:
         observer: AbstractEngineObserver | None = None,
     ) -> None:
         self._core = Core(ranks, options or EngineOptions(), observer)
-        # Also at the interpreter's end, and when the last reference goes.
+        # Also runs at interpreter exit, and when the last reference is dropped.
         self._close = weakref.finalize(self, self._core.close)
 
     @classmethod
@@ -101,17 +102,17 @@ class Engine:
         timeout_s: float | None = None,
         observer: AbstractEngineObserver | None = None,
     ) -> Engine:
-        """The engine of a process group's ranks, over the group's store.
+        """Create the engine of a process group's ranks, over the group's store.
 
         ``timeout_s`` is how long a request waits for other ranks before it fails;
-        ``None``: as long as the group's collectives do.
+        ``None`` means the timeout of the group's collectives.
         """
         ranks = ranks_of(group, timeout_s=timeout_s)
         return cls(ranks, options=options, observer=observer)
 
     @property
     def rank(self) -> int:
-        """This process's rank among the engine's."""
+        """This process's rank in the engine."""
         return self._core.ranks.rank
 
     @property
@@ -125,15 +126,15 @@ class Engine:
         tensor: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
     ) -> Handle:
-        """Asks for a collective and returns at once.
+        """Submit a collective and return at once.
 
-        ``output`` takes the result and may be ``tensor`` itself; ``None``: a new tensor
-        does. Neither may be touched before the handle has ended.
+        ``output`` receives the result and may be ``tensor`` itself; ``None`` means a
+        new tensor. Do not touch either before the handle has ended.
 
         Raises:
-            SpecError: (a ValueError) the name is pending already, or a tensor is not as
-                the request says.
-            CommTimeout: the engine has failed before.
+            SpecError: (a ValueError) the name is already pending, or a tensor does not
+                match the request.
+            CommTimeout: the engine has already failed.
         """
         return self._core.submit([(request, tensor, output)])[0]
 
@@ -142,12 +143,12 @@ class Engine:
         group: str,
         rows: Sequence[tuple[Request, torch.Tensor | None, torch.Tensor | None]],
     ) -> list[Handle]:
-        """Asks for several that are launched together or fail together.
+        """Submit several collectives that are launched together or fail together.
 
         ``group`` must be the same on every rank, and so must the names in it.
 
         Raises:
-            SpecError: as `submit`; then none of them is submitted.
+            SpecError: as in `submit`; then none of them is submitted.
         """
         names = sorted(request.name for request, _, _ in rows)
         digest = zlib.crc32("\0".join(names).encode())
@@ -164,23 +165,23 @@ class Engine:
         )
 
     def barrier(self, name: str = "barrier") -> Handle:
-        """Ends when every rank has called it."""
+        """Submit a barrier, which ends when every rank has submitted it."""
         return self.submit(Request(name=name, kind=Kind.BARRIER))
 
     def register(self, name: str, requests: Sequence[Request]) -> TensorSet:
-        """Declares tensors that every rank submits once per step; waits for all ranks.
+        """Declare tensors that every rank submits once per step; wait for all ranks.
 
         Raises:
-            SpecError: requests are not all-reduces with different names.
+            SpecError: the requests are not all-reduces with distinct names.
             RankDisagreement: ranks registered different tensors.
         """
         steps = self._core.register(name, requests)
         return TensorSet(self, steps, [request.name for request in requests])
 
     def join(self, timeout_s: float | None = None) -> int:
-        """Contributes zeros to sums and averages until all ranks have joined.
+        """Contribute zeros to sums and averages until all ranks have joined.
 
-        First waits for what this rank has pending. Returns the last rank to join.
+        Wait for this rank's pending requests first. Return the last rank to join.
 
         Raises:
             SpecError: a step of a tensor set has begun but is not complete.
@@ -188,5 +189,5 @@ class Engine:
         return self._core.join(timeout_s)
 
     def close(self) -> None:
-        """Ends threads and connections. What is pending fails, on peers too."""
+        """End threads and connections. Pending requests fail, on peers too."""
         self._close()

@@ -1,4 +1,4 @@
-"""A tensor set's units in an order that is kept: launched without asking anybody."""
+"""Launch a tensor set's units in a kept order, without negotiation."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class UnitFailed(Exception):
 
 
 class _Packed(NamedTuple):
-    """A member that travels with others."""
+    """A member that is packed with others."""
 
     unit: int
 
     slot: int
 
     view: torch.Tensor
-    """Its place in the unit's buffer, of its own shape."""
+    """Its place in the unit's buffer, with the member's shape."""
 
 
 class _Alone(NamedTuple):
-    """Elements ``start`` to ``end`` of a member, which make a unit."""
+    """Elements ``start`` to ``end`` of a member, which form a unit."""
 
     unit: int
 
@@ -48,8 +48,8 @@ class FixedOrder:
     """Launches the units of each step in one order, from the submitting thread.
 
     See the note [An order that is kept] in `stretto.runtime.negotiated.steps`. Buffers
-    take as many bytes as the members that travel with others; a member that makes
-    units of its own travels from where it lies.
+    take as many bytes as the packed members; a member that forms units of its own is
+    sent from its own memory.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class FixedOrder:
         self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def submit(self, member: int, tensor: torch.Tensor) -> None:
-        """Takes a member's values; launches what has become complete.
+        """Accept a member's values; launch the units that are now complete.
 
         Raises:
             UnitFailed: a lane is closed.
@@ -149,7 +149,7 @@ class FixedOrder:
         self._works.append(work)
 
     def finish(self) -> None:
-        """Waits for the step's units, in order, and puts results in place.
+        """Wait for the step's units, in order, and copy results into place.
 
         Raises:
             UnitFailed: a lane's collective failed.
@@ -180,7 +180,7 @@ class FixedOrder:
 def _units(
     members: Sequence[Request], order: Sequence[int], unit_bytes: int, lanes: int
 ) -> list[Unit]:
-    """Units in the order in which they are complete."""
+    """Return units in the order in which they are complete."""
     rows = []
     for member in order:
         request = members[member]

@@ -1,8 +1,8 @@
-"""A DDP whose gradients go through the engine, for orders that differ between ranks.
+"""A DDP that sends gradients through the engine, for orders that differ between ranks.
 
 PyTorch's Reducer sends its buckets in one order on every rank, so a rank whose
-gradients come in another one holds all others up, and parameters without a gradient
-have to be found before backward. Here each gradient is submitted when it is there.
+gradients arrive in another order delays all others, and unused parameters must be found
+before backward. Here each gradient is submitted as soon as it is ready.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 
 
 def refused(what: str) -> StrettoError:
-    """The error for what a negotiated order can't do."""
+    """Return the error for a feature that a negotiated order does not support."""
     return StrettoError(
-        f"{what} is not possible with order={NEGOTIATED!r}, where gradients have no "
+        f"{what} is not supported with order={NEGOTIATED!r}, where gradients have no "
         f"buckets. Leave it out, or use order={STATIC!r}."
     )
 
 
 def check_order(order: str, given: Mapping[str, bool]) -> bool:
-    """Whether a model is to be negotiated; ``given`` says what else was asked for.
+    """Return whether to negotiate a model; ``given`` lists the other options.
 
     Raises:
-        SpecError: order is no order.
-        StrettoError: something was asked for that needs buckets.
+        SpecError: ``order`` is invalid.
+        StrettoError: an option that needs buckets was given.
     """
     if order not in (STATIC, NEGOTIATED):
         raise SpecError(f"order must be {STATIC!r} or {NEGOTIATED!r}, got {order!r}")
@@ -58,8 +58,8 @@ def check_order(order: str, given: Mapping[str, bool]) -> bool:
         for name in ("lanes", "unit_bytes"):
             if given.get(name):
                 raise SpecError(
-                    f"{name} is for order={NEGOTIATED!r}; with order={STATIC!r} a "
-                    "plan says it."
+                    f"{name} is for order={NEGOTIATED!r}; with order={STATIC!r} the "
+                    "plan sets it."
                 )
         return False
     for name, present in given.items():
@@ -70,10 +70,11 @@ def check_order(order: str, given: Mapping[str, bool]) -> bool:
 
 @final
 class NegotiatedFront:
-    """What takes the Reducer's place: hooks on parameters, and a tensor set.
+    """Replaces the Reducer: hooks on parameters, and a tensor set.
 
-    A step is a backward. Every parameter is in it on every rank: one without a gradient
-    on some rank counts as zeros there, one without on all ranks is left as it was.
+    A step is a backward. It includes every parameter on every rank: a parameter without
+    a gradient on some rank counts as zeros there; one without a gradient on all ranks
+    is unchanged.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class NegotiatedFront:
         self._options = EngineOptions(
             lanes=lanes or options.lanes, unit_bytes=unit_bytes or options.unit_bytes
         )
-        # Weak: the model holds this, and ends the engine when it goes.
+        # Weak: the model owns this object and ends the engine when it is freed.
         self._model = weakref.ref(model)
         self._parameters = [parameter for _, parameter in table]
         self._engine = Engine(ranks, options=self._options)
@@ -102,7 +103,7 @@ class NegotiatedFront:
                     dtype=str(parameter.dtype).removeprefix("torch."),
                     shape=tuple(parameter.shape),
                     device=parameter.device.type,
-                    # As DDP does: each rank's share is taken before it is sent.
+                    # As in DDP: each rank's share is scaled before it is sent.
                     prescale=1.0 / ranks.size,
                 )
                 for name, parameter in table
@@ -120,22 +121,22 @@ class NegotiatedFront:
             )
             for i, parameter in enumerate(self._parameters)
         ]
-        # A module outlives its wrapper; hooks that would go on reducing must not.
+        # A module outlives its wrapper: remove the hooks, or they would keep reducing.
         self._end = weakref.finalize(model, _end, self._hooks, self._engine)
 
     @property
     def order_kept(self) -> bool:
-        """Whether gradients leave in a kept order now, without being negotiated."""
+        """Whether gradients are now sent in a kept order, without negotiation."""
         return self._set.order_kept
 
     def close(self) -> None:
-        """Ends the engine and takes the hooks off; also when the model goes."""
+        """End the engine and remove the hooks; also runs when the model is freed."""
         self._end()
 
     # Forward.
 
     def forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's output, with buffers sent before as DDP does."""
+        """Return the module's output, after sending buffers as DDP does."""
         model: Any = self._model()
         if model._join_config.enable:  # noqa: SLF001
             raise refused("join()")
@@ -163,10 +164,11 @@ class NegotiatedFront:
 
     # Note [Whose end the step ends at]
     # A callback queued from a hook runs at the end of the backward that the hook runs
-    # in. Reentrant checkpointing runs backwards within backward: queued by a parameter
-    # in one of those, the step would end before the others have their gradients. The
-    # hook on the model's output runs in the outermost one, and before any other. Only
-    # where a backward does not pass the model's output is it a parameter that queues.
+    # in. Reentrant checkpointing runs backwards within backward. If a parameter's hook
+    # in one of those queued the callback, the step would end before the other
+    # parameters have their gradients. The hook on the model's output runs in the
+    # outermost backward, and before any other hook. A parameter's hook queues the
+    # callback only if a backward does not pass the model's output.
 
     def _on_backward(self, _gradient: torch.Tensor) -> None:
         if not self._syncs:  # the forward's gradients have been reduced
@@ -197,12 +199,12 @@ class NegotiatedFront:
         submit(gradient.detach() if gradient.requires_grad else gradient)
 
     def _end_step(self) -> None:
-        """Runs at the end of backward: fills up, waits, and puts gradients in place."""
+        """Complete the step after backward: add zeros, wait, place gradients."""
         filled = {}
         for i in self._set.missing():
             parameter = self._parameters[i]
-            # What earlier micro-steps or steps left counts: else a rank that has it
-            # would lose it to one that has not (PyTorch's issue 69031).
+            # Gradients left by earlier micro-steps or steps count: otherwise a rank
+            # that has one would lose it to a rank without (PyTorch's issue 69031).
             values = (
                 torch.zeros_like(parameter, requires_grad=False)
                 if parameter.grad is None
@@ -211,8 +213,8 @@ class NegotiatedFront:
             filled[i] = values
             self._set.submit(i, values.detach(), used=self._touched[i])
         end = self._set.wait()
-        # As with DDP, a forward is reduced once: what another backward through it adds
-        # stays on this rank.
+        # As in DDP, a forward is reduced once: gradients that another backward through
+        # it adds stay on this rank.
         self._syncs = False
         self._sent.clear()
         self._queued = False
@@ -223,8 +225,8 @@ class NegotiatedFront:
         if not end.whole:
             raise StrettoError(
                 "another rank left this step's backward with an error, so the "
-                "gradients lack its part. Look at the other ranks' logs; call "
-                "zero_grad() to go on."
+                "gradients lack its part. Check the other ranks' logs; call "
+                "zero_grad() to continue."
             )
 
     def _put(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -234,7 +236,7 @@ class NegotiatedFront:
             parameter.grad.copy_(values)
 
     def _abandon(self) -> None:
-        """Ends a step that an exception within backward cut short."""
+        """End a step that an exception within backward cut short."""
         if self._queued:
             self._queued = False
             self._sent.clear()

@@ -1,4 +1,4 @@
-"""What a caller holds of a submitted request."""
+"""The caller's handle for a submitted request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Handle:
 
     def __init__(self, place: str) -> None:
         self.place = place
-        """What messages call the request."""
+        """The request's name in messages."""
         self._ended = threading.Event()
         self._error: StrettoError | None = None
         self._result: torch.Tensor | None = None
@@ -25,24 +25,24 @@ class Handle:
         self._events: tuple[Any, ...] = ()
 
     def poll(self) -> bool:
-        """Whether it has ended, well or not; never waits."""
+        """Return whether it has ended, with or without an error; never waits."""
         return self._ended.is_set() and all(event.query() for event in self._events)
 
     def wait(self, timeout_s: float | None = None) -> torch.Tensor | None:
-        """Sleeps until it has ended and gives `result`.
+        """Sleep until the request has ended, and return `result`.
 
-        On a GPU the current stream is made to wait; the host is not.
+        On a GPU the current stream waits; the host does not.
 
         Raises:
-            RankDisagreement: ranks asked for different things; same text everywhere.
-            CommTimeout: a rank is gone; or ``timeout_s`` passed, then it may be waited
-                for again.
+            RankDisagreement: ranks submitted different requests; same text everywhere.
+            CommTimeout: a rank is lost; or ``timeout_s`` passed, then ``wait`` may be
+                called again.
             StrettoError: the engine was closed.
         """
         if not self._ended.wait(timeout_s):
             raise CommTimeout(
                 f"{self.place} did not end within {timeout_s:g} s: other ranks have "
-                "not submitted it, or it is still being sent. Wait longer, or look at "
+                "not submitted it, or it is still being sent. Wait longer, or check "
                 "the other ranks' logs."
             )
         return self.result
@@ -52,7 +52,7 @@ class Handle:
         """The output, ``None`` for a barrier.
 
         Raises:
-            StrettoError: it failed, or has not ended.
+            StrettoError: the request failed, or has not ended.
         """
         if not self._ended.is_set():
             raise StrettoError(f"{self.place} has not ended: call wait() first")
@@ -68,10 +68,10 @@ class Handle:
 
     @property
     def received_splits(self) -> tuple[int, ...]:
-        """All-gather and all-to-all: rows received from each rank."""
+        """Rows received from each rank, for all-gather and all-to-all."""
         return self._splits
 
-    # For the engine.
+    # Called by the engine.
 
     def succeed(
         self,
@@ -80,13 +80,13 @@ class Handle:
         splits: tuple[int, ...] = (),
         events: tuple[Any, ...] = (),
     ) -> None:
-        """Ends it well, unless it has ended."""
+        """End the request with a result, unless it has ended."""
         if not self._ended.is_set():
             self._result, self._splits, self._events = result, splits, events
             self._ended.set()
 
     def fail(self, error: StrettoError) -> None:
-        """Ends it with an error, unless it has ended."""
+        """End the request with an error, unless it has ended."""
         if not self._ended.is_set():
             self._error = error
             self._ended.set()

@@ -1,4 +1,4 @@
-"""What one rank holds of a request while it is under way."""
+"""A rank's state of a request while it is under way."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Job:
     output: torch.Tensor | None
     handle: Handle
     event: Any = None
-    """On a GPU: when the tensor's values are there."""
+    """On a GPU: recorded when the tensor's values are ready."""
     submitted_s: float = field(default_factory=perf_counter)
     told: int = 0
-    """Warnings given that it waits."""
+    """Number of stall warnings logged."""
 
 
 @dataclass(slots=True)
 class Part:
-    """A tensor to be reduced: of a job, of a set, or a joined rank's zeros."""
+    """A tensor to reduce: of a job, of a set, or a joined rank's zeros."""
 
     request: Request
     tensor: torch.Tensor | None
@@ -46,17 +46,17 @@ class Part:
     left: int = 0
     events: tuple[Any, ...] = ()
     flat: torch.Tensor | None = None
-    """The output as one row; a copy of its own where the output has gaps."""
+    """The output as one row; a separate copy if the output is not contiguous."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def source(self, start: int, end: int) -> torch.Tensor | None:
-        """Elements of the input, ``None`` for zeros."""
+        """Return elements of the input, or ``None`` for zeros."""
         if self.tensor is None:
             return None
         return self.tensor.reshape(-1)[start:end]
 
     def target(self) -> torch.Tensor | None:
-        """The output as one row; asked for by one thread before others use it."""
+        """Return the output as one row; one thread calls it before others use it."""
         if self.flat is None and self.output is not None:
             out = self.output
             self.flat = (
@@ -69,7 +69,7 @@ class Part:
     def piece_ended(
         self, error: StrettoError | None, events: tuple[Any, ...] = ()
     ) -> None:
-        """One of its pieces has ended; the last one ends the part."""
+        """Record the end of one of its pieces; the last one ends the part."""
         with self.lock:
             self.left -= 1
             self.events += events
@@ -86,16 +86,16 @@ class Part:
 
 
 def request_of(name: str, kind: Kind, tensor: torch.Tensor, **more: Any) -> Request:
-    """The request for a tensor: its type, shape, device and first dimension.
+    """Return the request for a tensor: its type, shape, device and first dimension.
 
-    ``more`` are further fields of `Request`; an all-to-all without ``splits`` is left
-    to the caller.
+    ``more`` are further fields of `Request`. The caller must add an all-to-all's
+    ``splits``.
     """
     shape = tuple(tensor.shape)
     if kind in (Kind.ALLGATHER, Kind.ALLTOALL):
         if not shape:
             raise SpecError(
-                f"{kind} {name!r}: a scalar has no first dimension. Give it one with "
+                f"{kind} {name!r}: a scalar has no first dimension. Add one with "
                 "reshape(1)."
             )
         if kind is Kind.ALLGATHER:
@@ -119,10 +119,10 @@ def check_tensors(
     rank: int,
     size: int,
 ) -> None:
-    """Requires that tensors are as a request says.
+    """Require that tensors match their request.
 
     Raises:
-        SpecError: naming the request, the rule and what was found.
+        SpecError: with the request, the rule and the value found.
     """
     place = request.place
     if request.kind in (Kind.BARRIER, Kind.REGISTER, Kind.UNREGISTER):
@@ -176,7 +176,7 @@ def _check_is(
 
 
 def input_shape(request: Request) -> tuple[int, ...]:
-    """Shape of what a rank submits."""
+    """Return the shape of the tensor that a rank submits."""
     if request.kind is Kind.ALLGATHER:
         return (request.rows, *request.shape)
     if request.kind is Kind.ALLTOALL:
@@ -185,7 +185,7 @@ def input_shape(request: Request) -> tuple[int, ...]:
 
 
 def output_shape(request: Request, *, rank: int, size: int) -> tuple[int, ...] | None:
-    """Shape of what a rank gets; ``None`` where it depends on other ranks."""
+    """Return the shape of a rank's result, or ``None`` if it depends on other ranks."""
     if request.kind in (Kind.ALLGATHER, Kind.ALLTOALL):
         return None
     if request.kind is Kind.REDUCESCATTER:
@@ -195,5 +195,5 @@ def output_shape(request: Request, *, rank: int, size: int) -> tuple[int, ...] |
 
 
 def new_output(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """A tensor for a result."""
+    """Return a new tensor for a result."""
     return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)

@@ -1,21 +1,21 @@
-"""Which requests are ready on every rank: the engine's state, without any input/output.
+"""The engine's state: which requests are ready on every rank. It does no I/O.
 
 # Note [A round]
 Every rank keeps the same table of known requests. A round is one bitwise-and all-reduce
-of a vector (for bits the same as MIN): bit i says "request i is submitted here". What
-is set in the outcome is ready everywhere, and all ranks launch it, in index order. A
-rank whose request is not in the table, or differs from what the table says of it,
-clears a bit of the vector's head, and all ranks follow with one all-gather of
-descriptions; each enters them into its table in the same order. There is no master:
-all ranks compute the same from the same bits. It is Horovod's response cache with the
-coordinator left out.
+of a vector (for bits the same as MIN): bit i means "request i is submitted here". A bit
+set in the result means that the request is ready everywhere, and all ranks launch it,
+in index order. A rank whose request is missing from the table, or differs from its
+entry, clears a bit of the vector's head, and all ranks follow with one all-gather of
+descriptions; each rank enters them into its table in the same order. There is no
+coordinator: all ranks compute the same decisions from the same bits. This is Horovod's
+response cache without the coordinator.
 
 # Note [Who takes part in a round]
-A rank enters a round when it has anything submitted that is not launched, and sleeps in
-the all-reduce until the others come. Nothing can become ready everywhere before every
-rank has submitted something, so ranks without anything need not be asked, and an idle
-engine sends nothing. If all ranks wait for different requests, rounds would follow each
-other at once; they are paced, see `stretto.runtime.negotiated.pace`.
+A rank enters a round when it has submitted anything that is not launched, and sleeps in
+the all-reduce until the others enter. Nothing can become ready everywhere before every
+rank has submitted something, so idle ranks need not take part, and an idle engine sends
+nothing. If all ranks wait for different requests, rounds would follow each other
+immediately; they are paced, see `stretto.runtime.negotiated.pace`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Launch:
     """Ranks that contribute zeros."""
 
     set_id: int = -1
-    """The tensor set that a register request makes."""
+    """The tensor set that a register request creates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,13 @@ class EndStep:
     set_id: int
 
     in_order: bool
-    """Every rank's order was what it was before."""
+    """Whether every rank's order was the same as before."""
 
     whole: bool
-    """No rank filled a step up that an error cut short."""
+    """Whether no rank filled in a step that an error cut short."""
 
     unused: int
-    """Bits of members that no rank used."""
+    """Bit mask of the members that no rank used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ Decision = Launch | Refuse | LaunchMembers | EndStep | EndJoin
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of a name: how ranks describe it."""
+    """How ranks describe the request of one name."""
 
     name: str
     base: Request
@@ -120,7 +120,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _SetState:
-    """One tensor set, as far as rounds go."""
+    """The state of one tensor set in rounds."""
 
     members: int
     submitted: int = 0
@@ -135,8 +135,8 @@ class _SetState:
 class Ledger:
     """One rank's view of what all ranks have submitted.
 
-    A round is `begin`, an and-reduction of what it gives, `announces` on the outcome,
-    the exchange of `announcement` where that says so, and `finish`. Not thread-safe.
+    A round consists of `begin`, an and-reduction of its result, `announces` on the
+    outcome, the exchange of `announcement` if required, and `finish`. Not thread-safe.
     """
 
     def __init__(
@@ -159,27 +159,27 @@ class Ledger:
         self._round = 0
         self._text = b""
 
-    # What this rank does.
+    # This rank's actions.
 
     @property
     def pending(self) -> tuple[str, ...]:
-        """Places of what was submitted here and is not launched."""
+        """Places of requests that were submitted here and are not launched."""
         return tuple(request.place for request in self._pending.values())
 
     def is_pending(self, name: str) -> bool:
-        """Whether this rank waits for a request of that name."""
+        """Return whether this rank waits for a request of that name."""
         return name in self._pending
 
     @property
     def joined(self) -> bool:
-        """Whether this rank has joined, or is about to."""
+        """Whether this rank has joined, or will in the next round."""
         return self._wants_join or self._rank in self._joined
 
     def submit(self, request: Request) -> None:
-        """Takes a request of this rank.
+        """Add a request of this rank.
 
         Raises:
-            SpecError: one of that name is pending.
+            SpecError: a request of that name is pending.
         """
         if request.name in self._pending:
             raise SpecError(
@@ -195,21 +195,21 @@ class Ledger:
             self._unannounced[request.name] = request
 
     def join(self) -> None:
-        """Asks to contribute zeros until all ranks have joined."""
+        """Ask to contribute zeros until all ranks have joined."""
         self._wants_join = True
 
     def submit_member(self, set_id: int, index: int) -> None:
-        """A member of a tensor set is ready here."""
+        """Record that a member of a tensor set is ready here."""
         self._sets[set_id].submitted |= 1 << index
 
     def vote(self, set_id: int, *, in_order: bool, whole: bool, unused: int) -> None:
-        """All members of this step are submitted here."""
+        """Record that all members of this step are submitted here."""
         state = self._sets[set_id]
         state.vote, state.in_order, state.whole = True, in_order, whole
         state.unused = unused
 
     def wants_round(self) -> bool:
-        """Whether this rank has anything that a round could end."""
+        """Return whether this rank has anything that a round could end."""
         return bool(
             self._pending
             or self.joined
@@ -217,14 +217,14 @@ class Ledger:
         )
 
     def first_ready(self, most: int) -> list[tuple[int, str]]:
-        """Slots and names of known requests that are submitted here, in index order."""
+        """Return slots and names of known requests submitted here, in index order."""
         slots = itertools.islice(_set_bits(self._bits), most)
         return [(slot, self._entry(slot).name) for slot in slots]
 
     # A round.
 
     def begin(self) -> bytes:
-        """This rank's vector."""
+        """Return this rank's vector."""
         self._round += 1
         self._announcing, self._unannounced = self._unannounced, {}
         self._text = b""
@@ -245,7 +245,7 @@ class Ledger:
         joined = self._rank in self._joined
         vector = head
         at = _HEAD_BITS
-        # Those being announced have a bit here only once all ranks know of them.
+        # A request being announced has a bit here only once all ranks know it.
         vector |= (every if joined else self._bits) << at
         vector |= (every & ~self._bits) << (at + slots)
         at += 2 * slots
@@ -263,20 +263,20 @@ class Ledger:
         return vector.to_bytes((at + 63) // 64 * 8, "little")
 
     def announces(self, agreed: bytes) -> int:
-        """Bytes each rank's announcement has room for; 0: there is none."""
+        """Return the room in bytes for each announcement; 0 means no announcements."""
         head = int.from_bytes(agreed[: _HEAD_BITS // 8], "little")
         if head & _SILENT:
             return 0
         return 1 << next(k for k in range(_CLASSES) if head >> k & 1)
 
     def announcement(self) -> bytes:
-        """What this rank tells all others of."""
+        """Return this rank's announcement to all others."""
         return self._text
 
     def finish(
         self, agreed: bytes, announcements: Sequence[bytes] | None
     ) -> list[Decision]:
-        """What all ranks do now; the same list on all of them."""
+        """Return the decisions of this round, the same list on all ranks."""
         vector = int.from_bytes(agreed, "little") >> _HEAD_BITS
         slots = len(self._slots)
         every = (1 << slots) - 1
@@ -289,10 +289,10 @@ class Ledger:
             told = self._enter(announcements, idle)
         active = self._size - len(self._joined)
         names = [self._entry(i).name for i in _bits_of(ready)]
-        # What every active rank has just announced is ready at once. Whoever joined in
-        # this very round counts from the next one.
+        # A request just announced by every active rank is ready at once. A rank that
+        # joined in this round counts from the next one.
         names += sorted(n for n, who in told.items() if len(who) >= active)
-        # Sets first: launching may register one, which this vector has no bits for.
+        # Sets first: a launch may register a set, which has no bits in this vector.
         self._decide_sets(section, decisions)
         self._decide(names, decisions)
         if announcements is not None:
@@ -302,7 +302,7 @@ class Ledger:
     # Reading announcements.
 
     def _enter(self, announcements: Sequence[bytes], idle: int) -> dict[str, set[int]]:
-        """Enters what ranks announced; which ranks announced each name."""
+        """Enter the announcements; return which ranks announced each name."""
         told: dict[str, set[int]] = {}
         rows = []
         for rank, text in enumerate(announcements):
@@ -338,7 +338,7 @@ class Ledger:
         return told
 
     def _make_room(self, fresh: int, idle: int, told: dict[str, set[int]]) -> None:
-        """Forgets the names longest unused that nobody waits for."""
+        """Remove the least recently used names that no rank waits for."""
         excess = len(self._slot_of) + fresh - self._known_requests
         if excess <= 0:
             return
@@ -355,7 +355,7 @@ class Ledger:
         self._slots[slot] = None
         del self._slot_of[entry.name]
         if self._bits >> slot & 1:
-            # Submitted here since this round began: to be announced in the next.
+            # Submitted here since this round began: announce it in the next round.
             self._bits &= ~(1 << slot)
             if entry.name in self._pending:
                 self._unannounced[entry.name] = self._pending[entry.name]
@@ -392,7 +392,7 @@ class Ledger:
     def _refuse_groups(
         self, refused: dict[str, str], decisions: list[Decision]
     ) -> None:
-        """Ends all that belongs to a group of which one member failed."""
+        """End every request of a group in which one request failed."""
         if not refused:
             return
         launched = {d.name for d in decisions if isinstance(d, Launch)}
@@ -424,8 +424,8 @@ class Ledger:
             what += f" with op {request.op}"
         gone = ", ".join(str(self._names[r]) for r in sorted(self._joined))
         return (
-            f"{request.place}: {what} is not possible while ranks have joined "
-            f"(joined: {gone}), for they contribute zeros only. Call it before any "
+            f"{request.place}: {what} is not supported while ranks have joined "
+            f"(joined: {gone}), because they contribute only zeros. Call it before any "
             "rank joins."
         )
 
@@ -438,7 +438,7 @@ class Ledger:
             self._forget(slot)
 
     def _settle(self, entry: _Entry) -> None:
-        """Remembers how ranks described what was just launched."""
+        """Record how ranks described the request just launched."""
         entry.used = self._round
         active = [r for r in range(self._size) if r not in self._joined]
         first = entry.of(active[0])
@@ -506,6 +506,6 @@ def _set_bits(bits: int) -> Iterator[int]:
 
 
 def _bits_of(bits: int) -> list[int]:
-    """Places of set bits, ascending."""
+    """Return the positions of set bits, ascending."""
     text = bin(bits)[:1:-1]
     return [i for i, digit in enumerate(text) if digit == "1"]

@@ -1,4 +1,4 @@
-"""How a negotiated engine is set up."""
+"""Settings of a negotiated engine."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ class EngineOptions:
     """
 
     lanes: int = 4
-    """Communicators that carry units at the same time: where one TCP flow fills about
-    a third of a link, as on many clouds, four fill it, and elsewhere they cost little.
+    """Communicators that transfer units concurrently. Where one TCP flow fills about a
+    third of a link, as on many clouds, four fill it; elsewhere they cost little.
     """
 
     unit_bytes: int = 4 * 2**20
-    """Small tensors are packed up to this, larger ones cut into parts of this."""
+    """Small tensors are packed up to this size; larger ones are cut into such parts."""
 
     cycle_s: float = 0.001
-    """Least time between two rounds: lets small tensors gather while busy."""
+    """Least time between two rounds: lets small tensors accumulate while busy."""
 
     stall_s: float = 60.0
-    """A request that waits this long for other ranks is told in a warning."""
+    """A request that waits this long for other ranks is logged in a warning."""
 
     known_requests: int = 1024
-    """Names outside tensor sets whose description is remembered."""
+    """Number of names outside tensor sets whose description is cached."""
 
     stable_steps: int = 3
-    """Steps of a tensor set in one order before that order is kept; 0: never."""
+    """Steps of a tensor set in one order before that order is kept; 0 disables it."""
 
     def __post_init__(self) -> None:
         for name in ("lanes", "unit_bytes", "known_requests"):

@@ -1,4 +1,4 @@
-"""Scaling, and the types that travel as others.
+"""Scaling, and element types that are sent as other types.
 
 Sums of float16 and bfloat16 on the CPU are scaled in float32 (torch computes an element
 in float32 and rounds once), integers in float64; an average of integers truncates.
@@ -27,18 +27,21 @@ REDUCE_OPS = {
 
 
 def dtype_of(request: Request) -> torch.dtype:
-    """Torch's type of a request."""
+    """Return the torch dtype of a request."""
     found: torch.dtype = getattr(torch, request.dtype)
     return found
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type a reduction travels as: neither Gloo nor NCCL knows int16."""
+    """Return the dtype in which a reduction is sent: int16 as int32.
+
+    Neither Gloo nor NCCL supports int16.
+    """
     return torch.int32 if dtype is torch.int16 else dtype
 
 
 def scale(values: torch.Tensor, factor: float) -> None:
-    """Multiplies in place."""
+    """Multiply in place."""
     if factor == 1.0:
         return
     if values.is_floating_point():
@@ -48,7 +51,7 @@ def scale(values: torch.Tensor, factor: float) -> None:
 
 
 def finish(values: torch.Tensor, request: Request, size: int) -> None:
-    """Average and postscale, in place."""
+    """Apply average and postscale, in place."""
     if request.op is Op.AVERAGE:
         if values.is_floating_point():
             values.div_(size)
@@ -58,7 +61,7 @@ def finish(values: torch.Tensor, request: Request, size: int) -> None:
 
 
 def combine(rows: torch.Tensor, op: Op) -> torch.Tensor:
-    """Combines the rows of a matrix, in the order of ranks.
+    """Combine the rows of a matrix, in rank order.
 
     float16 and bfloat16 are summed in float32 and rounded once.
     """
@@ -73,6 +76,9 @@ def combine(rows: torch.Tensor, op: Op) -> torch.Tensor:
 
 
 def row_bounds(rows: int, size: int) -> list[int]:
-    """First rows of the ranks' shares, and the end: earlier ranks get one more."""
+    """Return the first row of each rank's share, and the end.
+
+    Earlier ranks get one more row.
+    """
     share, more = divmod(rows, size)
     return [i * share + min(i, more) for i in range(size + 1)]

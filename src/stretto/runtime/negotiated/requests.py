@@ -1,4 +1,4 @@
-"""What a rank asks the negotiated engine for: values that ranks compare."""
+"""Requests of the negotiated engine: values that ranks compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Kind(enum.StrEnum):
-    """The collective asked for."""
+    """The requested collective."""
 
     ALLREDUCE = "allreduce"
     ALLGATHER = "allgather"
@@ -23,7 +23,7 @@ class Kind(enum.StrEnum):
     REDUCESCATTER = "reducescatter"
     BARRIER = "barrier"
     REGISTER = "register"
-    """Declares a tensor set; its members are what is compared."""
+    """Declares a tensor set; ranks compare its members."""
     UNREGISTER = "unregister"
     """Ends a tensor set."""
 
@@ -53,7 +53,7 @@ DTYPES: Mapping[str, int] = {
     "int64": 8,
     "float64": 8,
 }
-"""Element types that can be sent, with their bytes."""
+"""Supported element types, with their bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,27 +75,27 @@ class Request:
     """As torch prints it, without ``torch.``: one of `DTYPES`."""
 
     shape: tuple[int, ...] = ()
-    """Whole shape; for all-gather and all-to-all without the first dimension."""
+    """Whole shape; for all-gather and all-to-all, without the first dimension."""
 
     device: str = "cpu"
-    """Kind of device: ``cpu`` or ``cuda``."""
+    """Type of device: ``cpu`` or ``cuda``."""
 
     op: Op = Op.SUM
 
     prescale: float = 1.0
-    """Every rank's values times this before they are combined."""
+    """Factor on every rank's values before they are combined."""
 
     postscale: float = 1.0
-    """The combined values times this."""
+    """Factor on the combined values."""
 
     root: int = 0
     """The rank, within the engine's ranks, whose values a broadcast sends."""
 
     rows: int = 0
-    """All-gather: this rank's first dimension."""
+    """For all-gather: this rank's first dimension."""
 
     splits: tuple[int, ...] = ()
-    """All-to-all: rows this rank sends to each rank."""
+    """For all-to-all: rows that this rank sends to each rank."""
 
     group: str = ""
     """Requests of one group are launched together or fail together."""
@@ -104,7 +104,7 @@ class Request:
     """Number of requests in that group."""
 
     members: tuple[Request, ...] = ()
-    """Register: the tensor set's members, sorted by name."""
+    """For register: the tensor set's members, sorted by name."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -117,7 +117,7 @@ class Request:
         if self.kind is Kind.REDUCESCATTER and not self.shape:
             raise SpecError(
                 f"reducescatter {self.name!r}: a scalar has no first dimension to "
-                "scatter. Give it one with reshape(1)."
+                "scatter. Add one with reshape(1)."
             )
         if self.kind in _REDUCING and not (
             math.isfinite(self.prescale) and math.isfinite(self.postscale)
@@ -134,12 +134,12 @@ class Request:
 
     @property
     def place(self) -> str:
-        """What messages call it."""
+        """The request's name in messages."""
         return f"{self.kind} {self.name!r}"
 
     @property
     def elements(self) -> int:
-        """Elements of ``shape``."""
+        """Number of elements in ``shape``."""
         return math.prod(self.shape)
 
     @property
@@ -149,7 +149,7 @@ class Request:
 
     @property
     def common(self) -> tuple[Any, ...]:
-        """All that must be equal on every rank."""
+        """The values that must be equal on every rank."""
         return tuple(getattr(self, name) for name in _COMMON)
 
 
@@ -170,9 +170,9 @@ _COMMON = tuple(_WORDS)
 
 
 def difference(by_rank: Sequence[Request], names: Sequence[int]) -> str | None:
-    """What ranks disagree on, the same text everywhere; ``None`` if on nothing.
+    """Return what ranks disagree on, the same text everywhere, or ``None``.
 
-    ``by_rank`` holds each rank's request of one name; ``names`` the global number of
+    ``by_rank`` contains each rank's request of one name; ``names`` the global number of
     each rank.
     """
     first = by_rank[0]
@@ -189,8 +189,8 @@ def difference(by_rank: Sequence[Request], names: Sequence[int]) -> str | None:
         parts = "; ".join(f"{_ranks(who)}: {_say(v)}" for v, who in values.items())
         place = first.name if key == "kind" else f"{first.kind} {first.name!r}"
         return (
-            f"ranks came to {place} with different {_WORDS[key]}: {parts}. Every "
-            "rank must ask for the same."
+            f"ranks submitted {place} with different {_WORDS[key]}: {parts}. Every "
+            "rank must submit the same."
         )
     return None
 
@@ -206,7 +206,7 @@ def _members_differ(
                 (my_ranks, their_ranks) if member in mine else (their_ranks, my_ranks)
             )
             return (
-                f"ranks registered different tensors as {name!r}: {member!r} is there "
+                f"ranks registered different tensors as {name!r}: {member!r} exists "
                 f"on {_ranks(has)}, not on {_ranks(lacks)}. Build the same model "
                 "everywhere."
             )
@@ -234,7 +234,7 @@ def _say(value: object) -> str:
 
 
 def encode(request: Request) -> dict[str, Any]:
-    """A request as plain values; `decode` reads them."""
+    """Return a request as plain values, which `decode` reads."""
     plain: dict[str, Any] = {"name": request.name, "kind": request.kind.value}
     for key, default in _DEFAULTS:
         value = getattr(request, key)
@@ -251,7 +251,7 @@ _DEFAULTS = tuple(
 
 
 def decode(plain: Mapping[str, Any]) -> Request:
-    """The request that `encode` wrote."""
+    """Return the request that `encode` wrote."""
     values = dict(plain)
     values["kind"] = Kind(values["kind"])
     if "op" in values:

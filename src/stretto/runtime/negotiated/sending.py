@@ -1,4 +1,4 @@
-"""Ready requests to their lanes: packing, sending, unpacking."""
+"""Send ready requests on their lanes: pack, send, unpack."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _DEVICES = ("cpu", "cuda")
 
 @final
 class Sender:
-    """Sends what is ready, in the order it is given, over the engine's lanes.
+    """Sends ready requests, in the given order, over the engine's lanes.
 
-    To be called from one thread, with the same on every rank in the same order. A
-    part or job is ended from a lane's thread.
+    Call it from one thread, with the same requests in the same order on every rank. A
+    lane's thread ends each part or job.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Sender:
         self._loads = {device: LaneLoads(options.lanes) for device in _DEVICES}
 
     def reduce(self, parts: Sequence[Part]) -> None:
-        """Reduces tensors that are ready everywhere, in this order."""
+        """Reduce tensors that are ready everywhere, in this order."""
         for device in _DEVICES:
             self._reduce([p for p in parts if p.request.device == device], device)
 
     def send(self, job: Job, by_rank: Sequence[Request]) -> None:
-        """Carries out a request of any other kind."""
+        """Execute a request of any other kind."""
         request, rank = job.request, self._ranks.rank
         begin, finish = collectives.prepare(job, by_rank, rank)
         if begin is None:
@@ -87,12 +87,12 @@ class Sender:
         self._on(request.device).send(lane, start, ended)
 
     def abort(self) -> None:
-        """Ends every connection."""
+        """End every connection."""
         for pool in self._pools:
             pool.abort()
 
     def close(self) -> None:
-        """Ends lanes and threads, when what was sent has ended or was aborted."""
+        """End lanes and threads once sent requests have ended or were aborted."""
         for carriers in self._carriers.values():
             carriers.close()
         for pool in self._pools:
@@ -100,7 +100,7 @@ class Sender:
         self._carriers.clear()
 
     def _on(self, device: str) -> GlooCarriers | NcclCarriers:
-        """Lanes for tensors of a kind of device, opened when first needed."""
+        """Return the lanes for a type of device; open them when first needed."""
         if device not in self._carriers:
             cuda = device == "cuda"
             where = (
@@ -134,7 +134,8 @@ class Sender:
         for unit in units:
             for piece in unit.pieces:
                 parts[piece.position].left += 1
-                # Here, for the lanes' threads may come to one part at the same time.
+                # Set here, because several lanes' threads may use one part at the same
+                # time.
                 parts[piece.position].target()
         for unit in units:
             self._send_unit(unit, parts, device)
@@ -152,8 +153,8 @@ class Sender:
             if self._observer is not None:
                 self._note(unit, parts, "pack", began_s)
             if direct:
-                # What every rank sends; its rows replace it. See Note [Small
-                # collectives go directly].
+                # buffer[0] is what every rank sends; the rows replace it. See Note
+                # [Small collectives go directly].
                 rows = buffer[0].new_empty(size, unit.elements)
                 buffer.append(rows)
                 return lane.alltoall_base(
@@ -213,16 +214,16 @@ def _await_input(event: Any, tensor: torch.Tensor | None) -> None:
     if event is None or tensor is None:
         return
     # Not yet run on a GPU. The lane's stream reads what the caller's stream wrote, and
-    # the allocator must not give it to another before the lane's stream has read it.
+    # the allocator must not reuse the memory before the lane's stream has read it.
     stream = torch.cuda.current_stream()
     stream.wait_event(event)
     tensor.record_stream(stream)
 
 
 def _pack(unit: Unit, parts: Sequence[Part]) -> torch.Tensor:
-    """The unit's values in one row, prescaled.
+    """Return the unit's values in one row, prescaled.
 
-    A unit of one piece lies in its output at once, where that has the wire's type.
+    A unit of one piece uses its output directly if that has the wire's dtype.
     """
     first = parts[unit.pieces[0].position]
     request = first.request
@@ -260,7 +261,7 @@ def _unpack(unit: Unit, parts: Sequence[Part], buffer: torch.Tensor) -> None:
             continue
         target = target[piece.start : piece.end]
         if target.is_cuda:
-            # Not yet run on a GPU. A row of our own must live until it is copied.
+            # Not yet run on a GPU. A separate row must live until it is copied.
             target.record_stream(torch.cuda.current_stream())
         if target.data_ptr() != segment.data_ptr():
             target.copy_(segment)

@@ -1,4 +1,4 @@
-"""What an engine tells of a request's way, for a timeline."""
+"""Timeline spans of an engine's requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import abc
 
 
 class AbstractEngineObserver(abc.ABC):
-    """Is told of spans, in `time.perf_counter` seconds.
+    """Receives spans, in `time.perf_counter` seconds.
 
     An implementation must return at once and must not raise; it is called from
     several threads.
@@ -14,7 +14,7 @@ class AbstractEngineObserver(abc.ABC):
 
     @abc.abstractmethod
     def span(self, track: str, name: str, start_s: float, end_s: float) -> None:
-        """Something took from ``start_s`` to ``end_s``.
+        """Record an activity from ``start_s`` to ``end_s``.
 
         ``track`` is a request's name, with ``name`` one of ``queued`` (submitted, not
         yet ready on every rank), ``pack``, ``allreduce`` and other operations; or

@@ -1,4 +1,4 @@
-"""Who is waited for: ranks that wait long tell each other what for, in the store."""
+"""Stall detection: a waiting rank publishes its pending requests in the store."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _STORE_S = 2.0
 
 @final
 class StallDesk:
-    """Names the ranks that have not submitted what this one waits for.
+    """Names the ranks that have not submitted what this rank waits for.
 
-    A rank in a round can't see who is not in it. So a rank that has waited for one tick
-    writes what it waits for into the store, and one that wants to complain reads what
-    the others wrote: whoever did not write a request has not submitted it. Nothing of
-    this runs before a rank has waited that long.
+    A rank in a round can't see which ranks are missing from it. So a rank that has
+    waited for one tick writes its pending requests into the store, and a rank that is
+    about to warn reads what the others wrote: a rank that did not write a request has
+    not submitted it. None of this runs before a rank has waited that long.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -36,11 +36,11 @@ class StallDesk:
 
     @property
     def published(self) -> bool:
-        """Whether others can read that this rank waits for something."""
+        """Whether other ranks can read that this rank waits for a request."""
         return bool(self._told)
 
     def publish(self, waiting: Sequence[str]) -> None:
-        """Tells others what this rank waits for; an empty list takes it back."""
+        """Publish what this rank waits for; an empty list clears it."""
         mine = list(waiting[:_MOST_NAMES])
         self._missing = {p: r for p, r in self._missing.items() if p in mine}
         if mine != self._told:
@@ -48,13 +48,13 @@ class StallDesk:
             self._told = mine
 
     def missing(self, place: str) -> list[int]:
-        """Ranks that do not wait for ``place``, which this one waits for."""
+        """Return the ranks that do not wait for ``place``, for which this one waits."""
         others = [r for r in range(self._ranks.size) if r != self._ranks.rank]
         self._missing[place] = [r for r in others if place not in self._waiting(r)]
         return self._missing[place]
 
     def last_missing(self, place: str) -> list[int]:
-        """Return what `missing` found last, without a request to the store."""
+        """Return the last result of `missing`, without a request to the store."""
         return self._missing.get(place, [])
 
     def _waiting(self, rank: int) -> list[str]:
@@ -66,10 +66,10 @@ class StallDesk:
 
 @final
 class Notes:
-    """Why a rank ended the engine, left in the store for those who only see it end.
+    """The reason why a rank ended the engine, kept in the store for the other ranks.
 
-    The store may be gone with its host, and then does not answer for minutes: it is
-    asked in a thread that may be left behind.
+    The store may be lost with its host, and then does not answer for minutes, so it is
+    queried in a thread that may be abandoned.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -77,11 +77,11 @@ class Notes:
         self._store = PrefixStore("why", ranks.store)
 
     def leave(self, text: str) -> str:
-        """Leaves a note and gives it back; gives the first one where there is one."""
+        """Store a note and return it, or return the first note if there is one."""
         return self._ask(lambda: self._first(text)) or text
 
     def found(self) -> str | None:
-        """The note that a rank left."""
+        """Return the note that a rank left, or None."""
         return self._ask(self._read)
 
     def _first(self, text: str) -> str:

@@ -1,18 +1,19 @@
-"""Tensor sets: whether their order is stable, and what ranks say at a step's end.
+"""Tensor sets: detect a stable order, and agree on it at a step's end.
 
 # Note [An order that is kept]
-Each rank submits every tensor of a set exactly once in every step, and waits only when
-it has submitted all. So launching in any one order that is the same everywhere ends:
-the unit next in that order has all its tensors once every rank has submitted its step,
-which no rank's waiting holds up. Each rank's own order therefore only decides how early
-units leave, never whether. That is why a kept order needs no rounds, and why a tensor
-that comes late, or as zeros because it was not used, costs time and nothing else.
+Each rank submits every tensor of a set exactly once in every step, and waits only after
+it has submitted all. So a launch in any fixed order that is the same everywhere
+terminates: the next unit in that order has all its tensors once every rank has
+submitted its step, which no rank's waiting delays. Each rank's own order therefore only
+affects how early units leave, never whether they leave. That is why a kept order needs
+no rounds, and why a tensor that is late, or is zeros because it was not used, costs
+only time.
 
-The kept order is decided by all ranks at the end of one step, in the round in which the
-last of them says "I have submitted all" (its vote), and left in the same way: the vote
-carries whether this rank's order was the same as before. All ranks read the same round,
-so all change at the same step. Units in a kept order have lanes of their own, for the
-order between them and negotiated units is not agreed.
+All ranks decide on the kept order at the end of one step, in the round in which the
+last of them reports "I have submitted all" (its vote). They leave it in the same way:
+the vote says whether this rank's order was the same as before. All ranks read the same
+round, so all change at the same step. Units in a kept order have lanes of their own,
+because the order between them and negotiated units is not agreed.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class OrderWatch:
         self._equal_steps = 0
 
     def end_step(self, order: list[int], *, kept: bool) -> bool:
-        """Takes a step's order; whether the order is stable.
+        """Add a step's order; return whether the order is stable.
 
-        Of an order that is kept already (``kept``), one step says so; before that,
-        ``stable_steps`` equal ones.
+        With an order that is already kept (``kept``), one equal step is enough; before
+        that, ``stable_steps`` equal steps are needed.
         """
         if order == self._last:
             self._equal_steps += 1
@@ -54,10 +55,10 @@ class OrderWatch:
 
 
 def common_order(orders: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """One order for all ranks, near that in which tensors are ready everywhere.
+    """Return one order for all ranks, near that in which tensors are ready everywhere.
 
-    A tensor is ready everywhere when the rank that has it last has it, so tensors are
-    sorted by their latest place, then by the sum of places, then by index.
+    A tensor is ready everywhere when the last rank has it, so tensors are sorted by
+    their latest position, then by the sum of positions, then by index.
     """
     latest = [0] * len(orders[0])
     total = [0] * len(orders[0])

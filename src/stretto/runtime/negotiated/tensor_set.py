@@ -31,27 +31,27 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnd:
-    """What all ranks know at the end of a step."""
+    """The result of a step, known to all ranks."""
 
     unused: frozenset[int]
     """Indices of members that no rank used."""
 
     whole: bool
-    """Every rank's step was complete; see `TensorSet.abandon`."""
+    """Whether every rank's step was complete; see `TensorSet.abandon`."""
 
 
 @final
 class TensorSet:
     """Tensors reduced in place, once per step: submit every one, then wait.
 
-    While ranks submit in orders that change, what is ready is agreed on as for any
+    While ranks submit in orders that change, readiness is negotiated as for any
     request. When every rank's order has been the same for some steps it is kept, and
-    units leave without asking anybody; when some rank's order changes, all ranks leave
-    the kept order at the same step. What is reduced, and into what, is the same.
+    units leave without negotiation. When some rank's order changes, all ranks leave the
+    kept order at the same step. The results are the same either way.
     """
 
     def __init__(self, engine: Engine, steps: SetSteps, names: Sequence[str]) -> None:
-        # What keeps the engine open; its own threads must not.
+        # This reference keeps the engine open; its own threads must not.
         self._engine = engine
         self._steps = steps
         member_of = {request.name: i for i, request in enumerate(steps.members)}
@@ -68,46 +68,47 @@ class TensorSet:
         return self._steps.fixed is not None
 
     def submitter(self, index: int) -> Callable[..., None]:
-        """`submit` for one member, with everything looked up."""
+        """Return `submit` for one member, with all look-ups done."""
         return partial(self._steps.submit, self._member_of[index])
 
     def submit(self, index: int, tensor: torch.Tensor, *, used: bool = True) -> None:
-        """Submits the member at ``index`` of the requests registered.
+        """Submit the member at ``index`` of the registered requests.
 
-        The result takes the tensor's place; it is not to be touched before `wait` has
-        returned. ``used=False`` says that these are zeros which stand for nothing.
+        The result replaces the tensor's values; do not touch it before `wait` has
+        returned. ``used=False`` marks zeros that stand for a missing value.
 
         Raises:
-            SpecError: it was submitted in this step already, or is not as registered.
-            CommTimeout: a rank is gone.
+            SpecError: it was already submitted in this step, or differs from its
+                registration.
+            CommTimeout: a rank is lost.
         """
         self._steps.submit(self._member_of[index], tensor, used=used)
 
     def missing(self) -> list[int]:
-        """Indices not yet submitted in this step."""
+        """Return the indices not yet submitted in this step."""
         return sorted(self._index_of[m] for m in self._steps.missing())
 
     def wait(self) -> StepEnd:
-        """Ends the step: sleeps until all members are reduced on this rank.
+        """End the step: sleep until all members are reduced on this rank.
 
         Raises:
             SpecError: some members are not submitted yet; the message names one.
-            CommTimeout: a rank is gone.
+            CommTimeout: a rank is lost.
         """
         unused, whole = self._steps.wait()
         indices = frozenset(self._index_of[m] for m in unused)
         return StepEnd(unused=indices, whole=whole)
 
     def abandon(self) -> None:
-        """Ends a step that an error cut short: zeros for what is missing.
+        """End a step that an error cut short, with zeros for the missing members.
 
-        All ranks are told by `StepEnd.whole`. It takes part in one step of the others,
-        also where nothing was submitted yet.
+        All ranks see it in `StepEnd.whole`. It takes part in one step of the others,
+        even if nothing was submitted yet.
         """
         self._steps.abandon()
 
     def close(self) -> None:
-        """Ends the set; to be called by every rank, between steps."""
+        """End the set; every rank must call it, between steps."""
         self._steps.close()
 
 
@@ -125,9 +126,9 @@ class SetSteps:
         self._core = core
         self._id = set_id
         self._name = request.name
-        # Not yet run on a GPU: NCCL needs one launch order for all its communicators,
-        # so units of a kept order, which nobody agrees with others' units, are not for
-        # it.
+        # Not yet run on a GPU: NCCL needs one launch order for all its communicators.
+        # Units of a kept order are not ordered with other units, so they are not
+        # supported on it.
         on_cpu = all(member.device == "cpu" for member in self.members)
         self._watch = OrderWatch(core.options.stable_steps if on_cpu else 0)
         self._pool: LanePool | None = None
@@ -150,17 +151,17 @@ class SetSteps:
         self.waits = False
         self._ended.clear()
 
-    # Callers' threads.
+    # Called by users' threads.
 
     def submit(self, member: int, tensor: torch.Tensor, *, used: bool = True) -> None:
-        """Takes a member's tensor."""
+        """Accept a member's tensor."""
         with self._lock:
             if self._error is not None:
                 raise self._error
             if self._tensors[member] is not None:
                 raise SpecError(
                     f"{self.members[member].place} was submitted twice in "
-                    f"{self.place}: wait() between two steps."
+                    f"{self.place}: call wait() between two steps."
                 )
             self._check(member, tensor)
             self._tensors[member] = tensor
@@ -207,19 +208,19 @@ class SetSteps:
         )
 
     def missing(self) -> list[int]:
-        """Members not yet submitted in this step."""
+        """Return the members not yet submitted in this step."""
         return [m for m, tensor in enumerate(self._tensors) if tensor is None]
 
     def wait(self) -> tuple[list[int], bool]:
-        """Ends the step; members that no rank used, and whether it was whole."""
+        """End the step; return the members no rank used, and whether it was whole."""
         missing = self.missing()
         if missing:
             if self._error is not None:
                 raise self._error
             raise SpecError(
-                f"wait() came before all of {self._name} were submitted: "
+                f"wait() was called before all of {self._name} were submitted: "
                 f"{self.members[missing[0]].name!r} and {len(missing) - 1} more are "
-                "missing. Submit zeros for what has no values, with used=False."
+                "missing. Submit zeros for missing values, with used=False."
             )
         fixed = self.fixed
         if fixed is not None:
@@ -243,7 +244,7 @@ class SetSteps:
             raise self._core.report(str(exc), exc.__cause__ or exc) from exc
 
     def abandon(self) -> None:
-        """Ends a step that was cut short."""
+        """End a step that was cut short."""
         self._whole = False
         for member in self.missing():
             self.submit(member, self._zeros(member), used=False)
@@ -255,15 +256,15 @@ class SetSteps:
         return torch.zeros(request.shape, dtype=dtype, device=request.device)
 
     def require_between_steps(self, what: str) -> None:
-        """Requires that no step is half done."""
+        """Require that no step is partly submitted."""
         if self._order:
             raise SpecError(
                 f"{what} was called within {self.place}: {len(self._order)} of "
-                f"{len(self.members)} members are submitted. wait() for it first."
+                f"{len(self.members)} members are submitted. Call wait() for it first."
             )
 
     def close(self) -> None:
-        """Ends the set on all ranks."""
+        """End the set on all ranks."""
         self.require_between_steps("close()")
         request = Request(
             name=f"end of {self._name}", kind=Kind.UNREGISTER, shape=(self._id,)
@@ -273,7 +274,7 @@ class SetSteps:
     # The control thread.
 
     def parts(self, members: Sequence[int]) -> list[Part]:
-        """What is to be reduced of members that are ready everywhere."""
+        """Return the parts to reduce for members that are ready everywhere."""
         found = []
         for member in members:
             request, tensor = self.members[member], self._tensors[member]
@@ -297,7 +298,7 @@ class SetSteps:
                 self._ended.set()
 
     def end_step(self, decision: EndStep, control: Control) -> None:
-        """Every rank has submitted all; decides how the next step goes."""
+        """Handle that every rank has submitted all; choose the next step's order."""
         took_part = len(self._order) == len(self.members)
         fixed = self.fixed
         if fixed is not None and not took_part:  # this rank has joined
@@ -313,7 +314,7 @@ class SetSteps:
         with self._lock:
             if fixed is not None:
                 self._left = 0
-            # This step ends in the order it began with; wait() changes it.
+            # This step ends in its own order; wait() changes it.
             self._next_fixed = kept
             self._result = (unused, decision.whole)
             self.waits = False
@@ -324,7 +325,7 @@ class SetSteps:
                 self._ended.set()
 
     def _keep(self, control: Control) -> FixedOrder:
-        """The order all ranks keep from the next step on; in a round, on all ranks."""
+        """Return the order that all ranks keep from the next step on, in a round."""
         count = len(self.members)
         room = count * (len(str(count)) + 2) + 2
         mine = json.dumps(list(self._watch.order)).encode()
@@ -355,22 +356,22 @@ class SetSteps:
     # Ending.
 
     def fail(self, error: StrettoError) -> None:
-        """Ends the step with an error, and every later one."""
+        """End the step with an error, and every later step."""
         with self._lock:
             self._error = self._error or error
             self._ended.set()
 
     def abort(self) -> None:
-        """Ends every connection."""
+        """End every connection."""
         if self._pool is not None:
             self._pool.abort()
 
     def release(self) -> None:
-        """Lets go of lanes."""
+        """Release the lanes."""
         self.fixed = self._kept = None
         if self._pool is not None:
             self._pool.close()
 
 
 def _ignore(error: StrettoError | None, events: tuple[Any, ...]) -> None:
-    """Nobody waits for a joined rank's zeros."""
+    """Ignore the end of a joined rank's zeros: there is no handle for them."""

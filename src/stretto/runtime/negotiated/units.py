@@ -1,4 +1,4 @@
-"""Packing and cutting: which tensors travel together, in which parts, on which lane."""
+"""Packing and cutting: decide which tensors share a unit, its parts and its lane."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """A tensor to be reduced."""
+    """A tensor to reduce."""
 
     position: int
-    """The caller's number for it."""
+    """The caller's index of the tensor."""
 
     like: Hashable
-    """Only tensors that are equal in this travel together."""
+    """Only tensors with an equal key share a unit."""
 
     elements: int
 
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """What one all-reduce carries."""
+    """The content of one all-reduce."""
 
     lane: int
 
@@ -47,28 +47,29 @@ class Unit:
 
 @final
 class LaneLoads:
-    """Bytes each lane was given: the next unit goes to the lane with fewest.
+    """Bytes assigned to each lane: the next unit goes to the lane with the fewest.
 
-    Which lane is free first may differ between ranks, so that can't decide: on one
-    lane all ranks must send the same units in the same order.
+    The choice can't depend on which lane is free first, because that may differ between
+    ranks: on one lane all ranks must send the same units in the same order.
     """
 
     def __init__(self, lanes: int) -> None:
         self._loads_bytes = [0] * lanes
 
     def take(self, size_bytes: int) -> int:
-        """The lane for the next unit."""
+        """Return the lane for the next unit."""
         lane = self._loads_bytes.index(min(self._loads_bytes))
         self._loads_bytes[lane] += size_bytes
         return lane
 
 
 def cut(rows: Sequence[Row], unit_bytes: int, loads: LaneLoads) -> list[Unit]:
-    """Units for tensors in this order, in the order in which they are complete.
+    """Return units for tensors in this order, in the order in which they are complete.
 
     Tensors of one kind are joined while they fit into ``unit_bytes``; a larger one is
-    cut into parts that differ by one element at most. Every element is in exactly one
-    piece. Equal arguments give equal units: every rank calls it alike.
+    cut into parts that differ by at most one element. Every element is in exactly one
+    piece. Equal arguments give equal units, and every rank calls it with the same
+    arguments.
     """
     units: list[Unit] = []
     open_pieces: dict[Hashable, list[Piece]] = {}
