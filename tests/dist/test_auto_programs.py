@@ -211,8 +211,8 @@ def differ(rank: int, size: int) -> list[tuple[str, str]]:
 def test_options_that_differ_are_one_error_on_all_ranks(ranks: Any) -> None:
     first, second = ranks(differ, 2, timeout_s=200.0)
     assert first[:2] == second[:2]
-    assert "option tune: rank 0 came with TuneOptions(steps=10" in first[0][1]
-    assert "option wire_dtype: rank 0 came with None; rank 1 came with" in first[1][1]
+    assert "option tune: rank 0 reported TuneOptions(steps=10" in first[0][1]
+    assert "option wire_dtype: rank 0 reported None; rank 1 reported" in first[1][1]
     assert "'ddp'" in first[2][1]
     assert second[3][0] == "SpecError"
     assert "/nonexistent" in first[3][1]

@@ -245,7 +245,7 @@ def test_a_plan_file_that_one_rank_can_not_read_is_an_error_on_all(
     assert len(one) == len(other) == 16
     for case, (kind, text) in other.items():
         assert kind == "RankDisagreement", (case, kind, text)
-        assert text.startswith("rank 1 can't go on: "), (case, text)
+        assert text.startswith("rank 1 cannot continue: "), (case, text)
         assert one[case][1] in text
         assert one[case][0] == ("TypeError" if "no path" in case else "SpecError"), (
             case,

@@ -88,8 +88,8 @@ def test_disagreeing_ranks_are_all_told_both_values(ranks: Any) -> None:
         for case in ("plans", "plan or none", "models", "models and plans", "apply"):
             kind, text = found[case]
             assert kind == "RankDisagreement", (case, text)
-            assert "rank 0 came with" in text
-            assert "rank 1 came with" in text
+            assert "rank 0 reported" in text
+            assert "rank 1 reported" in text
         assert "sha256:" in found["plans"][1]
         assert "no plan" in found["plan or none"][1]
         assert found["another model"][0] == "PlanMismatch"

@@ -202,9 +202,9 @@ def test_other_versions_are_told_before_the_first_step(ranks: Any) -> None:
         (kind, text), (torch_kind, torch_text) = found
         assert kind == torch_kind == "RankDisagreement"
         assert "different versions of stretto" in text
-        assert "rank 1 came with 0.0.1" in text
+        assert "rank 1 reported 0.0.1" in text
         assert "different versions of PyTorch" in torch_text
-        assert "rank 1 came with 1.0" in torch_text
+        assert "rank 1 reported 1.0" in torch_text
 
 
 def test_errors_that_ddp_raises_as_runtime_errors_are_such() -> None:

@@ -1,6 +1,6 @@
 """Execute a plan on torch.distributed."""
 
-# First, so that what it does at exit comes last.
+# Import first, so that its exit handler runs last.
 from stretto.runtime import quiesce as _quiesce  # noqa: F401
 from stretto.runtime.ddp import DistributedDataParallel
 from stretto.runtime.recorder import AbstractStepObserver, Recorder

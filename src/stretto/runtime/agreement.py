@@ -1,4 +1,4 @@
-"""All ranks compare what they came with before anything depends on it."""
+"""Compare values on all ranks before anything depends on them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_POLL_S = 0.0003  # ranks mostly come to a meeting together
+_POLL_S = 0.0003  # ranks mostly arrive at a meeting together
 _POLL_MOST_S = 0.1
 
 LEAST_ANSWER_S = 1.0
-"""A store may take so long for an answer, however short a time-out is."""
+"""Least time that a store has for an answer, however short the timeout is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,34 +42,34 @@ class Ranks:
     """One process's place in a process group, and the group's store."""
 
     rank: int
-    """In the group."""
+    """Rank in the group."""
 
     size: int
 
     names: tuple[int, ...]
-    """Global rank of each rank of the group: what messages call it."""
+    """Global rank of each rank of the group, used in messages."""
 
     store: Store
 
     timeout_s: float
 
     presence: Presence | None = None
-    """Which processes the ranks are; ``None``: not known."""
+    """Tracks the ranks' processes; ``None`` if unknown."""
 
     def name(self, rank: int) -> str:
-        """``rank 3``, by its global number."""
+        """Return ``rank 3``, with the global number."""
         return f"rank {self.names[rank]}"
 
     def name_all(self, ranks: Sequence[int]) -> str:
-        """``rank 1`` or ``ranks 0, 2``, by their global numbers."""
+        """Return ``rank 1`` or ``ranks 0, 2``, with the global numbers."""
         numbers = ", ".join(str(self.names[r]) for r in ranks)
         return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
 def ranks_of(group: dist.ProcessGroup, *, timeout_s: float | None) -> Ranks:
-    """This process's place in a group.
+    """Return this process's place in a group.
 
-    ``timeout_s=None`` takes the group's own time-out.
+    ``timeout_s=None`` uses the group's own timeout.
     """
     if timeout_s is None:
         timeout_s = _group_timeout_s(group)
@@ -95,7 +95,7 @@ def ranks_of(group: dist.ProcessGroup, *, timeout_s: float | None) -> Ranks:
 # key (as Gloo does when it connects), every other request of this process over the same
 # client waits too, and two ranks whose threads wait for each other's next request hang.
 # So stretto never waits on the process group's own client. All requests for a group
-# share one connection, on which nothing blocks (`missing_after` polls), and whatever
+# share one connection, on which nothing blocks (`missing_after` polls), and code that
 # opens lanes clones a connection of its own from that one.
 
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Store] = (
@@ -116,22 +116,22 @@ def _store_of(group: dist.ProcessGroup) -> Store:
             theirs = group.get_group_store()
         else:
             theirs = dist.distributed_c10d._world.pg_map[group][1]  # noqa: SLF001
-        # MPI has no store; whatever needs one is for Gloo and NCCL.
+        # MPI has no store; the features that need one run on Gloo and NCCL.
         found = dist.HashStore() if theirs is None else _connect(theirs, group)
         _connections[group] = found
     return found
 
 
 def _connect(theirs: Store, group: dist.ProcessGroup) -> Store:
-    """Return a connection of stretto's to the store of a group.
+    """Return stretto's own connection to the store of a group.
 
     Raises:
         CommTimeout: the store does not answer.
     """
     limit_s = max(LEAST_ANSWER_S, _group_timeout_s(group))
     deadline = time.perf_counter() + limit_s
-    # On the group's own connection a request has no time-out: the thread is left
-    # behind in it where the store's process is stopped.
+    # A request on the group's own connection has no timeout: if the store's process
+    # is stopped, the thread is left behind in the request.
     ended, found = call_aside(
         partial(_clone, theirs, limit_s),
         name="stretto-connecting",
@@ -139,19 +139,20 @@ def _connect(theirs: Store, group: dist.ProcessGroup) -> Store:
     )
     if not ended:
         raise CommTimeout(
-            f"rank {dist.get_rank()}: the store, which rank 0 or the launcher holds, "
-            f"did not answer for {limit_s:g} s. Look at the log of rank 0 first."
+            f"rank {dist.get_rank()}: the store, held by rank 0 or the launcher, "
+            f"did not answer for {limit_s:g} s. Check the log of rank 0 first."
         )
     return cast("Store", found)
 
 
 def own_connection(ranks: Ranks, *, limit_s: float | None = None) -> Store:
-    """Return the ranks' store over a connection of its own.
+    """Return the ranks' store over a separate connection.
 
-    Use it wherever a thread may block in the store. A store that cannot be cloned, or
-    that does not answer, is returned as it is: the next request reports the failure.
-    On the new connection a request fails whose answer takes longer than ``limit_s``
-    (``None``: the ranks' time-out); it is of no use then, and its owner drops it.
+    Use it wherever a thread may block in the store. A store that can't be cloned, or
+    that does not answer, is returned unchanged: the next request reports the failure.
+    On the new connection a request fails if its answer takes longer than ``limit_s``
+    (``None``: the ranks' timeout); the connection is unusable then, and its owner drops
+    it.
     """
     limit_s = max(LEAST_ANSWER_S, ranks.timeout_s if limit_s is None else limit_s)
     watch = Wait(ranks.presence)
@@ -160,7 +161,7 @@ def own_connection(ranks: Ranks, *, limit_s: float | None = None) -> Store:
     def in_vain() -> bool:
         return bool(watch.lost(ranks.names[:1])) or time.perf_counter() > deadline
 
-    # Where nobody listens any more, connecting is tried again for many minutes.
+    # If no process listens any more, connecting is retried for many minutes.
     ended, found = call_aside(
         partial(_clone, ranks.store, limit_s), name="stretto-connecting", look=in_vain
     )
@@ -170,13 +171,13 @@ def own_connection(ranks: Ranks, *, limit_s: float | None = None) -> Store:
 def _clone(store: Store, limit_s: float) -> Store:
     cloned: Any = store
     try:
-        # A clone connects again, and retries for more than twice the store's time-out
-        # if nobody listens; a request on the open connection fails at once.
+        # A clone connects again, and retries for more than twice the store's timeout if
+        # no process listens; a request on the open connection fails at once.
         store.check(["stretto"])
         before = open_sockets()
         found = cast("Store", cloned.clone())
     except (AttributeError, RuntimeError) as exc:
-        _log.debug("the store is not cloned: %s", str(exc).splitlines()[0])
+        _log.debug("cannot clone the store: %s", str(exc).splitlines()[0])
         return store
     mine = connections_to(open_sockets() - before, found)
     bound_answers(mine, limit_s)
@@ -188,7 +189,7 @@ _sockets: weakref.WeakKeyDictionary[Store, set[Socket]] = weakref.WeakKeyDiction
 
 
 def end_requests(store: Store) -> None:
-    """End what waits on a connection that `own_connection` made, and the connection."""
+    """End requests that wait on an `own_connection`, and the connection."""
     below: Any = store
     while below not in _sockets and hasattr(below, "underlying_store"):
         below = below.underlying_store
@@ -201,17 +202,17 @@ def missing_after(
     keys: Sequence[str],
     is_over: Callable[[], bool] = lambda: False,
 ) -> Missing | None:
-    """Wait for a key of each rank, no longer than ``ranks.timeout_s``.
+    """Wait for a key of each rank, at most ``ranks.timeout_s``.
 
     Args:
-        ranks: Who is waited for.
-        store: Where the keys are.
-        keys: One of each rank, in their order.
-        is_over: Is asked meanwhile; the time is up when it says so.
+        ranks: The ranks to wait for.
+        store: The store of the keys.
+        keys: One key per rank, in rank order.
+        is_over: Polled during the wait; the wait ends when it returns True.
 
     Returns:
-        Who did not come; ``None``: all came. The wait ends early where a rank that did
-        not come has ended: its key will never be there.
+        The missing ranks, or ``None`` if all arrived. The wait ends early if a missing
+        rank's process has ended: its key will never appear.
     """
     began_s = time.perf_counter()
     pause_s = _POLL_S
@@ -219,7 +220,7 @@ def missing_after(
     watch = Wait(ranks.presence)
     while True:
         lost = watch.lost(ranks.names[i] for i in missing)
-        # Asked after the look: an ended rank's key is there by now or never.
+        # Check after the look: an ended rank's key exists by now or never will.
         missing = [i for i in missing if not store.check([keys[i]])]
         if not missing:
             return None
@@ -235,14 +236,14 @@ def missing_after(
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Ranks that did not come."""
+    """Ranks that did not arrive."""
 
     ranks: list[int]
 
     waited_s: float
 
     gone: str | None
-    """Who has ended and how, for a message; ``None``: nobody is known to have."""
+    """The ranks that ended and how, for a message; ``None`` if none is known."""
 
 
 def store_lost(ranks: Ranks, purpose: str, cause: RuntimeError) -> CommTimeout:
@@ -257,20 +258,20 @@ def store_lost(ranks: Ranks, purpose: str, cause: RuntimeError) -> CommTimeout:
         State.UNKNOWN: f"{ranks.name(0)} is gone, or the network is",
     }
     return CommTimeout(
-        f"{ranks.name(ranks.rank)} can't {purpose}: the store, which {ranks.name(0)} "
-        f"or the launcher holds, does not answer: {what[state]}. Look at the log of "
+        f"{ranks.name(ranks.rank)} can't {purpose}: the store, held by {ranks.name(0)} "
+        f"or the launcher, does not answer: {what[state]}. Check the log of "
         f"{ranks.name(0)} first. Cause: {str(cause).splitlines()[0]}"
     )
 
 
 def who_is_gone(ranks: Ranks, gone: Sequence[int], how: Mapping[int, str]) -> str:
-    """Return what to say of ranks that have ended, with where to look.
+    """Return the message about ranks that have ended, with the log to check.
 
     Args:
-        ranks: Of whom ``gone`` are some.
-        gone: Those whose processes have ended. Of several, those are named that did
-            not end because another did.
-        how: What is known of each, by its global number.
+        ranks: The ranks of the group.
+        gone: Ranks whose processes have ended. If there are several, the message names
+            those that did not end because of another.
+        how: What is known of each, by global number.
     """
     named = [ranks.names[r] for r in gone]
     if ranks.presence is not None:
@@ -278,7 +279,7 @@ def who_is_gone(ranks: Ranks, gone: Sequence[int], how: Mapping[int, str]) -> st
     who = ranks.name_all([r for r in gone if ranks.names[r] in named])
     verb = "is" if len(named) == 1 else "are"
     what = "; ".join(how[name] for name in named)
-    return f"{who} {verb} gone ({what}). Look at the log of {who} first."
+    return f"{who} {verb} gone ({what}). Check the log of {who} first."
 
 
 def _group_timeout_s(group: dist.ProcessGroup) -> float:
@@ -295,32 +296,33 @@ def _group_timeout_s(group: dist.ProcessGroup) -> float:
 class Agreement:
     """Meetings of all ranks of a group in its store, numbered by their order.
 
-    Every rank must call `require_same` the same number of times in the same order;
-    what each call is about is part of what is compared, so ranks that come to the
-    same meeting with different intents are told so.
+    Every rank must call `require_same` the same number of times in the same order. The
+    purpose of each call is compared too, so ranks that enter the same meeting with
+    different intents get an error.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._meeting = 0
         self.is_over: Callable[[], bool] = lambda: False
-        """Whether a meeting is to end without those who have not come."""
+        """Returns whether a meeting should end without the missing ranks."""
         self._lost: RuntimeError | None = None
 
     @cached_property
     def serial(self) -> int:
-        """Which of the group's models this is: equal on all ranks.
+        """The number of this model in the group, equal on all ranks.
 
-        Taken when it is first asked for, which all ranks do in one order. A model that
-        one rank copies for itself alone never asks, so it shifts nobody's numbers.
+        It is assigned on first access, which all ranks do in the same order. A model
+        that only one rank copies never reads it, so it does not shift other ranks'
+        numbers.
         """
-        # A counter inside the store rather than in this process: it begins anew
-        # with the store, so it is the same on all ranks also after a restart.
+        # The counter is inside the store rather than in this process: it restarts with
+        # the store, so it is the same on all ranks after a restart too.
         return self._ranks.store.add(f"serial/{self._ranks.rank}", 1)
 
     @property
     def number(self) -> int | None:
-        """The model's `serial`, where it was asked for already."""
+        """The model's `serial` if it was already assigned, else None."""
         return self.__dict__.get("serial")
 
     @cached_property
@@ -328,42 +330,43 @@ class Agreement:
         return PrefixStore(f"agree/{self.serial}", self._ranks.store)
 
     def require_same(self, purpose: str, values: Mapping[str, str]) -> None:
-        """Requires that all ranks pass equal values.
+        """Require that all ranks pass equal values.
 
-        A value under ``trouble`` is not compared: where any rank has one, every
-        other rank is told. Either every rank returns or every rank that lives raises:
-        never do some go on while others stop.
+        A value under ``trouble`` is not compared: if any rank has one, every other rank
+        gets an error. Either every rank returns or every live rank raises: it never
+        happens that some continue while others stop.
 
         Raises:
-            RankDisagreement: on every rank, naming the values and their ranks.
-            CommTimeout: some ranks did not come in time, or the store is gone; the
+            RankDisagreement: on every rank, with the values and their ranks.
+            CommTimeout: some ranks did not arrive in time, or the store is lost; the
                 message names them.
         """
         rows = self._rows(purpose, values)
-        # What ranks want to do comes first: other values then differ by nature.
+        # Compare purposes first: with different purposes, other values differ too.
         keys = sorted({k for row in rows for k in row}, key=_order)
         for key in keys:
             if key == "trouble":
-                # Options follow: one that can't be used differs by nature.
+                # Options follow: an unusable option necessarily differs.
                 self._refuse_trouble(rows)
                 continue
             self._refuse_different(key, rows)
 
     def gather(self, purpose: str, text: str) -> list[str]:
-        """Return what every rank passes, by rank. A meeting, as `require_same`.
+        """Return every rank's text, by rank. A meeting, as `require_same`.
 
         Raises:
-            RankDisagreement: on every rank, ranks came for different purposes.
-            CommTimeout: some ranks did not come in time, or the store is gone.
+            RankDisagreement: on every rank, when ranks have different purposes.
+            CommTimeout: some ranks did not arrive in time, or the store is lost.
         """
         rows = self._rows(purpose, {"text": text})
         self._refuse_different("purpose", rows)
         return [row["text"] for row in rows]
 
     def others_wait(self) -> str:
-        """Return a sentence on ranks that came to a meeting that this one did not.
+        """Return a sentence on ranks that wait at a meeting that this rank skipped.
 
-        Empty where there are none or the store does not answer. Nobody is waited for.
+        Empty if there is no such rank or the store does not answer. Never waits for a
+        rank.
         """
         try:
             found: dict[str, list[int]] = {}
@@ -375,7 +378,7 @@ class Agreement:
         except RuntimeError:
             return ""
         return " ".join(
-            f"Meanwhile {self._ranks.name_all(ranks)} came to {purpose}, which "
+            f"Meanwhile {self._ranks.name_all(ranks)} tried to {purpose}, which "
             f"{self._ranks.name(self._ranks.rank)} did not: ranks make different calls."
             for purpose, ranks in found.items()
         )
@@ -395,19 +398,19 @@ class Agreement:
         for rank, row in enumerate(rows):
             if "trouble" in row and rank != self._ranks.rank:
                 raise RankDisagreement(
-                    f"{self._ranks.name(rank)} can't go on: {row['trouble']}"
+                    f"{self._ranks.name(rank)} cannot continue: {row['trouble']}"
                 )
 
     def _difference(self, key: str, ranks_by_value: dict[str, list[int]]) -> str:
         parts = [
-            f"{self._ranks.name_all(ranks)} came with {value}"
+            f"{self._ranks.name_all(ranks)} reported {value}"
             for value, ranks in ranks_by_value.items()
         ]
         remedy = _REMEDY.get(key, _REMEDY["settings"])
         return f"{_KEY_WORDS.get(key, key)}: {'; '.join(parts)}. {remedy}"
 
     def _exchange(self, purpose: str, mine: str) -> list[str]:
-        """What every rank brought, by rank."""
+        """Return every rank's value, by rank."""
         ranks = self._ranks
         if self._lost is not None:
             raise store_lost(ranks, purpose, self._lost)
@@ -416,14 +419,15 @@ class Agreement:
         except RuntimeError as exc:
             if isinstance(exc, StrettoError):
                 raise
-            # Late answers would be taken for those to later requests.
+            # A late answer would be mistaken for the answer to a later request.
             self._lost = exc
             raise store_lost(ranks, purpose, exc) from exc
 
     # Note [One decision per meeting]
-    # A rank whose time is up while the last one comes would stop where others go on.
-    # So whoever has seen all the others, or has given up, tries to write the meeting's
-    # decision; the store keeps the first, and every rank does what is written there.
+    # A rank whose time runs out while the last rank arrives would stop where others
+    # continue. So every rank that has seen all the others, or has given up, tries to
+    # write the meeting's decision; the store keeps the first one, and every rank
+    # follows it.
 
     def _exchange_in_store(self, purpose: str, mine: str) -> list[str]:
         ranks, store = self._ranks, self._store
@@ -440,22 +444,22 @@ class Agreement:
             ranks.presence.learn(ranks.names)
         found = [value.decode() for value in _values(store, keys)]
         if meeting > 0:
-            # All came to this meeting, so all have read what the last one left.
+            # All ranks entered this meeting, so all have read the last one's keys.
             store.delete_key(f"{meeting - 1}/{ranks.rank}")
             if ranks.rank == 0:
                 store.delete_key(f"{meeting - 1}/end")
         return found
 
     def _not_come(self, purpose: str, missing: Missing | None, gone: str) -> str:
-        """Return what to say of a meeting that ended without some rank."""
+        """Return the message about a meeting that ended without some rank."""
         ranks = self._ranks
         mine = ranks.name(ranks.rank)
         if gone:
             return f"{mine} can't {purpose}: {gone}"
         if missing is None:
             return (
-                f"{mine} came after others had stopped waiting for it to {purpose}. "
-                f"Look at the log of {mine}: it hung, or did something else."
+                f"{mine} arrived after others had stopped waiting for it to {purpose}. "
+                f"Check the log of {mine}: it hung, or took another code path."
             )
         known = "; ".join(
             row
@@ -465,13 +469,13 @@ class Agreement:
         return (
             f"{mine} waited {ranks.timeout_s:g} s for "
             f"{ranks.name_all(missing.ranks)} to {purpose}"
-            f"{f' ({known})' if known else ''}. Look at the log of what did not come: "
-            "it ended, hangs, or does something else."
+            f"{f' ({known})' if known else ''}. Check the logs of the missing ranks: "
+            "they exited, hung, or took another code path."
         )
 
 
 def _values(store: Any, keys: list[str]) -> list[bytes]:
-    """What stands at the keys, by one request where the store can."""
+    """Return the values of the keys, in one request if the store supports it."""
     if store.has_extended_api():
         values: list[bytes] = store.multi_get(keys)
         return values
@@ -484,18 +488,18 @@ _KEY_WORDS = {
     "torch": "ranks run different versions of PyTorch",
     "model": "ranks hold different models",
     "plan": "ranks hold different plans",
-    "settings": "ranks are set differently",
+    "settings": "ranks have different settings",
 }
 _KEY_ORDER = {key: i for i, key in enumerate((*_KEY_WORDS, "trouble"))}
 
 
 def _order(key: str) -> tuple[int, str]:
-    """What is compared first; options come after all else."""
+    """Return the sort key of a compared value; options come last."""
     return _KEY_ORDER.get(key, len(_KEY_ORDER)), key
 
 
 _REMEDY = {
-    "purpose": "Let every rank build its models and apply its plans in one order.",
+    "purpose": "Build models and apply plans in the same order on every rank.",
     "stretto": "Install one version everywhere.",
     "torch": "Install one version everywhere.",
     "model": "Build the model with the same code and options on every rank.",
@@ -505,5 +509,5 @@ _REMEDY = {
 
 
 def timeout_of(seconds: float) -> timedelta:
-    """A time-out as torch.distributed takes it."""
+    """Return a timeout in the type of torch.distributed."""
     return timedelta(seconds=seconds)

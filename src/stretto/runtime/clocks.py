@@ -1,9 +1,9 @@
-"""Clocks of several hosts, laid on each other.
+"""Align the clocks of several hosts.
 
-`time.perf_counter` counts from the start of a host, so two hosts' values have nothing
-to do with each other. A rank asks the reference rank for its time and gets an answer;
-the reference's clock was read between the asking and the answer, which bounds the
-offset from both sides. What bounds it best of many askings is kept.
+`time.perf_counter` counts from the start of a host, so two hosts' values are unrelated.
+A rank asks the reference rank for its time and gets an answer. The reference's clock
+was read between the question and the answer, which bounds the offset from both sides.
+The tightest bounds of many questions are kept.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 DRIFT_RATIO = 200e-6
-"""What two hosts' clocks may drift apart, per second.
+"""Maximum drift between two hosts' clocks, per second.
 
-Crystals keep 50 in a million, and what corrects them over the network (NTP) slews by
-some 100 more in quiet operation.
+Crystals are within 50 in a million, and correction over the network (NTP) slews by
+about 100 more in quiet operation.
 """
 
 _GOOD_BOUND_S = 100e-6
@@ -38,41 +38,41 @@ _END = "end"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """One question for the reference's time, all in seconds."""
+    """One request for the reference's time, all in seconds."""
 
     asked_s: float
-    """On the asking rank's clock."""
+    """Send time on the asking rank's clock."""
 
     reference_s: float
-    """On the reference's clock, between the other two moments."""
+    """Time on the reference's clock, between the other two."""
 
     answered_s: float
-    """On the asking rank's clock."""
+    """Receive time on the asking rank's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockPoint:
-    """How far the reference's clock is ahead of a rank's at one moment."""
+    """Offset of the reference's clock from a rank's at one time."""
 
     at_s: float
-    """On the rank's clock."""
+    """Time on the rank's clock."""
 
     offset_s: float
-    """Reference less rank."""
+    """Reference minus rank."""
 
     bound_s: float
-    """The offset is known within plus and minus this."""
+    """The offset is known within plus or minus this."""
 
 
 def point_of(askings: Sequence[Asking]) -> ClockPoint:
-    """The offset that all askings allow.
+    """Return the offset that is consistent with all requests.
 
-    Each asking says: the offset is at least ``reference - answered`` and at most
-    ``reference - asked``. All hold together while clocks do not drift, so the offset
-    lies in the intersection; its middle is taken and its half is the bound. (This is
+    Each request shows that the offset is at least ``reference - answered`` and at most
+    ``reference - asked``. Without drift all of these hold, so the offset is in the
+    intersection; its middle is the estimate and half its width is the bound. (This is
     Cristian's method, Distributed Computing 3, 1989, with the intersection of Marzullo
-    and Owicki, 1983.) Clocks that drifted so far meanwhile that nothing is left give
-    the quickest asking alone.
+    and Owicki, 1983.) If clocks have drifted so much that the intersection is empty,
+    the fastest request alone is used.
     """
     low_s = max(a.reference_s - a.answered_s for a in askings)
     high_s = min(a.reference_s - a.asked_s for a in askings)
@@ -89,17 +89,17 @@ def point_of(askings: Sequence[Asking]) -> ClockPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockMap:
-    """A rank's clock laid on the reference's, from the points where it was compared.
+    """Maps a rank's clock to the reference's, from the points of comparison.
 
-    Between two points the offset runs straight from one to the other, which follows a
-    steady drift; beyond them it stays, and the bound grows with `DRIFT_RATIO`. Without
-    points both clocks are one.
+    Between two points the offset is interpolated linearly, which follows a steady
+    drift. Beyond them it is constant, and the bound grows with `DRIFT_RATIO`. Without
+    points both clocks are the same.
     """
 
     points: tuple[ClockPoint, ...] = ()
 
     def offset_s(self, at_s: float) -> float:
-        """What is to be added to the rank's time ``at_s`` to get the reference's."""
+        """Return the offset to add to the rank's time ``at_s`` for the reference's."""
         if not self.points:
             return 0.0
         for before, after in itertools.pairwise(self.points):
@@ -109,9 +109,9 @@ class ClockMap:
         return self._nearest(at_s).offset_s
 
     def bound_s(self, at_s: float) -> float:
-        """How far `offset_s` may be wrong at ``at_s``.
+        """Return the error bound of `offset_s` at ``at_s``.
 
-        Between two points: the greater of their bounds, while drift is steady.
+        Between two points it is the larger of their bounds, if the drift is steady.
         """
         if not self.points:
             return 0.0
@@ -126,7 +126,7 @@ class ClockMap:
 
 
 def clock_name() -> str:
-    """Which clock this process reads: equal names read the same one.
+    """Return the name of this process's clock; equal names mean the same clock.
 
     On Linux all processes of a host share it, unless a time namespace shifts it.
     """
@@ -138,9 +138,10 @@ def clock_name() -> str:
 
 
 def ask_reference(store: Store, place: str) -> ClockPoint | None:
-    """This rank's clock against the reference's, by asking through the store.
+    """Compare this rank's clock with the reference's, through the store.
 
-    ``store`` is this thread's own connection. ``None`` where nobody answered in time.
+    ``store`` is this thread's own connection. Return ``None`` if there was no answer in
+    time.
     """
     store.set_timeout(timedelta(seconds=_ANSWER_S))
     askings: list[Asking] = []
@@ -161,18 +162,18 @@ def ask_reference(store: Store, place: str) -> ClockPoint | None:
         store.set(f"{place}/ask/{len(askings)}", _END)
         for number in range(len(askings)):
             store.delete_key(f"{place}/answer/{number}")
-    except RuntimeError:  # the reference, or its store, is gone or busy
+    except RuntimeError:  # the reference, or its store, is lost or busy
         pass
     return point_of(askings) if askings else None
 
 
 def answer_rank(store: Store, place: str) -> None:
-    """Answers one rank's questions for the time until it has no more.
+    """Answer one rank's requests for the time until it sends the last.
 
     ``store`` is this thread's own connection.
 
     Raises:
-        RuntimeError: the rank came no more, or the store is gone.
+        RuntimeError: the rank stopped asking, or the store is lost.
     """
     store.set_timeout(timedelta(seconds=_ANSWER_S))
     for number in range(_MOST_ASKINGS + 1):
@@ -187,13 +188,13 @@ def answer_rank(store: Store, place: str) -> None:
 def wait_for_keys(
     store: Store, keys: Sequence[str], *, deadline_s: float, poll_s: float = _POLL_S
 ) -> set[str]:
-    """Which of ``keys`` are there by ``deadline_s`` of `time.perf_counter`.
+    """Return which of ``keys`` exist by ``deadline_s`` of `time.perf_counter`.
 
-    Asks again and again rather than waiting in the store: a wait that times out makes
-    the store's client write warnings.
+    Poll rather than wait in the store: a wait that times out makes the store's client
+    write warnings.
 
     Raises:
-        RuntimeError: the store is gone.
+        RuntimeError: the store is lost.
     """
     missing = set(keys)
     while True:

@@ -1,36 +1,36 @@
-"""Buckets that travel in a narrower type than their gradients'.
+"""Reduce buckets in a narrower type than their gradients'.
 
 # Note [Halves on the wire, sums in full]
-An all-reduce of halves rounds after every addition, that is once per rank, and a half
-of float16 overflows where the sum does. Here every rank sends each other rank its piece
-of the slice in the wire's type, adds what it receives in the gradients' own type,
-divides, and sends the result to all: one rounding on each way, whatever the number of
-ranks, and as many bytes as a ring sends. The Reducer has divided by the number of
-ranks; that is undone before the first rounding and done again after the sum, so float16
-overflows or loses small values only where the gradient or the mean itself does. All
-ranks decode the same bytes, so gradients are the same on all of them, bit for bit.
-Infinity and NaN stay what they are, as a GradScaler needs.
+An all-reduce of halves rounds after every addition, that is once per rank, and a
+float16 overflows where the sum does. Here every rank sends each other rank its piece of
+the slice in the wire's type, adds the received pieces in the gradients' own type,
+divides, and sends the result to all ranks. That rounds once in each direction, for any
+number of ranks, and sends as many bytes as a ring. The Reducer has already divided by
+the number of ranks; that is undone before the first rounding and repeated after the
+sum, so float16 overflows or loses small values only where the gradient or the mean
+itself does. All ranks decode the same bytes, so gradients are the same on all of them,
+bit for bit. Infinity and NaN are preserved, as a GradScaler requires.
 
-Both ways are Gloo all-to-alls. Measured on loopback, 4 Mi elements, float32 all-reduce
-14 ms at 2 ranks, 41 ms at 4: Gloo's own all-reduce of float16 took 19 and 49 ms, of
-bfloat16 11 and 34 ms; one all-to-all took 2 and 10 ms (an all-gather for the second way
-7 and 13 ms), conversion and sum 2.5 ms and 5 ms.
+Both directions are Gloo all-to-alls. Measured on loopback, 4 Mi elements, float32
+all-reduce 14 ms at 2 ranks, 41 ms at 4: Gloo's own all-reduce of float16 took 19 and 49
+ms, of bfloat16 11 and 34 ms; one all-to-all took 2 and 10 ms (an all-gather for the
+second direction 7 and 13 ms), conversion and sum 2.5 ms and 5 ms.
 
 # Note [A thread per lane]
-The second way starts when the first has been summed, which needs Python between two
-collectives. Callbacks of Gloo's threads would start second ways in an order that
-differs between ranks. So a lane with narrow slices has one thread that runs its
-collectives, wide ones too, one after another in the order of launch. The thread
-belongs to the backend, not to a lane and resource: on Gloo all resources of a lane
-share one backend, and whatever is started on it must start in one order on all ranks.
+The second direction starts after the sum, which needs Python between two collectives.
+Callbacks on Gloo's threads would start second directions in an order that differs
+between ranks. So a lane with narrow slices has one thread that runs its collectives,
+wide ones included, one after another in launch order. The thread belongs to the
+backend, not to a lane and resource: on Gloo all resources of a lane share one backend,
+and collectives on it must start in the same order on all ranks.
 
 # Note [Error feedback]
-With error feedback each rank adds to a gradient what rounding took from the last one,
-and the rank that sums a piece does so with the mean. It is off unless asked for: the
-residuals take as much memory as the gradients and a part more, and what float16 and
-bfloat16 round off is what mixed precision training rounds off anyway. They belong to
-the plan's buckets and begin at zero with a new plan. Where a value is not finite its
-residual is zero, so that a skipped step leaves nothing behind.
+With error feedback each rank adds the last rounding error to a gradient, and the rank
+that sums a piece does the same with the mean. It is off by default: the residuals take
+as much memory as the gradients plus a share, and mixed precision training rounds off
+what float16 and bfloat16 round off anyway. Residuals belong to the plan's buckets and
+start at zero with a new plan. Where a value is not finite its residual is zero, so a
+skipped step leaves no residual.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ class NarrowReduce:
         self._sent_residual: torch.Tensor | None = None
         self._mean_residual: torch.Tensor | None = None
         self._opts = dist.AllToAllOptions()
-        # NCCL: on the current stream, so that it follows the conversion.
+        # NCCL: run on the current stream, after the conversion.
         self._opts.asyncOp = False
 
     @torch.no_grad()
     def __call__(self, values: torch.Tensor) -> None:
-        """Puts the sum over ranks of ``values`` into it.
+        """Replace ``values`` by their sum over ranks.
 
-        ``values`` (1-d) were divided by the number of ranks; all ranks end with the
-        same bits.
+        ``values`` (1-d) were divided by the number of ranks; all ranks get the same
+        bits.
 
         Raises:
             RuntimeError: the transport failed.
@@ -110,7 +110,7 @@ class NarrowReduce:
     def _narrow(
         self, values: torch.Tensor, into: torch.Tensor, residual: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Rounds values, and gives what that took from them."""
+        """Round values into ``into``; return the rounding error."""
         if not self._error_feedback:
             into.copy_(values)
             return None
@@ -127,9 +127,9 @@ class NarrowReduce:
 
 @final
 class Scratch:
-    """Two buffers per wire type, as large as the largest slice of a lane.
+    """Two buffers per wire type, each as large as the largest slice of a lane.
 
-    Together as large as that slice, where the wire is half as wide.
+    Together they are as large as that slice if the wire is half as wide.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Scratch:
     def pair(
         self, elements: int, wire: torch.dtype, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What to send from and to receive into."""
+        """Return the buffers to send from and to receive into."""
         kept = self._pairs.get(wire)
         if kept is None or kept[0].numel() < elements:
             both = torch.empty(2, elements, dtype=wire, device=device)
@@ -148,25 +148,25 @@ class Scratch:
 
 @final
 class Ticket:
-    """What a lane's thread was given to do."""
+    """A handle for work queued on a lane's thread."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
 
     def get_future(self) -> Future[Any]:
-        """Ends as the work does."""
+        """Return a future that ends with the work."""
         ended: Future[Any] = self._future.then(value_or_raise)
         return ended
 
     def wait(self) -> None:
-        """Raises what the work raised."""
+        """Wait for the work, and raise its exception if it failed."""
         self._future.wait()
         value_or_raise(self._future)
 
 
 @final
 class LaneThread:
-    """Does what it is given, one thing after another, until its last user is gone."""
+    """Runs queued work in order until its last user is gone."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -177,7 +177,7 @@ class LaneThread:
         thread.start()
 
     def start(self, job: Callable[..., None], *arguments: Any) -> Ticket:
-        """Puts a piece of work behind those it was given before."""
+        """Queue a piece of work."""
         future: Future[Any] = Future()
         self._jobs.put((job, arguments, future))
         return Ticket(future)
@@ -190,14 +190,14 @@ def _work(jobs: queue.SimpleQueue[Any]) -> None:
         try:
             job(*arguments)
         except Exception as exc:  # noqa: BLE001
-            value = exc  # whoever waits raises it
+            value = exc  # the waiting caller raises it
         future.set_result(value)
         del item, job, arguments, future, value
 
 
 @final
 class NarrowLanes:
-    """The lanes of a plan that carry narrow slices, and how those are reduced."""
+    """The lanes of a plan that send narrow slices, and their reductions."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class NarrowLanes:
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def reduce(self, route: Route, part: Part) -> Any:
-        """A lane's ``allreduce`` for a slice, conversion included."""
+        """Return a lane's ``allreduce`` for a slice, including conversion."""
         lane = self._lanes[part.lane, part.resource]
         thread = self._threads.get(_key(lane))
         if thread is None:
@@ -235,11 +235,11 @@ class NarrowLanes:
         return partial(_start_narrow, thread, self._narrow(route, part))
 
     def has_thread(self, part: Part) -> bool:
-        """Whether what `reduce` gives is no collective of the lane itself."""
+        """Return whether `reduce` runs a slice on a thread instead of the lane."""
         return _key(self._lanes[part.lane, part.resource]) in self._threads
 
     def launcher_on_streams(self, route: Route, device: torch.device) -> Any:
-        """Launches a narrow bucket on CUDA."""
+        """Return a launcher of a narrow bucket on CUDA."""
         rows = []
         for part in route.parts:
             if part.lane not in self._streams:
@@ -249,7 +249,7 @@ class NarrowLanes:
         return partial(_launch_on_streams, rows)
 
     def _narrow(self, route: Route, part: Part) -> NarrowReduce:
-        # Kept, for residuals must outlive a change of observers.
+        # Cached, because residuals must outlive a change of observers.
         key = (route.index, part.start)
         if key not in self._reduces:
             assert route.wire is not None  # noqa: S101
@@ -264,7 +264,7 @@ class NarrowLanes:
 
 
 def _key(lane: Any) -> int:
-    """Identify a backend; `NarrowLanes` keeps it alive for as long as the key."""
+    """Identify a backend; `NarrowLanes` keeps it alive as long as the key."""
     return id(lane)
 
 
@@ -289,16 +289,17 @@ def _launch_on_streams(
     buffer: torch.Tensor,
     _opts: Any,
 ) -> dist.Work:
-    # Not yet run on a GPU. Each lane's stream waits for the computation that filled
-    # the bucket and does conversion, collectives and sum in order; the first one then
-    # waits for the others, and the future records it. Scratch belongs to one stream.
+    # Not yet run on a GPU. Each lane's stream waits for the computation that filled the
+    # bucket and runs conversion, collectives and sum in order. The first stream then
+    # waits for the others, and the future records it. Each stream has its own scratch
+    # buffers.
     computing = torch.cuda.current_stream(buffer.device)
     first = rows[0][0]
     for stream, reduce, start, end in rows:
         stream.wait_stream(computing)
         with torch.cuda.stream(stream):
             reduce(buffer[start:end])
-        # The caching allocator must not give the buffer away before the stream ends.
+        # The caching allocator must not reuse the buffer before the stream has ended.
         buffer.record_stream(stream)
     future: Future[Any] = Future(devices=[buffer.device])
     with torch.cuda.stream(first):

@@ -1,4 +1,4 @@
-"""A DDP that carries out a plan."""
+"""A DDP that executes a plan."""
 
 from __future__ import annotations
 
@@ -64,38 +64,38 @@ _graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 
 
 class DistributedDataParallel(TorchDDP):
-    """PyTorch's DistributedDataParallel, with its communication done by a plan.
+    """PyTorch's DistributedDataParallel, with communication according to a plan.
 
-    Every argument and every method of PyTorch's class works. With ``plan=None`` it is
-    that class, bucket rule and all-reduce included.
+    Every argument and every method of PyTorch's class works. With ``plan=None`` it
+    behaves like that class, including bucket rule and all-reduce.
 
     Args:
-        module: The module to be parallelised.
+        module: The module to parallelize.
         *args: Passed on to PyTorch's class.
-        plan: Which gradients travel together, when, and on how many lanes.
-        record: Is told what happens in every step, for instance a `Recorder`.
+        plan: Sets which gradients share a bucket, when they are sent, and on how many
+            lanes.
+        record: An observer of every step, for instance a `Recorder`.
         timeout_s: How long a rank waits for another in an agreement or in a planned
-            collective; ``None``: as long as the process group does.
-        error_feedback: Whether what a narrower type on the wire rounds off is added to
-            the next step's gradients, at the cost of their size in memory.
-        nan: What is done about gradients that are NaN or infinite: ``"off"``,
-            ``"warn"`` or ``"raise"``, which names step, parameter, and the rank it
-            came from.
-        nan_patience: How many steps in a row may have such gradients first; a
+            collective; ``None`` uses the process group's timeout.
+        error_feedback: Whether to add the rounding error of a narrower wire type to the
+            next step's gradients, which takes as much memory as the gradients.
+        nan: Action on gradients that are NaN or infinite: ``"off"``, ``"warn"`` or
+            ``"raise"``, which reports the step, the parameter and the rank of origin.
+        nan_patience: Number of consecutive steps with such gradients to allow first; a
             GradScaler's first steps overflow, for which 20 is enough.
-        order: ``"negotiated"`` for models whose gradients come in an order that differs
-            between ranks: each is reduced when it is there on all ranks, without
-            buckets or a plan; ``"static"`` is DDP's way.
-        lanes: With a negotiated order, how many units travel at the same time.
-        unit_bytes: With a negotiated order, how much travels in one all-reduce.
+        order: ``"negotiated"`` for models whose gradients become ready in an order that
+            differs between ranks: each is reduced when it is ready on all ranks,
+            without buckets or a plan. ``"static"`` is DDP's behavior.
+        lanes: With a negotiated order, the number of units sent concurrently.
+        unit_bytes: With a negotiated order, the size of one all-reduce.
         **kwargs: Passed on to PyTorch's class.
 
     Raises:
-        PlanMismatch: the plan is for another model, or asks for what this runtime
-            can't do.
-        RankDisagreement: ranks came with different plans, models or versions.
-        CommTimeout: a rank did not come.
-        SpecError: nan or nan_patience is none.
+        PlanMismatch: the plan is for another model, or needs a feature that this
+            runtime does not support.
+        RankDisagreement: ranks have different plans, models or versions.
+        CommTimeout: a rank did not arrive.
+        SpecError: ``nan`` or ``nan_patience`` is invalid.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class DistributedDataParallel(TorchDDP):
         self._ignored = ignored_names(module, arguments)
         self._unplannable = why_unplannable(arguments)
         self._trained: list[tuple[TensorRow, nn.Parameter]] | None = None
-        # What a subclass sets before it calls this constructor.
+        # Attributes that a subclass sets before it calls this constructor.
         self._counts_steps = self.__dict__.get("_counts_steps", False)
         compared = self.__dict__.pop("_compared", {})
         trouble = self.__dict__.pop("_trouble", None)
-        # Plain values may be set before nn.Module is initialised; the Reducer, which
+        # Plain values may be set before nn.Module is initialized; the Reducer, which
         # needs them, is built within PyTorch's own __init__.
         self._comm_ready = False
         self._alone = False
@@ -186,7 +186,7 @@ class DistributedDataParallel(TorchDDP):
             self.observe(record)
 
     def _negotiate(self, lanes: int | None, unit_bytes: int | None) -> None:
-        """Puts the negotiated engine in the Reducer's place."""
+        """Replace the Reducer by the negotiated engine."""
         table = [(row.name, p) for row, p in self._table(self.module)]
         self._negotiated = NegotiatedFront(
             self, self._ranks, table, lanes=lanes, unit_bytes=unit_bytes
@@ -197,24 +197,24 @@ class DistributedDataParallel(TorchDDP):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that is carried out; ``None``: PyTorch's own rule.
+        """The plan in use; ``None`` means PyTorch's own rule.
 
-        A copied or unpickled model takes its plan up in its first training step, which
-        is the first thing that all ranks do with it together.
+        A copied or unpickled model applies its plan in its first training step, which
+        is the first operation that all ranks do with it together.
         """
         return self._plan or self._waiting_plan
 
     def apply_plan(self, plan: Plan | None) -> None:
-        """Carries out another plan from the next step on.
+        """Execute another plan from the next step on.
 
-        To be called between two steps, by every rank. ``None`` goes back to PyTorch's
-        bucket rule and all-reduce. Gradients, hooks and settings stay.
+        Every rank must call it, between two steps. ``None`` restores PyTorch's bucket
+        rule and all-reduce. Gradients, hooks and settings are unchanged.
 
         Raises:
-            PlanMismatch: the plan is for another model, or asks for what this runtime
-                can't do.
-            RankDisagreement: ranks came with different plans.
-            CommTimeout: a rank did not come.
+            PlanMismatch: the plan is for another model, or needs a feature that this
+                runtime does not support.
+            RankDisagreement: ranks have different plans.
+            CommTimeout: a rank did not arrive.
         """
         if self._negotiated is not None:
             raise refused("apply_plan")
@@ -229,7 +229,7 @@ class DistributedDataParallel(TorchDDP):
                 "and those gradients never reduced. Call it after the next backward "
                 "outside no_sync."
             )
-        # A step that was not finished (parameters without gradients) is told by DDP.
+        # DDP reports a step that was not finished (parameters without gradients).
         self.reducer._check_reducer_finalized()  # noqa: SLF001
         self._waiting_plan = None
         self._meet(self.module, plan, "apply a plan")
@@ -239,7 +239,7 @@ class DistributedDataParallel(TorchDDP):
             self.observe(self._observer)
 
     def _take_up(self, plan: Plan | None) -> None:
-        """Execute ``plan`` on every rank, or leave every rank as it was."""
+        """Execute ``plan`` on every rank, or leave every rank unchanged."""
 
         def all_prepared(trouble: Exception | None) -> None:
             all_took(self._agreement, self._ranks, plan, trouble)
@@ -251,8 +251,8 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         """Build the Reducer and lanes of a plan and use them if all ranks can.
 
-        ``agree`` gets what went wrong on this rank, if anything. It returns on every
-        rank or raises on every rank; then every rank stays as it was.
+        ``agree`` gets this rank's error, if any. It returns on every rank or raises on
+        every rank; if it raises, every rank is unchanged.
         """
         before = (self._planned, self._plan, self._watched, self.reducer, self.logger)
         trouble: Exception | None = None
@@ -262,10 +262,10 @@ class DistributedDataParallel(TorchDDP):
                 planned = self._build_group(self.module, self.process_group, plan)
             self._rebuild_reducer(planned, plan)
         except (StrettoError, torch.OutOfMemoryError, MemoryError) as exc:
-            trouble = exc  # this rank's own: the others are told
+            trouble = exc  # this rank's own: reported to the others
         except RuntimeError as exc:
             trouble = exc
-            if planned is None and plan is not None:  # a peer did not come
+            if planned is None and plan is not None:  # a peer did not arrive
                 trouble = self._desk.report("the opening of a plan's lanes", exc)
         try:
             agree(trouble)
@@ -283,7 +283,7 @@ class DistributedDataParallel(TorchDDP):
     def _retire(self, reducer: Any, logger: Any) -> None:
         """Take an old Reducer out of service; its iterations still count."""
         self._own_planned()
-        # Its hooks on the parameters go now, not when the last reference does.
+        # Remove its parameter hooks now, not when the last reference is dropped.
         reducer._remove_autograd_hooks()  # noqa: SLF001
         if logger is not None:
             data = logger._get_ddp_logging_data()  # noqa: SLF001
@@ -299,9 +299,9 @@ class DistributedDataParallel(TorchDDP):
             self._release_planned.atexit = False
 
     def _keep_used_map(self, reducer: Any) -> None:
-        """Keep what the last backward reported of unused parameters.
+        """Keep the last backward's report of unused parameters.
 
-        It is output alone: the next backward writes it before it is read.
+        It is only an output: the next backward writes it before it is read.
         """
         # A static graph's new Reducer does not look for unused parameters.
         if self.find_unused_parameters and not self._gradients_come_once:
@@ -317,11 +317,11 @@ class DistributedDataParallel(TorchDDP):
             data["iteration"] += self._iterations
         return data
 
-    # The end of a reduced backward. Every rank comes there equally often, whatever it
-    # does between steps: all have launched all buckets of that backward.
+    # The end of a reduced backward. Every rank reaches it equally often, whatever it
+    # does between steps: all ranks have launched all buckets of that backward.
 
     def _backward_reduced(self) -> None:
-        """Note the end of a backward whose gradients were reduced."""
+        """Record the end of a backward whose gradients were reduced."""
         try:
             self.reducer._check_reducer_finalized()  # noqa: SLF001
         except RuntimeError:
@@ -334,15 +334,15 @@ class DistributedDataParallel(TorchDDP):
             at_the_end(key, self._step_reduced)
 
     def _step_reduced(self) -> None:
-        """Do what a subclass does at the end of a reduced backward."""
+        """Run a subclass's work at the end of a reduced backward."""
 
     def _change_plan(
         self, plan: Plan, agree: Callable[[Exception | None], None]
     ) -> None:
         """Execute another plan from the next step on.
 
-        To be called by every rank at the end of the same reduced backward, which is
-        where `_step_reduced` is. ``agree`` is as for `_replace_reducer`.
+        Every rank must call it at the end of the same reduced backward, where
+        `_step_reduced` is called. ``agree`` is as for `_replace_reducer`.
         """
         self._waiting_plan = None
         trouble: Exception | None = None
@@ -354,7 +354,7 @@ class DistributedDataParallel(TorchDDP):
             # Note [A new Reducer for a static graph] in `runtime.static_graph`.
             trouble = PlanMismatch(
                 "static_graph=True, and a parameter has no gradient or several in a "
-                "backward, which a plan that comes later can't keep."
+                "backward, which a plan applied later does not support."
             )
         agree(trouble)  # before any rank waits for another in the opening of lanes
         self._replace_reducer(plan, agree)
@@ -362,10 +362,10 @@ class DistributedDataParallel(TorchDDP):
             self.observe(self._observer)
 
     def _restore_rule(self) -> None:
-        """Go back to DDP's buckets from the next step on, without communication.
+        """Restore DDP's buckets from the next step on, without communication.
 
-        The buckets are those that DDP had last rebuilt, so that the new Reducer has
-        nothing to ask other ranks. Every rank must call this at the same place.
+        The buckets are the last ones that DDP rebuilt, so the new Reducer does not have
+        to ask other ranks. Every rank must call this at the same point.
         """
         if self._plan is None:
             return
@@ -379,18 +379,18 @@ class DistributedDataParallel(TorchDDP):
             self.observe(self._observer)
 
     def _rebuild_rule(self) -> None:
-        """Have DDP rebuild its buckets now rather than in the next forward.
+        """Make DDP rebuild its buckets now rather than in the next forward.
 
-        To be called by every rank at the end of the first reduced backward.
+        Every rank must call it at the end of the first reduced backward.
         """
-        # False, and no communication, where DDP does not rebuild or already has.
+        # Returns False, without communication, if DDP does not rebuild or already has.
         if self._planned is None and self.reducer._rebuild_buckets():  # noqa: SLF001
             self._has_rebuilt_buckets = True
 
     def _probe_pools(self) -> tuple[LanePool, LanePool]:
-        """Return lanes to measure, and those whose first carries what a probe agrees.
+        """Return lanes to measure, and lanes whose first one is for the agreement.
 
-        The first are the model's own. The caller closes the second where they differ.
+        The first are the model's own. The caller closes the second if they differ.
         """
         lanes = self._pool()
         if self._backend == "gloo":
@@ -404,21 +404,21 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def _release_lanes(self) -> None:
-        """Close all lanes; only without a plan, where nothing uses them."""
+        """Close all lanes; call it only without a plan, when nothing uses them."""
         if self._planned is None and self._lane_pool is not None:
             self._lane_pool.close()
             self._lane_pool = None
             self._pools += 1
 
     def _rebuild_reducer(self, planned: PlannedGroup | None, plan: Plan | None) -> None:
-        """Gives the model a new Reducer; the old one keeps its hooks."""
+        """Give the model a new Reducer; the old one keeps its hooks."""
         ddp: Any = self
         self._planned, self._plan = planned, plan
         with self._as_constructed():
             parameters, expect_sparse = ddp._build_params_for_reducer()  # noqa: SLF001
             names = ddp._build_debug_param_to_name_mapping(parameters)  # noqa: SLF001
             find_unused = self.find_unused_parameters
-            # A static graph does not look for unused parameters, and here has none.
+            # A static graph does not search for unused parameters, and here has none.
             self.find_unused_parameters = find_unused and not self._gradients_come_once
             try:
                 self._ddp_init_helper(
@@ -429,10 +429,10 @@ class DistributedDataParallel(TorchDDP):
 
     @contextlib.contextmanager
     def _as_constructed(self) -> Iterator[None]:
-        """Let parameters require gradients as they did when the model was built.
+        """Make parameters require gradients as when the model was built.
 
-        DDP's Reducer keeps the parameters that it was built with, whatever is frozen
-        or unfrozen later; a new Reducer has to keep the same ones.
+        DDP's Reducer keeps the parameters that it was built with, even if some are
+        frozen or unfrozen later; a new Reducer must keep the same ones.
         """
         trained = {id(p) for _, p in self._table(self.module)}
         changed = [
@@ -447,11 +447,11 @@ class DistributedDataParallel(TorchDDP):
                 p.requires_grad_(not p.requires_grad)
 
     def _stand_alone(self) -> None:
-        """With one rank, takes the Reducer's hooks off: there is nothing to reduce.
+        """With one rank, remove the Reducer's hooks: there is nothing to reduce.
 
-        A step then costs what plain PyTorch's does; DDP itself copies every gradient
-        into its bucket and back (some 10 % of a small network's step). Whatever needs
-        the Reducer, such as a communication hook, keeps it.
+        A step then costs the same as in plain PyTorch; DDP itself copies every gradient
+        into its bucket and back (about 10 % of a small network's step). Features that
+        need the Reducer, such as a communication hook, keep it.
         """
         self._alone = (
             self._ranks.size == 1
@@ -469,23 +469,23 @@ class DistributedDataParallel(TorchDDP):
             self.reducer._remove_autograd_hooks()  # noqa: SLF001
 
     def lane(self, number: int) -> Any:
-        """The communicator of a lane, opened where it was not yet; collective.
+        """Return the communicator of a lane; open it if necessary. Collective.
 
-        It takes ``torch.distributed`` collectives as ``group=``. Measuring these very
-        lanes tells what the plans that use them will see.
+        It works as ``group=`` of ``torch.distributed`` collectives. Measuring these
+        lanes shows what the plans that use them will see.
         """
         return self._pool().lane(number)
 
     def release_unused_lanes(self) -> None:
         """Close the lanes that the plan in use does not need.
 
-        All ranks must call this at the same place, with no collective in flight.
+        All ranks must call this at the same point, with no collective in flight.
         """
         if self._lane_pool is not None:
             self._lane_pool.retain(() if self._planned is None else self._planned.needs)
 
     def left_to_ddp(self) -> str | None:
-        """Return why this model can't be planned automatically; ``None``: it can."""
+        """Return why this model can't be planned automatically, or ``None``."""
         rows = self._table(self.module)
         device = self._device_used
         if self._unplannable is not None:
@@ -495,7 +495,7 @@ class DistributedDataParallel(TorchDDP):
         if PLANNED_BACKENDS.get(self._backend) != device.type:
             return (
                 "plans run on gloo with tensors on the CPU and on nccl with tensors on "
-                f"a GPU, here are {self._backend} and {device.type}."
+                f"a GPU, but this model uses {self._backend} and {device.type}."
             )
         if len(devices := {str(p.device) for _, p in rows}) > 1:
             return f"the model's parameters are on {' and '.join(sorted(devices))}."
@@ -514,14 +514,14 @@ class DistributedDataParallel(TorchDDP):
         return [(row.name, p) for row, p in self._table(self.module)]
 
     def tensor_table(self) -> tuple[TensorRow, ...]:
-        """Parameters that require gradients, as ``named_parameters()`` orders them."""
+        """Return parameters that require gradients, in ``named_parameters()`` order."""
         return tuple(row for row, _ in self._table(self.module))
 
     def deferred_plan(self, lanes: int, *, planner: str) -> Plan:
         """Return a plan that sends everything after backward, over all lanes.
 
-        One bucket per type and device, in as many slices as lanes. A parameter with
-        sparse gradients is alone in its bucket and in one slice.
+        There is one bucket per type and device, with as many slices as lanes. A
+        parameter with sparse gradients has its own bucket with one slice.
         """
         rows = self._table(self.module)
         sparse = sparse_parameters(self.module)
@@ -548,17 +548,17 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def ready_order(self) -> tuple[str, ...]:
-        """Names in the order in which the last reduced backward made them ready.
+        """Return names in the order in which the last reduced backward made them ready.
 
-        Empty before the first one, and on a rank alone, which reduces nothing.
+        Empty before the first backward, and with one rank, which reduces nothing.
         """
         return tuple(sorted(times := self.ready_s(), key=times.__getitem__))
 
     def ready_s(self) -> dict[str, float]:
-        """When each gradient of the last reduced backward was ready, in seconds.
+        """Return when each gradient of the last reduced backward was ready, in seconds.
 
-        From the end of forward, on the host's clock; the Reducer keeps these anyway.
-        Empty before the first backward, and on a rank alone.
+        Times count from the end of forward, on the host's clock; the Reducer records
+        these anyway. Empty before the first backward, and with one rank.
         """
         names = [row.name for row in self.tensor_table()]
         stats_ns = self.reducer.get_backward_stats()
@@ -570,18 +570,18 @@ class DistributedDataParallel(TorchDDP):
 
     @property
     def backend(self) -> str:
-        """What carries the gradients: ``gloo`` or ``nccl``."""
+        """The backend that sends the gradients: ``gloo`` or ``nccl``."""
         return self._backend
 
     @property
     def observed(self) -> bool:
-        """Whether somebody is told of every step."""
+        """Whether an observer receives every step."""
         return self._observer is not None
 
     def observe(self, observer: AbstractStepObserver | None) -> None:
-        """Reports every step to ``observer`` from now on; ``None`` ends it.
+        """Report every step to ``observer`` from now on; ``None`` stops it.
 
-        What is not observed costs nothing: no hook is installed then.
+        Without an observer no hook is installed, so there is no cost.
         """
         for handle in self._observer_handles:
             handle.remove()
@@ -594,7 +594,8 @@ class DistributedDataParallel(TorchDDP):
             return
         rows = self._table(self.module)
         observer.attached([row.name for row, _ in rows], self._bucket_rows())
-        # Weak, for what a parameter's hook keeps is never freed with the parameter.
+        # Weak, because objects kept by a parameter's hook are never freed with the
+        # parameter.
         self._step_watch = watch = StepWatch(observer)
         weak = weakref.WeakMethod(watch.gradient_ready)
         self._observer_handles = [
@@ -615,7 +616,7 @@ class DistributedDataParallel(TorchDDP):
         dtypes = {row.name: row.dtype for row in self.tensor_table()}
         return [route.row(dtypes[route.tensors[0]]) for route in self._planned.routes]
 
-    # What of DDP is extended.
+    # Overridden methods of DDP.
 
     def _ddp_init_helper(self, *arguments: Any) -> None:
         if self._numerics is not None:
@@ -628,7 +629,7 @@ class DistributedDataParallel(TorchDDP):
                 return
             try:
                 build_reducer(self, self._rule_buckets, self._watched, arguments)
-            except PlanMismatch:  # a PyTorch that plans don't know; without it works
+            except PlanMismatch:  # plans do not support this PyTorch; DDP works
                 self._watched = None
                 parent._ddp_init_helper(*arguments)  # noqa: SLF001
             return
@@ -643,10 +644,10 @@ class DistributedDataParallel(TorchDDP):
         build_reducer(self, indices, self._planned, arguments)
 
     def _watch(self) -> WatchedGroup | None:
-        """Return what stands before DDP's process group where there is no plan.
+        """Return the group in front of DDP's process group if there is no plan.
 
-        On Gloo with several ranks it names a lost rank; elsewhere it only counts
-        steps, where a subclass wants that.
+        On Gloo with several ranks it names a lost rank; elsewhere it only counts steps,
+        if a subclass needs that.
         """
         waits = (
             self._backend == "gloo"
@@ -675,7 +676,7 @@ class DistributedDataParallel(TorchDDP):
         self._rule_buckets = buckets
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output, as DDP gives it."""
+        """Return the module's output, as DDP does."""
         if self._alone:
             return self._forward_alone(inputs, kwargs)
         parent: Any = super()
@@ -688,10 +689,10 @@ class DistributedDataParallel(TorchDDP):
             raise
 
     def _raise_named(self, place: str, exc: Exception) -> None:
-        """Raise the error that says who is gone, if ``exc`` comes from a collective.
+        """Raise the error that names the lost rank, if ``exc`` is from a collective.
 
-        Any other exception stays as it is. An exception that is its own cause is a
-        cycle, which keeps the model and DDP's hooks alive until garbage is collected.
+        Any other exception is unchanged. An exception that is its own cause is a cycle,
+        which keeps the model and DDP's hooks alive until garbage collection.
         """
         if is_communication_error(exc) and not isinstance(exc, StrettoError):
             raise self._desk.report(place, exc) from exc
@@ -717,8 +718,8 @@ class DistributedDataParallel(TorchDDP):
             warn_of_whole_compile(self.module, self._ranks, around=compiled)
         group = self._planned or self._watched
         if group is not None:
-            # Another forward may run within a backward (a hook, a thread that
-            # evaluates): that backward's step goes on.
+            # Another forward may run within a backward (a hook, an evaluating thread):
+            # that backward's step continues.
             reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
             group.begin_forward(reduces=reduces)
         if torch.is_grad_enabled():
@@ -729,37 +730,37 @@ class DistributedDataParallel(TorchDDP):
                 self.apply_plan(self._waiting_plan)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Registers a communication hook as DDP does.
+        """Register a communication hook as DDP does.
 
-        It takes over: the plan's buckets stay, but what is sent is the hook's business.
+        The plan's buckets stay, but the hook controls what is sent.
         """
         self._need_reducer()
         super().register_comm_hook(state, hook)
         self._hand_over(getattr(hook, "__qualname__", repr(hook)))
 
     def register_lane_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Registers one of PyTorch's communication hooks over the plan's lanes.
+        """Register one of PyTorch's communication hooks over the plan's lanes.
 
-        For instance ``powerSGD_hook`` with a ``PowerSGDState``: for each bucket
-        ``state.process_group`` is a group of the bucket's own; a hook that takes a
+        For instance ``powerSGD_hook`` with a ``PowerSGDState``: for each bucket,
+        ``state.process_group`` is a group of the bucket's own. A hook that takes a
         process group as its state, as PyTorch's default hooks do, gets that (pass
         ``state=None``). With another plan, tensors that PowerSGD keeps by bucket are
         dropped. Slices do not apply.
         """
-        # Weak, for the Reducer keeps the hook.
+        # Weak, because the Reducer keeps the hook.
         groups_of = weakref.WeakMethod(self._bucket_groups)
         self.register_comm_hook(
             state, on_lanes(hook, lambda: cast("Any", groups_of())())
         )
 
     def _bucket_groups(self) -> tuple[object, Sequence[Any]]:
-        """What the buckets belong to, and a group for each or one for all."""
+        """Return the owner of the buckets, and a group for each or one for all."""
         if self._planned is None:
             return None, (self.process_group,)
         return self._planned, self._planned.bucket_groups()
 
     def _need_reducer(self) -> None:
-        """Gives a lone rank its Reducer back."""
+        """Restore the Reducer of a single rank."""
         if self._negotiated is not None:
             raise refused("a communication hook")
         if self._alone:
@@ -775,7 +776,7 @@ class DistributedDataParallel(TorchDDP):
         self._hand_over(str(comm_hook_type))
 
     def _pass_through(self) -> None:
-        """Give a hook in C++ the works of the model's own group."""
+        """Give a C++ hook the works of the model's own group."""
         group = self._planned or self._watched
         if group is not None:
             group.pass_through()
@@ -837,7 +838,7 @@ class DistributedDataParallel(TorchDDP):
         self._gradient_counts = None
         self._gradients_come_once = False
         self._micro_steps = False
-        # DDP builds its Reducer in the default group, for which this prepares.
+        # DDP builds its Reducer in the default group; prepare for that.
         self.process_group = dist.distributed_c10d._get_default_group()  # noqa: SLF001
         self._attach(self.process_group, self.module, self._timeout_s)
         parent: Any = super()
@@ -860,7 +861,7 @@ class DistributedDataParallel(TorchDDP):
         self._agreement = Agreement(self._ranks)
         self._lane_pool = None
         self._pools = 0
-        # Weak: a model that is dropped must be freed at once, as DDP's is.
+        # Weak: a dropped model must be freed at once, as with DDP.
         abort = weakref.WeakMethod(self._abort_lanes)
         self._desk = FailureDesk(
             self._ranks, partial(_call, abort), key=partial(_key_of, self._agreement)
@@ -873,7 +874,7 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def _pool(self) -> LanePool:
-        """The model's lanes; none until a plan first asks for one, on all ranks."""
+        """Return the model's lanes; a plan opens them when needed, on all ranks."""
         if self._lane_pool is None:
             self._lane_pool = LanePool(
                 self._ranks,
@@ -896,7 +897,7 @@ class DistributedDataParallel(TorchDDP):
         settings: Mapping[str, str] | None = None,
         trouble: StrettoError | None = None,
     ) -> None:
-        """Require that all ranks have come with the same plan, model and settings."""
+        """Require that all ranks have the same plan, model and settings."""
         if plan is None and self._backend not in PLANNED_BACKENDS:
             if trouble is not None:
                 raise trouble
@@ -936,7 +937,7 @@ class DistributedDataParallel(TorchDDP):
     def _table(self, module: nn.Module) -> list[tuple[TensorRow, nn.Parameter]]:
         """Return rows and parameters in the order of DDP's parameter list.
 
-        Once DDP has built its Reducer they are those that it was built with.
+        Once DDP has built its Reducer, they are the ones that it was built with.
         """
         if self._trained is not None:
             return self._trained
@@ -968,7 +969,7 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def _restore_reducer_state(self) -> None:
-        """Gives a new Reducer what was set on the old one."""
+        """Copy the old Reducer's settings to a new Reducer."""
         reducer: Any = self.reducer
         logger: Any = self.logger
         c10d: Any = dist
@@ -996,9 +997,9 @@ class DistributedDataParallel(TorchDDP):
 
 
 def _key_of(agreement: Agreement) -> str:
-    """Return what tells a model's failure from those of the group's other models.
+    """Return the key that separates a model's failure from other models' failures.
 
-    A copied model that never met has no number; what it fails on is the group itself.
+    A copied model that never met has no number; its failure is that of the group.
     """
     return "group" if agreement.number is None else str(agreement.number)
 

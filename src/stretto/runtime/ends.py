@@ -1,11 +1,11 @@
-"""What follows reduced backwards, in one order on all ranks.
+"""Run calls after reduced backwards, in the same order on all ranks.
 
 # Note [Models that end in one backward]
-One backward may reduce several models, for instance of a summed loss. Where these are
-in different process groups, DDP lets each rank finish them in another order. Ranks that
-wait for each other after each model would then wait for different models. So all models
-of a backward are handled after the last Reducer has finished, sorted by a key that is
-equal on all ranks.
+One backward may reduce several models, for instance of a summed loss. If these are in
+different process groups, DDP lets each rank finish them in a different order. Ranks
+that wait for each other after each model would then wait for different models. So all
+models of a backward are handled after the last Reducer has finished, sorted by a key
+that is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 
 
 class _Waiting(threading.local):
-    """The calls that wait for the end of this thread's backward."""
+    """The calls to run at the end of this thread's backward."""
 
     def __init__(self) -> None:
         self.task = -1
@@ -36,10 +36,10 @@ _waiting = _Waiting()
 
 
 def at_the_end(key: Key, call: Callable[[], None]) -> None:
-    """Execute ``call`` after all Reducers of this backward, in the order of keys.
+    """Execute ``call`` after all Reducers of this backward, in key order.
 
-    To be called from a callback of the autograd engine that was queued while Reducers
-    were still at work: those of all of them come before what is queued here.
+    Call it from a callback of the autograd engine that was queued while Reducers were
+    still active: all their callbacks run before those queued here.
     """
     task = _graph_task_id()
     if task == -1:

@@ -1,4 +1,4 @@
-"""One clear message when a collective fails: what failed, and who is gone."""
+"""Report one clear error when a collective fails: what failed, which rank is lost."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _POLL_S = 0.05
 _LOOK_EVERY = timedelta(seconds=1)
 _ANSWER_S = 0.5
 _OTHERS_ENDED_S = 0.2
-"""How long a roll call goes on for more of those that ended, once one is found."""
+"""How long a roll call continues to look for ended ranks after it has found one."""
 
 _LATE_S = 3.0
-"""What a rank has sent before it ended may arrive so much later."""
+"""Data sent by a rank before it ended may arrive this much later."""
 
 SIGN = "stretto-lost"
-"""The name of a thread that has found who is lost, for ranks of the same host."""
+"""Name of a thread that has found the lost rank, visible to ranks on the same host."""
 
 _TIMED_OUT = ("timed out", "timeout", "took too long")
 
@@ -44,13 +44,12 @@ _TIMED_OUT = ("timed out", "timeout", "took too long")
 class FailureDesk:
     """Turns the first failure of a model's communication into its one error.
 
-    A closed connection names a neighbour's address, and often that neighbour only
-    ended because its own neighbour died. So each rank that fails writes its name
-    into the store, closes its connections (which lets the next ones fail at once
-    rather than at their time-out), and waits a few seconds for the others' names.
-    Of those that do not write, it names the ones whose processes have ended; where
-    there are none, all of them, and what is known of their processes. Nothing of this
-    runs before a failure.
+    A closed connection names a neighbor's address, and often that neighbor ended only
+    because its own neighbor died. So each rank that fails writes its name into the
+    store, closes its connections (which makes the next ones fail at once rather than at
+    their timeout), and waits a few seconds for the others' names. Among the ranks that
+    do not write, it names those whose processes have ended; otherwise it names all of
+    them, with what is known of their processes. None of this runs before a failure.
     """
 
     def __init__(
@@ -63,10 +62,10 @@ class FailureDesk:
         """Prepare.
 
         Args:
-            ranks: Whose communication it is.
+            ranks: The communicating ranks.
             abort: Closes this rank's connections.
-            key: What tells the model from others of these ranks, whose failures are
-                not this one's: equal on all ranks, and asked for at a failure.
+            key: Separates the model from others of these ranks, whose failures do not
+                concern it: equal on all ranks, and called at a failure.
         """
         self._ranks = ranks
         self._abort = abort
@@ -78,10 +77,11 @@ class FailureDesk:
         self.error: CommTimeout | None = None
 
     def report(self, place: str, cause: BaseException) -> CommTimeout:
-        """The error to raise: the same one for every later failure."""
+        """Return the error to raise: the same one for every later failure."""
         with self._lock:
             if self.error is None and isinstance(cause, CommTimeout):
-                # It names who is lost already: the others are told, nobody is asked.
+                # The error already names the lost rank: inform the others, without a
+                # wait.
                 _RollCall(self._ranks, self._store(), place, 0.0).make(self._abort)
                 self.error = cause
             if self.error is None:
@@ -92,8 +92,8 @@ class FailureDesk:
     def wait(self, work: Any, place: str) -> None:
         """Wait for a collective of the model's own group.
 
-        The group's connections are not ours to close, so a rank that waits for one
-        which has already given up would wait on: it looks into the store meanwhile.
+        This rank can't close the group's connections, so a rank that waits for a rank
+        that has given up would wait on. It polls the store during the wait.
 
         Raises:
             CommTimeout: it failed, or can't end.
@@ -111,18 +111,18 @@ class FailureDesk:
                 raise self.report(place, RuntimeError(why))
 
     def others_failed(self) -> str | None:
-        """Why a wait for other ranks is in vain; ``None``: it may not be.
+        """Return why a wait for other ranks can't succeed, or ``None`` if it may.
 
-        Another rank has signed that its communication failed, or its process has ended
-        some time ago.
+        Either another rank has reported that its communication failed, or its process
+        ended some time ago.
         """
         if self._asking is None:
             self._asking = threading.Thread(
                 target=self._ask_for_others, name="stretto-store", daemon=True
             )
             self._asking.start()
-        # A store whose process is stopped does not answer: then the collective's own
-        # time-out ends the wait.
+        # A store whose process is stopped does not answer; then the collective's own
+        # timeout ends the wait.
         self._asking.join(_ANSWER_S)
         if not self._asking.is_alive():
             self._asking = None
@@ -135,8 +135,8 @@ class FailureDesk:
         try:
             if self._store().check(["any"]):
                 self._heard = "another rank has given up"
-        except RuntimeError:  # the store went with the process that held it
-            self._heard = "the store that the first rank or the launcher holds is gone"
+        except RuntimeError:  # the store ended with its process
+            self._heard = "the store, held by the first rank or the launcher, is gone"
 
     def _store(self) -> Store:
         return PrefixStore(f"failed/{self._key()}", self._ranks.store)
@@ -158,14 +158,14 @@ class FailureDesk:
             who = who_is_gone(ranks, call.gone, call.ended)
         elif call.store_error is not None:
             who = (
-                f"the store, which {ranks.name(0)} or the launcher holds, does not "
+                f"the store, held by {ranks.name(0)} or the launcher, does not "
                 f"answer ({call.store_error}): "
             )
             if self._lives(0):
                 who += self._unanswered([r for r in call.silent if self._lives(r)])
             else:
                 who += (
-                    f"{ranks.name(0)} is gone, or the network is. Look at the log of "
+                    f"{ranks.name(0)} is gone, or the network is. Check the log of "
                     f"{ranks.name(0)} first."
                 )
         elif silent:
@@ -173,7 +173,7 @@ class FailureDesk:
         else:
             who = (
                 "every rank still answers: the network between them failed, or ranks "
-                "make different calls, such as a backward or step that one left out."
+                "make different calls, such as a backward or step that one skipped."
             )
         cause_line = (str(cause) or type(cause).__name__).splitlines()[0]
         cause_line = cause_line.partition(" This is typically caused by")[0]
@@ -182,7 +182,7 @@ class FailureDesk:
         )
 
     def _lives(self, rank: int) -> bool:
-        """Whether a rank's process is known to be there."""
+        """Return whether a rank's process is known to exist."""
         presence = self._ranks.presence
         here = (State.RUNS, State.STOPPED)
         return presence is not None and (
@@ -190,7 +190,7 @@ class FailureDesk:
         )
 
     def _unanswered(self, silent: list[int]) -> str:
-        """Return what to say of ranks that are not known to have ended."""
+        """Return the message about ranks that are not known to have ended."""
         ranks = self._ranks
         verb = "is" if len(silent) == 1 else "are"
         others = ", all others answered" if len(silent) < ranks.size - 1 else ""
@@ -202,14 +202,14 @@ class FailureDesk:
         known = "".join(f"; {row}" for row in rows)
         return (
             f"{ranks.name_all(silent)} {verb} {word} (no answer in "
-            f"{self._roll_call_s:g} s{known}){others}. Look at the log of "
+            f"{self._roll_call_s:g} s{known}){others}. Check the log of "
             f"{ranks.name_all(silent)} first."
         )
 
 
 @final
 class _RollCall:
-    """One rank's question who else is there, after its communication failed."""
+    """One rank's search for the others, after its communication failed."""
 
     def __init__(self, ranks: Ranks, store: Store, place: str, limit_s: float) -> None:
         self._ranks = ranks
@@ -231,17 +231,17 @@ class _RollCall:
 
     @property
     def store_error(self) -> str | None:
-        """What is wrong with the store.
+        """The store's error, if it matters.
 
-        A first rank that has answered and then took the store with it, having finished
-        its own roll call, is not what went wrong.
+        It does not matter if the first rank has answered: that rank finished its own
+        roll call and then ended the store.
         """
         return self._trouble if 0 in self.silent else None
 
     def make(self, abort: Callable[[], None]) -> None:
-        """Close connections, sign, and ask."""
-        # In threads that may be left behind: neither closing connections nor asking
-        # a store whose host is gone can be told to end in time.
+        """Close connections, sign, and look for the others."""
+        # Use threads that may be abandoned: neither closing connections nor querying a
+        # store whose host is gone is certain to end in time.
         aborting = threading.Thread(
             target=abort, name="stretto-failure-abort", daemon=True
         )
@@ -253,11 +253,11 @@ class _RollCall:
         asking.join(self._limit_s + 1.0)
         if asking.is_alive() and self._trouble is None:
             self._trouble = f"no answer in {self._limit_s:g} s"
-            # The connection is of no use any more, and a thread that came back while
-            # the interpreter is being finalized would end the process.
+            # The connection is unusable, and a thread that returned while the
+            # interpreter is finalizing would end the process.
             end_requests(self._ranks.store)
             asking.join(1.0)
-        self.silent = list(self.silent)  # what a thread left behind does not change
+        self.silent = list(self.silent)  # an abandoned thread can't change it
         self.ended = dict(self.ended)
 
     def _ask(self) -> None:
@@ -271,7 +271,7 @@ class _RollCall:
         while self.silent and time.perf_counter() < deadline:
             self._hear()
             if time.perf_counter() <= found_s + _OTHERS_ENDED_S:
-                # Processes that end later do so because of the ones found here.
+                # Processes that end later do so because of the ones already found.
                 self._look()
             if self.gone:
                 self._sign_here()
@@ -284,7 +284,7 @@ class _RollCall:
             time.sleep(_POLL_S)
 
     def _sign_here(self) -> None:
-        """Let ranks of this host see, without the store, that this one has found it."""
+        """Show ranks of this host, without the store, that this rank has found it."""
         if not self._signed:
             self._signed = True
             with contextlib.suppress(OSError):
@@ -300,7 +300,7 @@ class _RollCall:
             self._trouble = str(exc).splitlines()[0]
 
     def _look(self) -> None:
-        """Look for the processes of silent ranks, here and by others' eyes."""
+        """Look for silent ranks' processes, here and through other ranks' reports."""
         presence, ranks = self._ranks.presence, self._ranks
         if presence is None:
             return
@@ -315,11 +315,11 @@ class _RollCall:
             self.ended |= presence.told_ended(names)
 
     def _others_need_this_rank(self) -> bool:
-        """Whether another rank has yet to see that this one lived.
+        """Return whether another rank still has to see that this rank lived.
 
-        It would take this one's end for the cause. With a store it finds what this
-        rank signed there, unless the first rank takes the store away with it; without,
-        it has to see this rank's process.
+        Otherwise it would take this rank's end for the cause. With a store it finds
+        this rank's signature there, unless the first rank ends the store; without a
+        store, it has to see this rank's process.
         """
         presence, ranks = self._ranks.presence, self._ranks
         if presence is None:
@@ -335,7 +335,7 @@ class _RollCall:
         )
 
     def _nobody_to_see(self) -> bool:
-        """Whether no silent rank's process can be looked for from here."""
+        """Return whether no silent rank's process is visible from here."""
         presence, ranks = self._ranks.presence, self._ranks
         return presence is None or all(
             presence.state(ranks.names[r]) is State.UNKNOWN for r in self.silent

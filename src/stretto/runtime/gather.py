@@ -1,12 +1,11 @@
-"""Every rank's record brought to rank 0, beside the training.
+"""Gather every rank's record on rank 0 while training continues.
 
 # Note [Why the store, and a thread]
 A collective on the training's process group would make every rank wait for the slowest
-one, and would hang where a rank died. The store is asked by a thread of its own over a
-connection of its own (a wait holds a connection, and the training may need its one), so
-training goes on meanwhile. All waits are bounded: a rank that does not come in time is
-left out and named. The thread ends by itself, and a process that has nothing else left
-to do waits for it.
+one, and would hang if a rank died. Instead, a separate thread queries the store over a
+connection of its own (a wait blocks a connection, and training may need its one), so
+training continues. All waits are bounded: a rank that is late is left out and named.
+The thread ends by itself, and a process with nothing else left to do waits for it.
 """
 
 from __future__ import annotations
@@ -41,26 +40,26 @@ if TYPE_CHECKING:
     from stretto.runtime.steps import StepMarks
 
     OnGathered = Callable[[dict[int, RankRecord], list[int]], None]
-    """Is told the records by rank, and the ranks that left none."""
+    """Takes the records by rank, and the ranks without a record."""
 
 _log = logging.getLogger(__name__)
 
 GATHER_S = 15.0
-"""How long rank 0 waits for the records of the others, and they for its clock."""
+"""How long rank 0 waits for the others' records, and they for its clock."""
 
 
 @final
 class RecordGathering:
-    """One recording of all ranks: clocks compared at both ends, then gathered.
+    """One recording of all ranks: clocks are compared at both ends, then gathered.
 
-    Every rank makes one at the same step, calls `begin` when it starts to record and
+    Every rank creates one at the same step, calls `begin` when it starts to record and
     `finish` when it has recorded; both return at once.
 
     Args:
         ranks: This rank's place in the model's process group.
         timeout_s: How long one rank waits for another, at each end.
-        clock: Name of the clock this process reads; ranks with equal names are taken
-            to read the same one.
+        clock: Name of this process's clock; ranks with equal names are assumed to read
+            the same one.
     """
 
     def __init__(
@@ -76,18 +75,18 @@ class RecordGathering:
         self._finishing: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Compares the clocks for the first time."""
+        """Compare the clocks for the first time."""
         self._beginning = self._start(self._begin)
 
     def finish(
         self, steps: Callable[[], tuple[StepMarks, ...]], gathered: OnGathered
     ) -> None:
-        """Compares the clocks again and brings the records to rank 0.
+        """Compare the clocks again and send the records to rank 0.
 
         Args:
-            steps: Gives this rank's steps; called in another thread, so that it may
+            steps: Returns this rank's steps; called in another thread, so that it may
                 wait for the device.
-            gathered: Is called in that thread on rank 0 with what came.
+            gathered: Called in that thread on rank 0 with the received records.
         """
 
         def work() -> None:
@@ -96,17 +95,18 @@ class RecordGathering:
         self._finishing = self._start(work)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits for what `finish` began; whether it has ended."""
+        """Wait for the work of `finish`; return whether it has ended."""
         thread = self._finishing
         if thread is None:
             return True
         thread.join(timeout_s)
         return not thread.is_alive()
 
-    # In threads.
+    # Run in threads.
 
     def _start(self, work: Callable[[], None]) -> threading.Thread:
-        # Not a daemon: the process may end with its last step, the files come after.
+        # Not a daemon: the process may end with its last step, and the files come
+        # after.
         thread = threading.Thread(target=work, name="stretto-recording")
         thread.start()
         return thread
@@ -135,8 +135,8 @@ class RecordGathering:
                     self._collect(records)
             except RuntimeError as exc:
                 _log.warning(
-                    "%s: the store does not answer, so the record of a rank is missing "
-                    "in the timeline: %s",
+                    "%s: the store does not answer, so one rank's record is missing "
+                    "from the timeline: %s",
                     self._ranks.name(self._ranks.rank),
                     str(exc).splitlines()[0],
                 )
@@ -148,7 +148,7 @@ class RecordGathering:
         return own_connection(self._ranks, limit_s=self._timeout_s)
 
     def _compare(self, when: str) -> None:
-        """Lays this rank's clock on rank 0's; rank 0 answers all others."""
+        """Align this rank's clock with rank 0's; rank 0 answers all others."""
         if self._ranks.size == 1:
             return
         store = self._connection()
@@ -171,7 +171,7 @@ class RecordGathering:
             self._points.append(point)
 
     def _answer(self, store: Store, place: str, deadline_s: float) -> None:
-        """Answers each rank in the order in which they come."""
+        """Answer each rank in order of arrival."""
         keys = {f"{place}/clock/{r}": r for r in range(1, self._ranks.size)}
         while keys and perf_counter() < deadline_s:
             came = wait_for_keys(store, list(keys), deadline_s=perf_counter() + 0.05)
@@ -184,12 +184,12 @@ class RecordGathering:
                 asked = self._connection()
                 try:
                     answer_rank(asked, f"{place}/{rank}")
-                except RuntimeError as exc:  # died meanwhile: the others go on
+                except RuntimeError as exc:  # it died: the others continue
                     _log.debug("rank %d stopped asking: %s", rank, exc)
 
     def _send(self, record: RankRecord) -> None:
         data = zlib.compress(msgspec.json.encode(record), 1)
-        store: Any = self._connection()  # takes bytes, though its stub does not say so
+        store: Any = self._connection()  # takes bytes, but its stub omits that
         store.set(f"{self._prefix}/record/{self._ranks.rank}", data)
 
     def _collect(self, records: dict[int, RankRecord]) -> None:

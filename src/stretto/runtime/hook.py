@@ -1,27 +1,27 @@
-"""What happens to one bucket: its slices go to their lanes.
+"""Send the slices of one bucket on their lanes.
 
 # Note [A process group instead of a communication hook]
-DDP's Reducer hands a full bucket to its process group's ``allreduce`` unless a
-communication hook is registered. The plan stands at that place: `PlannedGroup` is the
-process group the Reducer is given. Against a communication hook this keeps all of DDP:
+DDP's Reducer passes a full bucket to its process group's ``allreduce`` unless a
+communication hook is registered. The plan takes that place: `PlannedGroup` is the
+process group of the Reducer. Compared with a communication hook this keeps all of DDP:
 it divides by the number of ranks while it copies a gradient into its bucket (a hook has
-to pass over every bucket once more), follows ``join``'s changing number of ranks, and
-its one hook stays free for the user, mixed precision and optimizers in backward, which
-reduce over the plan's lanes in turn where they ask the Reducer to reduce.
+to pass over every bucket again), follows ``join``'s changing number of ranks, and
+leaves its one hook free for the user, mixed precision and optimizers in backward. These
+reduce over the plan's lanes when they ask the Reducer to reduce.
 
 # Note [Two ways to launch]
-In a step as most are, nothing is to be done for a bucket when its communication ends:
-the Reducer waits for all buckets once, after backward. So the Reducer is handed Gloo's
-own work, or for what consists of several works a future that is filled in when it is
-about to wait: a callback of ours, queued before the Reducer's, waits for the works of
-the step in the order of their launch and names what failed. No thread of Gloo's enters
-Python then. (A Python callback per bucket costs 50 to 100 us on those threads, during
-which they hold the interpreter, or wait for it while backward holds it.)
+In most steps, nothing has to be done for a bucket when its communication ends: the
+Reducer waits for all buckets once, after backward. So the Reducer gets Gloo's own work.
+For a bucket with several works it gets a future that is set just before it waits: a
+callback of ours, queued before the Reducer's, waits for the works of the step in launch
+order and names the one that failed. No thread of Gloo's enters Python then. (A Python
+callback per bucket costs 50 to 100 us on those threads, during which they hold the
+interpreter, or wait for it while backward holds it.)
 
-Where somebody else waits for a bucket's future, each is settled by a callback of its
+If other code waits for a bucket's future, each future is settled by a callback of its
 own: outside backward (``join``), under a user's hook, when a step is observed, and in a
-group's first step, for which a static graph launches and finishes its buckets within
-one callback.
+group's first step, in which a static graph launches and finishes its buckets within one
+callback.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ _graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 
 
 # Note [Callbacks hold no group]
-# Gloo's worker threads run a future's callbacks and then let go of them. A callback
-# that held the group could be the last to do so; then the group's backend would be
+# Gloo's worker threads run a future's callbacks and then release them. A callback that
+# held the group could hold its last reference; then the group's backend would be
 # destroyed by its own thread, which can't join itself: the process aborts with
 # "Resource deadlock avoided".
 
@@ -92,11 +92,10 @@ def _settle(
 
 @final
 class PlannedGroup(dist.ProcessGroup):
-    """The process group a planned Reducer is given.
+    """The process group of a planned Reducer.
 
-    The Reducer reduces its buckets in index order on every rank, so the n-th
-    all-reduce of a step is bucket n. Whatever else it asks for goes to the model's
-    own process group.
+    The Reducer reduces its buckets in index order on every rank, so the n-th all-reduce
+    of a step is bucket n. Everything else goes to the model's own process group.
     """
 
     def __init__(
@@ -115,8 +114,8 @@ class PlannedGroup(dist.ProcessGroup):
     ) -> None:
         # Only this form of the constructor lets C++ call the methods below.
         super().__init__(base.rank(), base.size())  # type: ignore[call-arg]
-        # The base's backend serves everything that is not overridden here, and is
-        # what DDP's log asks about.
+        # The base's backend handles everything that is not overridden here, and DDP's
+        # log reports it.
         kind = (
             dist.ProcessGroup.BackendType.NCCL
             if nccl
@@ -129,7 +128,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._pool = pool
         self._desk = desk
         self._numerics = numerics
-        # Weak, for the Reducer holds this group and the model the Reducer.
+        # Weak, because the Reducer holds this group and the model holds the Reducer.
         self._reduced = reduced
         self._looked_at: list[dist.Work] = []
         self._deferred = deferred
@@ -137,7 +136,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._device = device
         self._elements = tuple(route.elements for route in routes)
         self._following = (*range(1, len(self._routes)), 0)
-        # What each work of a quick step is, in the order of launch.
+        # The route of each work of a quick step, in launch order.
         self._waits = tuple(route for route in routes for _ in route.parts)
         self._next = 0
         self._raises_late = True
@@ -152,17 +151,17 @@ class PlannedGroup(dist.ProcessGroup):
         self._nothing = self._closing([launch_nothing] * len(self._routes))
         needs = {(p.lane, p.resource): None for route in routes for p in route.parts}
         self.needs = tuple(needs)
-        """The lanes in use, with those of communication hooks."""
+        """The lanes in use, including those of communication hooks."""
         self._lanes = pool.open(needs) if self.size() > 1 else {}
         self._narrow = NarrowLanes(
             routes, self._lanes, error_feedback=error_feedback, threads=not nccl
         )
         self.observe(None)
 
-    # What the Reducer calls.
+    # Called by the Reducer.
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        """Launches the next bucket of the step."""
+        """Launch the next bucket of the step."""
         buffer = tensors[0]
         if buffer.dtype is torch.int32 or self._native:
             return self._allreduce_aside(tensors, opts)
@@ -171,7 +170,7 @@ class PlannedGroup(dist.ProcessGroup):
             raise StrettoError(
                 f"bucket {index} has {buffer.numel()} elements where the plan has "
                 f"{self._elements[index]}: the Reducer built other buckets. "
-                "This is a bug of stretto; plan=None goes round it."
+                "This is a bug in stretto; pass plan=None to work around it."
             )
         self._next = self._following[index]
         if index == 0:
@@ -179,7 +178,7 @@ class PlannedGroup(dist.ProcessGroup):
         return self._launchers[index](buffer, opts)
 
     def _allreduce_aside(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        """Reduce what is no bucket: which parameters were used, or for a C++ hook."""
+        """Reduce data that is not a bucket: the used parameters, or for a C++ hook."""
         if self._native or self._nccl is not None:
             return self._base.allreduce(tensors, opts)
         try:
@@ -191,12 +190,12 @@ class PlannedGroup(dist.ProcessGroup):
 
     @without_dynamo
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Answers with the plan's buckets.
+        """Return the plan's buckets.
 
         The Reducer broadcasts only when it rebuilds its buckets, once, from the order
-        in which gradients came: first all parameter indices with the number of
-        buckets, then each bucket's number of parameters. Every rank knows them from
-        the plan, so they are filled in and nothing is sent.
+        in which gradients became ready: first all parameter indices with the number of
+        buckets, then each bucket's number of parameters. Every rank knows them from the
+        plan, so they are filled in and nothing is sent.
         """
         rows = [route.parameters for route in self._routes]
         flat = [*(i for row in rows for i in row), len(rows)]
@@ -205,19 +204,19 @@ class PlannedGroup(dist.ProcessGroup):
         if wanted is flat:
             self._rebuild_rows.append(sizes)
         with torch.no_grad():
-            # On a device of its own: the script may have set another default.
+            # Set the device explicitly: the script may have set another default.
             tensors[0].copy_(torch.tensor(wanted, dtype=torch.int64, device="cpu"))
         return Launched(done(tensors))
 
-    # What the model calls.
+    # Called by the model.
 
     @property
     def routes(self) -> tuple[Route, ...]:
-        """The way of each bucket, in launch order."""
+        """The route of each bucket, in launch order."""
         return self._routes
 
     def bucket_groups(self) -> tuple[Any, ...]:
-        """A group for each bucket, for hooks in the plan's place; collective."""
+        """Return one group per bucket for hooks that replace the plan; collective."""
         if self.size() == 1:
             return (self._base,)
         parts = [route.parts for route in self._routes]
@@ -231,9 +230,9 @@ class PlannedGroup(dist.ProcessGroup):
         return tuple(opened[need] for need in needs)
 
     def begin_forward(self, *, reduces: bool) -> None:
-        """Raise what ended the last step, if anything.
+        """Raise the error that ended the last step, if any.
 
-        With ``reduces`` a step starts here, also after one that an exception cut short.
+        With ``reduces`` a step starts here, even after one that an exception cut short.
         """
         if self._desk.error is not None:
             raise self._desk.error
@@ -245,23 +244,23 @@ class PlannedGroup(dist.ProcessGroup):
             self._numerics.begin_step()
 
     def release(self) -> None:
-        """Let go of what refers back to this group: it launches nothing any more.
+        """Drop the references back to this group, which then launches nothing.
 
-        Without it, lanes and their threads live until garbage is collected.
+        Without it, lanes and their threads live until garbage collection.
         """
         self._tables = ((), ())
         self._launchers = self._nothing = ()
 
     def hand_over(self) -> None:
-        """Lets a failure reach the user's own hook, which now waits for buckets."""
+        """Let a failure reach the user's own hook, which now waits for buckets."""
         self._raises_late = False
 
     def pass_through(self) -> None:
-        """Return the model's own group's works, as DDP's hooks in C++ need them."""
+        """Return the works of the model's own group, as DDP's C++ hooks need them."""
         self._native = True
 
     def observe(self, observer: AbstractStepObserver | None) -> None:
-        """Sets the launchers up, reporting to ``observer`` where there is one."""
+        """Set up the launchers, reporting to ``observer`` if there is one."""
         settling = [self._settling(route, observer) for route in self._routes]
         quick = settling
         if observer is None and self._nccl is None and self.size() > 1:
@@ -280,10 +279,10 @@ class PlannedGroup(dist.ProcessGroup):
         self._tables = (self._closing(settling), self._closing(quick))
         self._launchers = self._tables[0]
 
-    # Setting up.
+    # Setup.
 
     def _settling(self, route: Route, observer: AbstractStepObserver | None) -> Any:
-        """Launches a bucket whose future somebody else waits for."""
+        """Return a launcher of a bucket whose future other code waits for."""
         if self.size() == 1:
             return launch_nothing
         settle = partial(_settle, weakref.ref(self), route)
@@ -304,7 +303,7 @@ class PlannedGroup(dist.ProcessGroup):
         return partial(self._launch_settling, self._start(route), settle, route)
 
     def _quick(self, route: Route) -> Any:
-        """Launches a bucket that is waited for at the end of backward."""
+        """Return a launcher of a bucket that is waited for at the end of backward."""
         if len(route.parts) == 1 and not self._narrow.has_thread(route.parts[0]):
             return partial(self._launch_whole, self._reduces(route)[0], route)
         return partial(self._launch_parts, self._start(route), route)
@@ -325,7 +324,7 @@ class PlannedGroup(dist.ProcessGroup):
     def _closing(self, launchers: Sequence[Any]) -> tuple[Any, ...]:
         return (*launchers[:-1], partial(self._close_step, launchers[-1]))
 
-    # Launching. Everything was decided above.
+    # Launch. Everything was decided above.
 
     def _launch_whole(
         self, reduce: Any, route: Route, buffer: torch.Tensor, opts: Any
@@ -363,7 +362,7 @@ class PlannedGroup(dist.ProcessGroup):
     ) -> dist.Work:
         try:
             work: dist.Work = launch(buffer, opts)
-        except RuntimeError as exc:  # a communicator that was aborted
+        except RuntimeError as exc:  # an aborted communicator
             return self._give_up(route, buffer, exc)
         return work
 
@@ -420,7 +419,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._looked_at.append(work)
         return work
 
-    # A step's begin and end. Where buckets are settled, lanes' threads come here.
+    # Begin and end of a step. With settled buckets, lanes' threads call these too.
 
     def _open_step(self) -> None:
         self._in_backward = _graph_task_id() != -1
@@ -442,9 +441,9 @@ class PlannedGroup(dist.ProcessGroup):
         return launched
 
     def fail(self, route: Route, cause: RuntimeError) -> None:
-        """Report a failed collective; raise the error where somebody waits for it."""
+        """Report a failed collective; raise the error if a caller waits for it."""
         error = self._desk.report(route.place, cause)
-        # Buckets still to come would wait on lanes that are closed.
+        # Later buckets would wait on lanes that are closed.
         self._launchers = self._nothing
         if not (self._raises_late and self._in_backward):
             raise error
@@ -456,13 +455,13 @@ class PlannedGroup(dist.ProcessGroup):
         return Launched(done(buffer))
 
     # Note [Failures are raised around the Reducer's end]
-    # An error in a future reaches the user as a bare RuntimeError, for a future keeps
-    # no Python type. So a bucket that was settled ends as if it had succeeded, the
-    # Reducer finishes its step, and the error is raised from a callback queued behind
-    # the Reducer's. In a quick step the callback before the Reducer's finds the error
-    # and raises it; the Reducer does not come to its end, which the next forward would
-    # complain of if it did not raise the same error first. Either way backward()
-    # raises before any optimizer can see the gradients.
+    # An error in a future reaches the user as a bare RuntimeError, because a future
+    # keeps no Python type. So a settled bucket ends as if it had succeeded, the Reducer
+    # finishes its step, and a callback queued behind the Reducer's raises the error. In
+    # a quick step the callback before the Reducer's finds the error and raises it. The
+    # Reducer then does not finish, and the next forward would report that if it did not
+    # raise the same error first. Either way backward() raises before any optimizer can
+    # see the gradients.
 
     def _before_finalize(self) -> None:
         for route, work in zip(self._waits, self._works, strict=False):
@@ -481,7 +480,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._pending.clear()
         _queue_callback(self._after_finalize)
         if self._numerics is not None and self._raises_late:
-            if self._nccl is None:  # there streams wait, not this thread
+            if self._nccl is None:  # on NCCL streams wait, not this thread
                 for look in self._looked_at:
                     look.wait()
             self._looked_at.clear()

@@ -1,11 +1,11 @@
-"""PyTorch's communication hooks, such as PowerSGD, over a plan's buckets and lanes.
+"""Run PyTorch's communication hooks, such as PowerSGD, over a plan's buckets and lanes.
 
 # Note [A communicator per bucket on Gloo]
-PowerSGD sends a bucket in three all-reduces, each started by a callback of the one
-before. Gloo's callbacks run on its own threads, so on one communicator collectives of
-two buckets would start in an order that differs between ranks. On Gloo each bucket has
-a communicator of its own, where only its own chain runs. On NCCL callbacks run on the
-launching thread, in launch order, and each bucket uses its plan's lane.
+PowerSGD sends a bucket in three all-reduces, each started by a callback of the previous
+one. Gloo's callbacks run on its own threads, so on one communicator the collectives of
+two buckets would start in an order that differs between ranks. On Gloo each bucket
+therefore has its own communicator, where only its own chain runs. On NCCL callbacks run
+on the launching thread, in launch order, and each bucket uses its plan's lane.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
-"""Where PowerSGD keeps tensors by bucket."""
+"""Attributes in which PowerSGD keeps tensors by bucket."""
 
 
 def on_lanes(
     hook: Callable[..., Any], groups_of: Callable[[], tuple[object, Sequence[Any]]]
 ) -> Callable[..., Any]:
-    """The hook, with each bucket's collectives on the bucket's own group.
+    """Return the hook, with each bucket's collectives on the bucket's own group.
 
-    ``groups_of`` gives what the buckets belong to and a group for each bucket, or one
-    for all. When the former changes, tensors that PowerSGD keeps for the old buckets
-    are dropped. A
-    state without ``process_group`` is replaced by the group, as the default hooks
-    take it.
+    ``groups_of`` returns the owner of the buckets and a group for each bucket, or one
+    for all. When the owner changes, tensors that PowerSGD keeps for the old buckets are
+    dropped. A state without ``process_group`` is replaced by the group, as the default
+    hooks expect.
     """
     seen: list[object] = []
 

@@ -1,8 +1,8 @@
-"""Lanes: communicators that carry collectives at the same time.
+"""Lanes: communicators that run collectives concurrently.
 
-Collectives on one lane start in launch order; lanes run beside each other. A lane is a
+Collectives on one lane start in launch order; lanes run in parallel. A lane is a
 backend of its own over the ranks of the model's process group, not a
-``dist.new_group``: that asks every process of the job to take part, takes no Gloo
+``dist.new_group``: that needs every process of the job to take part, accepts no Gloo
 options, and keeps the group until the job ends.
 """
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from stretto.schema import Plan
 
 Need = tuple[int, int | None]
-"""A lane and the resource that a collective on it may take."""
+"""A lane and the resource that a collective on it may use."""
 
 
 def needs_of(plan: Plan) -> tuple[Need, ...]:
-    """Each lane with each resource that a plan asks of it, in the plan's order."""
+    """Return each lane with each resource that a plan needs of it, in plan order."""
     needs = {
         ((bucket.lane + i) % plan.lanes, bucket.resource): None
         for bucket in plan.buckets
@@ -43,11 +43,10 @@ def needs_of(plan: Plan) -> tuple[Need, ...]:
 
 
 def check_lanes(plan: Plan, backend: str, device: torch.device) -> None:
-    """Requires that this process can open what a plan asks for.
+    """Require that this process can open the lanes of a plan.
 
     Raises:
-        PlanMismatch: naming what is too much or in the way, both numbers, and the way
-            out.
+        PlanMismatch: with the obstacle, both numbers, and the remedy.
     """
     check = check_nccl if backend == "nccl" else check_gloo
     check(needs_of(plan), plan.ranks, device)
@@ -57,10 +56,10 @@ def check_lanes(plan: Plan, backend: str, device: torch.device) -> None:
 class LanePool:
     """Lanes of one model, opened when a plan first asks for them and kept.
 
-    Opening is collective: every rank must ask for the same in the same order. A pool
-    keeps what it opened, so that going back to an earlier plan costs nothing; how many
-    it keeps is bounded by the lanes and levels of resource that plans use. `retain`
-    releases some; `close`, or the end of the last reference, ends them all.
+    Opening is collective: every rank must ask for the same lanes in the same order. A
+    pool keeps the lanes that it opened, so that a return to an earlier plan costs
+    nothing; their number is bounded by the lanes and resource levels that plans use.
+    `retain` releases some; `close`, or the end of the last reference, ends them all.
     """
 
     def __init__(
@@ -80,31 +79,31 @@ class LanePool:
         if backend != "nccl" and store is not ranks.store:
             self._lanes.end_requests = partial(end_requests, store)
         self._close = weakref.finalize(self, self._lanes.close)
-        # A process that ends must end NCCL's communicators while the driver is there.
-        # Gloo's would wait for what is under way, which may be for a peer that failed.
+        # A process that exits must end NCCL's communicators while the driver still
+        # works. Gloo's would wait for work under way, possibly for a peer that failed.
         self._close.atexit = backend == "nccl"
 
     def open(self, needs: Iterable[Need]) -> dict[Need, Any]:
-        """The backends that carry what one plan asks of its lanes."""
+        """Return the backends for one plan's lanes."""
         opened: dict[Need, Any] = self._lanes.open(tuple(dict.fromkeys(needs)))
         return opened
 
     def lane(self, number: int, resource: int | None = None) -> Any:
-        """The backend of a lane on its own."""
+        """Return the backend of a single lane."""
         return self.open([(number, resource)])[number, resource]
 
     def retain(self, needs: Iterable[Need]) -> None:
-        """Release the lanes that ``needs`` does not name; on every rank alike.
+        """Release the lanes that ``needs`` does not name; the same on every rank.
 
-        A lane ends with its last user. No collective may be in flight on those that
-        end: all ranks must have agreed on something since their last one.
+        A lane ends with its last user. No collective may be in flight on a lane that
+        ends: all ranks must have agreed on something since its last collective.
         """
         self._lanes.retain({lane for lane, _ in needs})
 
     def abort(self) -> None:
-        """Ends every connection, so that no peer waits for this rank any longer."""
+        """End every connection, so that no peer waits for this rank."""
         self._lanes.abort()
 
     def close(self) -> None:
-        """Ends every lane, once its collectives are done."""
+        """End every lane after its collectives are done."""
         self._close()

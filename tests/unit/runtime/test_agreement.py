@@ -64,8 +64,8 @@ def test_a_difference_is_told_to_every_rank_with_both_values() -> None:
     assert all(isinstance(exc, RankDisagreement) for exc in found)
     assert len(texts) == 1
     text = texts.pop()
-    assert "ranks 10, 12 came with right" in text
-    assert "rank 11 came with left" in text
+    assert "ranks 10, 12 reported right" in text
+    assert "rank 11 reported left" in text
 
 
 def test_a_different_torch_is_told_before_a_different_model() -> None:
@@ -87,7 +87,7 @@ def test_one_ranks_trouble_is_told_to_the_others() -> None:
             "meet", {"trouble": "no such plan"} if rank else {}
         ),
     )
-    assert "rank 11 can't go on: no such plan" in str(found[0])
+    assert "rank 11 cannot continue: no such plan" in str(found[0])
     assert found[1] is None
 
 
@@ -103,7 +103,7 @@ def test_who_comes_too_late_stops_as_those_did_who_had_waited() -> None:
     agreements = [Agreement(r) for r in ranks]
     with pytest.raises(CommTimeout, match="for rank 11 to meet"):
         agreements[0].require_same("meet", {})
-    with pytest.raises(CommTimeout, match="rank 11 came after others had stopped"):
+    with pytest.raises(CommTimeout, match="rank 11 arrived after others had stopped"):
         agreements[1].require_same("meet", {})
     # The next meeting is everybody's again.
     assert everywhere(2, lambda rank: agreements[rank].require_same("go", {})) == [

@@ -139,7 +139,7 @@ def test_the_exception_that_ended_a_rank_is_told(
     # Rank 13 ended because of rank 12.
     assert "rank 12 is gone" in text
     assert "ValueError: mine" in text
-    assert "13" not in text.partition("Look at")[2].partition("Cause")[0]
+    assert "13" not in text.partition("Check the log")[2].partition("Cause")[0]
 
 
 def test_what_one_host_sees_others_are_told(

@@ -250,4 +250,4 @@ def test_a_forked_process_and_an_error_at_the_end_are_no_trouble(
     known.pid = Known(name="s").pid
     end(known, memory, fails)
     (record,) = caplog.records
-    assert "is lost: the disk is full" in record.getMessage()
+    assert "cannot save the unfinished tuning: the disk is full" in record.getMessage()
