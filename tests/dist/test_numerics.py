@@ -134,13 +134,13 @@ def test_raise_names_step_parameter_and_origin_before_the_optimizer(
                 name,
                 first,
             )
-            assert "before the reduction, in the own gradient of rank 1" in first
+            assert "before the reduction, in the local gradient of rank 1" in first
             assert "rank 0" not in first.partition(";")[2]
             # No step of the optimizer saw it.
             assert second == [-1.0] * 3
             assert third == [-2.0] * 3
             assert ": step 3: the gradient of 'w.0' " in fourth
-            assert "in the own gradient of rank 0" in fourth
+            assert "in the local gradient of rank 0" in fourth
             assert fifth == [-3.0] * 3
             if "narrow" in name:
                 # 3.3e38 is finite in float32 and rounds to it in bfloat16.
@@ -226,15 +226,15 @@ def test_warn_patience_and_what_is_no_finding(ranks: Any) -> None:
         assert "rank 0 ('w.2'), rank 1 ('w.2')" in found["replanned"] or (
             "rank 0, rank 1." in found["replanned"]
         )
-        assert "the own gradient of rank 0 ('w.1')" in found["no_sync"]
+        assert "the local gradient of rank 0 ('w.1')" in found["no_sync"]
         assert found["weight"] == -2.0
         assert found["patience"][0] == 3
-        assert "It is the 4. step in a row." in found["patience"][1]
+        assert "4 consecutive steps have had such gradients." in found["patience"][1]
     warn = everyone[0]["warn"]
     assert [line.partition(": the")[0] for line in warn] == [
         f"rank 0: step {step}" for step in (0, 1, 3, 7)
     ]
-    assert "the own gradient of rank 1" in warn[0]
+    assert "the local gradient of rank 1" in warn[0]
     (line,) = everyone[0]["wire"]
     assert "'w.1'" in line
     assert "finite before the reduction on every rank" in line

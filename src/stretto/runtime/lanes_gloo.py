@@ -1,29 +1,29 @@
-"""Lanes over Gloo: connections and threads of their own.
+"""Lanes over Gloo, each with its own connections and threads.
 
 # Note [What resource means on Gloo]
 A Gloo collective uses one connection to each peer and one thread at each end, whatever
-its group has. So more threads for a lane, or more connections, bring a collective
-nothing by themselves; cut into r pieces, each on a connection of its own, it takes r
-flows of the network and r threads of the host. That is what ``resource = r`` of a
-bucket is carried out as: r pieces on r connections of its lane. Measured, 2 ranks,
-connections paced at 18.75 MB/s, one all-reduce of 4 MiB: 220 ms on 1 connection and 2
-threads, 224 on 1 and 8, 224 on 4 and 4 in one piece, 57 on 4 and 4 in four pieces, 56
-in four slices on four lanes (256 KiB: 10.8, 13.7, 10.9, 3.3, 3.3; two busy cores;
-benchmarks/gloo_resources.py). A resource is thus worth as much as slices; it takes no
-other lane's place, which is what a planner that gives each bucket its share on one lane
-(LIBRA) means.
+its group has. So more threads or connections for a lane do not speed up a collective by
+themselves. Cut into r pieces, each on its own connection, it uses r flows of the
+network and r threads of the host. A bucket's ``resource = r`` is executed as r pieces
+on r connections of its lane. Measured, 2 ranks, connections paced at 18.75 MB/s, one
+all-reduce of 4 MiB: 220 ms on 1 connection and 2 threads, 224 on 1 and 8, 224 on 4 and
+4 in one piece, 57 on 4 and 4 in four pieces, 56 in four slices on four lanes (256 KiB:
+10.8, 13.7, 10.9, 3.3, 3.3; two busy cores; benchmarks/gloo_resources.py). A resource is
+thus worth as much as slices, but it does not occupy other lanes, which is what a
+planner that gives each bucket its share on one lane (LIBRA) needs.
 
-Buckets of different resource on one lane share the lane's connections in turn. One with
-more pieces than the one before may begin on connections that are free already.
+Buckets with different resources on one lane share the lane's connections in turn. A
+bucket with more pieces than the previous one may begin on connections that are already
+free.
 
 # Note [Threads per lane]
-At least two worker threads per Gloo lane, as PyTorch gives a group of its own.
-Collectives of a lane start in launch order, and the second in line may begin its
-start-up while the first still sends: they share the lane's one connection, so the
-lane's rate stays what it is and only the pause between two collectives goes. Measured,
-2 threads against 1, time of backward, 10 MB of gradients: 2 ranks, connections paced at
-37.5 MB/s: 0.95 to 1.02; 4 ranks the same: 0.91 to 1.03; 2 ranks on free loopback: 0.65
-to 0.80 on one lane, 0.98 to 1.05 on four (medians of ratios within one run, two busy
+Each Gloo lane has at least two worker threads, the number that PyTorch gives a group.
+Collectives of a lane start in launch order, and the second one may begin its start-up
+while the first still sends: they share the lane's one connection, so the lane's rate is
+the same and only the pause between two collectives disappears. Measured, 2 threads
+against 1, time of backward, 10 MB of gradients: 2 ranks, connections paced at 37.5
+MB/s: 0.95 to 1.02; 4 ranks the same: 0.91 to 1.03; 2 ranks on free loopback: 0.65 to
+0.80 on one lane, 0.98 to 1.05 on four (medians of ratios within one run, two busy
 cores).
 """
 
@@ -57,15 +57,15 @@ _LATE_S = 1.0
 """A rank that has ended may have connected before."""
 
 _TIMEOUTS = 1.5
-"""Gloo ends by itself at its time-out, unless the store does not answer."""
+"""Gloo ends the wait itself at its timeout, unless the store does not answer."""
 
 _MORE_DESCRIPTORS = 3
-"""Descriptors of a connection to every peer beyond one per peer: its listener, its
-poll set and its wake-up. Counted with torch 2.13."""
+"""Descriptors per connection beyond one per peer: its listener, its poll set and its
+wake-up. Counted with torch 2.13."""
 
 
 def connections_of(needs: Iterable[tuple[int, int | None]]) -> dict[int, int]:
-    """Connections per peer of each lane: as many as its largest resource."""
+    """Return the connections per peer of each lane: as many as its largest resource."""
     connections: dict[int, int] = {}
     for lane, resource in needs:
         connections[lane] = max(resource or 1, connections.get(lane, 1))
@@ -73,7 +73,7 @@ def connections_of(needs: Iterable[tuple[int, int | None]]) -> dict[int, int]:
 
 
 def descriptors_of(connections: Iterable[int], ranks: int) -> int:
-    """File descriptors that lanes with so many connections take in each process."""
+    """Return the file descriptors of lanes with these connections in each process."""
     return sum(connections) * (ranks + _MORE_DESCRIPTORS)
 
 
@@ -84,7 +84,7 @@ def check(
     descriptors_open: int,
     descriptors_most: int,
 ) -> None:
-    """Requires that a process may open the files that a plan's lanes are.
+    """Require that a process may open the files for a plan's lanes.
 
     Raises:
         PlanMismatch: with both numbers.
@@ -95,7 +95,7 @@ def check(
         raise PlanMismatch(
             f"the plan's {len(connections)} lanes with {sum(connections.values())} "
             f"connections to each of {ranks - 1} peers take {wanted} file descriptors "
-            f"in each process, beside {descriptors_open} open ones; this process may "
+            f"in each process, besides {descriptors_open} open ones; this process may "
             f"have {descriptors_most}. Run `ulimit -n {descriptors_open + 2 * wanted}` "
             "before the job, or plan with fewer lanes or less resource."
         )
@@ -104,7 +104,7 @@ def check(
 def check_here(
     needs: Sequence[tuple[int, int | None]], ranks: int, _device: torch.device
 ) -> None:
-    """`check` against this process's limits."""
+    """Run `check` against this process's limits."""
     most = process_limits.getrlimit(process_limits.RLIMIT_NOFILE)[0]
     if most == process_limits.RLIM_INFINITY:
         return
@@ -126,19 +126,19 @@ class GlooLanes:
         store_for: Callable[[str], Store],
         device: torch.device,
     ) -> None:
-        del device  # Gloo stages what lies on a device through the host itself
+        del device  # Gloo itself stages device tensors through the host
         self._ranks = ranks
         self._store_for = store_for
         self._lanes: dict[tuple[int, int], Any] = {}
         self._sockets: set[Socket] = set()
         self._made: Counter[tuple[int, int]] = Counter()
         self.end_requests: Callable[[], None] = lambda: None
-        """Ends what waits in the lanes' store."""
+        """Ends requests that wait in the lanes' store."""
 
     def open(
         self, needs: Sequence[tuple[int, int | None]]
     ) -> dict[tuple[int, int | None], Any]:
-        """The backends that carry what one plan asks; collective."""
+        """Return the backends for one plan's lanes; collective."""
         connections = connections_of(needs)
         return {need: self._lane(need[0], connections[need[0]]) for need in needs}
 
@@ -155,13 +155,13 @@ class GlooLanes:
     def _make(self, number: int, connections: int) -> Any:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()  # noqa: SLF001
-        # Each device is a connection to every peer and a thread that serves them.
+        # Each device is a connection to every peer and a thread that serves it.
         options._devices = [  # noqa: SLF001
             _gloo_device(number + i) for i in range(connections)
         ]
         options._threads = max(LEAST_THREADS, connections)  # noqa: SLF001
         options._timeout = timeout_of(self._ranks.timeout_s)  # noqa: SLF001
-        # A lane that is opened again must not find its first addresses in the store.
+        # A reopened lane must not find its first addresses in the store.
         self._made[number, connections] += 1
         times = self._made[number, connections]
         name = f"{number}/{connections}" + (f"/{times}" if times > 1 else "")
@@ -177,14 +177,13 @@ class GlooLanes:
         )
 
     def _connect(self, number: int, connect: Callable[[], Any]) -> Any:
-        """Return what ``connect`` makes, unless a rank is lost meanwhile.
+        """Return the result of ``connect``, unless a rank is lost during the call.
 
-        Gloo by itself waits for a peer that is gone until its time-out, which may be
-        half an hour.
+        Gloo itself waits for a lost peer until its timeout, which may be half an hour.
 
         Raises:
-            CommTimeout: naming the rank.
-            RuntimeError: what Gloo raises.
+            CommTimeout: a rank is lost; the message names it.
+            RuntimeError: Gloo's own error.
         """
         ranks = self._ranks
         watch = Wait(ranks.presence, grace_s=_LATE_S)
@@ -209,20 +208,20 @@ class GlooLanes:
                 ranks, [r for r in range(ranks.size) if ranks.names[r] in lost], lost
             )
             if lost
-            else f"a rank or the store, which {ranks.name(0)} or the launcher holds, "
+            else f"a rank or the store, held by {ranks.name(0)} or the launcher, "
             f"did not answer for {_TIMEOUTS * ranks.timeout_s:g} s"
         )
         raise CommTimeout(f"{ranks.name(ranks.rank)} can't open lane {number}: {why}")
 
     def _end_opening(self, before: set[Socket]) -> None:
-        """Let Gloo's opening of a lane fail now rather than at its time-out."""
-        # A thread that came back while the interpreter is being finalized would end
-        # the process. See Note [Exit while Gloo's threads still work].
+        """Make Gloo's opening of a lane fail now rather than at its timeout."""
+        # A thread that returned while the interpreter is finalizing would end the
+        # process. See Note [Exit while Gloo's threads still work].
         self.end_requests()
         shut(connections_among(open_sockets() - before, self._ranks.store))
 
     def abort(self) -> None:
-        """Shuts the sockets down that came with the lanes.
+        """Shut down the lanes' sockets.
 
         Gloo has no such call (its ``abort`` does nothing).
         """
@@ -234,13 +233,13 @@ class GlooLanes:
             del self._lanes[key]
 
     def close(self) -> None:
-        """Lets go of the backends: Gloo ends their threads and connections."""
+        """Release the backends: Gloo ends their threads and connections."""
         self._lanes.clear()
         self._sockets.clear()
 
 
 def _gloo_device(number: int) -> Any:
-    """A network device of its own: its own listener and I/O thread."""
+    """Return a new network device, with its own listener and I/O thread."""
     named = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
     if named:
         interface = named[number % len(named)]

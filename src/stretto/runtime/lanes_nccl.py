@@ -1,38 +1,39 @@
 """Lanes over NCCL: a pool of communicators. Not yet run on a GPU.
 
-What to open is decided by pure functions; the class at the end touches NCCL.
+Pure functions decide what to open; the class at the end calls NCCL.
 
 # Note [Communicators of a lane]
-A communicator's CTAs are fixed when it is made, so a lane whose buckets take different
-resources needs a communicator for each. Collectives on one lane must run one after
-another: those communicators are split from the largest of them with ``splitShare``, so
-that they share one device stream, on which NCCL serialises what the family launches,
-and one set of buffers. Lanes among themselves must overlap: they are never split from
-one another but have communicators of their own.
+A communicator's CTAs are fixed when it is created, so a lane whose buckets have
+different resources needs a communicator for each. Collectives on one lane must run one
+after
+another: those communicators are split from the largest one with ``splitShare``, so that
+they share one device stream, on which NCCL serializes the family's launches, and one
+set of buffers. Different lanes must overlap: they are never split from one another but
+have communicators of their own.
 
 # Note [Deadlock]
-A collective's CTAs spin until the peers' come. If two lanes' kernels do not both fit on
-a device, each may hold, on its own rank, the place that the other needs. Three things
-stand against it: every rank launches in the order of the plan from one thread (the
-Reducer's); NCCL is told to start kernels in that order; and all lanes together may take
-at most half of the device's multiprocessors, so that they fit even where NCCL could not
-be told. A CTA of NCCL's takes a multiprocessor nearly for itself.
+A collective's CTAs spin until the peers' CTAs arrive. If two lanes' kernels do not both
+fit on a device, each may occupy, on its own rank, the space that the other needs. Three
+measures prevent this: every rank launches in plan order from one thread (the
+Reducer's); NCCL is set to start kernels in that order; and all lanes together may use
+at most half of the device's multiprocessors, so that they fit even if the NCCL setting
+came too late. An NCCL CTA occupies nearly a whole multiprocessor.
 
 # Note [Streams and buffers]
-A lane's collective runs on the communicator's own stream, which first waits for what
-the launching thread's stream has been given: the copies into the bucket. The bucket's
-memory belongs to the Reducer's stream, so the caching allocator could hand it out again
-while a lane still reads it. Until the work is waited for, torch holds a reference to
-the tensor; that wait is ordered on a stream, never by the host, and the stream that
-waited is recorded with the buffer (`record_stream`), so that the allocator takes the
-memory back only when that stream has come so far. The Reducer keeps its buckets anyway;
-a replaced Reducer, or a user's hook with buffers of its own, does not.
+A lane's collective runs on the communicator's own stream, which first waits for the
+work queued on the launching thread's stream: the copies into the bucket. The bucket's
+memory belongs to the Reducer's stream, so the caching allocator could reuse it while a
+lane still reads it. Until the work is waited for, torch holds a reference to the
+tensor. That wait is ordered on a stream, never by the host, and the stream that waited
+is recorded with the buffer (`record_stream`), so that the allocator reuses the memory
+only when that stream has reached that point. The Reducer keeps its buckets anyway; a
+replaced Reducer, or a user's hook with buffers of its own, does not.
 
 # Note [Ending communicators]
 `abort` ends kernels that wait for a lost peer; several communicators are aborted in one
 NCCL group, because one abort may wait for another's kernel. `close` waits for the
-device, then destroys. Both may hang on a device that is stuck, so both run in a thread
-that is left behind after a time limit.
+device, then destroys. Both may hang on a stuck device, so both run in a thread that is
+abandoned after a time limit.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ _log = logging.getLogger(__name__)
 _told: set[str] = set()
 
 SHARE_OF_DEVICE = 0.5
-"""Share of the multiprocessors that all lanes together may take."""
+"""Share of the multiprocessors that all lanes together may use."""
 
 USUAL_LANES = 8
-"""Lanes of unstated resource are limited as if there were so many, so that plans of
-two to eight lanes use the same communicators."""
+"""Lanes without a resource are limited as if there were this many, so that plans of two
+to eight lanes use the same communicators."""
 
 _END_S = 10.0
 _SPLIT_COLOUR = 1  # any number, the same on all ranks
@@ -81,25 +82,25 @@ _SPLIT_COLOUR = 1  # any number, the same on all ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communicator:
-    """One communicator to be made."""
+    """A communicator to create."""
 
     lane: int
 
     ctas: int | None
-    """Exactly so many CTAs for its collectives; ``None``: NCCL's choice."""
+    """Exact number of CTAs for its collectives; ``None`` means NCCL's choice."""
 
     most_ctas: int | None = None
-    """At most so many where ``ctas`` is ``None``; ``None``: NCCL's own limit."""
+    """Maximum CTAs if ``ctas`` is ``None``; ``None`` means NCCL's own limit."""
 
     family: bool = False
     """Whether it shares its device stream and buffers with others of its lane."""
 
     parent: Communicator | None = None
-    """What it is split from; ``None``: made on its own."""
+    """The communicator it is split from; ``None`` if it is created on its own."""
 
     @property
     def name(self) -> str:
-        """Tells it from every other of a pool, the same on all ranks."""
+        """A name that is unique in the pool and the same on all ranks."""
         limit = f"{self.ctas}" if self.ctas else f"most{self.most_ctas}"
         if self.parent is not None:
             return f"{self.parent.name}/{limit}"
@@ -107,20 +108,20 @@ class Communicator:
 
 
 def most_ctas_of(multiprocessors: int) -> int:
-    """CTAs that all lanes together may take on a device."""
+    """Return the CTAs that all lanes together may use on a device."""
     return max(1, int(SHARE_OF_DEVICE * multiprocessors))
 
 
 def communicators_of(
     needs: Sequence[tuple[int, int | None]], *, multiprocessors: int
 ) -> dict[tuple[int, int | None], Communicator]:
-    """The communicator for each lane and resource, parents before their children.
+    """Return the communicator for each lane and resource, parents before children.
 
-    A lane without resource has NCCL's own number of CTAs if it is the only lane;
-    several such lanes are limited to equal shares of what the others leave.
+    A lane without a resource has NCCL's own number of CTAs if it is the only lane;
+    several such lanes are limited to equal shares of the rest.
 
     Raises:
-        PlanMismatch: all lanes together take too much of the device.
+        PlanMismatch: all lanes together use too much of the device.
     """
     levels: dict[int, list[int | None]] = {}
     for lane, resource in needs:
@@ -141,7 +142,7 @@ def communicators_of(
         made[lane, largest] = parent
         for resource in resources:
             if resource != largest:
-                # A member has no more channels than its parent, stated or not.
+                # A child has at most as many channels as its parent, stated or not.
                 made[lane, resource] = Communicator(
                     lane=lane,
                     ctas=resource,
@@ -155,7 +156,7 @@ def communicators_of(
 def _free_share(
     levels: dict[int, list[int | None]], multiprocessors: int
 ) -> int | None:
-    """CTAs for each lane that states none; ``None``: no limit of ours."""
+    """Return the CTAs for each lane without a resource; ``None`` means no limit."""
     most = most_ctas_of(multiprocessors)
     stated = {
         lane: max(r for r in resources if r is not None)
@@ -168,9 +169,9 @@ def _free_share(
         shown = ", ".join(f"lane {lane}: {ctas}" for lane, ctas in stated.items())
         more = f" and {silent} lanes of unstated resource" if silent else ""
         raise PlanMismatch(
-            f"the plan's lanes may take {total} CTAs at once ({shown}{more}), but at "
+            f"the plan's lanes may use {total} CTAs at once ({shown}{more}), but at "
             f"most {most} of this device's {multiprocessors} multiprocessors may be "
-            "taken by collectives: more could end in a deadlock. Plan with fewer lanes "
+            "used by collectives: more could end in a deadlock. Plan with fewer lanes "
             "or less resource."
         )
     if silent and len(levels) > 1:
@@ -184,7 +185,7 @@ def check(
     *,
     multiprocessors: int,
 ) -> list[str]:
-    """Requires that a plan's lanes can be opened; what is to be told besides.
+    """Require that a plan's lanes can be opened; return the warnings.
 
     Raises:
         PlanMismatch: see `communicators_of`, `check_settings` and `launch_order`.
@@ -198,19 +199,22 @@ def check(
 def check_here(
     needs: Sequence[tuple[int, int | None]], _ranks: int, device: torch.device
 ) -> None:
-    """`check` against this process's environment and device."""
+    """Run `check` against this process's environment and device."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
     for line in check(needs, nccl_settings(os.environ), multiprocessors=count):
         _tell_once(line)
 
 
 def fill_options(options: Any, wanted: Communicator, parent: Any, ranks: Ranks) -> Any:
-    """Options of a new communicator; ``options`` must be fresh, for torch writes to it.
+    """Fill the options of a new communicator; ``options`` must be a new object.
 
-    What a release of torch lacks is asked of the object itself, not of its version.
+    Torch writes to it. A feature missing from a torch release is detected on the object
+    itself, not by its version.
+
+
 
     Raises:
-        PlanMismatch: this torch can't split communicators that share.
+        PlanMismatch: this torch can't split communicators that share resources.
     """
     options._timeout = timeout_of(ranks.timeout_s)  # noqa: SLF001
     if hasattr(options, "global_ranks_in_group"):
@@ -218,11 +222,11 @@ def fill_options(options: Any, wanted: Communicator, parent: Any, ranks: Ranks) 
     if hasattr(options, "group_name"):
         options.group_name = f"stretto lane {wanted.name}"
     if wanted.ctas is not None:
-        # Equal values pin the number of channels, also above what NCCL would take.
+        # Equal values pin the number of channels, even above NCCL's own choice.
         options.config.min_ctas = wanted.ctas
         options.config.max_ctas = wanted.ctas
-        # Clusters of CTAs start only where all of one fit at once; beside computation
-        # single ones start sooner. And the count alone decides what is taken.
+        # A cluster of CTAs starts only when all of it fits at once; next to computation
+        # single CTAs start sooner. Then the count alone sets what is used.
         options.config.cga_cluster_size = 1
     elif wanted.most_ctas is not None:
         options.config.max_ctas = wanted.most_ctas
@@ -244,7 +248,7 @@ def fill_options(options: Any, wanted: Communicator, parent: Any, ranks: Ranks) 
 
 @final
 class NcclLanes:
-    """Makes communicators and ends them."""
+    """Creates communicators and ends them."""
 
     def __init__(
         self,
@@ -262,7 +266,7 @@ class NcclLanes:
     def open(
         self, needs: Sequence[tuple[int, int | None]]
     ) -> dict[tuple[int, int | None], Any]:
-        """The communicators that carry what one plan asks; collective."""
+        """Return the communicators for one plan's lanes; collective."""
         count = torch.cuda.get_device_properties(self._device).multi_processor_count
         wanted = communicators_of(needs, multiprocessors=count)
         self._settle_order(len({lane for lane, _ in needs}))
@@ -281,37 +285,38 @@ class NcclLanes:
         elif order is LaunchOrder.TOO_LATE:
             _tell_once(
                 f"{LAUNCH_ORDER} was not set when NCCL ran its first collective: lanes "
-                f"rely on fitting beside each other. Start with {LAUNCH_ORDER}=1"
+                f"may deadlock if they do not fit at once. Start with {LAUNCH_ORDER}=1"
             )
 
     def _make(self, wanted: Communicator) -> Any:
-        # A new object each time: torch writes time-out, name and parent into it.
+        # A new object each time: torch writes timeout, name and parent into it.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         parent = None if wanted.parent is None else self._open[wanted.parent]
         fill_options(options, wanted, parent, self._ranks)
-        # A communicator that is opened again must not find the first one's id.
+        # A reopened communicator must not find the first one's id.
         self._made[wanted] += 1
         times = self._made[wanted]
         name = wanted.name + (f"/{times}" if times > 1 else "")
         backend = dist.ProcessGroupNCCL(
             self._store_for(name), self._ranks.rank, self._ranks.size, options
         )
-        # Now rather than at the first collective, which would wait within a step.
+        # Connect now rather than in the first collective, which would wait within a
+        # step.
         backend.eager_connect_single_device(self._device)
         return backend
 
     def abort(self) -> None:
-        """Ends all kernels and connections, within a time limit."""
+        """End all kernels and connections, within a time limit."""
         backends = list(self._open.values())
         if not within(_END_S, lambda: abort_all(backends)):
-            _log.error("NCCL communicators could not be aborted in %g s", _END_S)
+            _log.error("cannot abort the NCCL communicators in %g s", _END_S)
 
     def retain(self, lanes: Container[int]) -> None:
         """End the communicators of other lanes. Not yet run on a GPU."""
         self._end([c for c in self._open if c.lane not in lanes])
 
     def close(self) -> None:
-        """Ends communicators whose collectives are done, within a time limit."""
+        """End communicators whose collectives are done, within a time limit."""
         self._end(list(self._open))
 
     def _end(self, communicators: Sequence[Communicator]) -> None:
@@ -329,7 +334,7 @@ class NcclLanes:
 
 
 def abort_all(backends: Iterable[Any]) -> None:
-    """Aborts communicators in one NCCL group."""
+    """Abort communicators in one NCCL group."""
     ordered = list(backends)[::-1]
     if not ordered:
         return
@@ -337,14 +342,14 @@ def abort_all(backends: Iterable[Any]) -> None:
     if grouped:
         ordered[0]._group_start()  # noqa: SLF001
     for backend in ordered:
-        with contextlib.suppress(RuntimeError):  # ended already: the next one
+        with contextlib.suppress(RuntimeError):  # it has already ended: continue
             backend.abort()
     if grouped:
         ordered[0]._group_end()  # noqa: SLF001
 
 
 def within(seconds: float, call: Callable[[], None]) -> bool:
-    """Whether a call that may hang succeeded in time; if not, it is left behind."""
+    """Return whether a call that may hang succeeded in time; else abandon it."""
     succeeded = threading.Event()
     ended = threading.Event()
 
@@ -352,7 +357,7 @@ def within(seconds: float, call: Callable[[], None]) -> bool:
         try:
             call()
             succeeded.set()
-        except Exception as error:  # noqa: BLE001 - told; there is nobody to raise to
+        except Exception as error:  # noqa: BLE001 - logged: no caller can catch it
             _log.warning("ending NCCL communicators: %s", error)
         ended.set()
 
@@ -360,14 +365,14 @@ def within(seconds: float, call: Callable[[], None]) -> bool:
     try:
         thread.start()
     except RuntimeError:
-        # The interpreter ends and starts no more threads; nothing else can bound it.
+        # The interpreter is ending and starts no more threads; run without a limit.
         run()
     ended.wait(seconds)
     return succeeded.is_set()
 
 
 def _collectives_issued() -> int:
-    """NCCL collectives that groups of this process have issued so far."""
+    """Return the number of NCCL collectives issued by this process's groups so far."""
     issued = 0
     for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001
         with contextlib.suppress(RuntimeError):

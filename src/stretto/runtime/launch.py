@@ -1,4 +1,4 @@
-"""Parts of launching that know nothing of a plan: works, futures, slices."""
+"""Parts of launching that are independent of plans: works, futures, slices."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
 
 @final
 class Launched(dist.Work):
-    """A launched bucket, as the Reducer asks for it: by its future."""
+    """A launched bucket, which the Reducer reads through its future."""
 
     def __init__(self, future: Future[Any]) -> None:
         super().__init__()
         self._future = future
 
     def get_future(self) -> Future[Any]:
-        """Holds the bucket's buffer once it is reduced."""
+        """Return the future of the bucket's reduced buffer."""
         return self._future
 
     def wait(self, timeout: Any = None) -> bool:
-        """Waits for the future."""
+        """Wait for the future."""
         self._future.wait()
         return True
 
 
 def start_whole(reduce: Any, buffer: torch.Tensor, opts: Any) -> Sequence[Any]:
-    """One collective for the whole bucket."""
+    """Start one collective for the whole bucket."""
     return (reduce([buffer], opts),)
 
 
 def start_slices(
     reduces: Sequence[Any], sizes: list[int], buffer: torch.Tensor, opts: Any
 ) -> Sequence[Any]:
-    """Each slice on its lane."""
+    """Start each slice on its lane."""
     return [
         reduce([piece], opts)
         for reduce, piece in zip(reduces, buffer.split(sizes), strict=True)
@@ -57,19 +57,19 @@ def start_slices(
 
 
 def done(value: Any) -> Future[Any]:
-    """A future that has come."""
+    """Return a future with a value."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future
 
 
 def launch_nothing(buffer: torch.Tensor, _opts: Any) -> dist.Work:
-    """What is launched on a rank alone, and after a failure."""
+    """Launch nothing; used with one rank, and after a failure."""
     return Launched(done(buffer))
 
 
 def stamp(finished: Any, part: Part, future: Any) -> Any:
-    """Passes a slice's result on and tells an observer that it ended."""
+    """Return a slice's result and report its end to an observer."""
     now_s = perf_counter()
     value = future.value()
     finished(part.lane, part.end - part.start, now_s)
@@ -77,7 +77,7 @@ def stamp(finished: Any, part: Part, future: Any) -> Any:
 
 
 def pass_on(pending: Future[Any], ended: Any) -> None:
-    """Fills a future from another one, an error as a value."""
+    """Fill a future from another one, with an error as a value."""
     try:
         value = ended.value()
     except RuntimeError as exc:
@@ -86,7 +86,7 @@ def pass_on(pending: Future[Any], ended: Any) -> None:
 
 
 def value_or_raise(future: Any) -> Any:
-    """The value, or the error that `pass_on` made a value of."""
+    """Return the value, or raise the error that `pass_on` stored."""
     value = future.value()
     if isinstance(value, BaseException):
         raise value

@@ -1,8 +1,8 @@
-"""How a bucket is launched on NCCL lanes. Not yet run on a GPU.
+"""Launch buckets on NCCL lanes. Not yet run on a GPU.
 
-Nothing here waits for the device: works are waited for on streams, and the future that
-the Reducer gets carries the device, so that its own wait orders streams too. (A future
-that `collect_all` makes of several has no device; waiting for it would order nothing.)
+Nothing here waits for the device: streams wait for works, and the Reducer's future has
+the device, so that its own wait orders streams too. (A future that `collect_all`
+combines from several has no device; waiting for it would order nothing.)
 See Note [Streams and buffers] in `stretto.runtime.lanes_nccl`.
 """
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 @final
 class NcclLaunch:
-    """Launches a plan's buckets, on streams that wait in the computation's place."""
+    """Launches a plan's buckets; other streams than the computation's wait for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # One stream gathers the slices of every bucket: the Reducer waits for buckets
-        # in the order of their launch, so none is held up by an earlier one.
+        # One stream waits for the slices of every bucket: the Reducer waits for buckets
+        # in launch order, so an earlier bucket does not delay a later one.
         self._gather = torch.cuda.Stream(device)
         self._seen: dict[int, torch.cuda.Stream] = {}
 
     def future(self) -> Future[Any]:
-        """A future whose value is used on this device's streams."""
+        """Return a future whose value is used on this device's streams."""
         return Future(devices=[self._device])
 
     def launcher(
@@ -50,7 +50,7 @@ class NcclLaunch:
         reduces: Sequence[Reduce],
         observer: AbstractStepObserver | None,
     ) -> Callable[[torch.Tensor, Any], dist.Work]:
-        """What starts a bucket's collectives."""
+        """Return a function that starts a bucket's collectives."""
         rows = list(zip(reduces, route.parts, strict=True))
         if observer is not None:
             return partial(self._observed, observer, route.index, rows)
@@ -75,9 +75,9 @@ class NcclLaunch:
         buffer: torch.Tensor,
         opts: Any,
     ) -> dist.Work:
-        """Tells an observer of each slice, with the stream current that it ends on.
+        """Report each slice to an observer, on the stream on which the slice ends.
 
-        An event that the observer records there comes when the slice has ended; the
+        An event that the observer records there completes when the slice has ended; the
         host's time is that of the launch.
         """
         observer.bucket_launched(index, perf_counter())
@@ -96,8 +96,8 @@ class NcclLaunch:
         with torch.cuda.stream(self._gather):
             for work in works:
                 work.wait()
-            # Only now may the allocator reckon with this stream alone: it has waited
-            # for every lane that reads the buffer.
+            # Record the buffer only now: this stream has waited for every lane that
+            # reads it, so the allocator can track this stream alone.
             buffer.record_stream(self._gather)
             future.set_result(buffer)
         return Launched(future)
@@ -109,6 +109,6 @@ class NcclLaunch:
 
 
 def _native(reduce: Reduce, buffer: torch.Tensor, opts: Any) -> dist.Work:
-    """NCCL's own work: its future carries the device already."""
+    """Return NCCL's own work: its future already has the device."""
     work: dist.Work = reduce([buffer], opts)
     return work

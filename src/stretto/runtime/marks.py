@@ -1,4 +1,4 @@
-"""Moments of a step, taken without waiting and read after it."""
+"""Take time marks of a step without waiting, and read them later."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 class AbstractMarks(abc.ABC):
-    """Takes moments while a step runs, and says later when they were.
+    """Takes marks while a step runs, and converts them to times later.
 
     `mark` is called between a gradient and its collective: it must return at once and
-    wait for nothing. `reader` may wait for the device; it is called between steps or
-    in another thread.
+    must not wait. `reader` may wait for the device; it is called between steps or in
+    another thread.
     """
 
     @abc.abstractmethod
     def mark(self, now_s: float) -> Any:
-        """This moment; ``now_s`` is the host's `time.perf_counter`."""
+        """Return a mark of now; ``now_s`` is the host's `time.perf_counter`."""
 
     @abc.abstractmethod
     def reader(self) -> Callable[[Any], float]:
-        """Tells when a mark was, in seconds of the host's `time.perf_counter`."""
+        """Return a function from a mark to the host's `time.perf_counter` seconds."""
 
 
 @final
 class HostMarks(AbstractMarks):
-    """The host's own time: right for a device that computes when it is told to."""
+    """The host's own time: correct for a device that computes synchronously."""
 
     def mark(self, now_s: float) -> Any:  # noqa: D102
         return now_s
@@ -42,11 +42,11 @@ class HostMarks(AbstractMarks):
 
 @final
 class CudaMarks(AbstractMarks):
-    """Events on the stream that is current where the mark is taken.
+    """Events on the current stream at the mark.
 
-    In forward and backward that is the computation's stream. In a collective's
-    callback it is a stream that waits for the collective, so its end is what is seen.
-    Not yet run on a GPU.
+    In forward and backward that is the computation's stream. In a collective's callback
+    it is a stream that waits for the collective, so the mark shows the collective's
+    end. Not yet run on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,12 +60,12 @@ class CudaMarks(AbstractMarks):
         return event
 
     def reader(self) -> Callable[[Any], float]:
-        """Times counted back from an event recorded now.
+        """Return a function that counts back from an event recorded now.
 
-        Events tell distances only, to some parts in ten million of their length, so
-        the anchor is taken anew for each reading: then distances are a few steps
-        long, and the device's clock has had no time to drift from the host's. The
-        anchor is on a stream of its own and waits for nothing of the training's.
+        Events give only distances, to some parts in ten million of their length, so
+        each reading takes a new anchor: then distances are a few steps long, and the
+        device's clock has had no time to drift from the host's. The anchor is on a
+        separate stream and waits for none of training's work.
         """
         if self._aside is None:
             self._aside = torch.cuda.Stream(self._device)
@@ -82,7 +82,7 @@ class CudaMarks(AbstractMarks):
 
 
 def marks_for(device: torch.device | None) -> AbstractMarks:
-    """The marks that see when a device has done its work; ``None`` is the host."""
+    """Return the marks for a device's work; ``None`` means the host."""
     if device is not None and device.type == "cuda":
         return CudaMarks(device)
     return HostMarks()

@@ -1,4 +1,4 @@
-"""What ranks compare before a model is built and before a plan is applied."""
+"""Compare ranks before a model is built and before a plan is applied."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ def meet(
     trouble: StrettoError | None,
     settings: Mapping[str, str],
 ) -> None:
-    """Require that all ranks have come with the same versions, model and plan.
+    """Require that all ranks have the same versions, model and plan.
 
-    ``trouble`` is what keeps this rank from executing the plan; ``settings`` are
+    ``trouble`` is the error that prevents this rank from executing the plan;
+    ``settings`` are
     options that must be equal, by name.
 
     Raises:
-        StrettoError: ``trouble``, where there is one.
-        RankDisagreement: ranks differ, or another one has trouble.
-        CommTimeout: a rank did not come.
+        StrettoError: ``trouble``, if there is any.
+        RankDisagreement: ranks differ, or another rank reports an error.
+        CommTimeout: a rank did not arrive.
     """
     if ranks.size > 1:
         values = {
@@ -60,12 +61,12 @@ def meet(
             agreement.require_same(purpose, values)
         except RankDisagreement:
             if trouble is None:
-                raise  # what is wrong here says more than that others differ
+                raise  # this rank's own error is more specific
     if trouble is not None:
         raise trouble
     if plan is not None and plan.ranks != ranks.size and not ranks.rank:
         _log.warning(
-            "%s: the plan was made for %d ranks, here are %d: it is carried out, "
+            "%s: the plan was made for %d ranks, but the job has %d: it is executed, "
             "but may not be the best",
             ranks.name(0),
             plan.ranks,
@@ -76,14 +77,14 @@ def meet(
 def all_took(
     agreement: Agreement, ranks: Ranks, plan: Plan | None, trouble: Exception | None
 ) -> None:
-    """Requires that what a plan needs is open on every rank.
+    """Require that a plan's lanes are open on every rank.
 
     Raises:
-        Exception: ``trouble``, where there is one.
-        RankDisagreement: another rank could not.
-        CommTimeout: a rank did not come.
+        Exception: ``trouble``, if there is any.
+        RankDisagreement: another rank failed.
+        CommTimeout: a rank did not arrive.
     """
-    gone = isinstance(trouble, CommTimeout)  # others have the same trouble, or soon
+    gone = isinstance(trouble, CommTimeout)  # others have or will get the same error
     if ranks.size > 1 and not gone:
         values = {"plan": "no plan" if plan is None else plan.digest}
         if trouble is not None:

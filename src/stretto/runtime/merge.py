@@ -1,7 +1,7 @@
-"""The same steps of all ranks, on one clock, as one timeline.
+"""Merge the same steps of all ranks into one timeline on one clock.
 
-A rank alone sees how long its collectives took; only beside the others' records does
-it show which part of that was waiting for a rank that was not ready.
+A single rank's record shows only how long its collectives took. Together with the
+others' records it shows which part of that was a wait for a rank that was not ready.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank recorded, and how its clock stands to the reference's."""
+    """One rank's record, and its clock's offset from the reference's."""
 
     host: str
 
@@ -41,10 +41,10 @@ class _Others:
     """When the last rank was ready, in one step."""
 
     computed: tuple[float, int]
-    """(when the slowest rank's backward was computed, that rank)."""
+    """(End of backward's computation on the slowest rank, that rank)."""
 
     launched: Mapping[int, tuple[float, int]]
-    """Of each bucket: when its last rank launched it, and which."""
+    """By bucket: (time of the last rank's launch, that rank)."""
 
 
 def merged_timeline(
@@ -52,20 +52,22 @@ def merged_timeline(
     records: Mapping[int, RankRecord],
     buckets: Mapping[int, Sequence[BucketRow]],
 ) -> Timeline:
-    """All ranks' steps on the lowest rank's clock, from the first forward's start.
+    """Return all ranks' steps on one clock, from the first forward's start.
+
+    The clock is that of the lowest rank.
 
     Args:
         name: The timeline's name.
         records: By rank.
         buckets: The plan's buckets in each step, by the step's number.
 
-    Only steps that every rank has are taken. Every span has ``args["rank"]`` and
-    ``args["step"]``; a rank's ``forward`` says with ``clock_error_s`` how well its
-    clock is known. To a lone rank's spans come, on the track ``compute``:
-    ``waits for rank N`` (kind ``peer``: another rank's backward was not computed yet),
-    ``waits for communication`` (kind ``exposed``), and ``between steps`` (kind
-    ``outside``: optimizer, input, everything else); and on lanes ``bucket N waits for
-    rank M`` (kind ``peer``).
+    Only steps that every rank has are included. Every span has ``args["rank"]`` and
+    ``args["step"]``; ``clock_error_s`` of a rank's ``forward`` is the error bound of
+    its clock. In addition to a single rank's spans, the track ``compute`` has ``waits
+    for rank N`` (kind ``peer``: another rank's backward was not computed yet), ``waits
+    for communication`` (kind ``exposed``), and ``between steps`` (kind ``outside``:
+    optimizer, input, everything else); lanes have ``bucket N waits for rank M`` (kind
+    ``peer``).
     """
     common = set(buckets)
     for record in records.values():
@@ -125,7 +127,7 @@ def _others(steps: Mapping[int, StepMarks]) -> _Others:
 
 
 def _outside(ended_s: float | None, step: StepMarks, origin_s: float) -> list[Span]:
-    """The time since the step before ended: optimizer and input."""
+    """Return the time since the previous step ended: optimizer and input."""
     if ended_s is None or step.forward_s[0] <= ended_s:
         return []
     return [
@@ -142,7 +144,7 @@ def _outside(ended_s: float | None, step: StepMarks, origin_s: float) -> list[Sp
 def _exposed(
     rank: int, step: StepMarks, others: _Others, origin_s: float
 ) -> list[Span]:
-    """What a rank waited after its own backward: for whom, then for what."""
+    """Return a rank's waits after its backward: for a rank, then for the network."""
     last_s, slowest = others.computed
     split_s = min(max(step.computed_s, last_s), step.ended_s)
     spans = []
@@ -179,10 +181,10 @@ def _lanes(
     others: _Others,
     origin_s: float,
 ) -> list[Span]:
-    """Slices on their lanes, as the records of all ranks tell them.
+    """Return slices on their lanes, from the records of all ranks.
 
-    A slice moves when all ranks have launched it and its lane is free; whichever
-    comes last is what it waited for.
+    A slice moves when all ranks have launched it and its lane is free; it waited for
+    the later of the two.
     """
     spans: list[Span] = []
     free_s: dict[int, float] = {}

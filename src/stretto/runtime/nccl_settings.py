@@ -1,4 +1,4 @@
-"""What NCCL will read from the environment, and what that does to a plan."""
+"""Read NCCL's environment settings, and check their effect on a plan."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CTA_VARIABLES = (
     "NCCL_CGA_CLUSTER_SIZE",
     "NCCL_CTA_POLICY",
 )
-"""They take precedence over what a communicator is created with. Source: NCCL's
+"""They override the options of a communicator. Source: NCCL's
 documentation of environment variables; ``NRINGS`` are the names before ``NCHANNELS``.
 """
 
 OTHER_VARIABLES = ("NCCL_NET", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS")
-"""They change what a collective costs, but nothing that a plan sets."""
+"""They change the cost of a collective, but nothing that a plan sets."""
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -35,19 +35,19 @@ SYSTEM_FILE = Path("/etc/nccl.conf")
 
 
 class LaunchOrder(enum.Enum):
-    """What is to be done that lanes' kernels start in one order on every rank."""
+    """Action needed for lanes' kernels to start in one order on every rank."""
 
     SETTLED = "nothing: it is set, or there is one lane"
     SET = "set the variable: NCCL has not read it yet"
-    TOO_LATE = "tell: NCCL read it at its first launch, when it was not set"
+    TOO_LATE = "warn: NCCL read it at its first launch, when it was not set"
 
 
 def nccl_settings(
     environment: Mapping[str, str], read: Callable[[Path], str | None] | None = None
 ) -> dict[str, tuple[str, str]]:
-    """Each variable's value and where it stands, as NCCL will find it.
+    """Return each variable's value and its source, as NCCL will find it.
 
-    NCCL takes the environment first, then the file that ``NCCL_CONF_FILE`` names or
+    NCCL reads the environment first, then the file that ``NCCL_CONF_FILE`` names or
     else ``~/.nccl.conf``, then ``/etc/nccl.conf``. Source: NCCL's documentation.
     """
     read = read or _read
@@ -71,7 +71,7 @@ def nccl_settings(
 def check_settings(
     settings: Mapping[str, tuple[str, str]], *, sets_ctas: bool
 ) -> list[str]:
-    """What is to be told of variables that change what a plan does.
+    """Return warnings about variables that change a plan's execution.
 
     Raises:
         PlanMismatch: the plan sets CTAs and a variable overrides them.
@@ -83,13 +83,13 @@ def check_settings(
         value, where = settings[name]
         if sets_ctas:
             raise PlanMismatch(
-                f"the plan gives its collectives CTAs, but {name}={value} in {where} "
+                f"the plan sets CTAs of its collectives, but {name}={value} in {where} "
                 f"overrides them: unset {name}, or plan with resource null."
             )
         told.append(f"{name}={value} in {where} limits the CTAs of every collective")
     told += [
-        f"{name}={settings[name][0]} in {settings[name][1]} changes what every "
-        "collective costs: probe with it set"
+        f"{name}={settings[name][0]} in {settings[name][1]} changes the cost of every "
+        "collective: probe with it set"
         for name in OTHER_VARIABLES
         if name in settings
     ]
@@ -104,16 +104,17 @@ def check_settings(
 def launch_order(
     settings: Mapping[str, tuple[str, str]], *, lanes: int, launched: bool
 ) -> LaunchOrder:
-    """How kernels of several communicators get one order on all ranks.
+    """Return how kernels of several communicators get one order on all ranks.
 
-    The order in which a device starts kernels of different communicators is its own
-    choice, and two ranks that choose differently wait for each other for ever once
-    kernels do not all fit at once. With the variable set NCCL keeps the order in which
-    one host thread launched them, and still lets them overlap (since 2.26, on CUDA
-    12.3 and newer). Source: NCCL's documentation of ``NCCL_LAUNCH_ORDER_IMPLICIT``.
+    A device chooses the order in which it starts kernels of different communicators,
+    and two ranks that choose differently wait for each other forever once kernels do
+    not all fit at once. With the variable set, NCCL keeps the order in which one host
+    thread launched them, and still lets them overlap (since 2.26, on CUDA 12.3 and
+    newer).
+    Source: NCCL's documentation of ``NCCL_LAUNCH_ORDER_IMPLICIT``.
 
     Raises:
-        PlanMismatch: the variable says no, and the plan has several lanes.
+        PlanMismatch: the variable is 0, and the plan has several lanes.
     """
     if LAUNCH_ORDER in settings:
         value, where = settings[LAUNCH_ORDER]

@@ -1,21 +1,21 @@
-"""NaN and infinity in gradients: in which step, of which parameter, from which rank.
+"""Find NaN and infinity in gradients: the step, the parameter, the rank of origin.
 
 # Note [What is looked at, and when]
-On the CPU each reduced bucket is summed once, when backward has ended and before the
+On the CPU each reduced bucket is summed once, after backward has ended and before the
 Reducer copies it into the gradients: a sum is finite unless a value is not (or finite
-values overflow it, which the search that follows tells apart), and takes a tenth of
+values overflow it, which the search after a hit distinguishes), and takes a tenth of
 the time of a copy. Until the Reducer copies, each gradient is still the rank's own, so
-whether it was bad before the reduction is looked up in it, after a hit only. Where
-gradients are views of the buckets (`gradient_as_bucket_view`), and in the first step
-of a Reducer, a bucket is summed before it is sent too.
+after a hit, and only then, it shows whether it was bad before the reduction. If
+gradients are views of the buckets (`gradient_as_bucket_view`), and in the first step of
+a Reducer, a bucket is also summed before it is sent.
 
 On CUDA nothing may wait for the device: sums before sending and the largest magnitude
-of each gradient stay on the device, are copied to the host without waiting and looked
-at when a later step begins, the first at which the copy has ended. The optimizer has
-seen the gradients by then. Not yet run on a GPU.
+of each gradient stay on the device, are copied to the host without waiting, and are
+read when a later step begins, the first one at which the copy has ended. The optimizer
+has seen the gradients by then. Not yet run on a GPU.
 
-All ranks hold the same reduced buckets, so all find the same and meet in the store to
-tell whose gradient it was. Only a hit costs that.
+All ranks have the same reduced buckets, so all find the same and meet in the store to
+report whose gradient it was. Only a hit has that cost.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # no
 
 
 def check_words(nan: str, patience: int) -> None:
-    """Requires a known word and a number of steps.
+    """Require a known action and a valid number of steps.
 
     Raises:
-        SpecError: naming what is possible.
+        SpecError: with the valid values.
     """
     if nan not in ACTIONS:
         raise SpecError(
@@ -66,7 +66,7 @@ def check_words(nan: str, patience: int) -> None:
 
 
 class _Flags(NamedTuple):
-    """What one step on CUDA left to be read."""
+    """The flags of one step on CUDA, to be read later."""
 
     step: int
     names: tuple[str, ...]
@@ -78,9 +78,9 @@ class _Flags(NamedTuple):
 
 @final
 class NumericsWatch:
-    """Looks at every reduced step of one model and warns or raises.
+    """Checks every reduced step of one model and warns or raises.
 
-    A step is one reduced backward, counted from 0. Up to ``patience`` steps in a row
+    A step is one reduced backward, counted from 0. Up to ``patience`` consecutive steps
     may have values that are not finite: a GradScaler finds its scale that way.
     """
 
@@ -97,8 +97,8 @@ class NumericsWatch:
         self._patience = patience
         self._ranks = ranks
         self._agreement = agreement
-        # Gradients are made from the last parameter to the first, so the last bad one
-        # is the nearest to where it began.
+        # Gradients are computed from the last parameter to the first, so the last bad
+        # one is nearest to the origin.
         self._parameters = tuple(parameters)[::-1]
         self._views = False
         self._on_device = any(p.device.type != "cpu" for _, p in parameters)
@@ -113,27 +113,27 @@ class NumericsWatch:
 
     @classmethod
     def of(cls, action: str, patience: int, **how: Any) -> NumericsWatch | None:
-        """A watch, or none where nothing is to be looked at."""
+        """Return a watch, or None if nothing is to be checked."""
         if action == "off":
             return None
         return cls(action=action, patience=patience, **how)
 
     @cached_property
     def _store(self) -> PrefixStore:
-        # A copy that one rank made for itself must not count among the models.
+        # A copy that only one rank made must not count among the models.
         return PrefixStore(f"nan/{self._agreement.serial}", self._ranks.store)
 
-    # What a process group calls.
+    # Called by a process group.
 
     def begin_step(self) -> None:
-        """Reads what earlier steps on CUDA left, and forgets a step cut short."""
+        """Read the flags of earlier steps on CUDA, and drop a step cut short."""
         self._buffers.clear()
         self._sums.clear()
         while self._flags and self._flags[0].copied.query():
             self._read(self._flags.popleft())
 
     def launching(self, buffer: torch.Tensor) -> None:
-        """A bucket with this rank's gradients is about to be sent."""
+        """Record a bucket with this rank's gradients, just before it is sent."""
         if buffer.dtype is torch.int32:  # which parameters were used
             return
         self._buffers.append(buffer)
@@ -141,9 +141,9 @@ class NumericsWatch:
             self._sums.append(_sum(buffer))
 
     def reduced(self) -> None:
-        """All buckets of a backward are reduced; the Reducer has not copied them.
+        """Check a backward whose buckets are reduced but not yet copied by the Reducer.
 
-        On CUDA they are about to be.
+        On CUDA they are still being reduced.
         """
         if self._on_device:
             _queue_callback(self._keep_flags)
@@ -157,22 +157,22 @@ class NumericsWatch:
             self._streak = 0
             self._end()
             return
-        # Before the Reducer copies what was reduced over it.
+        # Before the Reducer overwrites the gradients with the reduced values.
         self._own = None if self._sums else self._bad_names()
         _queue_callback(self._report_reduced)
 
     def renewed(self, *, views: bool) -> None:
-        """A Reducer was built anew, its gradients views of its buckets or not."""
+        """Record a new Reducer, whose gradients are views of its buckets or not."""
         self._views = views
         self._fresh = True
         self._buffers.clear()
         self._sums.clear()
 
     def blind(self, why: str) -> None:
-        """Tells once that nothing is looked at."""
+        """Warn once that nothing is checked."""
         if self._ranks.rank == 0 and not self._blind:
             _log.warning(
-                "%s: NaN and infinity are not looked for: %s",
+                "%s: NaN and infinity are not detected: %s",
                 self._ranks.name(0),
                 why,
             )
@@ -191,7 +191,7 @@ class NumericsWatch:
         step = self._step
         self._end()
         if not bad:
-            self._streak = 0  # finite values whose sum was not
+            self._streak = 0  # finite values with a sum that is not finite
             return
         self._tell(step, bad, own or (), was_own=was_own, late=False)
 
@@ -235,7 +235,7 @@ class NumericsWatch:
         was_own = not all(finite[: flags.buckets])
         self._tell(flags.step, bad, (), was_own=was_own, late=True)
 
-    # Telling.
+    # Report.
 
     def _tell(
         self,
@@ -251,15 +251,15 @@ class NumericsWatch:
         if number <= 0:
             return
         if not self._raises and number & (number - 1):
-            return  # the 1st, 2nd, 4th, 8th ... in a row
+            return  # the 1st, 2nd, 4th, 8th ... consecutive step
         everyone = self._meet(step, own, was_own=was_own)
         text = _message(self._ranks, step, bad, everyone)
         if self._streak > 1:
-            text += f" It is the {self._streak}. step in a row."
+            text += f" {self._streak} consecutive steps have had such gradients."
         if late:
             text += (
                 " It was found when a later step began, so an optimizer may have seen "
-                "it: go back to a checkpoint."
+                "it: restore a checkpoint."
             )
         if self._raises:
             raise NumericsError(text)
@@ -269,7 +269,7 @@ class NumericsWatch:
     def _meet(
         self, step: int, own: tuple[str, ...], *, was_own: bool
     ) -> list[dict[str, Any] | None]:
-        """What each rank found in its own gradients; ``None``: it did not say."""
+        """Return each rank's findings in its own gradients; ``None``: no report."""
         mine = {"own": was_own, "names": own[:3], "more": max(0, len(own) - 3)}
         size, rank = self._ranks.size, self._ranks.rank
         found: list[dict[str, Any] | None] = [None] * size
@@ -283,8 +283,8 @@ class NumericsWatch:
                     if self._store.check([f"{step}/{other}"]):
                         found[other] = json.loads(self._store.get(f"{step}/{other}"))
                 time.sleep(_POLL_S)
-            # The first rank may hold the store, and end with what is raised here: it
-            # stays until the others have read.
+            # The first rank may hold the store, and end with the error raised here:
+            # keep it alive until the others have read.
             while self._store.add(f"{step}/read", 1 - read) < size:
                 read = 1
                 if rank or time.perf_counter() > deadline:
@@ -298,7 +298,7 @@ class NumericsWatch:
 def _sum(buffer: torch.Tensor) -> torch.Tensor:
     if buffer.is_sparse:
         buffer = buffer._values()  # noqa: SLF001
-    # A half's own sum overflows where none of its values does.
+    # A sum in half precision overflows even if none of its values does.
     return buffer.sum(dtype=torch.float32 if buffer.dtype in _HALVES else None)
 
 
@@ -328,15 +328,15 @@ def _message(
             )
             parts.append(f"{ranks.name(rank)}{names}")
         where = (
-            f"it was so before the reduction, in the own gradient of "
-            f"{', '.join(parts)}. Look at the input and the loss of that step there; "
+            f"it was so before the reduction, in the local gradient of "
+            f"{', '.join(parts)}. Check the input and the loss of that step there; "
             "torch.autograd.set_detect_anomaly(True) names the operation. With a "
             "GradScaler, whose first steps may overflow, set nan_patience=20."
         )
     elif silent:
         where = (
             f"it was finite before the reduction here, and {ranks.name_all(silent)} "
-            "did not say."
+            "did not report."
         )
     else:
         where = (

@@ -1,15 +1,15 @@
-"""Which ranks' processes have ended, told by the processes rather than by who is late.
+"""Detect ended ranks by their processes rather than by silence.
 
 # Note [Evidence that a rank is lost]
 A rank that does not answer may be dead, stopped, or busy with a long forward. So each
 rank publishes once which process it is: host, process id, and when that process
-started, because ids are used again. Whoever then misses a rank of its own host looks
-whether that process is there, and leaves what it found for ranks of other hosts. A
-process that is not there, or that is a zombie, has ended for certain; nothing is
+started, because ids are reused. A rank that then misses a rank on its own host checks
+whether that process exists, and publishes the result for ranks on other hosts. A
+process that does not exist, or that is a zombie, has certainly ended; nothing is
 concluded from silence.
 
-A process that ends with an exception notes it in the store before it is gone. Others
-then say what ended it, and tell it from a rank that only ended because its own
+A process that ends with an exception notes it in the store before it exits. Others then
+report what ended it, and can distinguish it from a rank that ended only because its own
 collective failed.
 """
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _PROC = Path("/proc")
 _NOTE_S = 1.0
-"""A process that ends waits no longer for the store to take its note."""
+"""Maximum wait of an ending process for the store to take its note."""
 
 _NOTE_CHARACTERS = 200
 
@@ -52,18 +52,18 @@ _TRANSPORT = (
     "gloo/transport",
     "gloo/rendezvous",
     "gloo/common/store",
-    "wait timeout after",  # the store's, for a peer that never came
+    "wait timeout after",  # the store's, for a peer that never arrived
 )
 
 
 def is_communication_error(exc: BaseException) -> bool:
-    """Whether an error comes from the transport below a collective."""
+    """Return whether an error comes from the transport of a collective."""
     text = str(exc)
     return any(mark in text for mark in _TRANSPORT)
 
 
 class State(enum.Enum):
-    """What is known of another rank's process."""
+    """The known state of another rank's process."""
 
     RUNS = "still runs"
     STOPPED = "is stopped by a signal"
@@ -73,18 +73,18 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """A process, apart from every other on any host."""
+    """Identifies a process on any host."""
 
     host: str
     """The host's name, for messages."""
 
     kernel: str
-    """The boot and the namespace in which ``pid`` is one; empty: not known."""
+    """The boot and namespace of ``pid``; empty if unknown."""
 
     pid: int
 
     started: str
-    """When the process started, in the kernel's own units; empty: not known."""
+    """Start time of the process, in the kernel's own units; empty if unknown."""
 
 
 def own_identity() -> Identity:
@@ -109,7 +109,7 @@ def _kernel() -> str:
 
 
 def state_of(process: Identity) -> State:
-    """Return what this process can see of another."""
+    """Return the state of another process as seen by this one."""
     if not process.kernel or process.kernel != _kernel():
         return State.UNKNOWN
     row = _stat(process.pid)
@@ -118,7 +118,7 @@ def state_of(process: Identity) -> State:
             os.kill(process.pid, 0)
         except ProcessLookupError:
             return State.ENDED
-        except OSError:  # it is another user's
+        except OSError:  # it belongs to another user
             return State.RUNS
         return State.RUNS
     letter, started = row
@@ -128,12 +128,12 @@ def state_of(process: Identity) -> State:
 
 
 def _stat(pid: int) -> tuple[str, str] | None:
-    """Return a process's state letter and start; ``None`` where it can't be read."""
+    """Return a process's state letter and start, or ``None`` if it can't be read."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # a name may hold spaces and brackets
+    fields = text.rpartition(")")[2].split()  # a name may contain spaces and brackets
     return fields[0], fields[19]
 
 
@@ -149,41 +149,41 @@ class Presence:
         self._ended: dict[int, str] = {}
 
     def publish(self) -> None:
-        """Say in the store which process this rank is."""
+        """Publish in the store which process this rank is."""
         mine = own_identity()
         self._store.set(f"who/{self._rank}", json.dumps(asdict(mine)))
         _all.add(self)
 
     def learn(self, ranks: Iterable[int]) -> None:
-        """Note which processes ``ranks`` are, as far as they have published it.
+        """Read which processes ``ranks`` are, as far as they have published it.
 
-        Once known they can be looked for without the store, which may be lost with
-        the rank that holds it.
+        Known processes can be checked without the store, which may be lost with the
+        rank that holds it.
         """
         for rank in ranks:
             if rank != self._rank and rank not in self._known:
                 self._read(rank)
 
     def state(self, rank: int) -> State:
-        """Return what this process can see of a rank's."""
+        """Return the state of a rank's process as seen by this one."""
         known = self._known.get(rank)
         return State.UNKNOWN if known is None else state_of(known)
 
     def ended(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return how each of ``ranks`` ended whose process has, for messages."""
+        """Return how the ended ones of ``ranks`` ended, for messages."""
         others = [rank for rank in ranks if rank != self._rank]
-        # Where the store is gone, what is known already has to do.
+        # If the store is lost, use what is already known.
         with contextlib.suppress(RuntimeError):
             self.learn(others)
         return {rank: how for rank in others if (how := self._how(rank)) is not None}
 
     def tell_ended(self, found: Iterable[int]) -> None:
-        """Leave what was seen for ranks on other hosts."""
+        """Publish the ended ranks for ranks on other hosts."""
         for rank in found:
             self._store.set(f"ended/{rank}", self._ended[rank])
 
     def told_ended(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return what ranks on other hosts saw end."""
+        """Return the ended ranks that ranks on other hosts have published."""
         return {
             rank: self._store.get(f"ended/{rank}").decode()
             for rank in ranks
@@ -191,7 +191,7 @@ class Presence:
         }
 
     def signs(self, rank: int, name: str) -> bool:
-        """Whether a rank's process on this host has a thread of that name."""
+        """Return whether a rank's process on this host has a thread of that name."""
         known = self._known.get(rank)
         if known is None or state_of(known) is not State.RUNS:
             return False
@@ -206,7 +206,7 @@ class Presence:
         return False
 
     def describe(self, rank: int) -> str:
-        """Return where a rank's process is and what it does; empty: not known."""
+        """Return a rank's process, host and state; empty if unknown."""
         known = self._known.get(rank)
         if known is None:
             return ""
@@ -215,10 +215,10 @@ class Presence:
         return place if state is State.UNKNOWN else f"{place} {state.value}"
 
     def causes(self, ended: Sequence[int]) -> list[int]:
-        """Return those of the ended ranks that did not end because of another.
+        """Return the ended ranks that did not end because of another.
 
-        A rank that ended with the failure of a collective is no cause while there is
-        another; one that ended with an exception of its own is the first to name.
+        A rank that ended because a collective failed is no cause if there is another
+        rank; one that ended with its own exception is named first.
         """
         notes = {rank: self._note(rank) for rank in ended}
         own = [r for r, note in notes.items() if note and not note["follows"]]
@@ -226,14 +226,14 @@ class Presence:
         return own or unexplained or list(ended)
 
     def note_exception(self, exc: BaseException) -> None:
-        """Leave in the store what ends this process."""
+        """Store the exception that ends this process."""
         line = (str(exc) or type(exc).__name__).splitlines()[0][:_NOTE_CHARACTERS]
         follows = isinstance(exc, CommTimeout) or is_communication_error(exc)
         note = {"what": f"{type(exc).__name__}: {line}", "follows": follows}
         self._store.set(f"note/{self._rank}", json.dumps(note))
 
     def _read(self, rank: int) -> Identity | None:
-        """Read a rank's identity anew."""
+        """Read a rank's identity again."""
         if not self._store.check([f"who/{rank}"]):
             return None
         fields = json.loads(self._store.get(f"who/{rank}"))
@@ -247,7 +247,7 @@ class Presence:
         if known is None or state_of(known) is not State.ENDED:
             return None
         try:
-            # A rank that was started again in the same job has published itself anew.
+            # A rank restarted in the same job has published its identity again.
             now = self._read(rank)
         except RuntimeError:
             now = known
@@ -270,11 +270,11 @@ class Presence:
 
 @final
 class Wait:
-    """Tells a loop that waits for others when one of them can't come any more.
+    """Reports to a waiting loop when an awaited rank can no longer arrive.
 
-    Processes are looked at no more than about once in ``every_s``. A rank that has
-    ended may have done its part before, and what it sent may still be on its way: so
-    it counts as lost only when it is found ended ``grace_s`` after the first time.
+    Processes are checked about once in ``every_s``. A rank that has ended may have done
+    its part before, and its data may still be in transit, so it counts as lost only if
+    it is found ended ``grace_s`` after the first time.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class Wait:
         self._first_s: dict[int, float] = {}
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return which of ``ranks`` (global numbers) are lost, and how they ended."""
+        """Return the lost ones of ``ranks`` (global numbers), and how they ended."""
         now_s = time.perf_counter()
         if self._presence is None or now_s < self._next_s:
             return {}
@@ -309,16 +309,16 @@ def call_aside(
     look: Callable[[], bool],
     give_up: Callable[[], None] = lambda: None,
 ) -> tuple[bool, Any]:
-    """Call in a thread that is left behind once ``look`` says so.
+    """Call in a thread that is abandoned once ``look`` returns True.
 
-    ``look`` is asked about twice a second while the call lasts. ``give_up`` may make
-    the call fail: it then has a second to end.
+    ``look`` is called about twice a second during the call. ``give_up`` may make the
+    call fail, which then has a second to end.
 
     Returns:
-        Whether the call ended, and what it returned.
+        Whether the call ended, and its result.
 
     Raises:
-        Exception: what the call raised.
+        Exception: the call's own exception.
     """
     found: list[Any] = []
     failed: list[Exception] = []
@@ -346,7 +346,7 @@ _all: weakref.WeakSet[Presence] = weakref.WeakSet()
 
 
 def _note_at_exit() -> None:
-    """Leave the exception that ends this process where others look for it."""
+    """Store the exception that ends this process, for the other ranks."""
     exc = getattr(sys, "last_value", None)
     presences = list(_all)
     if exc is None or not presences:
@@ -359,7 +359,7 @@ def _note_at_exit() -> None:
             except RuntimeError:  # the store was lost with the rank that holds it
                 return
 
-    # The store may be on a host that is gone, and then does not answer for minutes.
+    # The store may be on a lost host, and then does not answer for minutes.
     thread = threading.Thread(target=note, name="stretto-store", daemon=True)
     thread.start()
     thread.join(_NOTE_S)

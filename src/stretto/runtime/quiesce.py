@@ -2,18 +2,18 @@
 
 # Note [Exit while Gloo's threads still work]
 A Gloo worker thread reports a collective as finished and drops its own reference to it
-afterwards. If that is the last one and a tensor of the collective has a Python object,
-the thread needs the interpreter's lock. An interpreter that is being finalized ends
-such a thread by ``pthread_exit``, whose unwinding meets a noexcept destructor: the
-process aborts ("terminate called without an active exception") instead of returning
-its exit status. It happens with plain PyTorch too (docs/known-issues-of-torch.md). The
-same holds for a Python thread that returns from a call that had released the lock.
+afterwards. If that is the last reference and a tensor of the collective has a Python
+object, the thread needs the interpreter's lock. A finalizing interpreter ends such a
+thread with ``pthread_exit``, whose unwinding meets a noexcept destructor: the process
+aborts ("terminate called without an active exception") instead of returning its exit
+status. It happens with plain PyTorch too (docs/known-issues-of-torch.md). The same
+holds for a Python thread that returns from a call that had released the lock.
 
 So before finalization the main thread sleeps, which leaves the lock free, until no
-worker has run between two looks. The threads are found by name and the looks are at
+worker has run between two checks. The threads are found by name, and the checks read
 their states and context switches in /proc, so this covers every group of the process,
-also those that a program destroyed while something still refers to them. A thread that
-waits for a peer sleeps, so a peer that is gone does not delay the exit.
+including groups that a program destroyed while something still refers to them. A thread
+that waits for a peer sleeps, so a lost peer does not delay the exit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LIMIT_S = 5.0
 _PAUSE_S = 0.01
 _OWN_THREADS_S = 1.0
 _UNKNOWN_S = 0.3
-"""How long to pause where there is no /proc to look into."""
+"""Length of the pause if there is no /proc."""
 
 _OWN = ("stretto-control", "stretto-lane", "stretto-failure", "stretto-store")
 """Names of stretto's daemon threads that call torch, and end by themselves."""
@@ -40,7 +40,7 @@ def quiesce(limit_s: float = _LIMIT_S) -> bool:
     """Wait until stretto's threads have ended and Gloo's workers are idle.
 
     Returns:
-        Whether they are, rather than that ``limit_s`` is over.
+        True if they are, False if ``limit_s`` has passed.
     """
     deadline = time.perf_counter() + limit_s
     _join_own(min(deadline, time.perf_counter() + _OWN_THREADS_S))
@@ -69,7 +69,7 @@ def _join_own(deadline: float) -> None:
 def _workers() -> dict[str, str]:
     """Return each worker's state and number of context switches, by thread id.
 
-    A thread that has run between two looks has switched, one that is about to run is
+    A thread that has run between two checks has switched; one that is about to run is
     not in state S.
     """
     found = {}
@@ -94,6 +94,6 @@ def _workers() -> dict[str, str]:
     return found
 
 
-# Finalizers run in reverse order of their creation: this one comes after those of all
-# engines and lanes, and after what a program registers with atexit later.
+# Finalizers run in reverse order of creation: this one runs after those of all engines
+# and lanes, and after handlers that a program registers with atexit later.
 _at_exit = weakref.finalize(quiesce, quiesce)

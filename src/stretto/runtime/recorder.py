@@ -1,4 +1,4 @@
-"""What really happened in a step, as a Timeline."""
+"""Record the real events of a step as a Timeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class AbstractStepObserver(abc.ABC):
-    """Is told what happens in a step, in `time.perf_counter` seconds.
+    """Receives the events of a step, in `time.perf_counter` seconds.
 
     An implementation must return at once and must not raise: it is called between a
     gradient and its collective. `slice_finished` is called from lanes' threads, the
@@ -29,46 +29,46 @@ class AbstractStepObserver(abc.ABC):
 
     @abc.abstractmethod
     def attached(self, tensors: Sequence[str], buckets: Sequence[BucketRow]) -> None:
-        """A plan was applied: parameters by index, and buckets by index."""
+        """Record a new plan: parameters by index, and buckets by index."""
 
     @abc.abstractmethod
     def forward_started(self, now_s: float) -> None:
-        """Forward begins: a new step."""
+        """Record the start of forward: a new step."""
 
     @abc.abstractmethod
     def forward_ended(self, now_s: float) -> None:
-        """The model's output is there."""
+        """Record that the model's output is ready."""
 
     @abc.abstractmethod
     def backward_started(self, now_s: float) -> None:
-        """The first gradient of the model's output is there."""
+        """Record that the first gradient of the model's output is ready."""
 
     @abc.abstractmethod
     def gradient_ready(self, tensor: int, now_s: float) -> None:
-        """A parameter's gradient is there."""
+        """Record that a parameter's gradient is ready."""
 
     @abc.abstractmethod
     def bucket_launched(self, bucket: int, now_s: float) -> None:
-        """All gradients of a bucket are there and its slices go to their lanes."""
+        """Record that a bucket's gradients are ready and its slices are launched."""
 
     @abc.abstractmethod
     def slice_finished(
         self, bucket: int, lane: int, elements: int, now_s: float
     ) -> None:
-        """A slice's all-reduce ended."""
+        """Record the end of a slice's all-reduce."""
 
     @abc.abstractmethod
     def backward_computed(self, now_s: float) -> None:
-        """Backward's computation ended; communication may still run."""
+        """Record the end of backward's computation; communication may still run."""
 
     @abc.abstractmethod
     def backward_ended(self, now_s: float) -> None:
-        """All gradients are reduced and in place: backward() is about to return."""
+        """Record that all gradients are reduced and in place, as backward() ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketRow:
-    """What an observer is told of a bucket when a plan is applied."""
+    """An observer's description of a bucket, sent when a plan is applied."""
 
     tensors: tuple[str, ...]
 
@@ -78,7 +78,7 @@ class BucketRow:
 
 @dataclass(slots=True)
 class _Step:
-    """Marks of one step, by what they mark."""
+    """Marks of one step, by event."""
 
     number: int = 0
     forward: tuple[Any, Any] | None = None
@@ -92,16 +92,16 @@ class _Step:
 
 @final
 class Recorder(AbstractStepObserver):
-    """Keeps the last steps and gives them as timelines.
+    """Keeps the last steps and returns them as timelines.
 
     Times of a timeline count from the start of its forward.
 
     Args:
-        keep: How many steps are kept.
+        keep: Number of steps to keep.
         name: The timelines' name.
-        device: Where the model computes; ``None``: on the host. On a GPU moments are
-            events on its streams, and asking for a timeline waits for those of the
-            steps kept; recording never waits.
+        device: The model's device; ``None`` means the host. On a GPU marks are events
+            on its streams, and reading a timeline waits for the events of the steps
+            kept; recording never waits.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Recorder(AbstractStepObserver):
 
     @property
     def ready_s(self) -> dict[str, float]:
-        """When each gradient of the last step was ready, from the start of backward."""
+        """Ready time of each gradient of the last step, from the start of backward."""
         if not self._steps:
             return {}
         step, _ = self._steps[-1]
@@ -154,7 +154,7 @@ class Recorder(AbstractStepObserver):
         return {self._tensors[i]: read(mark) - backward_s for i, mark in step.ready}
 
     def clear(self) -> None:
-        """Forgets the steps kept."""
+        """Drop the steps kept."""
         self._steps.clear()
 
     def attached(self, tensors: Sequence[str], buckets: Sequence[BucketRow]) -> None:  # noqa: D102
@@ -191,7 +191,7 @@ class Recorder(AbstractStepObserver):
 
     def backward_ended(self, now_s: float) -> None:  # noqa: D102
         if self._step.forward is None:
-            return  # observed from within the step: its beginning was not seen
+            return  # observation began within the step
         self._step.ended = self._mark(now_s)
         self._step.number = self._count
         self._count += 1
@@ -199,7 +199,7 @@ class Recorder(AbstractStepObserver):
 
 
 def _values(step: _Step, read: Callable[[Any], float]) -> StepMarks:
-    """The step in seconds; a mark that lacks is taken for the one before it."""
+    """Return the step in seconds; a missing mark takes the previous one's value."""
     ended_s = read(step.ended)
     start_s, forward_s = map(read, step.forward or (step.ended, step.ended))
     backward_s = forward_s if step.backward is None else read(step.backward)

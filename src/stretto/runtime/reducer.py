@@ -1,10 +1,10 @@
-"""DDP's own set-up, with a plan's buckets in place of DDP's rule.
+"""Run DDP's own set-up with a plan's buckets in place of DDP's rule.
 
 `DistributedDataParallel._ddp_init_helper` asks ``dist`` for a bucket assignment and
 builds a ``dist.Reducer`` from it, with arguments that change from release to release.
-Rather than write that call again per release, the very function is run with a ``dist``
-of ours in its globals, which answers those two requests and passes everything else on.
-Nothing outside that one call sees it.
+Instead of writing that call again per release, this module runs the same function with
+its own ``dist`` in the function's globals, which answers those two requests and
+forwards all others. Nothing outside that one call sees it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NEEDED = {"dist", "_compute_bucket_assignment_by_size", "Reducer"}
 
 @final
 class _Dist:
-    """``torch.distributed``, but for the two names that decide a Reducer's buckets."""
+    """``torch.distributed``, except for the two names that set a Reducer's buckets."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class _Dist:
             rule: Any = getattr(dist, "_compute_bucket_assignment_by_size")  # noqa: B009
             by_rule: tuple[list[list[int]], list[int]] = rule(parameters, *limits)
             return by_rule
-        # DDP reverses both lists, for it assigns in order of declaration.
+        # DDP reverses both lists, because it assigns in order of declaration.
         sizes = [
             sum(parameters[i].numel() * parameters[i].element_size() for i in bucket)
             for bucket in self._indices
@@ -71,14 +71,14 @@ def build_reducer(
     group: dist.ProcessGroup,
     arguments: tuple[Any, ...],
 ) -> None:
-    """Gives ``model`` a Reducer with exactly these buckets, in this order.
+    """Give ``model`` a Reducer with exactly these buckets, in this order.
 
     ``indices`` are positions in DDP's parameter list, ``None`` for the buckets of DDP's
-    rule; ``group`` is what the Reducer reduces over; ``arguments`` are those of
+    rule; ``group`` is the Reducer's process group; ``arguments`` are those of
     ``_ddp_init_helper``.
 
     Raises:
-        PlanMismatch: this version of PyTorch builds its Reducer in another way.
+        PlanMismatch: this version of PyTorch builds its Reducer differently.
     """
     helper: Any = TorchDDP._ddp_init_helper  # noqa: SLF001
     code = helper.__code__
@@ -95,6 +95,6 @@ def build_reducer(
 
 def _unsupported(what: str) -> PlanMismatch:
     return PlanMismatch(
-        f"plans can't be carried out with PyTorch {torch.__version__}: {what} than in "
+        f"plans are not supported with PyTorch {torch.__version__}: {what}, unlike "
         "2.11 to 2.15. Install one of these, or pass plan=None for plain DDP."
     )

@@ -1,4 +1,4 @@
-"""A plan checked against a model, and the way of each of its buckets."""
+"""Check a plan against a model, and compute the route of each bucket."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The way of one bucket."""
+    """The lanes and slices of one bucket."""
 
     index: int
 
@@ -62,10 +62,10 @@ class Route:
     parts: tuple[Part, ...]
 
     wire: str | None = None
-    """Type on the wire where it is not the gradients' own."""
+    """Type on the wire if it differs from the gradients' own."""
 
     def row(self, dtype: str) -> BucketRow:
-        """Describe the bucket to an observer; its gradients are of type ``dtype``."""
+        """Describe the bucket to an observer; its gradients have type ``dtype``."""
         width_bytes: int = getattr(torch, self.wire or dtype).to_real().itemsize
         return BucketRow(
             tensors=self.tensors,
@@ -77,7 +77,7 @@ class Route:
 
     @property
     def place(self) -> str:
-        """Bucket, tensors and lanes, as a message names them."""
+        """Bucket, tensors and lanes for messages."""
         more = len(self.tensors) - 1
         names = f"{self.tensors[0]!r}" + (f" and {more} more" if more else "")
         lanes = sorted({part.lane for part in self.parts})
@@ -100,11 +100,11 @@ def ignored_names(module: nn.Module, arguments: dict[str, Any]) -> frozenset[str
 
 
 def why_unplannable(arguments: dict[str, Any]) -> str | None:
-    """Return why DDP's arguments, by name, leave no room for a plan, if they do."""
+    """Return why DDP's arguments, by name, prevent a plan, or None."""
     if arguments.get("skip_all_reduce_unused_params"):
         return "skip_all_reduce_unused_params=True omits buckets in some steps."
     if arguments.get("delay_all_reduce_named_params"):
-        # DDP does not wait for it: the buckets behind it on the same group do.
+        # DDP does not wait for it: the later buckets on the same group do.
         return (
             "the all-reduce of delay_all_reduce_named_params relies on DDP's buckets "
             "being sent behind it on one process group."
@@ -115,9 +115,9 @@ def why_unplannable(arguments: dict[str, Any]) -> str | None:
 def parameter_rows(
     module: nn.Module, ignored: Collection[str] = ()
 ) -> list[tuple[TensorRow, nn.Parameter]]:
-    """Rows and parameters in the order of DDP's parameter list.
+    """Return rows and parameters in the order of DDP's parameter list.
 
-    ``ignored`` names those that DDP was told to leave alone.
+    ``ignored`` names the parameters that DDP ignores.
     """
     rows = []
     seen: set[int] = set()
@@ -129,7 +129,7 @@ def parameter_rows(
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            size_bytes = 0  # of an uninitialized one, which DDP itself refuses
+            size_bytes = 0  # uninitialized, which DDP itself refuses
             if not is_lazy(parameter):
                 size_bytes = parameter.numel() * parameter.element_size()
             row = TensorRow(name, size_bytes, _dtype_name(parameter.dtype))
@@ -145,11 +145,11 @@ def routes_of(
     backend: str,
     device: torch.device,
 ) -> list[Route]:
-    """The way of each bucket of ``plan``, in launch order.
+    """Return the route of each bucket of ``plan``, in launch order.
 
     Raises:
-        PlanMismatch: the plan is for another model, or asks for what this runtime
-            can't do.
+        PlanMismatch: the plan is for another model, or needs a feature that this
+            runtime does not support.
     """
     index_of = {row.name: i for i, (row, _) in enumerate(table)}
     _check_names(plan, index_of)
@@ -173,7 +173,7 @@ def routes_of(
             if route.wire is not None:
                 raise PlanMismatch(
                     f"bucket {route.index} has wire_dtype {route.wire!r}, which gloo "
-                    f"carries for tensors on the CPU only, not on {device.type}: plan "
+                    f"supports only for tensors on the CPU, not on {device.type}: plan "
                     "without a wire_dtype, or use nccl."
                 )
     return routes
@@ -209,19 +209,19 @@ def _check_names(plan: Plan, known: dict[str, int]) -> None:
     for name in known:
         if name not in planned:
             raise PlanMismatch(
-                f"no bucket holds parameter {name!r} of this model: the plan was made "
-                f"for another model. {_AGAIN}"
+                f"no bucket contains parameter {name!r} of this model: the plan was "
+                f"made for another model. {_AGAIN}"
             )
 
 
 def _check_digest(
     plan: Plan, rows: Sequence[TensorRow], index_of: dict[str, int]
 ) -> None:
-    """Requires that sizes and types are those the plan was made for.
+    """Require that sizes and types are those that the plan was made for.
 
     Digests of version 0.1 cover an order that the plan need not keep, so the plan's
     order is tried, then the order of declaration, forward and backward. An empty digest
-    says that a plan was made by hand, for any model that has these names.
+    means that a plan was made by hand, for any model with these names.
     """
     if not plan.workload_digest:
         return
@@ -239,24 +239,24 @@ def _check_digest(
 def _check_supported(plan: Plan, backend: str, device: torch.device) -> None:
     if backend not in ("gloo", "nccl"):
         raise PlanMismatch(
-            f"this runtime can't carry out plans on backend {backend!r} yet: use gloo "
+            f"this runtime does not support plans on backend {backend!r} yet: use gloo "
             "or nccl, or pass plan=None."
         )
     if plan.overlap == "forward":
         raise PlanMismatch(
-            "this runtime can't carry out overlap 'forward' yet: plan with 'backward' "
+            "this runtime does not support overlap 'forward' yet: plan with 'backward' "
             "or 'none'."
         )
     for i, bucket in enumerate(plan.buckets):
         if bucket.algorithm != "ring":
             raise PlanMismatch(
-                f"this runtime can't carry out algorithm {bucket.algorithm!r} of "
+                f"this runtime does not support algorithm {bucket.algorithm!r} of "
                 f"bucket {i} yet: plan with 'ring'."
             )
         pieces = bucket.slices * _pieces_of(bucket, backend)
         if pieces > 1 and backend == "gloo" and device.type != "cpu":
             raise PlanMismatch(
-                f"this runtime can't carry out the {bucket.slices} slices of bucket "
+                f"this runtime does not support the {bucket.slices} slices of bucket "
                 f"{i}, of resource {bucket.resource or 1}, on gloo with tensors on "
                 f"{device.type} yet: plan with 1 slice and resource null."
             )
@@ -264,7 +264,7 @@ def _check_supported(plan: Plan, backend: str, device: torch.device) -> None:
 
 
 def _pieces_of(bucket: Bucket, backend: str) -> int:
-    """Collectives that carry one slice: Note [What resource means on Gloo]."""
+    """Return the collectives for one slice: Note [What resource means on Gloo]."""
     return (bucket.resource or 1) if backend == "gloo" else 1
 
 
@@ -281,7 +281,7 @@ def _check_wire(
         )
     if device.type not in ("cpu", "cuda"):
         raise PlanMismatch(
-            f"bucket {index} has wire_dtype {wire!r}, which is carried out on cpu and "
+            f"bucket {index} has wire_dtype {wire!r}, which is supported on cpu and "
             f"cuda, not on {device.type}: set wire_dtype to {dtype}."
         )
 
@@ -300,7 +300,7 @@ def _route(
     if len(dtypes) > 1 or len(devices) > 1:
         mixed = " and ".join(dtypes if len(dtypes) > 1 else devices)
         raise PlanMismatch(
-            f"bucket {index} mixes {mixed}: one collective carries one type on one "
+            f"bucket {index} mixes {mixed}: one collective supports one type on one "
             f"device. {_AGAIN}"
         )
     is_sparse = any(id(p) in sparse for _, p in rows)
@@ -309,7 +309,7 @@ def _route(
         _check_wire(index, wire, dtypes[0], rows[0][1].device, sparse=is_sparse)
     if is_sparse and (len(rows) > 1 or bucket.slices * pieces > 1):
         raise PlanMismatch(
-            f"bucket {index} holds a parameter with sparse gradients, which must be "
+            f"bucket {index} contains a parameter with sparse gradients, which must be "
             "alone in its bucket, in one slice and on one connection."
         )
     elements = sum(parameter.numel() for _, parameter in rows)

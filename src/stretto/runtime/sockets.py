@@ -1,4 +1,4 @@
-"""This process's sockets: those of lanes, and a bound on a store's answers."""
+"""Find the sockets of lanes, and limit the time for a store's answers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Socket = tuple[int, str]
-"""Descriptor and inode: descriptors are used again, inodes are not while it is open."""
+"""Descriptor and inode: descriptors are reused, inodes are not while it is open."""
 
 
 def open_sockets() -> set[Socket]:
-    """This process's sockets; empty where /proc is missing."""
+    """Return this process's sockets; empty if /proc is missing."""
     found = set()
     try:
         for entry in Path("/proc/self/fd").iterdir():
@@ -36,12 +36,12 @@ def open_sockets() -> set[Socket]:
 
 
 def connections_among(new: set[Socket], store: Store) -> set[Socket]:
-    """Those of ``new`` that came with a lane.
+    """Return those of ``new`` that belong to a lane.
 
     While a lane opens, other sockets may appear: connections of other ranks to a store
     that this process serves, or to any server of the user's. Such a connection was
-    accepted by a listener that was there before. What goes to ``store``'s own port is
-    no lane's either.
+    accepted by an older listener. A connection to ``store``'s own port does not belong
+    to a lane either.
     """
     port = _port_of(store)
     mine: dict[int, bool] = {}
@@ -64,7 +64,7 @@ def connections_among(new: set[Socket], store: Store) -> set[Socket]:
 
 
 def connections_to(new: set[Socket], store: Store) -> set[Socket]:
-    """Those of ``new`` that lead to a store's server."""
+    """Return those of ``new`` that connect to a store's server."""
     port = _port_of(store)
     found = set()
     for row in new:
@@ -75,7 +75,7 @@ def connections_to(new: set[Socket], store: Store) -> set[Socket]:
 
 
 def shut(sockets: set[Socket]) -> None:
-    """Shut connections down. Descriptors stay open, for their owner to close."""
+    """Shut connections down. Descriptors stay open; their owner closes them."""
     for row in sockets & open_sockets():
         with _opened(row) as found, contextlib.suppress(OSError):
             if found is not None:
@@ -84,10 +84,10 @@ def shut(sockets: set[Socket]) -> None:
 
 
 def bound_answers(sockets: set[Socket], limit_s: float) -> None:
-    """Let requests on ``sockets`` fail whose answer takes longer than ``limit_s``.
+    """Make requests on ``sockets`` fail if the answer takes longer than ``limit_s``.
 
     A store whose process is stopped keeps its connections open and never answers, and
-    most requests to it have no time-out of their own.
+    most requests to it have no timeout of their own.
     """
     whole_s = int(limit_s)
     value = struct.pack("ll", whole_s, int((limit_s - whole_s) * 1e6))
@@ -99,7 +99,7 @@ def bound_answers(sockets: set[Socket], limit_s: float) -> None:
 
 @contextlib.contextmanager
 def _opened(row: Socket) -> Iterator[socket.socket | None]:
-    """Give a socket for a descriptor; ``None`` where that is another's by now."""
+    """Yield a socket for a descriptor, or ``None`` if it was reused by now."""
     number, inode = row
     try:
         copy = os.dup(number)
@@ -107,7 +107,7 @@ def _opened(row: Socket) -> Iterator[socket.socket | None]:
         yield None
         return
     try:
-        # Of the copy: the descriptor itself may be closed and used again meanwhile.
+        # Check the copy: the descriptor itself may be closed and reused in between.
         same = os.readlink(f"/proc/self/fd/{copy}") == inode  # noqa: PTH115
         found = socket.socket(fileno=copy) if same else None
     except OSError:
@@ -121,7 +121,7 @@ def _opened(row: Socket) -> Iterator[socket.socket | None]:
 
 
 def _port_of(store: Any) -> int | None:
-    """The port of the server below a store; ``None``: it has none."""
+    """Return the port of the server below a store, or ``None``."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     port = getattr(store, "port", None)

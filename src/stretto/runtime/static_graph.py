@@ -1,12 +1,12 @@
-"""How often each gradient comes in a backward of a static graph.
+"""Count how often each gradient arrives in a backward of a static graph.
 
 # Note [A new Reducer for a static graph]
-A Reducer of a static graph learns in its first iteration how often each gradient comes
-and communicates at the end of that backward. A forward under ``no_sync``, a forward
-whose loss is dropped or two forwards before a backward break that first iteration. DDP
-has it once, at the start, where programs are simple; a new plan would have it anywhere.
-Where each gradient comes once, a Reducer without that mode does the same without a
-first iteration, so a new plan gets such a Reducer.
+A Reducer of a static graph learns in its first iteration how often each gradient
+arrives, and communicates at the end of that backward. A forward under ``no_sync``, a
+forward whose loss is dropped or two forwards before a backward break that first
+iteration. In DDP it happens once, at the start, where programs are simple; with a new
+plan it could happen anywhere. If each gradient arrives once, a Reducer without that
+mode does the same without a first iteration, so a new plan gets such a Reducer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 @final
 class GradientCounts:
-    """Counts how often each parameter's gradient comes in one iteration."""
+    """Counts how often each parameter's gradient arrives in one iteration."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._counts = [0] * len(parameters)
-        # Weak, for what a parameter's hook keeps is never freed with the parameter.
+        # Weak, because objects kept by a parameter's hook are never freed with the
+        # parameter.
         weak = weakref.WeakMethod(self._count)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(_call, weak, index))
@@ -39,7 +40,7 @@ class GradientCounts:
         self._counts = [0] * len(self._counts)
 
     def end(self) -> bool:
-        """Stop counting; return whether each gradient came exactly once."""
+        """Stop counting; return whether each gradient arrived exactly once."""
         for handle in self._handles:
             handle.remove()
         return all(count == 1 for count in self._counts)

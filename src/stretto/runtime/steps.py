@@ -1,4 +1,4 @@
-"""Marks of a step as plain values, and the spans they make."""
+"""Plain values of a step's marks, and their spans."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMarks:
-    """When what happened in one step of one rank, in seconds of that rank's clock."""
+    """Times of the events in one step of one rank, in seconds of that rank's clock."""
 
     number: int
-    """Backwards since the recording began: the same on all ranks."""
+    """Number of backwards since recording began: the same on all ranks."""
 
     forward_s: tuple[float, float]
 
     backward_s: float
-    """The first gradient of the model's output."""
+    """Time of the first gradient of the model's output."""
 
     computed_s: float
-    """The end of backward's computation."""
+    """End of backward's computation."""
 
     ended_s: float
-    """All gradients reduced and in place."""
+    """Time at which all gradients were reduced and in place."""
 
     launched: tuple[tuple[int, float], ...] = ()
-    """(bucket, when its slices went to their lanes)."""
+    """(bucket, launch time of its slices)."""
 
     finished: tuple[tuple[int, int, float], ...] = ()
-    """(bucket, lane, when a slice's all-reduce ended)."""
+    """(bucket, lane, end of a slice's all-reduce)."""
 
     def shifted(self, offset_s: float) -> StepMarks:
-        """The same step on a clock that shows ``offset_s`` more."""
+        """Return the same step on a clock that is ahead by ``offset_s``."""
         return replace(
             self,
             forward_s=(self.forward_s[0] + offset_s, self.forward_s[1] + offset_s),
@@ -62,9 +62,9 @@ class SliceSent:
 
 
 def slices_sent(step: StepMarks, buckets: Sequence[BucketRow]) -> list[SliceSent]:
-    """The slices of a step in the order of their ends.
+    """Return the slices of a step in order of their ends.
 
-    Slices of one bucket on one lane end in their order, up to what can't be told.
+    Slices of one bucket on one lane are assumed to end in slice order.
     """
     launched_s = dict(step.launched)
     numbers = {
@@ -85,7 +85,7 @@ def slices_sent(step: StepMarks, buckets: Sequence[BucketRow]) -> list[SliceSent
 
 
 def compute_spans(step: StepMarks, origin_s: float) -> list[Span]:
-    """Forward and backward of a step."""
+    """Return forward and backward of a step."""
     start_s, end_s = step.forward_s
     return [
         _compute("forward", start_s - origin_s, end_s - origin_s),
@@ -96,9 +96,9 @@ def compute_spans(step: StepMarks, origin_s: float) -> list[Span]:
 def lane_spans(
     step: StepMarks, buckets: Sequence[BucketRow], origin_s: float
 ) -> list[Span]:
-    """Waits and sends of a step's slices, as one rank alone can tell them.
+    """Return waits and sends of a step's slices, as seen by a single rank.
 
-    When a slice's first byte left can't be seen from outside. A lane is one
+    The time of a slice's first byte is not visible from outside. A lane is one
     connection, so it is drawn as if it sent its slices one after another.
     """
     spans: list[Span] = []
@@ -134,7 +134,7 @@ def lane_spans(
 def slice_words(
     part: SliceSent, buckets: Sequence[BucketRow]
 ) -> tuple[str, dict[str, Any]]:
-    """Name and args of a slice's span."""
+    """Return name and args of a slice's span."""
     row = buckets[part.bucket]
     name = f"bucket {part.bucket}"
     if len(row.slices) > 1:

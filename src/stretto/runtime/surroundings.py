@@ -1,4 +1,4 @@
-"""What a model is given from outside: its process group, backend and compiler."""
+"""A model's environment: its process group, backend and compiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stretto.runtime.agreement import Ranks
 
 PLANNED_BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
-"""Backends that plans run on, each with the type of device that it is for."""
+"""Supported backends of plans, each with its device type."""
 
 _F = TypeVar("_F", bound="Callable[..., Any]")
 
@@ -26,16 +26,16 @@ _log = logging.getLogger(__name__)
 
 WHOLE_COMPILE = (
     "%s: the whole model is compiled: PyTorch computes its backward in few pieces, and "
-    "all gradients of a piece come at its end, so there is little for a plan to "
+    "all gradients of a piece become ready at its end, so a plan has little to "
     "overlap with. Compile each block (`for block in model.blocks: block.compile()`) "
     "before the model is wrapped."
 )
 
 
 def without_dynamo(function: _F) -> _F:
-    """Keeps TorchDynamo out of a function called below a compiled forward.
+    """Keep TorchDynamo out of a function called below a compiled forward.
 
-    It looks into every frame there, and can't look into a process group. Unlike
+    Dynamo inspects every frame there, and can't inspect a process group. Unlike
     ``torch.compiler.disable`` this imports nothing until the function is called.
     """
     disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
@@ -53,7 +53,7 @@ def arguments_of(
 def process_group_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dist.ProcessGroup:
-    """The process group DDP will take from its arguments."""
+    """Return the process group that DDP will use with these arguments."""
     arguments = arguments_of(module, args, kwargs)
     given = arguments.get("process_group")
     mesh = arguments.get("device_mesh")
@@ -65,13 +65,13 @@ def process_group_of(
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that serves tensors on a device: ``gloo``, ``nccl``, ..."""
+    """Return the backend for tensors on a device: ``gloo``, ``nccl``, ..."""
     name: str = group._get_backend(device).name()  # noqa: SLF001
     return name
 
 
 def is_compiled_whole(module: nn.Module) -> bool:
-    """Whether a whole module was given to ``torch.compile``, rather than its blocks."""
+    """Return whether the whole module was compiled, rather than its blocks."""
     return (
         type(module).__name__ == "OptimizedModule"
         or getattr(module, "_compiled_call_impl", None) is not None
@@ -79,7 +79,7 @@ def is_compiled_whole(module: nn.Module) -> bool:
 
 
 def warn_of_whole_compile(module: nn.Module, ranks: Ranks, *, around: bool) -> None:
-    """Says on the first rank that a plan has little to overlap with.
+    """Warn on the first rank that a plan has little to overlap with.
 
     ``around``: DDP's own forward is compiled, and the module's with it.
     """

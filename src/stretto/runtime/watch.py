@@ -1,4 +1,4 @@
-"""PyTorch's hooks, turned into an observer's calls."""
+"""Convert PyTorch's hooks into an observer's calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # no
 
 @final
 class StepWatch:
-    """Turns PyTorch's hooks into an observer's calls."""
+    """Converts PyTorch's hooks into an observer's calls."""
 
     def __init__(self, observer: AbstractStepObserver) -> None:
         self._observer = observer
@@ -44,8 +44,8 @@ class StepWatch:
         self._observer.gradient_ready(index, perf_counter())
         if not self._ending:
             self._ending = True
-            # Runs when the graph is done, before the Reducer waits for its buckets;
-            # what it queues in turn runs after that.
+            # Runs when the graph is done, before the Reducer waits for its buckets; a
+            # callback that it queues runs after that.
             _queue_callback(self._computed)
 
     def _computed(self) -> None:

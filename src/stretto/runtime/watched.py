@@ -1,4 +1,4 @@
-"""DDP's own buckets, with a lost rank named as a plan's buckets name it."""
+"""Run DDP's own buckets, with the same error for a lost rank as with a plan."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 class WatchedGroup(dist.ProcessGroup):
     """The process group of a Reducer that keeps DDP's rule.
 
-    Every collective is the model's own group's, as with DDP. On Gloo the works of a
-    backward are waited for just before the Reducer does, so that a failure becomes the
-    one error of a `FailureDesk` rather than an address and a closed connection.
+    Every collective uses the model's own group, as with DDP. On Gloo this group waits
+    for the works of a backward just before the Reducer does, so that a failure raises
+    the one error of a `FailureDesk` rather than an address and a closed connection.
     """
 
     def __init__(
@@ -49,15 +49,16 @@ class WatchedGroup(dist.ProcessGroup):
 
         Args:
             base: The model's own group.
-            device: Where its gradients lie.
+            device: The device of its gradients.
             desk: Reports a failure.
-            backend: What ``base`` uses there.
+            backend: The backend of ``base`` for that device.
             waits: Whether failures are found before the Reducer's end.
-            numerics: Looks at gradients.
-            buckets: Those of the Reducer, where it need not ask for them; positions in
-                DDP's list of parameters.
+            numerics: Checks gradients.
+            buckets: The Reducer's buckets, if they are known; positions in DDP's list
+                of parameters.
             rebuilt: A weak reference to a callback for the buckets that DDP rebuilds.
-            reduced: The same to what is called at the end of each reduced backward.
+            reduced: A weak reference to a callback for the end of each reduced
+                backward.
         """
         # Only this form of the constructor lets C++ call the methods below.
         super().__init__(base.rank(), base.size())  # type: ignore[call-arg]
@@ -88,7 +89,7 @@ class WatchedGroup(dist.ProcessGroup):
             future = self._base.allreduce(tensors, opts).get_future()
             return Launched(future.then(partial(_settle, self._desk, tensors)))
         if task != self._task:
-            # The first bucket of a backward. What is queued here runs before the
+            # The first bucket of a backward. A callback queued here runs before the
             # Reducer's own callback, which it queues after its last bucket.
             self._task = task
             self._works.clear()
@@ -106,7 +107,7 @@ class WatchedGroup(dist.ProcessGroup):
 
     @without_dynamo
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        """Answer with known buckets, or ask the model's own group and note them.
+        """Answer with known buckets, or ask the model's own group and record them.
 
         The Reducer broadcasts once, when it rebuilds its buckets: all parameter
         indices with the number of buckets, then each bucket's number of parameters.
@@ -118,7 +119,7 @@ class WatchedGroup(dist.ProcessGroup):
             sizes = [len(bucket) for bucket in self._buckets]
             wanted = [*flat, len(sizes)] if first else sizes
             with torch.no_grad():
-                # On a device of its own: the script may have set another default.
+                # Set the device explicitly: the script may have set another default.
                 tensors[0].copy_(torch.tensor(wanted, dtype=torch.int64, device="cpu"))
             return Launched(done(tensors))
         work = self._base.broadcast(tensors, opts)
@@ -136,14 +137,14 @@ class WatchedGroup(dist.ProcessGroup):
         return work
 
     def begin_forward(self, *, reduces: bool) -> None:
-        """Raise what ended the last step, if anything; with ``reduces`` start one."""
+        """Raise the last step's error, if any; with ``reduces`` start a step."""
         if self._desk.error is not None:
             raise self._desk.error
         if reduces and self._numerics is not None:
             self._numerics.begin_step()
 
     def pass_through(self) -> None:
-        """Return the model's own group's works, as DDP's hooks in C++ need them."""
+        """Return the works of the model's own group, as DDP's C++ hooks need them."""
         self._native = True
 
     def _before_finalize(self) -> None:
@@ -165,7 +166,7 @@ class WatchedGroup(dist.ProcessGroup):
 def _settle(
     desk: FailureDesk, tensors: list[torch.Tensor], ended: Any
 ) -> list[torch.Tensor]:
-    # It holds no group: see Note [Callbacks hold no group].
+    # Holds no group: see Note [Callbacks hold no group].
     try:
         ended.value()
     except RuntimeError as exc:
