@@ -276,7 +276,7 @@ def _protests(rank: int, size: int) -> None:
         hvd.DistributedOptimizer(sgd, op=hvd.Adasum)
     with pytest.raises(ValueError, match="predivide"):
         hvd.DistributedOptimizer(sgd, op=hvd.Sum, gradient_predivide_factor=2.0)
-    with pytest.raises(ValueError, match="each in one group"):
+    with pytest.raises(ValueError, match="each in at most one group"):
         hvd.DistributedOptimizer(sgd, groups=[[nn.Parameter(torch.ones(1))]])
 
     optimizer = hvd.DistributedOptimizer(sgd, named_parameters=net.named_parameters())

@@ -118,7 +118,7 @@ def test_a_killed_process_leaves_valid_json_and_run_returns_by_rank(
         ({"num_proc": 3, "slots": 2}, "number of slots"),
         ({"hosts": "far:2"}, "this host only"),
         ({"hostfile": "x"}, "this host only"),
-        ({"use_mpi": True}, "no MPI"),
+        ({"use_mpi": True}, "MPI is not supported"),
     ):
         with pytest.raises(ValueError, match=text):
             stretto.horovod.run(print, **wrong)

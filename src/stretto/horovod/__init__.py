@@ -1,4 +1,4 @@
-"""Horovod's programming interface over stretto: `import stretto.horovod.torch as hvd`.
+"""Horovod's API over stretto: `import stretto.horovod.torch as hvd`.
 
 Names, arguments and meaning are those of Horovod 0.28.1, its last release.
 """

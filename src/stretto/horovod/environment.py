@@ -1,6 +1,6 @@
-"""What the environment says: a rank's place in the job, and settings.
+"""Read a rank's place in the job, and settings, from the environment.
 
-Launchers describe a rank's place with torchrun's names or with Horovod's. Settings have
+Launchers set a rank's place with torchrun's names or with Horovod's. Settings have
 Horovod's names.
 """
 
@@ -22,7 +22,7 @@ _LEAST_UNIT_BYTES = 64 * 2**10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A rank's place, as far as its launcher tells; ``None``: it does not."""
+    """A rank's place, as far as its launcher sets it; ``None`` if it does not."""
 
     rank: int
 
@@ -33,10 +33,10 @@ class Place:
     local_size: int | None = None
 
     host: int | None = None
-    """Number of the host."""
+    """Index of the host."""
 
     address: str = "127.0.0.1"
-    """Where rank 0 has its store."""
+    """Address of rank 0's store."""
 
     port: int = 29500
 
@@ -51,7 +51,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings with Horovod's names; ``None``: the library's own default."""
+    """Settings with Horovod's names; ``None`` means the library's own default."""
 
     unit_bytes: int | None = None
     """HOROVOD_FUSION_THRESHOLD."""
@@ -69,7 +69,7 @@ class Settings:
     """HOROVOD_STALL_CHECK_TIME_SECONDS; infinite with HOROVOD_STALL_CHECK_DISABLE."""
 
     timeout_s: float | None = None
-    """HOROVOD_STALL_SHUTDOWN_TIME_SECONDS; 0 there is none."""
+    """HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, in which 0 means no limit."""
 
     dynamic_process_sets: bool = False
     """HOROVOD_DYNAMIC_PROCESS_SETS."""
@@ -96,7 +96,7 @@ _SETTING_NAMES = (
 )
 
 _SILENT_NAMES = (
-    # What launchers set, and what says how to build Horovod: nothing is lost.
+    # Variables of launchers and of Horovod's build: safe to ignore.
     *("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_HOSTNAME"),
     *("HOROVOD_GPU_OPERATIONS", "HOROVOD_GPU_ALLREDUCE", "HOROVOD_GPU_BROADCAST"),
     *("HOROVOD_GPU_ALLGATHER", "HOROVOD_WITH_PYTORCH", "HOROVOD_WITH_GLOO"),
@@ -107,16 +107,16 @@ _SILENT_NAMES = (
 )
 
 _OWN_PREFIX = "HOROVOD_STRETTO_"
-"""Names that only this library has."""
+"""Prefix of names that only this library has."""
 
 
 def place(environment: Mapping[str, str]) -> Place | None:
-    """A rank's place; ``None`` where no launcher has told.
+    """Return a rank's place, or ``None`` if no launcher has set it.
 
-    torchrun's names go before Horovod's.
+    torchrun's names take precedence over Horovod's.
 
     Raises:
-        SpecError: a value is no number, or a rank lies outside its size.
+        SpecError: a value is not a number, or a rank is outside of its size.
     """
     prefix, size_name = ("", "WORLD_SIZE")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -145,10 +145,10 @@ def place(environment: Mapping[str, str]) -> Place | None:
 
 
 def settings(environment: Mapping[str, str]) -> Settings:
-    """Settings.
+    """Return the settings.
 
     Raises:
-        SpecError: a value is no number, or breaks its rule.
+        SpecError: a value is not a number, or breaks its rule.
     """
     unit_bytes = _number(environment, "HOROVOD_FUSION_THRESHOLD")
     if unit_bytes is not None and unit_bytes < _LEAST_UNIT_BYTES:
@@ -177,7 +177,7 @@ def settings(environment: Mapping[str, str]) -> Settings:
 
 
 def unknown(environment: Mapping[str, str]) -> list[str]:
-    """HOROVOD_ names that have no effect here, in order of the alphabet."""
+    """Return the HOROVOD_ names that have no effect here, in alphabetical order."""
     known = {*_PLACE_NAMES, *_SETTING_NAMES, *_SILENT_NAMES}
     return sorted(
         name

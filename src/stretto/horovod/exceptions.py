@@ -1,4 +1,4 @@
-"""What Horovod's interface raises."""
+"""Exceptions of Horovod's API."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from stretto.errors import StrettoError
 
 
 class HorovodInternalError(StrettoError, RuntimeError):
-    """A collective failed: ranks asked for different things, or a rank is gone.
+    """A collective failed: ranks made different calls, or a rank is lost.
 
-    The state of model and optimizer may be half updated; `elastic.run` restores what
-    was committed last.
+    The state of model and optimizer may be partly updated; `elastic.run` restores the
+    last commit.
     """
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Hosts joined or left; nothing is lost.
+    """Hosts joined or left; no state is lost.
 
     Args:
-        skip_sync: State needs not be sent to other ranks again, for no rank is new.
+        skip_sync: Whether state need not be sent again, because no rank is new.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:  # noqa: FBT001, FBT002

@@ -1,4 +1,4 @@
-"""`horovod.run`: calls a function on every rank of a new job."""
+"""`horovod.run`: call a function on every rank of a new job."""
 
 from __future__ import annotations
 
@@ -41,33 +41,33 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """What every rank returned, by rank.
+    """Run a function on new ranks, and return every rank's result, by rank.
 
-    Starts ranks on this host, by torchrun's agent, in new processes that import the
-    module of ``func``. For other hosts start a script there by torchrun or ``stretto
+    Start ranks on this host, with torchrun's agent, in new processes that import the
+    module of ``func``. For other hosts start a script there with torchrun or ``stretto
     run``.
 
     Args:
-        func: A function of a module, which pickles by its name.
+        func: A module-level function, which is pickled by name.
         args: Its arguments.
         kwargs: Its keyword arguments.
         num_proc: Number of ranks.
-        min_num_proc: Has no effect: this host's ranks are all there or none.
+        min_num_proc: Has no effect: this host has either all ranks or none.
         max_num_proc: Has no effect.
-        slots: The most that ``num_proc`` may be.
-        reset_limit: How often ranks are all started again after one has failed.
-        cooldown_range: Has no effect: nothing but this host is waited for.
-        hosts: ``localhost:N``, with N the most that ``num_proc`` may be.
+        slots: Maximum of ``num_proc``.
+        reset_limit: How often all ranks are restarted after one has failed.
+        cooldown_range: Has no effect: there is no wait for other hosts.
+        hosts: ``localhost:N``, with N the maximum of ``num_proc``.
         hostfile: Refused.
-        start_timeout: Has no effect; nor have the following where nothing is said.
-        ssh_port: Nothing is started by ssh.
-        ssh_identity_file: The same.
-        disable_cache: Nothing is checked beforehand.
+        start_timeout: Has no effect, as the arguments below unless stated.
+        ssh_port: ssh is not used.
+        ssh_identity_file: ssh is not used.
+        disable_cache: Nothing is checked in advance.
         output_filename: Ranks write to this process's output.
         verbose: Use logging.
         use_gloo: Gloo is used on CPUs.
         use_mpi: Refused if true.
-        mpi_args: There is no MPI.
+        mpi_args: MPI is not used.
         network_interface: Set GLOO_SOCKET_IFNAME.
         executable: This interpreter is used.
         np: Older name of ``num_proc``.
@@ -76,15 +76,15 @@ def run(
 
     Raises:
         ValueError: a number is less than 1 or more than the slots, another host is
-            named, MPI is asked for, or the function or an argument can't be pickled.
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
+            named, MPI is requested, or the function or an argument can't be pickled.
+            torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
             failed; with its traceback.
     """
     del cooldown_range, min_num_proc, max_num_proc, min_np, max_np, start_timeout
     del ssh_port, ssh_identity_file, disable_cache, output_filename, verbose, use_gloo
     del mpi_args, network_interface, executable
     if use_mpi:
-        raise SpecError("run: there is no MPI here. Leave use_mpi out: Gloo is used.")
+        raise SpecError("run: MPI is not supported. Leave use_mpi out: Gloo is used.")
     if hostfile is not None:
         raise _elsewhere(f"hostfile={hostfile!r}")
     if hosts is not None:
@@ -101,7 +101,7 @@ def run(
         pickle.dumps((func, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as exc:
         raise SpecError(
-            "run: the function and its arguments go to new processes and must be "
+            "run: the function and its arguments are sent to new processes and must be "
             f"picklable: {exc}. Define the function at the top of a module."
         ) from exc
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -130,5 +130,5 @@ def _call(
 def _elsewhere(what: str) -> SpecError:
     return SpecError(
         f"run starts ranks on this host only, got {what}. On several hosts start a "
-        "script by torchrun or `stretto run`, with --nnodes and --rdzv-endpoint."
+        "script with torchrun or `stretto run`, with --nnodes and --rdzv-endpoint."
     )

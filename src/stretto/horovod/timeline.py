@@ -1,4 +1,4 @@
-"""Timeline files with Horovod's span names, for chrome://tracing and Perfetto."""
+"""Write timeline files with Horovod's span names, for chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LATER = "DYNAMIC"
 
 @final
 class _Writer:
-    """A file that is valid JSON at every moment, also when the process is killed.
+    """A file that is valid JSON at any time, even if the process is killed.
 
-    Events go through a queue to a thread, so that who tells them does not wait. Each
-    write begins where the closing bracket was and ends with a new one.
+    Events go through a queue to a thread, so that the caller does not wait. Each write
+    starts at the closing bracket and ends with a new one.
     """
 
     def __init__(self, path: Path, *, mark_cycles: bool) -> None:
@@ -58,11 +58,11 @@ class _Writer:
         self._thread.start()
 
     def tell(self, track: str, name: str, start_s: float, end_s: float) -> None:
-        """Takes a span; returns at once."""
+        """Queue a span; return at once."""
         self._queue.put((track, name, start_s, end_s))
 
     def close(self) -> None:
-        """Writes what was told and closes the file."""
+        """Write the queued spans and close the file."""
         self._queue.put(None)
         self._thread.join()
         os.close(self._file)
@@ -139,20 +139,20 @@ _lock = threading.Lock()
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002
-    """Writes a timeline into ``file_path`` from now on, on rank 0 only.
+    """Write a timeline into ``file_path`` from now on, on rank 0 only.
 
-    A timeline that is being written ends; if it is that of the same file, it goes on.
-    In HOROVOD_TIMELINE the word DYNAMIC means that a program starts one later.
+    A running timeline ends; one for the same file continues. In HOROVOD_TIMELINE the
+    word DYNAMIC means that a program starts one later.
 
     Args:
-        file_path: Is replaced. A Chrome trace, valid JSON also while it is written.
-        mark_cycles: Marks each round of the negotiation.
+        file_path: The file to replace: a Chrome trace, valid JSON at any time.
+        mark_cycles: Whether to mark each round of the negotiation.
 
     Raises:
         ValueError: `init` was not called, or the file can't be written.
     """
     global _writer
-    from stretto.horovod.torch import world  # which starts one itself, from a variable
+    from stretto.horovod.torch import world  # it imports this module
 
     if world.rank() != 0 or file_path == _LATER:
         return
@@ -172,7 +172,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: 
 
 
 def stop_timeline() -> None:
-    """Ends the timeline and closes its file; nothing where none was started."""
+    """End the timeline and close its file; do nothing without one."""
     global _writer
     with _lock:
         writer, _writer = _writer, None
@@ -181,12 +181,12 @@ def stop_timeline() -> None:
 
 
 def recording() -> bool:
-    """Whether a timeline is being written by this rank."""
+    """Return whether this rank is writing a timeline."""
     return _writer is not None
 
 
 def tell(track: str, name: str, start_s: float, end_s: float) -> None:
-    """Adds a span, in `time.perf_counter` seconds, where a timeline is written."""
+    """Add a span, in `time.perf_counter` seconds, if a timeline is written."""
     writer = _writer
     if writer is not None:
         writer.tell(track, name, start_s, end_s)
@@ -194,7 +194,7 @@ def tell(track: str, name: str, start_s: float, end_s: float) -> None:
 
 @final
 class _Observer(AbstractEngineObserver):
-    """Tells an engine's spans to the timeline there is."""
+    """Forwards an engine's spans to the current timeline."""
 
     def __init__(self, suffix: str) -> None:
         self._suffix = suffix
@@ -205,8 +205,8 @@ class _Observer(AbstractEngineObserver):
 
 
 def engine_observer(process_set_id: int) -> AbstractEngineObserver | None:
-    """What the engine of a process set tells its spans to; asked when it opens.
+    """Return the observer for the engine of a process set, when it opens.
 
-    A timeline may start later than the engine, so this is there from the beginning.
+    A timeline may start later than the engine, so the observer always exists.
     """
     return _Observer(f" (process set {process_set_id})" if process_set_id else "")

@@ -1,4 +1,4 @@
-"""All-gather: tensors of all ranks one behind the other, on every rank."""
+"""All-gather: tensors of all ranks concatenated, on every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _start(
         if tensor.dim() == 0:
             raise ValueError(
                 "allgather needs a first dimension to join tensors along, got a "
-                "scalar. Give it one with reshape(1)."
+                "scalar. Add one with reshape(1)."
             )
         rows.append(
             Row(
@@ -52,18 +52,18 @@ def allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """Starts to join tensors of all ranks; `synchronize` gives the result.
+    """Start to concatenate tensors of all ranks; `synchronize` returns the result.
 
     Args:
         tensor: At least one dimension. The first may differ between ranks, the others
             must not.
         name: Unique among operations of this kind that are under way.
-        process_set: The ranks that take part; all of them must call this.
+        process_set: The participating ranks; all of them must call this.
 
     Raises:
         ValueError: the tensor is a scalar, an operation of that name is under way, the
-            type is none that is sent, or this rank is not in the set.
-        HorovodInternalError: communication failed before.
+            dtype is not supported, or this rank is not in the set.
+        HorovodInternalError: communication has already failed.
     """
     return _start([tensor], name, process_set, grouped=False)
 
@@ -73,16 +73,15 @@ def allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Tensors of all ranks, joined along the first dimension; gradients flow through.
+    """Concatenate tensors of all ranks along the first dimension; differentiable.
 
-    The gradient is the mean over ranks of the gradients of this rank's rows: what it
-    is in Horovod since 0.20, where each rank's loss is one of ``size`` that are
-    averaged.
+    The gradient is the mean over ranks of the gradients of this rank's rows, as in
+    Horovod since 0.20, where each rank's loss is one of ``size`` that are averaged.
 
     Raises:
-        HorovodInternalError: ranks came with different types or other dimensions, or
-            a rank is gone.
-        ValueError: as `allgather_async`.
+        HorovodInternalError: ranks have different types or other dimensions, or a rank
+            is lost.
+        ValueError: as in `allgather_async`.
     """
     if tensor.requires_grad and torch.is_grad_enabled():
         gathered: torch.Tensor = through(_Allgather, tensor, name, process_set)
@@ -96,7 +95,7 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """`allgather_async` of tensors that start together, and fail together."""
+    """Run `allgather_async` for tensors that start together, and fail together."""
     return _start(tensors, name, process_set, grouped=True)
 
 
@@ -105,7 +104,7 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`allgather` of tensors that start together, and fail together."""
+    """Run `allgather` for tensors that start together, and fail together."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return list(through(_GroupedAllgather, name, process_set, *tensors))
     gathered: list[torch.Tensor] = synchronize(
@@ -117,10 +116,10 @@ def grouped_allgather(
 def _own_gradient(
     gradient: torch.Tensor, rows: tuple[int, ...], process_set: ProcessSet
 ) -> torch.Tensor:
-    """The mean over ranks of the gradients of this rank's rows.
+    """Return the mean over ranks of the gradients of this rank's rows.
 
-    Each rank gets its rows from every other and adds them up: a reduce-scatter of
-    uneven parts, half the bytes of an all-reduce.
+    Each rank gets its rows from every other rank and adds them up: a reduce-scatter of
+    uneven parts, with half the bytes of an all-reduce.
     """
     received = alltoall(gradient, splits=list(rows), process_set=process_set)[0]
     size = len(rows)

@@ -64,11 +64,11 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """Starts to combine a tensor of all ranks; `synchronize` gives the result.
+    """Start to reduce a tensor over all ranks; `synchronize` returns the result.
 
-    Ranks match operations by ``name``; without one they are numbered in the order in
-    which they are called. Shape, type, device and reduction must be the same on every
-    rank. The tensor must not change before the operation has ended.
+    Ranks match operations by ``name``; unnamed operations are numbered in call order.
+    Shape, type, device and reduction must be the same on every rank. The tensor must
+    not change before the operation has ended.
 
     Args:
         tensor: Any shape; dense.
@@ -76,16 +76,16 @@ def allreduce_async(
         name: Unique among operations of this kind that are under way.
         op: `Average` (the default), `Sum`, `Min`, `Max` or `Product`. Averages of
             integers truncate towards zero.
-        prescale_factor: Every rank's values times this before they are combined.
+        prescale_factor: Factor on every rank's values before they are combined.
             Integers are scaled in float64, float16 on the CPU in float32.
-        postscale_factor: Combined values times this.
-        process_set: The ranks that take part; all of them must call this.
+        postscale_factor: Factor on the combined values.
+        process_set: The participating ranks; all of them must call this.
 
     Raises:
         ValueError: both ``op`` and ``average`` are given, an operation of that name is
-            under way, the type is none that is sent, or this rank is not in the set.
+            under way, the dtype is not supported, or this rank is not in the set.
         NotImplementedError: ``op`` is `Adasum`.
-        HorovodInternalError: communication failed before.
+        HorovodInternalError: communication has already failed.
     """
     return _start(
         [tensor],
@@ -110,13 +110,13 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """A tensor of all ranks combined; gradients flow through.
+    """Reduce a tensor over all ranks; differentiable.
 
-    Arguments are `allreduce_async`'s; ``compression`` is how the tensor travels.
+    Arguments are as in `allreduce_async`; ``compression`` is applied on the wire.
 
     Raises:
-        HorovodInternalError: ranks came with different tensors, or a rank is gone.
-        ValueError: as `allreduce_async`.
+        HorovodInternalError: ranks have different tensors, or a rank is lost.
+        ValueError: as in `allreduce_async`.
     """
     sent, context = compression.compress(tensor)
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
@@ -136,7 +136,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """`allreduce_async` whose result takes the tensor's place."""
+    """Run `allreduce_async` in place."""
     return _start(
         [tensor],
         [tensor],
@@ -159,7 +159,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """`allreduce` in place; no gradients."""
+    """Run `allreduce` in place; not differentiable."""
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
     reduced: torch.Tensor = synchronize(allreduce_async_(tensor, *arguments))
     return reduced
@@ -174,9 +174,9 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """`allreduce_async` of tensors that start together, and fail together.
+    """Run `allreduce_async` for tensors that start together, and fail together.
 
-    `synchronize` gives a list. ``name`` is the group's.
+    `synchronize` returns a list. ``name`` is the group's.
     """
     return _start(
         tensors,
@@ -201,7 +201,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`allreduce` of tensors that start together, and fail together."""
+    """Run `allreduce` for tensors that start together, and fail together."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     sent = [tensor for tensor, _ in pairs]
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
@@ -224,7 +224,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """`grouped_allreduce_async` whose results take the tensors' places."""
+    """Run `grouped_allreduce_async` in place."""
     return _start(
         tensors,
         tensors,
@@ -247,7 +247,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`grouped_allreduce` in place; no gradients."""
+    """Run `grouped_allreduce` in place; not differentiable."""
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
     reduced: list[torch.Tensor] = synchronize(
         grouped_allreduce_async_(tensors, *arguments)

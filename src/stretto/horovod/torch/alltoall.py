@@ -30,30 +30,30 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """Starts to exchange parts of tensors; `synchronize` gives a pair.
+    """Start to exchange parts of tensors; `synchronize` returns a pair.
 
-    The pair is the rows received, in the order of ranks, and an integer tensor of how
-    many came from each.
+    The pair is the received rows, in rank order, and an integer tensor with the number
+    of rows from each rank.
 
     Args:
         tensor: At least one dimension. The first may differ between ranks, the others
             must not.
-        splits: Rows to send to each rank, in the order of ranks; ``None``: equally
-            many. If they are fewer than the tensor has, the last ones stay here.
+        splits: Rows to send to each rank, in rank order; ``None`` means equal parts.
+            Rows beyond their sum are not sent.
         name: Unique among operations of this kind that are under way.
-        process_set: The ranks that take part; all of them must call this.
+        process_set: The participating ranks; all of them must call this.
 
     Raises:
-        ValueError: the tensor is a scalar, ``splits`` are not one whole number >= 0 for
-            each rank or add up to more rows than there are, equal parts are asked for
-            and the rows can't be parted so, an operation of that name is under way,
-            the type is none that is sent, or this rank is not in the set.
-        HorovodInternalError: communication failed before.
+        ValueError: the tensor is a scalar, ``splits`` is not one whole number >= 0 per
+            rank or adds up to more rows than there are, the rows can't be divided
+            equally without ``splits``, an operation of that name is under way, the
+            dtype is not supported, or this rank is not in the set.
+        HorovodInternalError: communication has already failed.
     """
     if tensor.dim() == 0:
         raise ValueError(
-            "alltoall needs a first dimension to part a tensor along, got a scalar. "
-            "Give it one with reshape(1)."
+            "alltoall needs a first dimension to split a tensor along, got a scalar. "
+            "Add one with reshape(1)."
         )
     size = len(world.current().member(process_set).ranks)
     parts = _parts(splits, tensor.shape[0], size)
@@ -70,7 +70,7 @@ def _parts(splits: Splits, rows: int, size: int) -> tuple[int, ...]:
     if splits is None or len(splits) == 0:
         if rows % size:
             raise ValueError(
-                f"alltoall: the first dimension, {rows}, can't be parted equally among "
+                f"alltoall: the first dimension, {rows}, can't be split equally among "
                 f"{size} ranks. Pass splits=."
             )
         return (rows // size,) * size
@@ -99,16 +99,16 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Rows received from all ranks; gradients flow through.
+    """Exchange rows with all ranks; differentiable.
 
     Returns:
-        The rows, in the order of ranks. Where ``splits`` is given, a pair: the rows,
-        and how many came from each rank, of the type and on the device of ``splits``.
+        The received rows, in rank order. If ``splits`` is given, a pair: the rows, and
+        the number from each rank, with the dtype and device of ``splits``.
 
     Raises:
-        HorovodInternalError: ranks came with different types or other dimensions, or a
-            rank is gone.
-        ValueError: as `alltoall_async`.
+        HorovodInternalError: ranks have different types or other dimensions, or a rank
+            is lost.
+        ValueError: as in `alltoall_async`.
     """
     if tensor.requires_grad and torch.is_grad_enabled():
         received, counts = through(_Alltoall, tensor, splits, name, process_set)
@@ -141,6 +141,6 @@ class _Alltoall(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         back, _ = alltoall(gradients[0], splits=ctx.counts, process_set=ctx.process_set)
         kept = ctx.rows - back.shape[0]
-        if kept:  # rows that were sent to nobody
+        if kept:  # rows that were not sent
             back = torch.cat([back, back.new_zeros(kept, *back.shape[1:])])
         return back, None, None, None

@@ -50,18 +50,18 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """Starts to send a tensor from one rank; `synchronize` gives the result.
+    """Start to send a tensor from one rank; `synchronize` returns the result.
 
     Args:
         tensor: Any shape and type, the same on every rank.
         root_rank: The global rank whose values are sent.
         name: Unique among operations of this kind that are under way.
-        process_set: The ranks that take part; all of them must call this.
+        process_set: The participating ranks; all of them must call this.
 
     Raises:
         ValueError: ``root_rank`` or this rank is not in the set, an operation of that
-            name is under way, or the type is none that is sent.
-        HorovodInternalError: communication failed before.
+            name is under way, or the dtype is not supported.
+        HorovodInternalError: communication has already failed.
     """
     return _start(tensor, None, root_rank, name, process_set)
 
@@ -72,15 +72,14 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The root's tensor; gradients flow through.
+    """Return the root's tensor; differentiable.
 
-    The root's gradient is the mean of all ranks' gradients, the others' is zero: what
-    it is in Horovod since 0.20.
+    The root's gradient is the mean of all ranks' gradients, the others' is zero, as in
+    Horovod since 0.20.
 
     Raises:
-        HorovodInternalError: ranks came with different tensors or roots, or a rank is
-            gone.
-        ValueError: as `broadcast_async`.
+        HorovodInternalError: ranks have different tensors or roots, or a rank is lost.
+        ValueError: as in `broadcast_async`.
     """
     if tensor.requires_grad and torch.is_grad_enabled():
         sent: torch.Tensor = through(_Broadcast, tensor, root_rank, name, process_set)
@@ -97,7 +96,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """`broadcast_async` whose result takes the tensor's place."""
+    """Run `broadcast_async` in place."""
     return _start(tensor, tensor, root_rank, name, process_set)
 
 
@@ -107,7 +106,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """`broadcast` in place; no gradients."""
+    """Run `broadcast` in place; not differentiable."""
     sent: torch.Tensor = synchronize(
         broadcast_async_(tensor, root_rank, name, process_set)
     )

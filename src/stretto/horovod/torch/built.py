@@ -1,4 +1,4 @@
-"""What is available beneath: the answers scripts choose their settings by."""
+"""Report the available features, by which scripts choose their settings."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ import torch.distributed as dist
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be used from several threads.
+    """Report whether MPI may be used from several threads.
 
     Raises:
-        ValueError: always, as Horovod without MPI does.
+        ValueError: always, as in Horovod without MPI.
     """
-    raise ValueError("there is no MPI here: stretto uses Gloo and NCCL")
+    raise ValueError("MPI is not supported: stretto uses Gloo and NCCL")
 
 
 def mpi_enabled() -> bool:
-    """False: there is no MPI."""
+    """Return False: MPI is not supported."""
     return False
 
 
 def mpi_built() -> bool:
-    """False: there is no MPI."""
+    """Return False: MPI is not supported."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """Whether Gloo is used: it is what ranks negotiate over."""
+    """Return whether Gloo is used: ranks negotiate over it."""
     return dist.is_gloo_available()
 
 
 def gloo_built() -> bool:
-    """Whether PyTorch has Gloo."""
+    """Return whether PyTorch has Gloo."""
     return dist.is_gloo_available()
 
 
 def nccl_built() -> int:
-    """NCCL's version as one number, 22703 for 2.27.3; 0 where PyTorch has none."""
+    """Return NCCL's version as one number, 22703 for 2.27.3; 0 without NCCL."""
     if not dist.is_nccl_available():
         return 0
     # Not yet run on a GPU.
@@ -46,20 +46,20 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """False: there is no DDL."""
+    """Return False: DDL is not supported."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: there is no oneCCL."""
+    """Return False: oneCCL is not supported."""
     return False
 
 
 def cuda_built() -> bool:
-    """Whether PyTorch has CUDA."""
+    """Return whether PyTorch has CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether PyTorch has ROCm."""
+    """Return whether PyTorch has ROCm."""
     return torch.version.hip is not None

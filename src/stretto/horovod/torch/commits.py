@@ -1,12 +1,12 @@
-"""Committed state on disk, where the processes of a restarted job find it.
+"""Keep committed state on disk for the processes of a restarted job.
 
 # Note [Where commits survive]
 When a rank is lost, torchrun's agents end all their processes and start new ones, so
-what a process holds in memory is gone on every rank. An agent lives on through
-restarts. So the first process of each host writes every commit into a folder of that
-host, named after the run and the agent; new processes of the same agent find it, those
-of another job do not. It is written beside the old one and then renamed: a commit is
-whole or not there. The newest one that any host has is what all continue from.
+the memory of every rank's process is lost. An agent survives restarts. So the first
+process of each host writes every commit into a folder of that host, named after the run
+and the agent; new processes of the same agent find it, those of another job do not. A
+commit is written to a new file and then renamed: it is either complete or absent. All
+ranks continue from the newest commit that any host has.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _KEEP = 2
 
 
 def folder_of(environment: Mapping[str, str]) -> Path | None:
-    """The folder of this job's commits on this host; ``None`` without an agent.
+    """Return the folder of this job's commits on this host; ``None`` without an agent.
 
-    STRETTO_ELASTIC_DIR names another one, which also outlives the agent.
+    STRETTO_ELASTIC_DIR sets another folder, which also survives the agent.
     """
     given = environment.get(FOLDER)
     if given:
@@ -46,10 +46,10 @@ def folder_of(environment: Mapping[str, str]) -> Path | None:
 
 
 def _started(process: int) -> str:
-    """When a process started, in the kernel's ticks: its number may come again."""
+    """Return a process's start in kernel ticks: process ids are reused."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return "0"
     return text.rpartition(")")[2].split()[19]
 
@@ -58,14 +58,14 @@ def _started(process: int) -> str:
 class Commits:
     """The commits in a folder.
 
-    They are pickled, so the folder must belong to this user alone.
+    They are pickled, so the folder must belong only to this user.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def newest(self) -> int:
-        """Number of the newest commit, -1 where there is none."""
+        """Return the number of the newest commit, or -1 without a commit."""
         return max(self._serials(), default=-1)
 
     def _serials(self) -> list[int]:
@@ -77,10 +77,10 @@ class Commits:
         return sorted(int(stem) for stem in stems if stem.isdecimal())
 
     def read(self, serial: int) -> dict[str, Any]:
-        """A commit's state.
+        """Return a commit's state.
 
         Raises:
-            StrettoError: the folder belongs to somebody else.
+            StrettoError: the folder belongs to another user.
         """
         self._require_mine()
         found: dict[str, Any] = torch.load(
@@ -89,7 +89,7 @@ class Commits:
         return found
 
     def write(self, serial: int, state: dict[str, Any]) -> None:
-        """Adds a commit and lets go of old ones."""
+        """Add a commit and delete old ones."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._require_mine()
         part = self._folder / f"{serial}.part-{os.getpid()}"
@@ -99,7 +99,7 @@ class Commits:
             self._path(old).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Removes all commits."""
+        """Delete all commits."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _path(self, serial: int) -> Path:
@@ -109,7 +109,7 @@ class Commits:
         found = self._folder.stat()
         if found.st_uid != os.getuid() or found.st_mode & 0o022:
             raise StrettoError(
-                f"commits are read only from a folder that nobody else can write: "
+                f"commits are read only from a folder that no other user can write: "
                 f"{self._folder} has mode {found.st_mode & 0o777:o} and owner "
-                f"{found.st_uid}. Remove it, or name another one in {FOLDER}."
+                f"{found.st_uid}. Remove it, or set another one in {FOLDER}."
             )

@@ -1,4 +1,4 @@
-"""What is done to tensors before they are sent, and after."""
+"""Compress tensors before they are sent, and decompress them after."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import torch
 
 
 class Compressor:
-    """What a compression offers: subclass it for your own."""
+    """The interface of a compression: subclass it for your own."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor to send, and what `decompress` needs to undo it."""
+        """Return the tensor to send, and what `decompress` needs to undo it."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The received tensor in the form of the original."""
+        """Return the received tensor in the form of the original."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         del ctx
         return tensor
 
@@ -41,19 +41,19 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor as float16, and its own type."""
+        """Return the tensor as float16, and its own dtype."""
         if not tensor.dtype.is_floating_point:
             return tensor, tensor.dtype
         return tensor.to(torch.float16), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor in the type it had."""
+        """Return the tensor in its original dtype."""
         return tensor if ctx is None else tensor.to(ctx)
 
 
 class Compression:
-    """The compressions that come with the library."""
+    """The compressions that the library provides."""
 
     none = NoneCompressor
 

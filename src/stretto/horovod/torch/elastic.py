@@ -1,7 +1,7 @@
-"""Training that goes on when ranks come and go.
+"""Continue training when ranks join and leave.
 
-torchrun's elastic agent is beneath: it notices processes that end and hosts that come,
-and starts all processes anew with the ranks that are there,
+torchrun's elastic agent detects processes that end and hosts that join, and restarts
+all processes with the available ranks,
 
 ```bash
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
@@ -9,10 +9,10 @@ torchrun --nnodes=1:4 --nproc-per-node=8 --max-restarts=100 --rdzv-backend=c10d
     --rdzv-endpoint=HOST:PORT train.py
 ```
 
-and `run` lets the training function go on from what was committed last. Restarted
-processes do not call what comes before `run` any differently: models and optimizers are
-made, then take the committed values. Without the variable, PyTorch 2.13's agents that
-stay do not tell those that come where to meet.
+and `run` makes the training function continue from the last commit. Restarted processes
+execute the code before `run` as usual: they create models and optimizers, which then
+take the committed values. Without the variable, PyTorch 2.13's remaining agents do not
+send new agents the address of the meeting point.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ __all__ = ["ElasticSampler", "TorchState", "run"]
 _log = logging.getLogger(__name__)
 
 _TRIES = 3
-"""Calls of a training function that may fail one after another without a commit."""
+"""Consecutive failures of a training function without a commit before it raises."""
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A training function that is called again after ranks came or went.
+    """Return a training function that is called again after ranks joined or left.
 
-    ``func(state, ...)`` gets the state as it was committed last, the same on all ranks:
+    ``func(state, ...)`` gets the last committed state, the same on all ranks:
 
-    - A rank is lost: the error ends this process, the agent starts all anew, and the
-      function is called with the newest commit that a host has. Without an agent the
+    - A rank is lost: the error ends this process, the agent restarts all processes, and
+      the function is called with the newest commit of any host. Without an agent the
       error ends the job.
-    - `HorovodInternalError` with all ranks alive (they asked for different things): the
-      state is restored and the function called again, in the same processes; after
-      three times without a commit the error is raised.
-    - `HostsUpdatedInterrupt`: the function is called again with the state as it is.
+    - `HorovodInternalError` with all ranks alive (they made different calls): the state
+      is restored and the function is called again, in the same processes; after three
+      times without a commit the error is raised.
+    - `HostsUpdatedInterrupt`: the function is called again with the current state.
 
-    After a restart, and before each further call, reset callbacks are called.
+    Reset callbacks are called after a restart, and before each further call.
     """
 
     @functools.wraps(func)
@@ -85,7 +85,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 commits = state.num_commits
                 if not _all_alive(exc) or failures >= _TRIES:
                     raise
-                _log.warning("back to the last commit after: %s", exc)
+                _log.warning("restored the last commit after: %s", exc)
                 _join_anew()
                 state.restore()
                 skip_sync = False
@@ -110,14 +110,14 @@ def _join_anew() -> None:
 class TorchState:
     """State that survives the loss of a rank.
 
-    Models, optimizers, schedulers, samplers and whatever else has ``state_dict`` and
-    ``load_state_dict`` are kept by these; other values are copied and, on their way to
-    other ranks and to disk, pickled.
+    Models, optimizers, schedulers, samplers and other objects with ``state_dict`` and
+    ``load_state_dict`` are saved through these; other values are copied and, for other
+    ranks and for disk, pickled.
 
     Args:
         model: A model.
         optimizer: An optimizer.
-        kwargs: More of the same, and values; each becomes an attribute.
+        kwargs: Further objects and values; each becomes an attribute.
     """
 
     def __init__(
@@ -141,14 +141,14 @@ class TorchState:
         self.save()
 
     def save(self) -> None:
-        """Remembers the state in this process."""
+        """Save the state in this process."""
         self._saved = {
             name: copy.deepcopy(value.state_dict() if _has_state(value) else value)
             for name, value in self._values()
         }
 
     def restore(self) -> None:
-        """Goes back to what was saved last."""
+        """Restore the last saved state."""
         for name, value in self._values():
             saved = copy.deepcopy(self._saved[name])
             if _has_state(value):
@@ -157,14 +157,14 @@ class TorchState:
                 setattr(self, name, saved)
 
     def commit(self) -> None:
-        """Saves, for the processes of a restart too, and looks for new hosts.
+        """Save the state, also for the processes of a restart, and check for new hosts.
 
-        Every rank must call it, at the same place. The first process of each host
-        writes the state to a folder of that host when an agent started it; the folder
-        is removed when training ends.
+        Every rank must call it, at the same point. If an agent started it, the first
+        process of each host writes the state to a folder of that host; the folder is
+        removed when training ends.
 
         Raises:
-            HostsUpdatedInterrupt: hosts came or went.
+            HostsUpdatedInterrupt: hosts joined or left.
         """
         self.save()
         self._serial += 1
@@ -174,9 +174,9 @@ class TorchState:
         self.check_host_updates()
 
     def sync(self) -> None:
-        """Makes the state that of one rank on all of them, and saves it.
+        """Copy one rank's state to all ranks, and save it.
 
-        It is that of the rank with the newest commit after a restart, else rank 0's.
+        After a restart it is the rank with the newest commit, otherwise rank 0.
         """
         root = self._root
         for name, value in self._values():
@@ -197,9 +197,9 @@ class TorchState:
         self.save()
 
     def recover(self) -> bool:
-        """Takes the newest commit that a host has; whether there is one.
+        """Load the newest commit of any host; return whether there is one.
 
-        Every rank must call it. `sync` then sends it to all.
+        Every rank must call it. `sync` then sends the state to all.
         """
         mine = -1 if self._commits is None else self._commits.newest()
         serials = allgather_object(mine, name="state.newest")
@@ -211,11 +211,11 @@ class TorchState:
         if world.rank() == self._root and self._commits is not None:
             self._saved.update(self._commits.read(newest))
             self.restore()
-            _log.info("goes on from commit %d", newest)
+            _log.info("continuing from commit %d", newest)
         return True
 
     def end(self) -> None:
-        """Removes commits when all ranks have come here; training has ended."""
+        """Delete commits when all ranks have arrived; training has ended."""
         if self._commits is None:
             return
         allgather_object(world.rank(), name="state.end")
@@ -223,29 +223,29 @@ class TorchState:
             self._commits.clear()
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Adds functions to be called after ranks came or went, before `sync`."""
+        """Add functions to call after ranks joined or left, before `sync`."""
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Calls the reset callbacks."""
+        """Call the reset callbacks."""
         self._updates = 0
         self.reset()
         for callback in self._callbacks:
             callback()
 
     def reset(self) -> None:
-        """For subclasses: is called before the reset callbacks."""
+        """Do nothing; subclasses may run code before the reset callbacks."""
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Takes a launcher's word that hosts went (1), came (2) or both (3)."""
+        """Record a launcher's report: hosts left (1), joined (2) or both (3)."""
         del timestamp
         self._updates |= update_res
 
     def check_host_updates(self) -> None:
-        """Asks all ranks whether one of them was told of hosts that came or went.
+        """Check on all ranks for a report of hosts that joined or left.
 
         Raises:
-            HostsUpdatedInterrupt: one was; on every rank.
+            HostsUpdatedInterrupt: on every rank, if any rank has such a report.
         """
         bits = torch.tensor([self._updates & 1, self._updates >> 1 & 1])
         removed, added = allreduce(bits, op=Max, name="state.updates").tolist()

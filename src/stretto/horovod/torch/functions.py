@@ -1,4 +1,4 @@
-"""Parameters, optimizer state and objects sent to all ranks."""
+"""Send parameters, optimizer state and objects to all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Sends parameters from one rank to all, in place.
+    """Send parameters from one rank to all, in place.
 
     Args:
         params: A model's ``state_dict()`` or ``named_parameters()``, or a list of
@@ -28,8 +28,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         root_rank: The rank whose values are sent.
 
     Raises:
-        ValueError: ``params`` is something else, or holds something else than tensors.
-        HorovodInternalError: ranks came with different parameters.
+        ValueError: ``params`` has another type, or contains values other than tensors.
+        HorovodInternalError: ranks have different parameters.
     """
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
@@ -43,7 +43,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     for name, tensor in pairs:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(  # noqa: TRY004
-                f"params must hold tensors, got a {type(tensor).__name__} as {name}. "
+                f"params must contain tensors, got {type(tensor).__name__} as {name}. "
                 "Send it with broadcast_object()."
             )
     under_way = [
@@ -56,7 +56,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Stands for a tensor in what is sent as an object."""
+    """Replaces a tensor in a state that is sent as an object."""
 
     number: int
     dtype: torch.dtype
@@ -67,20 +67,20 @@ class _Place:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None
 ) -> None:
-    """Sends an optimizer's state and options from one rank to all.
+    """Send an optimizer's state and options from one rank to all.
 
     Everything keeps its type. Ranks whose optimizer has not stepped yet get the root's
-    state without stepping, so that no parameter changes; where the root has none
-    either, missing gradients become zeros, as in Horovod.
+    state without stepping, so no parameter changes; if the root has no state either,
+    missing gradients become zeros, as in Horovod.
 
     Args:
-        optimizer: Of any class in torch.optim but LBFGS, distributed or not.
+        optimizer: Any class in torch.optim except LBFGS, distributed or not.
         root_rank: The rank whose state is sent.
-        model: Has no effect: nothing has to be stepped to create state.
+        model: Has no effect: no step is needed to create state.
 
     Raises:
-        ValueError: the optimizer is LBFGS, or has other numbers of parameters on other
-            ranks.
+        ValueError: the optimizer is LBFGS, or has different numbers of parameters on
+            other ranks.
     """
     del model
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -94,7 +94,7 @@ def broadcast_optimizer_state(
     if any(theirs != by_rank[root_rank] for theirs in by_rank):
         raise ValueError(
             "ranks have optimizers with different numbers of parameters in their "
-            f"groups, by rank: {by_rank}. Make the same optimizer on all."
+            f"groups, by rank: {by_rank}. Create the same optimizer on all ranks."
         )
     tensors: list[torch.Tensor] = []
     state = optimizer.state_dict()
@@ -116,7 +116,7 @@ def broadcast_optimizer_state(
 
 
 def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """``value`` with each tensor replaced by its place in ``tensors``."""
+    """Return ``value`` with each tensor replaced by its place in ``tensors``."""
     if isinstance(value, torch.Tensor):
         place = _Place(len(tensors), value.dtype, tuple(value.shape), value.device.type)
         tensors.append(value.detach().contiguous())
@@ -125,7 +125,7 @@ def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _new_tensors(value: Any, tensors: list[torch.Tensor]) -> None:
-    """Fills ``tensors`` with memory for each place in ``value``, in order."""
+    """Fill ``tensors`` with memory for each place in ``value``, in order."""
     if isinstance(value, _Place):
         device = value.device
         tensors.append(torch.empty(value.shape, dtype=value.dtype, device=device))
@@ -140,7 +140,7 @@ def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _mapped(value: Any, change: Any) -> Any:
-    """``value`` with ``change`` done to what its dicts, lists and tuples hold."""
+    """Return ``value`` with ``change`` applied inside its dicts, lists and tuples."""
     if type(value) is dict:
         return {key: change(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):
@@ -154,20 +154,20 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The object of the root rank, on every rank.
+    """Return the object of the root rank, on every rank.
 
-    Objects are pickled, and unpickled on the other ranks: only ever between the ranks
-    of one job, which run the same program.
+    Objects are pickled, and unpickled on the other ranks: only between the ranks of one
+    job, which run the same program.
 
     Args:
-        obj: Anything that can be pickled; looked at on the root rank only.
+        obj: Any picklable object; used only on the root rank.
         root_rank: The global rank whose object is sent.
-        name: The same on all ranks; without, the name of the object's type, which
+        name: The same on all ranks; by default the name of the object's type, which
             then must be the same on all ranks.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
 
     Raises:
-        HorovodInternalError: ranks came with different names or roots.
+        HorovodInternalError: ranks have different names or roots.
         ValueError: a rank is not in the process set.
     """
     name = name or type(obj).__name__
@@ -184,16 +184,16 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Every rank's object, by rank.
+    """Return every rank's object, by rank.
 
     Objects are pickled, as in `broadcast_object`.
 
     Args:
-        obj: Anything that can be pickled.
-        name: As for `broadcast_object`.
+        obj: Any picklable object.
+        name: As in `broadcast_object`.
 
     Raises:
-        HorovodInternalError: ranks came with different names.
+        HorovodInternalError: ranks have different names.
     """
     name = name or type(obj).__name__
     packed = _pickled(obj)

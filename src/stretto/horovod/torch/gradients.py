@@ -1,4 +1,4 @@
-"""Gradients on their way: hooks on parameters, and what waits for the results."""
+"""Reduce gradients: hooks on parameters, and the wait for the results."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from stretto.runtime.negotiated import Engine, Request, TensorSet
 
 _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
-"""By process set: how many optimizers it has had. Ranks make them in one order."""
+"""By process set: its number of optimizers so far. Ranks create them in one order."""
 
 
 @final
 class GradientReducer:
-    """Sends each gradient when it is there; `synchronize` puts results in place.
+    """Sends each gradient when it is ready; `synchronize` copies results into place.
 
-    The first step's gradients are requests of their own, for only then is it known
-    which are sparse. The dense ones are a tensor set after that, unless a compressor
-    that is not ours may give other shapes in every step.
+    The first step's gradients are separate requests, because only then is it known
+    which are sparse. After that the dense ones are a tensor set, unless a user's
+    compressor may return other shapes in every step.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class GradientReducer:
     ) -> None:
         self.passes = passes
         self._process_set = process_set
-        world.current()  # says so where init() is missing
+        world.current()  # raises if init() was not called
         self._active = bool(process_set.included()) and (process_set.size() or 0) > 1
         self._number = next(_numbers[process_set.process_set_id or 0])
         self._names = [name for name, _ in names]
@@ -73,7 +73,7 @@ class GradientReducer:
         self._requests: dict[int, Request] = {}
         self._layouts_known: set[int] = set()
         self._sparse_dims: dict[int, int] = {}
-        """Sparse dimensions of the gradients that are sparse on some rank."""
+        """Sparse dimensions of the gradients that are sparse on any rank."""
         self._hooked: set[int] = set()
         self._hooks: list[Any] = []
         self._begin()
@@ -83,11 +83,11 @@ class GradientReducer:
 
     @property
     def under_way(self) -> bool:
-        """Whether gradients came since the last step."""
+        """Whether gradients became ready since the last step."""
         return self._came
 
     def set_passes(self, passes: int) -> None:
-        """Lets a step have ``passes`` backward passes."""
+        """Set the number of backward passes per step."""
         self.passes = passes
         self._left = [passes] * len(self._parameters)
 
@@ -99,7 +99,7 @@ class GradientReducer:
         self._since_s: dict[int, float] = {}
 
     def _hook(self) -> None:
-        """Hooks all parameters that need a gradient and have no hook."""
+        """Hook all parameters that need a gradient and have no hook."""
         for i, parameter in enumerate(self._parameters):
             if i not in self._hooked and parameter.requires_grad:
                 self._hooked.add(i)
@@ -107,15 +107,15 @@ class GradientReducer:
                 hook = partial(_on_gradient, weakref.ref(self), i)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    # Within backward.
+    # During backward.
 
     def on_gradient(self, i: int) -> None:
-        """Parameter ``i`` has a gradient."""
+        """Record that parameter ``i`` has a gradient."""
         if self._left[i] <= 0:
             raise AssertionError(
                 f"the gradient of {self._names[i]} was computed more often than "
                 f"backward_passes_per_step = {self.passes} times before step(). Call "
-                "step() or synchronize() after that many backward passes, or raise it."
+                "step() or synchronize() after that many passes, or increase it."
             )
         gradient = self._parameters[i].grad
         if gradient is not None and gradient.requires_grad:
@@ -183,7 +183,7 @@ class GradientReducer:
         )
 
     def _require_engine(self) -> Engine:
-        """The process set's engine now: after shutdown() and init() it is another."""
+        """Return the process set's current engine; a later init() opens another."""
         engine = _engine(self._process_set)
         if engine is not self._engine:
             self._engine = engine
@@ -193,7 +193,7 @@ class GradientReducer:
     # After backward.
 
     def synchronize(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Sends what is missing, waits, and puts results in place.
+        """Send the missing gradients, wait, and copy results into place.
 
         ``groups`` are the optimizer's, to which parameters may have been added.
         """
@@ -216,7 +216,7 @@ class GradientReducer:
         self._register()
 
     def abandon(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Ends a step that is half done, on all ranks; forgets it after `shutdown`."""
+        """End a partly submitted step on all ranks; after `shutdown`, drop it."""
         if not world.is_initialized() or self._engine is not _engine(self._process_set):
             self._begin()
             return
@@ -226,14 +226,14 @@ class GradientReducer:
     def _share_layouts(self) -> StrettoError | None:
         """Learn which gradients are sparse on any rank; those come back sparse.
 
-        A rank whose batch does not touch an embedding has no gradient that tells.
-        Needed once, where new gradients were sent: all ranks have the same ones new.
+        A rank whose batch does not touch an embedding has no gradient that shows it.
+        This is needed once per set of new gradients, which is the same on all ranks.
         """
         new = [i for i in sorted(self._requests) if i not in self._layouts_known]
         if not self._sparse_as_dense or not new:
             return None
         dims = [self._sparse_dims.get(i, 0) for i in new]
-        # A sum, to which ranks that have joined add zeros.
+        # A sum, so that ranks that have joined contribute zeros.
         both = torch.tensor([dims, [int(dim > 0) for dim in dims]])
         name = f"sparse_dims.{self._number}.{len(self._layouts_known)}"
         request = request_of(name, Kind.ALLREDUCE, both, op=Op.SUM)
@@ -249,14 +249,14 @@ class GradientReducer:
         return None
 
     def _finish(self) -> StrettoError | None:
-        """Waits for all, also after one has failed; the first error."""
+        """Wait for all, even after a failure; return the first error."""
         error: StrettoError | None = None
         for tensor_set in self._sets:
             try:
                 tensor_set.wait()
             except StrettoError as exc:
                 error = error or exc
-        # In a kept order nothing is negotiated, and the engine tells of no spans.
+        # In a kept order nothing is negotiated, and the engine reports no spans.
         for i, since_s in self._since_s.items():
             name = self._requests[i].name
             timeline.tell(name, Kind.ALLREDUCE.value, since_s, perf_counter())
@@ -277,7 +277,7 @@ class GradientReducer:
         gradient = parameter.grad
         sparse_dim = self._sparse_dims.get(i)
         if sparse_dim is not None and not result.is_sparse:
-            # The optimizer may take only sparse gradients, as SparseAdam does.
+            # Some optimizers accept only sparse gradients, such as SparseAdam.
             parameter.grad = result.to_sparse(sparse_dim)
         elif gradient is None or gradient.is_sparse or result.shape != gradient.shape:
             parameter.grad = result
@@ -294,7 +294,7 @@ class GradientReducer:
                     self._left.append(self.passes)
 
     def _register(self) -> None:
-        """Makes a tensor set of the dense gradients that are in none."""
+        """Create a tensor set of the dense gradients that are in no set yet."""
         new = [i for i in sorted(self._requests) if i not in self._member_of]
         if not new or not self._keeps_shape:
             return
@@ -303,8 +303,8 @@ class GradientReducer:
         try:
             tensor_set = engine.register(name, [self._requests[i] for i in new])
         except RankDisagreement as exc:
-            # Where a rank has joined already, it can't take part in a registration:
-            # the next step tries again. The engine has no other word for it than this.
+            # A rank that has already joined can't take part in a registration: the next
+            # step tries again. The engine has no other error type for it.
             if "ranks have joined" in str(exc):
                 return
             _raise_as_horovod(exc)
@@ -333,7 +333,7 @@ def _remove(hooks: Iterable[Any]) -> None:
 
 
 def _raise_as_horovod(error: StrettoError) -> NoReturn:
-    """Raise what Horovod's scripts catch; an error that they catch stays itself."""
+    """Raise Horovod's error type; an error that scripts catch stays the same."""
     if isinstance(error, SpecError | HorovodInternalError):
         raise error
     raise HorovodInternalError(str(error)) from error

@@ -1,10 +1,10 @@
-"""How the ranks of a job find each other.
+"""Find the ranks of a job.
 
 # Note [A store that outlives shutdown]
-A process group that `init` makes ends with `shutdown`, its store does not: a new store
-at the same address would have to wait until the old one is gone on every rank, and the
-agent's store under torchrun keeps what was written. So there is one store in a process,
-and each `init` has keys of its own in it, numbered by a counter in the store.
+A process group made by `init` ends with `shutdown`; its store does not. A new store at
+the same address would have to wait until the old one is gone on every rank, and the
+agent's store under torchrun keeps its keys. So a process has one store, and each `init`
+has its own keys in it, numbered by a counter in the store.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _stores: dict[tuple[str, int, int, int], Store] = {}
 def meet(
     place: Place | None, *, members: Sequence[int] | None, timeout_s: float | None
 ) -> tuple[Ranks, Any]:
-    """The ranks, and the process group that was made for them, if any.
+    """Return the ranks, and the process group that was made for them, if any.
 
-    A process group that there is already is used; else one is made over the store that
-    the launcher's address names; a process without a launcher is alone. ``members``
-    are those of the job's ranks that take part; the others must not come here.
+    An existing process group is used; otherwise one is made over the store at the
+    launcher's address; a process without a launcher is a single rank. ``members`` are
+    the participating ranks of the job; the others must not call this.
 
     Raises:
         ValueError: this rank is not one of ``members``.
@@ -100,7 +100,7 @@ def _make_group(place: Place, timeout_s: float | None) -> tuple[Any, Ranks]:
     hook = sys.excepthook
     both = torch.cuda.is_available() and dist.is_nccl_available()
     dist.init_process_group(
-        # Not yet run on a GPU: with both, tensors choose by their device.
+        # Not yet run on a GPU: with both, the tensors' device selects the backend.
         "cpu:gloo,cuda:nccl" if both else "gloo",
         store=PrefixStore(f"horovod/{serial}", outer),
         rank=place.rank,
@@ -115,14 +115,14 @@ def _make_group(place: Place, timeout_s: float | None) -> tuple[Any, Ranks]:
 
 
 def part(group: Any) -> None:
-    """Ends a process group that `meet` made, unless somebody else ended it."""
+    """End a process group that `meet` made, unless it has already ended."""
     if (
         group is not None
         and dist.is_initialized()
         and dist.distributed_c10d._get_default_group() is group  # noqa: SLF001
     ):
         dist.destroy_process_group()
-        # Each group's hook calls the one before: they would pile up.
+        # Each group's hook calls the previous one: remove it, or they accumulate.
         before, now = _hooks.pop(group)
         if sys.excepthook is now:
             sys.excepthook = before

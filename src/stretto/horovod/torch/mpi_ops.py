@@ -1,4 +1,4 @@
-"""Operations under the module name that scripts import them by."""
+"""Operations under the module name from which scripts import them."""
 
 from stretto.horovod.exceptions import HorovodInternalError
 from stretto.horovod.timeline import start_timeline, stop_timeline

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: gradients are reduced while backward goes on."""
+"""`DistributedOptimizer`: reduce gradients during backward."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class _Distributed:
-    """What comes before the optimizer's own class."""
+    """The methods that override the optimizer's own class."""
 
-    # Set by DistributedOptimizer; the class behind is any torch.optim class.
+    # Set by DistributedOptimizer; the class behind it is any torch.optim class.
     param_groups: list[dict[str, Any]]
     op: ReduceOp
     gradient_predivide_factor: float
@@ -34,11 +34,11 @@ class _Distributed:
 
     @property
     def backward_passes_per_step(self) -> int:
-        """Backward passes whose gradients one step adds up."""
+        """Number of backward passes whose gradients one step adds up."""
         return self._reducer.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Lets a step add up the gradients of ``passes`` backward passes.
+        """Make a step add up the gradients of ``passes`` backward passes.
 
         Raises:
             ValueError: ``passes`` is less than 1.
@@ -46,20 +46,20 @@ class _Distributed:
         self._reducer.set_passes(_at_least_one(passes))
 
     def synchronize(self) -> None:
-        """Sleeps until all gradients are reduced; called by `step`.
+        """Wait until all gradients are reduced; called by `step`.
 
-        A parameter without a gradient on this rank gets zeros, for other ranks may
+        A parameter without a gradient on this rank gets zeros, because other ranks may
         have one.
 
         Raises:
-            HorovodInternalError: a rank is gone, or ranks have different gradients.
+            HorovodInternalError: a rank is lost, or ranks have different gradients.
         """
         self._reducer.synchronize(self.param_groups)
         self._synchronized = True
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it, `step` leaves gradients as `synchronize` and you left them."""
+        """Make `step` within the context use the gradients unchanged."""
         self._should_synchronize = False
         try:
             yield
@@ -67,7 +67,7 @@ class _Distributed:
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduces gradients, unless that is skipped, and steps.
+        """Reduce gradients, unless that is skipped, and step.
 
         Gradients that ``closure`` computes are reduced each time it is called.
         """
@@ -98,22 +98,22 @@ class _Distributed:
         return base.step(with_reduction)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's own.
+        """Clear gradients as the optimizer's own method does.
 
         Raises:
             AssertionError: gradients are being reduced.
         """
         if self._reducer.under_way:
             raise AssertionError(
-                "zero_grad() came after backward() and before step() or synchronize(): "
-                "it would clear gradients while they are being reduced. Call step() or "
-                "synchronize() first."
+                "zero_grad() was called after backward() and before step() or "
+                "synchronize(): it would clear gradients while they are being reduced. "
+                "Call step() or synchronize() first."
             )
         base: Any = super()
         base.zero_grad(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's own; ends a step that is half done on all ranks."""
+        """Load a state as the optimizer does; end a partial step on all ranks."""
         if self._reducer.under_way:
             self._reducer.abandon(self.param_groups)
         self._synchronized = False
@@ -134,31 +134,31 @@ def DistributedOptimizer(  # noqa: N802
     sparse_as_dense: bool = False,  # noqa: FBT001, FBT002
     process_set: ProcessSet = global_process_set,
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class that steps with gradients reduced over ranks.
+    """Return an optimizer of the same class that reduces gradients over ranks.
 
-    It shares state and parameter groups with ``optimizer``, which is to be used no
-    longer. Each gradient is sent when it is there. From the second step on the
-    gradients are a tensor set of the engine: once ranks have had them in the same order
-    for some steps, nothing is negotiated any more.
+    It shares state and parameter groups with ``optimizer``, which must not be used any
+    more. Each gradient is sent when it is ready. From the second step on the gradients
+    are a tensor set of the engine: once ranks have had them in the same order for some
+    steps, there is no more negotiation.
 
     Args:
-        optimizer: What steps.
-        named_parameters: Pairs of name and parameter; without, they are numbered.
-        compression: What is done to gradients on their way.
+        optimizer: The optimizer that steps.
+        named_parameters: Pairs of name and parameter; by default they are numbered.
+        compression: Compression of gradients on the wire.
         backward_passes_per_step: Backward passes whose gradients a step adds up.
         op: How gradients of ranks are combined.
-        gradient_predivide_factor: With op Average: gradients are divided by it before
+        gradient_predivide_factor: With op Average, gradients are divided by it before
             they are added up, and by ranks / factor after.
-        num_groups: Gradients leave in this many groups, each when it is complete; 0:
-            each on its own. The engine joins small ones anyway.
-        groups: Number of groups, or lists of parameters that leave together.
+        num_groups: Number of groups in which gradients are sent, each when it is
+            complete; 0 sends each on its own. The engine joins small ones anyway.
+        groups: Number of groups, or lists of parameters to send together.
         sparse_as_dense: Send sparse gradients as dense ones; the optimizer gets sparse
             ones.
-        process_set: Ranks that train together; on others a step stays local.
+        process_set: Ranks that train together; on other ranks a step is local.
 
     Raises:
-        ValueError: names are missing, twice there, or not pairs; a group or a number
-            makes no sense; a predivide factor with another op than Average.
+        ValueError: names are missing, duplicated, or not pairs; a group or a number is
+            invalid; a predivide factor is given with an op other than Average.
         NotImplementedError: op is Adasum.
     """
     require_no_adasum(op, "DistributedOptimizer")
@@ -181,8 +181,8 @@ def DistributedOptimizer(  # noqa: N802
     base = type(optimizer)
     cls: Any = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__})
     found: Any = object.__new__(cls)
-    # A scheduler made before has put a step of its own into the old one, which would
-    # hide ours.
+    # A scheduler created earlier has set a step method on the old optimizer, which
+    # would hide ours.
     kept = {k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")}
     vars(found).update(
         kept,
@@ -208,7 +208,7 @@ def _at_least_one(passes: int) -> int:
 def _names(
     optimizer: torch.optim.Optimizer, named_parameters: Any
 ) -> list[tuple[str, torch.Tensor]]:
-    """The optimizer's parameters with their names, sorted by name."""
+    """Return the optimizer's parameters with their names, sorted by name."""
     mine = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is None:
         found = [(f"noname.{i:06d}", p) for i, p in enumerate(mine)]
@@ -217,8 +217,8 @@ def _names(
     for pair in found:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
-                "named_parameters must hold pairs of name and parameter, as "
-                f"model.named_parameters() gives them, got a {type(pair).__name__}"
+                "named_parameters must contain pairs of name and parameter, as from "
+                f"model.named_parameters(), got a {type(pair).__name__}"
             )
     names = [name for name, _ in found]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -243,10 +243,10 @@ def _names(
 def _groups(
     names: list[tuple[str, torch.Tensor]], num_groups: int, groups: Any
 ) -> list[list[int]]:
-    """Indices of parameters that leave together."""
+    """Return the indices of parameters to send together."""
     if groups is not None and num_groups:
         warnings.warn(
-            "num_groups has no meaning where groups is given", DeprecationWarning, 3
+            "num_groups is ignored because groups is given", DeprecationWarning, 3
         )
     wanted = num_groups if groups is None else groups
     if isinstance(wanted, int):
@@ -270,7 +270,7 @@ def _groups(
     flat = [i for group in found for i in group]
     if -1 in flat or len(set(flat)) < len(flat):
         raise ValueError(
-            "groups must hold parameters of the optimizer, each in one group at most: "
-            "one is not the optimizer's, or is there twice"
+            "groups must contain parameters of the optimizer, each in at most one "
+            "group: one is not the optimizer's, or is duplicated"
         )
     return [group for group in found if group]

@@ -9,14 +9,14 @@ from typing import Any
 class ProcessSet:
     """Ranks that run collectives among themselves.
 
-    Made from global rank numbers, then given to `init` or `add_process_set`, which
-    number it. Two sets are the same one when their ranks are.
+    It is created from global rank numbers, then passed to `init` or `add_process_set`,
+    which number it. Two sets are the same if their ranks are.
 
     Args:
-        ranks_or_comm: Global ranks, in any order. MPI communicators are refused.
+        ranks_or_comm: Global ranks, in any order. MPI communicators are not supported.
 
     Raises:
-        ValueError: it is no sequence of different whole numbers >= 0.
+        ValueError: it is not a sequence of distinct whole numbers >= 0.
     """
 
     process_set_id: int | None = None
@@ -33,48 +33,47 @@ class ProcessSet:
             raise ValueError(  # noqa: TRY004
                 "a ProcessSet is made from a list of global ranks, got "
                 f"{type(ranks_or_comm).__name__}. MPI communicators are not supported: "
-                "pass the ranks they hold."
+                "pass the ranks that they contain."
             )
         ranks = list(ranks_or_comm)
         wrong = [r for r in ranks if not isinstance(r, int) or r < 0]
         if wrong or len(set(ranks)) < len(ranks):
             raise ValueError(
-                "a ProcessSet's ranks must be different whole numbers >= 0, got "
-                f"{ranks}"
+                f"a ProcessSet's ranks must be distinct whole numbers >= 0, got {ranks}"
             )
         self.ranks = sorted(ranks)
         self._rank: int | None = None
 
     def size(self) -> int | None:
-        """Number of ranks; ``None`` while the set is not added."""
+        """Return the number of ranks, or ``None`` until the set is added."""
         if self.process_set_id is None or self.ranks is None:
             return None
         return len(self.ranks)
 
     def rank(self) -> int | None:
-        """This process's rank within the set.
+        """Return this process's rank within the set.
 
-        ``None`` while the set is not added, and where this process is not in it.
+        ``None`` until the set is added, and if this process is not in it.
         """
         return None if self.process_set_id is None else self._rank
 
     def included(self) -> bool | None:
-        """Whether this process is in it; ``None`` while the set is not added."""
+        """Return whether this process is in it, or ``None`` until the set is added."""
         return None if self.process_set_id is None else self._rank is not None
 
     def added(self, process_set_id: int, ranks: Iterable[int], own: int) -> None:
-        """Takes the number that all ranks gave it; ``own`` is this global rank."""
+        """Record the set's number, equal on all ranks; ``own`` is this global rank."""
         self.process_set_id = process_set_id
         self.ranks = list(ranks)
         self._rank = self.ranks.index(own) if own in self.ranks else None
 
     def left(self) -> None:
-        """Makes it a set that is not added: it may be given to `init` again."""
+        """Reset to a set that is not added: it may be passed to `init` again."""
         self.process_set_id = None
         self._rank = None
 
     def invalidate(self) -> None:
-        """Makes it a set that was removed: it has no ranks any more."""
+        """Mark the set as removed: it has no ranks any more."""
         self.left()
         self.ranks = None
 

@@ -1,4 +1,4 @@
-"""How values of ranks are combined."""
+"""Reductions of ranks' values."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ ENGINE_OPS = {
 
 
 def reduction_of(op: ReduceOp | None, average: bool | None) -> ReduceOp:  # noqa: FBT001
-    """The reduction that ``op`` and the older ``average`` ask for.
+    """Return the reduction for ``op`` and the older ``average``.
 
     Raises:
-        ValueError: both are given, or ``op`` is no reduction.
+        ValueError: both are given, or ``op`` is not a reduction.
     """
     if op is not None:
         if average is not None:
             raise ValueError(
-                f"op takes the place of average: give only one of them, got op={op!r} "
+                f"op replaces average: pass only one of them, got op={op!r} "
                 f"and average={average!r}"
             )
         return ReduceOp(op)
@@ -62,7 +62,7 @@ def reduction_of(op: ReduceOp | None, average: bool | None) -> ReduceOp:  # noqa
 
 
 def _caller_level() -> int:
-    """Frames from `reduction_of` to the first that is not of this package."""
+    """Return the number of frames to the first caller outside of this package."""
     level, frame = 1, sys._getframe(1)  # noqa: SLF001
     while frame.f_back and frame.f_globals["__name__"].startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
@@ -70,10 +70,10 @@ def _caller_level() -> int:
 
 
 def require_no_adasum(op: ReduceOp, what: str) -> None:
-    """Refuses Adasum.
+    """Raise if ``op`` is Adasum.
 
     Raises:
-        NotImplementedError: ``op`` is Adasum; with what to use instead.
+        NotImplementedError: ``op`` is Adasum; the message names an alternative.
     """
     if op is Adasum:
         raise NotImplementedError(

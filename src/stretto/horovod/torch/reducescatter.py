@@ -1,4 +1,4 @@
-"""Reduce-scatter: values of all ranks combined, each rank gets its rows."""
+"""Reduce-scatter: combine values of all ranks, each rank gets its rows."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _start(
     for tensor in tensors:
         if tensor.dim() == 0:
             raise HorovodInternalError(
-                "reducescatter needs a first dimension to part tensors along, got a "
-                "scalar. Give it one with reshape(1)."
+                "reducescatter needs a first dimension to split tensors along, got a "
+                "scalar. Add one with reshape(1)."
             )
     rows = [
         Row(tensor=tensor, shape=tuple(tensor.shape), fields=fields)
@@ -69,22 +69,23 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Operation:
-    """Starts to combine a tensor of all ranks, each of which gets its rows.
+    """Start to reduce a tensor over all ranks, each of which gets its rows.
 
     Args:
         tensor: At least one dimension, the same shape on every rank. The first one is
-            parted among ranks; earlier ranks get one row more where it does not divide.
+            divided among ranks; earlier ranks get one more row if it does not divide.
         name: Unique among operations of this kind that are under way.
         op: `Average`, `Sum`, `Min`, `Max` or `Product`.
-        process_set: The ranks that take part; all of them must call this.
-        prescale_factor: Every rank's values times this before they are combined.
-        postscale_factor: Combined values times this.
+        process_set: The participating ranks; all of them must call this.
+        prescale_factor: Factor on every rank's values before they are combined.
+        postscale_factor: Factor on the combined values.
 
     Raises:
-        HorovodInternalError: the tensor is a scalar, or communication failed before.
+        HorovodInternalError: the tensor is a scalar, or communication has already
+            failed.
         NotImplementedError: ``op`` is `Adasum`.
-        ValueError: an operation of that name is under way, the type is none that is
-            sent, or this rank is not in the set.
+        ValueError: an operation of that name is under way, the dtype is not supported,
+            or this rank is not in the set.
     """
     return _start(
         [tensor],
@@ -106,14 +107,16 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """This rank's rows of a tensor of all ranks combined; gradients flow through.
+    """Reduce a tensor over all ranks, return this rank's rows; differentiable.
 
-    The gradient is the ranks' gradients joined, for `Sum` times the number of ranks:
-    Horovod's convention, by which a sum's gradient is a sum and an average's a mean.
+    The gradient is the concatenated gradients of the ranks, for `Sum` times the number
+    of
+    ranks: Horovod's convention, by which a sum's gradient is a sum and an average's a
+        mean.
 
     Raises:
-        HorovodInternalError: ranks came with different tensors, or a rank is gone.
-        ValueError: as `reducescatter_async`.
+        HorovodInternalError: ranks have different tensors, or a rank is lost.
+        ValueError: as in `reducescatter_async`.
     """
     sent, context = compression.compress(tensor)
     arguments = (name, op, process_set, prescale_factor, postscale_factor)
@@ -132,7 +135,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Operation:
-    """`reducescatter_async` of tensors that start together, and fail together."""
+    """Run `reducescatter_async` for tensors that start together, and fail together."""
     return _start(
         tensors,
         name,
@@ -153,7 +156,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of tensors that start together, and fail together."""
+    """Run `reducescatter` for tensors that start together, and fail together."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     sent = [tensor for tensor, _ in pairs]
     arguments = (name, op, process_set, prescale_factor, postscale_factor)
@@ -168,11 +171,11 @@ def grouped_reducescatter(
 
 
 def _factor(arguments: Any) -> float:
-    """What a gradient is multiplied with."""
+    """Return the factor on a gradient."""
     _, op, process_set, prescale_factor, postscale_factor = arguments
     if op not in (Average, Sum):
         raise RuntimeError(
-            f"a reduce-scatter with op={ReduceOp(op).name} has no gradient here: use "
+            f"a reduce-scatter with op={ReduceOp(op).name} has no gradient: use "
             "Average or Sum, or detach() its input"
         )
     factor: float = prescale_factor * postscale_factor

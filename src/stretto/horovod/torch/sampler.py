@@ -1,4 +1,4 @@
-"""`ElasticSampler`: an epoch divided anew whenever ranks come or go."""
+"""`ElasticSampler`: divide an epoch again whenever ranks join or leave."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 
 class ElasticSampler(Sampler[int]):
-    """Divides what of an epoch is not yet seen among the ranks that are there.
+    """Divides the unseen part of an epoch among the current ranks.
 
-    As `torch.utils.data.DistributedSampler`, every rank gets as many samples, some of
-    them twice where they do not divide evenly. Put it into the `TorchState`, call
-    `record_batch` after each batch and `set_epoch` at an epoch's end.
+    As with `torch.utils.data.DistributedSampler`, every rank gets the same number of
+    samples, some of them twice if they do not divide evenly. Add it to the
+    `TorchState`, call `record_batch` after each batch and `set_epoch` at an epoch's
+    end.
 
     Args:
-        dataset: Something with a length.
-        shuffle: Whether the order is random, another one in each epoch.
-        seed: Of that order, the same on all ranks.
+        dataset: Any object with a length.
+        shuffle: Whether the order is random, different in each epoch.
+        seed: Random seed of the order, the same on all ranks.
     """
 
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:  # noqa: FBT001, FBT002
@@ -37,28 +38,28 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch of which nothing is seen."""
+        """Start an epoch with no samples seen."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Notes that every rank has processed a batch of ``batch_size``."""
+        """Record that every rank has processed a batch of ``batch_size``."""
         del batch_idx
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch and how many of its samples are seen, over all ranks."""
+        """Return the epoch and the number of its samples seen, over all ranks."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Takes what `state_dict` gave and divides what is left."""
+        """Load a `state_dict` and divide the remaining samples."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divides what is left among the ranks that are there now."""
+        """Divide the remaining samples among the current ranks."""
         self.num_replicas = size()
         self.rank = rank()
         order = list(range(len(self.dataset)))

@@ -1,4 +1,4 @@
-"""Sparse tensors of all ranks combined."""
+"""Reduce sparse tensors of all ranks."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def sparse_allreduce_async(
     op: ReduceOp,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Starts to combine a sparse tensor of all ranks; call what it returns to wait.
+    """Start to reduce a sparse tensor over all ranks; call the result to wait.
 
-    Every rank gets all ranks' entries: bytes grow with the number of ranks.
+    Every rank gets all ranks' entries, so the bytes grow with the number of ranks.
 
     Args:
         tensor: COO layout, the same shape on every rank; any number of entries.
         name: Unique among operations that are under way.
         op: `Average` or `Sum`.
-        process_set: The ranks that take part; all of them must call this.
+        process_set: The participating ranks; all of them must call this.
 
     Returns:
-        A function that waits and gives the combined tensor, not coalesced.
+        A function that waits and returns the combined tensor, not coalesced.
 
     Raises:
-        ValueError: the tensor is not COO, ``op`` is another one, or as
+        ValueError: the tensor is not COO, ``op`` is another reduction, or as in
             `allgather_async`.
     """
     if tensor.layout is not torch.sparse_coo:
@@ -47,7 +47,8 @@ def sparse_allreduce_async(
         raise ValueError(
             f"sparse_allreduce_async takes op=Average or op=Sum, got {op!r}"
         )
-    # Entries are joined along the first dimension, which of indices is the second.
+    # Entries are concatenated along the first dimension, which is the second of
+    # indices.
     rows = tensor._indices().transpose(0, 1).contiguous()  # noqa: SLF001
     indices = allgather_async(rows, f"{name}.indices", process_set)
     values = allgather_async(

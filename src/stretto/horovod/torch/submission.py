@@ -1,4 +1,4 @@
-"""From calls to the engine: names, operations under way, waiting."""
+"""Submit calls to the engine: names, operations under way, waiting."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Row:
     tensor: torch.Tensor
 
     output: torch.Tensor | None = None
-    """Takes the result; ``None``: a new tensor does."""
+    """Receives the result; ``None`` means a new tensor."""
 
     shape: tuple[int, ...]
-    """As `Request` wants it."""
+    """The shape in the form of `Request`."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """More of the request."""
+    """Further fields of the request."""
 
 
 @final
 class Operation:
-    """An operation under way: what asynchronous calls return."""
+    """An operation under way, as returned by asynchronous calls."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class Operation:
         self._splits_like = splits_like
 
     def poll(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
         return all(handle.poll() for handle in self._handles)
 
     def wait(self) -> Any:
-        """Sleeps until it has ended and gives its result.
+        """Wait until it has ended, and return its result.
 
         Raises:
             HorovodInternalError: it failed.
@@ -102,15 +102,15 @@ def submit(
     grouped: bool,
     splits_like: torch.Tensor | None = None,
 ) -> Operation:
-    """Hands an operation to the engine of its process set.
+    """Submit an operation to the engine of its process set.
 
     Raises:
         ValueError: `init` was not called, this rank is not in the set, an operation of
             that name is under way, or a tensor can't be sent.
-        HorovodInternalError: communication failed before.
+        HorovodInternalError: communication has already failed.
     """
     member = world.current().member(process_set)
-    with member.lock:  # one number for each, whatever thread asks
+    with member.lock:  # numbers must be unique across threads
         handles = _submit(member, kind, rows, name, grouped=grouped)
     outputs = [row.output for row in rows]
     return Operation(handles, outputs, grouped=grouped, splits_like=splits_like)
@@ -123,7 +123,7 @@ def _submit(
     label = f"{kind}.noname.{number}" if name is None else f"{kind}.{name}"
     labels = [label]
     if grouped:
-        # Without their number, so that groups of different sizes meet and fail.
+        # Without the group's size, so that groups of different sizes match and fail.
         labels = [f"{label}.{i}" for i in range(len(rows))]
     if name is not None:
         _require_free(member, labels)
@@ -155,7 +155,7 @@ def _submit(
     except StrettoError as exc:
         raise HorovodInternalError(str(exc)) from exc
     if name is None:
-        # Not before: one that failed here takes no number, as on ranks without it.
+        # Only now: a failed submission takes no number, as on ranks without it.
         member.numbered[kind] = number
     else:
         for each, handle in zip(labels, handles, strict=True):
@@ -164,8 +164,8 @@ def _submit(
 
 
 def _require_free(member: Member, labels: Sequence[str]) -> None:
-    # The engine frees a name when it is launched, which other ranks can't see: whether
-    # a second operation of the name is an error would depend on time.
+    # The engine frees a name when it is launched, which other ranks can't see; then it
+    # would depend on timing whether a second operation of the name is an error.
     for label in labels:
         handle = _under_way.get((id(member), label))
         if handle is not None and not handle.poll():
@@ -176,22 +176,22 @@ def _require_free(member: Member, labels: Sequence[str]) -> None:
 
 
 def through(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """A differentiable operation's result."""
+    """Return a differentiable operation's result."""
     apply: Any = function.apply
     return apply(*arguments)
 
 
 def poll(handle: Operation) -> bool:
-    """Whether an operation has ended: `synchronize` will not wait then.
+    """Return whether an operation has ended; then `synchronize` does not wait.
 
     Raises:
-        ValueError: it is no operation.
+        ValueError: ``handle`` is not an operation.
     """
     return _operation(handle).poll()
 
 
 def synchronize(handle: Operation) -> Any:
-    """Sleeps until an operation has ended.
+    """Wait until an operation has ended.
 
     Returns:
         Its result: a tensor, a list of tensors for grouped operations, a pair for
@@ -199,7 +199,7 @@ def synchronize(handle: Operation) -> Any:
 
     Raises:
         HorovodInternalError: it failed.
-        ValueError: it is no operation.
+        ValueError: ``handle`` is not an operation.
     """
     return _operation(handle).wait()
 
@@ -207,26 +207,26 @@ def synchronize(handle: Operation) -> Any:
 def _operation(handle: Operation) -> Operation:
     if not isinstance(handle, Operation):
         raise ValueError(  # noqa: TRY004
-            "this takes what an asynchronous operation returned, got "
+            "expected the result of an asynchronous operation, got "
             f"{type(handle).__name__}"
         )
     return handle
 
 
 def join(device: int = -1) -> int:
-    """Contributes zeros to sums and averages until all ranks have joined.
+    """Contribute zeros to sums and averages until all ranks have joined.
 
-    For a rank that is done while others are not; averages go on dividing by the number
-    of all ranks. Other operations fail on all ranks while one has joined.
+    For a rank that finishes before others; averages are still divided by the number of
+    all ranks. Other operations fail on all ranks while a rank has joined.
 
     Args:
-        device: Not needed here.
+        device: Has no effect.
 
     Returns:
         The rank that joined last.
 
     Raises:
-        HorovodInternalError: a rank is gone.
+        HorovodInternalError: a rank is lost.
     """
     del device
     member = world.current().member(global_process_set)
@@ -234,17 +234,17 @@ def join(device: int = -1) -> int:
         last = member.engine.join()
     except StrettoError as exc:
         raise HorovodInternalError(str(exc)) from exc
-    # Ranks that joined early came to fewer operations; nothing is under way now.
+    # Ranks that joined early submitted fewer operations; nothing is under way now.
     member.numbered.clear()
     return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until every rank of the set has called it.
+    """Wait until every rank of the set has called it.
 
     Raises:
         ValueError: this rank is not in the set.
-        HorovodInternalError: a rank is gone, or has joined.
+        HorovodInternalError: a rank is lost, or has joined.
     """
     member = world.current().member(process_set)
     with member.lock:

@@ -13,19 +13,19 @@ from stretto.horovod.torch.world import size
 
 
 class SyncBatchNorm(_BatchNorm):
-    r"""`torch.nn.BatchNorm` whose statistics are those of all ranks' batches.
+    r"""`torch.nn.BatchNorm` with statistics over all ranks' batches.
 
     Batches may differ in size between ranks, and a rank's may be empty. In evaluation,
-    and on one rank, it is PyTorch's. With $n$ values per channel over all ranks,
-    $\mu = \sum x / n$ and $\sigma^2 = \sum (x - \mu)^2 / n$, the latter from all ranks'
-    means and squared deviations (Chan et al., 1979), which loses no digits where the
-    mean is large.
+    and on one rank, it behaves as PyTorch's. With $n$ values per channel over all
+    ranks, $\mu = \sum x / n$ and $\sigma^2 = \sum (x - \mu)^2 / n$, the latter from all
+    ranks' means and squared deviations (Chan et al., 1979), which loses no digits if
+    the mean is large.
 
     Args:
-        num_features: Channels, the input's second dimension.
-        eps: Is added to the variance.
-        momentum: Share of the new statistics in the running ones; ``None``: the mean
-            of all so far.
+        num_features: Number of channels, the input's second dimension.
+        eps: Constant added to the variance.
+        momentum: Share of the new statistics in the running ones; ``None`` means the
+            mean of all so far.
         affine: Whether it scales and shifts by parameters.
         track_running_stats: Whether it keeps running statistics for evaluation.
     """
@@ -45,7 +45,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input, got {input.dim()}D input")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        """The normalized input; of its shape, first batch, then channels."""
+        """Return the normalized input, with its shape: batch, channels, ..."""
         self._check_input_dim(input)
         if not self.training and self.track_running_stats:
             return super().forward(input)
@@ -76,7 +76,7 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         if self.running_mean is None or self.running_var is None:
             return
-        # Running variances are unbiased, as BatchNorm's.
+        # Running variances are unbiased, as in BatchNorm.
         unbiased = var * (count / (count - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
@@ -97,7 +97,7 @@ class _Normalize(torch.autograd.Function):
         channels = exact.shape[1]
         mine = exact.new_full((1,), exact.numel() / channels)
         total = torch.cat([exact.sum(across), mine])
-        # Unnamed: layers come in the same order on every rank.
+        # Unnamed: layers run in the same order on every rank.
         total = allreduce(total, op=Sum)
         count = total[-1:]
         mean = total[:-1] / count
@@ -121,7 +121,7 @@ class _Normalize(torch.autograd.Function):
         across, shape, dtype, has_bias = ctx.layout
         gradient = gradients[0].to(straight.dtype)
         along, with_values = gradient.sum(across), (gradient * straight).sum(across)
-        # A rank's own share: DistributedOptimizer reduces parameters' gradients.
+        # Only this rank's share: DistributedOptimizer reduces parameters' gradients.
         of_weight = None if weight is None else with_values.to(weight.dtype)
         of_bias = along.to(weight.dtype if weight is not None else dtype)
         both = torch.cat([along, with_values])

@@ -1,4 +1,4 @@
-"""Which ranks share a host."""
+"""Find the ranks that share a host."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Topology:
     local_size: int
 
     cross_rank: int
-    """Among ranks of this local rank on all hosts."""
+    """Rank among the ranks with this local rank on all hosts."""
 
     cross_size: int
-    """Hosts that have a rank of this local rank."""
+    """Number of hosts that have a rank with this local rank."""
 
     is_homogeneous: bool
-    """All hosts have equally many ranks."""
+    """Whether all hosts have the same number of ranks."""
 
 
 def arrange(hosts: Sequence[str], local_ranks: Sequence[int], rank: int) -> Topology:
-    """The topology, from each rank's host and its place there."""
+    """Return the topology, from each rank's host and its place there."""
     sizes = {host: hosts.count(host) for host in hosts}
     mine = hosts[rank]
     local_rank = local_ranks[rank]
@@ -58,9 +58,9 @@ def arrange(hosts: Sequence[str], local_ranks: Sequence[int], rank: int) -> Topo
 
 
 def exchange(ranks: Ranks, place: Place | None) -> Topology:
-    """The topology, from what every rank says of itself.
+    """Return the topology, from what every rank reports about itself.
 
-    A launcher's numbers go before names of hosts, which several hosts may share.
+    A launcher's numbers take precedence over host names, which several hosts may share.
     """
     host, local_rank = socket.gethostname(), None
     if place is not None and place.local_rank is not None:
@@ -84,7 +84,7 @@ def exchange(ranks: Ranks, place: Place | None) -> Topology:
 
 
 def _all_say(ranks: Ranks, mine: list[Any]) -> list[list[Any]]:
-    """What every rank says of its place, by rank."""
+    """Return every rank's reported place, by rank."""
     store = PrefixStore("hosts", ranks.store)
     store.set(str(ranks.rank), json.dumps(mine))
     keys = [str(rank) for rank in range(ranks.size)]

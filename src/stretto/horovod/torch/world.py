@@ -1,4 +1,4 @@
-"""Start and end, and a rank's place among all."""
+"""Start and end of a job, and a rank's place in it."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Member:
     """Global ranks."""
     engine: Engine
     numbered: dict[str, int] = field(default_factory=dict)
-    """Unnamed operations so far, by kind."""
+    """Number of unnamed operations so far, by kind."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @final
 class World:
-    """What lies between `init` and `shutdown`."""
+    """The state between `init` and `shutdown`."""
 
     def __init__(self, ranks: Ranks, group: Any, settings: Settings) -> None:
         self.ranks = ranks
@@ -70,7 +70,7 @@ class World:
     # Process sets.
 
     def member(self, process_set: ProcessSet) -> Member:
-        """What this rank runs a set's operations with.
+        """Return the member with which this rank runs a set's operations.
 
         Raises:
             ValueError: the set is not added, or this rank is not in it.
@@ -81,7 +81,7 @@ class World:
             return found
         if number is None or number not in self._ranks_of:
             raise ValueError(
-                f"{process_set} is not added: give it to init(process_sets=[...]) or "
+                f"{process_set} is not added: pass it to init(process_sets=[...]) or "
                 "to add_process_set()"
             )
         raise ValueError(
@@ -90,10 +90,10 @@ class World:
         )
 
     def add(self, process_set: ProcessSet) -> None:
-        """Adds a set; every rank must, in the same order.
+        """Add a set; every rank must, in the same order.
 
         Raises:
-            ValueError: it is there already, or has ranks that are not there.
+            ValueError: it was already added, or contains ranks that do not exist.
         """
         ranks = tuple(process_set.ranks or ())
         size = self.ranks.size
@@ -114,7 +114,7 @@ class World:
         process_set.added(number, ranks, self.ranks.rank)
 
     def alias(self, process_set: ProcessSet) -> bool:
-        """Whether there is a set of these ranks: then this is another name for it."""
+        """Return whether a set of these ranks exists; then make this an alias of it."""
         for number, ranks in self._ranks_of.items():
             if ranks == tuple(process_set.ranks or ()):
                 self._sets[number].append(process_set)
@@ -123,10 +123,10 @@ class World:
         return False
 
     def agree(self, purpose: str, what: str) -> None:
-        """Requires that all ranks do the same now.
+        """Require that all ranks make the same call now.
 
         Raises:
-            HorovodInternalError: they do not, or a rank does not come.
+            HorovodInternalError: they do not, or a rank did not arrive.
         """
         if self.ranks.size == 1:
             return
@@ -136,7 +136,7 @@ class World:
             raise HorovodInternalError(str(exc)) from exc
 
     def remove(self, number: int) -> None:
-        """Ends a set; every rank must."""
+        """End a set; every rank must."""
         member = self._members.pop(number, None)
         if member is not None:
             _close(member.engine)
@@ -145,7 +145,7 @@ class World:
             known.invalidate()
 
     def knows(self, process_set: ProcessSet) -> bool:
-        """Whether a set is added here."""
+        """Return whether a set is added here."""
         return process_set in self._sets.get(process_set.process_set_id or 0, [])
 
     def _open(self, number: int, ranks: tuple[int, ...]) -> Member:
@@ -174,10 +174,10 @@ class World:
         )
         return Member(number, ranks, engine)
 
-    # The end.
+    # Shutdown.
 
     def close(self) -> None:
-        """Ends engines, and the process group that was made for them."""
+        """End engines, and the process group that was made for them."""
         for number in sorted(self._members, reverse=True):
             _close(self._members[number].engine)
         for sets in self._sets.values():
@@ -189,8 +189,8 @@ class World:
 
 
 def _close(engine: Engine) -> None:
-    # Who leaves first ends connections that others may still wait on, so all leave
-    # together; a rank that does not come is not waited for long.
+    # A rank that leaves first ends connections that others may still wait on, so all
+    # leave together; the wait for a missing rank is short.
     with contextlib.suppress(StrettoError):
         engine.barrier("end of the process set").wait(_LEAVE_S)
     engine.close()
@@ -202,10 +202,10 @@ _told_unknown = False
 
 
 def current() -> World:
-    """The world that `init` made.
+    """Return the world that `init` created.
 
     Raises:
-        ValueError: there is none.
+        ValueError: `init` was not called.
     """
     if _world is None:
         raise ValueError("Horovod has not been initialized: call hvd.init() first")
@@ -216,23 +216,23 @@ def init(
     comm: Sequence[int] | None = None,
     process_sets: Sequence[ProcessSet] | str | None = None,
 ) -> None:
-    """Joins the job's ranks; waits for all of them. A second call does nothing.
+    """Join the job's ranks; wait for all of them. A second call does nothing.
 
-    Uses the process group that `torch.distributed` has; without one, makes one from
-    what torchrun, ``stretto run`` or variables named HOROVOD_ say. A process without a
-    launcher is a job of one rank.
+    Use the existing process group of `torch.distributed`; without one, create it from
+    the variables of torchrun, ``stretto run`` or Horovod's launchers. A process without
+    a launcher is a job of one rank.
 
     Args:
-        comm: The ranks that take part, of the job's; none or empty: all. Only these may
-            call it.
-        process_sets: Sets to add, in the same order on every rank; two of the same
-            ranks are one. Or ``"dynamic"``: they may be added later, as with
+        comm: The participating ranks of the job; ``None`` or empty means all. Only
+            these may call it.
+        process_sets: Sets to add, in the same order on every rank; two sets with the
+            same ranks are one. Or ``"dynamic"``: sets may be added later, as with
             HOROVOD_DYNAMIC_PROCESS_SETS=1.
 
     Raises:
         ValueError: an argument or a variable breaks its rule.
-        HorovodInternalError: ranks came with different settings or process sets, or a
-            rank did not come.
+        HorovodInternalError: ranks have different settings or process sets, or a rank
+            did not arrive.
     """
     global _world
     with _lock:
@@ -296,10 +296,10 @@ def _tell_unknown() -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job: ends connections and threads; nothing without `init`.
+    """Leave the job: end connections and threads; do nothing without `init`.
 
-    All ranks should call it. What is under way on others fails there with
-    `HorovodInternalError`. A process group that was there before `init` stays.
+    All ranks should call it. Operations under way on other ranks fail there with
+    `HorovodInternalError`. A process group that existed before `init` is kept.
     """
     global _world
     with _lock:
@@ -311,26 +311,26 @@ def shutdown() -> None:
         world.close()
         del world
     # The engines' parts refer to each other: their connections to the store end with
-    # them, now and not at some later collection.
+    # them, now and not at some later garbage collection.
     gc.collect()
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, and `shutdown` not since."""
+    """Return whether `init` was called without a later `shutdown`."""
     return _world is not None
 
 
 def rank() -> int:
-    """This process's number among all, from 0.
+    """Return this process's global rank.
 
     Raises:
-        ValueError: `init` was not called. So do all that follow.
+        ValueError: `init` was not called. The functions below raise it too.
     """
     return current().ranks.rank
 
 
 def size() -> int:
-    """Number of ranks."""
+    """Return the number of ranks."""
     return current().ranks.size
 
 
@@ -342,39 +342,39 @@ def _topology() -> Topology:
 
 
 def local_rank() -> int:
-    """This process's number among those of its host."""
+    """Return this process's rank on its host."""
     return _topology().local_rank
 
 
 def local_size() -> int:
-    """Number of ranks on this host."""
+    """Return the number of ranks on this host."""
     return _topology().local_size
 
 
 def cross_rank() -> int:
-    """Number of this host among those that have a rank of this local rank."""
+    """Return this host's index among those that have a rank with this local rank."""
     return _topology().cross_rank
 
 
 def cross_size() -> int:
-    """Number of hosts that have a rank of this local rank."""
+    """Return the number of hosts that have a rank with this local rank."""
     return _topology().cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have equally many ranks."""
+    """Return whether all hosts have the same number of ranks."""
     return _topology().is_homogeneous
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Adds a process set; every rank must call it, with the same ranks.
+    """Add a process set; every rank must call it, with the same ranks.
 
     Returns:
-        The set that was given, or one made of the ranks that were given.
+        The set that was passed, or one created from the ranks that were passed.
 
     Raises:
-        ValueError: sets are not dynamic, or there is one of these ranks already.
-        HorovodInternalError: ranks came with different sets, or a rank did not come.
+        ValueError: sets are not dynamic, or a set of these ranks already exists.
+        HorovodInternalError: ranks have different sets, or a rank did not arrive.
     """
     world = current()
     _require_dynamic(world, "add_process_set")
@@ -389,14 +389,15 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Ends a process set; every rank must call it.
+    """End a process set; every rank must call it.
 
     Returns:
-        Whether it was removed: the global set is not, nor one that is not added.
+        Whether it was removed: False for the global set and for a set that is not
+        added.
 
     Raises:
         ValueError: sets are not dynamic.
-        HorovodInternalError: ranks came with different sets, or a rank did not come.
+        HorovodInternalError: ranks have different sets, or a rank did not arrive.
     """
     world = current()
     _require_dynamic(world, "remove_process_set")
