@@ -225,9 +225,9 @@ class DistributedDataParallel(TorchDDP):
         if self._micro_steps and self.find_unused_parameters:
             raise StrettoError(
                 "apply_plan must be called between two steps, not between the "
-                "micro-steps of one: what was used under no_sync would be forgotten, "
-                "and those gradients never reduced. Call it after the next backward "
-                "outside no_sync."
+                "micro-steps of one: the record of parameters used under no_sync "
+                "would be lost, and their gradients never reduced. Call it after the "
+                "next backward outside no_sync."
             )
         # DDP reports a step that was not finished (parameters without gradients).
         self.reducer._check_reducer_finalized()  # noqa: SLF001

@@ -101,7 +101,7 @@ class Board:
         self._step, self._number = step, 0
         written, self._written = self._written, []
         found = self._meet(message, answer, GATE_S, failed)
-        for key in written:  # every rank has come, so every rank has read these
+        for key in written:  # every rank has arrived, so every rank has read these
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(key)
         return found
@@ -205,7 +205,7 @@ class Board:
                 return {"stopped": row["failed"]}
         try:
             return {"answer": answer([row["message"] for row in rows])}
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the others must know
+        except Exception as exc:  # noqa: BLE001 - the others must know of any error
             judged = isinstance(exc, StrettoError)
             return {
                 "stopped": str(exc) if judged else f"{self.name(0)}: {reason_of(exc)}"

@@ -497,7 +497,7 @@ class AutoPlan:
         self._look = None
         self._tell(
             "profiled",
-            "steps with their communication put off, then the network",
+            "steps with deferred communication, then the network",
             forward_s=seen.workload.forward_s,
             backward_s=seen.workload.backward_s,
             probe_s=seen.probe_s,

@@ -5,7 +5,7 @@ and settle at the same steps in every run, whatever was measured:
 
 | after step | what changes |
 |---|---|
-| 2 | communication is put off, steps are profiled |
+| 2 | communication is deferred, steps are profiled |
 | 4 | the network is probed; the first plan: buckets of three tensors on three lanes |
 | 6 | the second plan: two tensors a bucket, on two lanes |
 | 8 | settled on the first plan; lanes that it does not need are closed |
