@@ -133,7 +133,7 @@ def planner_options(command: _Command) -> _Command:
     for name, (flag, kind, text) in reversed(_PLANNER_OPTIONS.items()):
         command = click.option(flag, name, type=kind, default=None, help=text)(command)
     for name in reversed(DIMS):
-        text = f"joint, exhaustive: {name} may not be chosen"
+        text = f"joint, exhaustive: do not search the dimension {name}."
         command = click.option(f"--no-{name}", is_flag=True, help=text)(command)
     return command
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Cluster file to write.",
 )
-@click.option("--name", default="cluster", show_default=True, help="Its name.")
+@click.option("--name", default="cluster", show_default=True, help="Cluster's name.")
 @click.option(
     "--budget",
     "budget_s",

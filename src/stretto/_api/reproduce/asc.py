@@ -48,7 +48,7 @@ def asc_wfbp() -> Reproduction:
         paper="asc-wfbp",
         title="ASC-WFBP (INFOCOM 2021), 8 hosts of 4 RTX 2080 Ti, 10GbE",
         assumed=(
-            "layer times by roofline, scaled to what Tables IV and V imply",
+            "layer times by roofline, scaled to those that Tables IV and V imply",
             "forward is one third of a step",
             "a = 1.4 ms, b = 1.7 ns/B, gamma = 1.5 as published (section III)",
         ),
@@ -65,7 +65,7 @@ def asc_wfbp() -> Reproduction:
             Left(
                 item="Table IV, columns S1 and S2 from a model",
                 reason="no (a, b, gamma) reproduces all twelve cells: the best fit "
-                "misses them by 12.5 % in the mean",
+                "differs by 12.5 % in the mean",
             ),
             Left(
                 item="Fig. 6 (communication cut by 65 %, 22-74 %)",
@@ -104,7 +104,7 @@ def _models(workloads: list[Workload]) -> list[Figure]:
             name="resnet152: all tensors one by one",
             ours=startup_s + sending_s,
             unit="s",
-            note="from the published a, b and number of tensors; the paper prints no "
+            note="from the published a, b and number of tensors; the paper gives no "
             "such time",
         )
     )
@@ -150,7 +150,7 @@ def _table_v(workloads: list[Workload]) -> list[Figure]:
                 tolerance=0.005,
                 note=""
                 if made.name == "resnet152"
-                else "the time on one device is itself read off Table V",
+                else "the time on one device is itself derived from Table V",
             ),
             Figure(
                 table="Table V",
@@ -193,7 +193,7 @@ def _table_iv(workloads: list[Workload]) -> list[Figure]:
                 source="published",
                 unit="s",
                 tolerance=0.08,
-                note="a was fitted to this column, which asks for 0.8 to 1.0 ms",
+                note="a was fitted to this column, which needs 0.8 to 1.0 ms",
             ),
             Figure(
                 table="Table IV",
@@ -227,7 +227,7 @@ def _table_iv(workloads: list[Workload]) -> list[Figure]:
         ]
         ours_s = planned_s("asc-wfbp", made, zoo.cluster("asc-uncapped"))
         if ours_s is not None:
-            hosts = "the host's work for each of 604 tensors is not modelled"
+            hosts = "the host's work for each of 604 tensors is not modeled"
             figures.append(
                 Figure(
                     table="Table IV",
@@ -309,7 +309,7 @@ def _beyond(workloads: list[Workload]) -> list[Figure]:
                 name=f"{made.name}: joint, all flows within 9.43 Gb/s",
                 ours=_planned_s("joint", made, "asc"),
                 unit="s",
-                note="what simultaneous flows add where the link limits them",
+                note="the effect of simultaneous flows where the link limits them",
             )
         )
     return figures
@@ -345,7 +345,10 @@ def _corrections() -> tuple[Correction, ...]:
         ),
         Correction(
             where="Algorithm 1, line 26",
-            defect="a normal layer starts at its ready time whatever is being sent",
+            defect=(
+                "a normal layer starts at its ready time regardless of what is being "
+                "sent"
+            ),
             reading="tau_c = max(ready, end of the previous group) (Definition 1)",
         ),
         Correction(
@@ -365,7 +368,7 @@ def _corrections() -> tuple[Correction, ...]:
         ),
         Correction(
             where="Eq. 19",
-            defect="leaves forward out, and that another flow may end last",
+            defect="omits forward, and the case that another flow ends last",
             reading="t_f + the latest end of all groups, at least t_f + t_b",
         ),
     )
@@ -383,7 +386,7 @@ def _theorem() -> Correction:
     once_s, twice_s = on_lanes((0, 1, 0)), on_lanes((0, 1, 1))
     return Correction(
         where="Theorem 1",
-        defect="the rules Q1 to Q4 are said to be optimal",
+        defect="the rules Q1 to Q4 are claimed to be optimal",
         reading="they are a heuristic; search over the types (planner joint)",
         shown=f"a = b = 1, gamma 1.5, sizes 8.5, 6, 1 ready at 0, 0, 10: "
         f"the rules merge -> {merged_s:.1f}; one simultaneous -> {once_s:.1f}; "
@@ -398,8 +401,8 @@ def _penalty() -> Correction:
     true_s = gamma_less_1 * ASC_S_PER_BYTE * 1e3
     return Correction(
         where="Eq. 12, 13",
-        defect="the bytes sent at once are not capped by the later message",
-        reading="the smaller of the first's rest and the second",
+        defect="the bytes sent at the same time are not limited by the later message",
+        reading="the smaller of the first's remainder and the second",
         shown=f"100 MB just begun, then 1 KB: printed {1e3 * printed_s:.0f} ms, "
         f"true {1e6 * true_s:.2g} us",
         holds=true_s < 1e-4 * printed_s,
@@ -413,8 +416,8 @@ def _first_rule() -> Correction:
         where="Algorithm 1, line 8 (Q1)",
         defect="compares with tau_b[l] + t_b[l-1]",
         reading="tau_b[l-1] + t_b[l-1] (Eq. 21)",
-        shown=f"tau_b[l] = 0, t_b[l] = 5, t_b[l-1] = 3, l ends at 7: "
-        f"right 7 <= 8 {right}, printed 7 <= 3 {printed}",
+        shown="tau_b[l] = 0, t_b[l] = 5, t_b[l-1] = 3, l ends at 7: correct 7 <= 8 "
+        f"{right}, printed 7 <= 3 {printed}",
         holds=right and not printed,
     )
 
@@ -459,7 +462,7 @@ def _greedy() -> Correction:
     worse = _planned_s("mg-wfbp", dense, "asc") / _planned_s("fusion", dense, "asc")
     return Correction(
         where="MG-WFBP, the baseline",
-        defect="called optimal; it merges pair by pair, and waiting adds up",
+        defect="called optimal; it merges pair by pair, and waiting times add up",
         reading="the exact sequential fusion (planner fusion)",
         shown=f"a = b = 1, sizes 10, .1, .1 ready at 0, .9, 1.8: "
         f"greedy {greedy_s:.1f}, exact {exact_s:.1f}; "

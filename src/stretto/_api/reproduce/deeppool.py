@@ -39,7 +39,7 @@ def deeppool() -> Reproduction:
         paper="deeppool",
         title="DeepPool (MLSys 2022), 8 A100, NVSwitch",
         assumed=(
-            "266 GB/s and 40 us a transfer, as the authors' planner counts",
+            "266 GB/s and 40 us per transfer, as in the authors' planner",
             *(str(x) for x in zoo.cluster("deeppool").provenance["assumed"]),
             "layer times by roofline, scaled to the sums that the authors published",
         ),
@@ -105,7 +105,7 @@ def _figure_9() -> list[Figure]:
                 source="repository",
                 unit="ms",
                 tolerance=0.1,
-                note="a layer's sync at one machine-wide bandwidth comes 10 % short",
+                note="a layer's sync at one machine-wide bandwidth is 10 % too short",
             ),
             Figure(
                 table="our target (Fig. 9 prints no ratio)",
@@ -154,8 +154,8 @@ def _left() -> tuple[Left, ...]:
     return (
         Left(
             item="Fig. 9, WideResNet-101-2 and Inception-v3",
-            reason="the times of their layers in mixed precision are no roofline's; "
-            "stretto burst plan takes a measured profile",
+            reason="their layers' times in mixed precision do not follow a roofline; "
+            "stretto burst plan accepts a measured profile",
         ),
         Left(item="Fig. 1-3", reason="needs the batch sizes at which models converge"),
         Left(
@@ -173,8 +173,8 @@ def _corrections() -> tuple[Correction, ...]:
         _past_the_limit(),
         Correction(
             where="Algorithm 1, amplification of layer i - 1",
-            defect="depends on which predecessor produced T[i-1][h]; only the "
-            "fastest is kept, so the parts of an optimum need not be optimal",
+            defect="depends on which predecessor produced T[i-1][h]; only the fastest "
+            "is kept, so the parts of an optimum need not be optimal",
             reading="a limit on each edge: (comm + comp + sync) g / comp(i, 1); then a "
             "shortest path is exact",
         ),
@@ -186,7 +186,7 @@ def _corrections() -> tuple[Correction, ...]:
         ),
         Correction(
             where="Algorithm 1, bestAmp = min(...)",
-            defect="drifts away from the chosen predecessor's",
+            defect="differs from the chosen predecessor's",
             reading="drop it",
         ),
         Correction(
@@ -199,7 +199,7 @@ def _corrections() -> tuple[Correction, ...]:
         Correction(
             where="Fig. 1 (1 Tb/s), Fig. 2 (4.8 Tb/s), Table 2 (600 GB/s)",
             defect="three bandwidths for one machine",
-            reading="the planner's own: 266 GB/s and 40 us, twice for both ways",
+            reading="the planner's own: 266 GB/s and 40 us, twice for both directions",
         ),
     )
 
@@ -215,11 +215,13 @@ def _order_of_widths() -> Correction:
     right = min(feasible, key=lambda c: c[2])[0]
     return Correction(
         where="Algorithm 1, Amp <= max(bestAmp, AmpLimit)",
-        defect="bestAmp begins infinite: the first width is always accepted, then a "
+        defect="bestAmp starts infinite: the first width is always accepted, then a "
         "feasible but slower one refused",
-        reading="the fastest of the feasible; if none, the least amplification",
-        shown=f"limit 2; h = 1: amp 5, 10 s; h = 2: amp 1.2, 12 s: printed takes "
-        f"h = {taken}, right is h = {right}",
+        reading=(
+            "the fastest feasible width; if there is none, the smallest amplification"
+        ),
+        shown="limit 2; h = 1: amp 5, 10 s; h = 2: amp 1.2, 12 s: printed chooses h = "
+        f"{taken}, correct is h = {right}",
         holds=taken == 1 and right == 2,
     )
 
@@ -247,10 +249,10 @@ def _past_the_limit() -> Correction:
             slower += 1
     return Correction(
         where="Algorithm 1 on random chains",
-        defect="its plans may pass the limit they were made for",
+        defect="its plans may exceed the limit they were made for",
         reading="filter edges, then a shortest path (stretto burst plan)",
-        shown=f"{passed} of {feasible} plans pass a limit that can be kept; "
-        f"{slower} more are slower than the fastest",
+        shown=f"{passed} of {feasible} plans exceed a feasible limit; {slower} more "
+        "are slower than the fastest",
         holds=passed > 0,
     )
 

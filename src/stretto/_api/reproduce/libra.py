@@ -78,7 +78,7 @@ def libra_paper() -> Reproduction:
             Left(
                 item="Fig. 6, 7 to the digit",
                 reason="the constants of Eq. 6, the latency and the layer times are "
-                "unpublished: orderings and ranges only",
+                "unpublished: only orderings and ranges",
             ),
             Left(
                 item="Fig. 6, ByteScheduler (SE)", reason="its parameters are unknown"
@@ -124,7 +124,7 @@ def _contention() -> list[Figure]:
             table="Fig. 1a",
             name="computation beside 4096 threads, times as long",
             ours=1 / compute_rate(contention.compute, 4096),
-            note="what the line of Eq. 5 then says",
+            note="the value of Eq. 5's line",
         ),
         Figure(
             table="Eq. 6",
@@ -214,8 +214,8 @@ def _ordering(workloads: dict[str, Workload]) -> list[Figure]:
                 reference_high=20.4,
                 unit="%",
                 tolerance=0.05,
-                note="Horovod's defaults: 64 MiB, 5 ms; where it is missed: what "
-                "Horovod spends on agreeing each cycle is not modelled",
+                note="Horovod's defaults: 64 MiB, 5 ms; if it is missed: Horovod's "
+                "cost of agreeing each cycle is not modeled",
             )
         )
         free_s = planned_s("fusion", made, replace(cluster, contention=None)) or 0.0
@@ -309,8 +309,8 @@ def _at_2048(curves: tuple[Series, ...], forward_s: float) -> list[Figure]:
                 source="published",
                 unit="%",
                 tolerance=0.2,
-                note="the latency is unpublished: at 10 us the greedy does not yet end "
-                "with one group",
+                note="the latency is unpublished: at 10 us the greedy rule does not "
+                "yet end with one group",
             ),
             Figure(
                 table="Fig. 9",
@@ -323,7 +323,10 @@ def _at_2048(curves: tuple[Series, ...], forward_s: float) -> list[Figure]:
                 name=f"{at}: by exact fusion alone, backward",
                 ours=100 * ((greedy_s - forward_s) / (fusion_s - forward_s) - 1),
                 unit="%",
-                note="of the gain, what fusion gives with the greedy's own threads",
+                note=(
+                    "share of the gain that fusion alone brings with the greedy "
+                    "rule's own threads"
+                ),
             ),
         ]
     return figures
@@ -394,7 +397,7 @@ def _empty_group() -> Correction:
     two_s = drafted_s(Draft.in_turn((1, 2)), workload, cluster)
     return Correction(
         where="Algorithm 1, line 9 (l' = l)",
-        defect="looks useless",
+        defect="seems unnecessary",
         reading="keep it: an empty group makes K an upper limit",
         shown=f"two tensors of 0.1, a = 1, K = 2: both groups forced {two_s:.1f}, "
         f"one {one_s:.1f}",
