@@ -54,9 +54,7 @@ def start(
     *arguments: Any,
     **environment: str,
 ) -> list[int]:
-    """Fork ``size`` ranks that call ``work(rank, size, *arguments)``; return their
-    pids.
-    """
+    """Fork ``size`` ranks that call ``work(rank, size, ...)``; return their pids."""
     sys.stdout.flush()
     pids = []
     for rank in range(size):

@@ -35,9 +35,7 @@ def equal_buckets(model: nn.Module, unit_bytes: int, ranks: int, lanes: int) -> 
 
 
 def two_lanes(model: nn.Module, ranks: int) -> Plan:
-    """Return two parameters per bucket, last layers first, in two slices on two
-    lanes.
-    """
+    """Return two parameters per bucket, last layers first, two slices and lanes."""
     names = [name for name, _ in model.named_parameters()][::-1]
     return Plan(
         planner="benchmark",

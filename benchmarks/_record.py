@@ -1,6 +1,4 @@
-"""Helpers that all benchmarks share: the machine's description, and the results'
-files.
-"""
+"""Helpers that all benchmarks share: the machine's description, and result files."""
 
 from __future__ import annotations
 

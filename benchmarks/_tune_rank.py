@@ -61,9 +61,7 @@ def slowest(values: list[float]) -> list[float]:
 
 
 def timed(trainee: Trainee, steps: int) -> list[float]:
-    """Return the slowest rank's time of each step, without synchronizing ranks in
-    between.
-    """
+    """Return the slowest rank's time of each step, without synchronization."""
     found = []
     for _ in range(steps):
         begin_s = perf_counter()
@@ -99,9 +97,7 @@ class Job:
 
 
 def block(step_s: float) -> int:
-    """Return the number of consecutive steps that are timed: more if steps are
-    short.
-    """
+    """Return the number of consecutive timed steps: more if steps are short."""
     return max(3, min(12, math.ceil(0.3 / step_s)))
 
 
@@ -204,9 +200,7 @@ def final(plans: dict[str, Trainee], rounds: int) -> dict[str, dict]:
 
 
 def paired(one: dict, other: dict) -> list[float]:
-    """Return quartiles of the ratio of two, turn by turn: drifts of the machine
-    cancel.
-    """
+    """Return quartiles of a ratio, turn by turn, so that drifts cancel."""
     ratios = [a / b for a, b in zip(one["turns_s"], other["turns_s"], strict=True)]
     return statistics.quantiles(ratios, n=4)
 
@@ -256,9 +250,7 @@ def story(trainee: Trainee) -> tuple[Any, ...]:
 
 
 def drift(job: Job, interface: str, mbit: int) -> dict:
-    """Halve the link under a settled run; then measure by grid what is possible
-    there.
-    """
+    """Halve the link under a settled run; then measure what is possible, by grid."""
     options = TuneOptions(memory=False)
     trainee, settled = job.tuned(options)
     while not settled:

@@ -38,9 +38,7 @@ HOT, COLD = 2e-2, 1e-6
 
 
 def drawn(seed: int, tensors: int):
-    """Return an instance whose communication takes 0.3 to 3 times as long as
-    backward.
-    """
+    """Return an instance; communication takes 0.3 to 3 times backward."""
     workload, cluster = instance(seed, (tensors, tensors), contended=True)
     rng = random.Random(f"{seed} {tensors}")
     sending_s = 2 * workload.total_bytes / cluster.inter_host.bandwidth_bytes_per_s
@@ -70,9 +68,7 @@ class Annealer:
             self._algorithms = (*ALGORITHMS, "hierarchical")
 
     def value_s(self, plan: list) -> float:
-        """Return the iteration time of (lanes, [end, lane, slices, resource,
-        algorithm]).
-        """
+        """Return a draft's time: (lanes, [end, lane, slices, resource, algorithm])."""
         lanes, buckets = plan
         return self._model.iteration_s(
             [b[0] for b in buckets],

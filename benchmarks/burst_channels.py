@@ -1,14 +1,13 @@
-"""Estimate whether splitting layers by channels shortens burst plans (DeepPool section
-8).
+"""Estimate whether splitting layers by channels shortens burst plans.
 
     .venv/bin/python benchmarks/burst_channels.py [--gpus 8] [--batch 32]
 
-A layer split by its output channels over g GPUs has no gradients to synchronize, but
-each GPU needs the whole batch of its input: an all-gather forward and a reduce-scatter
-of the input's gradient backward, B (g-1)/g input bytes each, in the middle of the step.
-Afterwards its output is converted to the next layer's split by samples and its gradient
-back, B (g-1)/g^2 output bytes each. Computation is that of B/g samples, which favors
-channels: their kernels are smaller.
+The question of DeepPool's section 8. A layer split by its output channels over g GPUs
+has no gradients to synchronize, but each GPU needs the whole batch of its input: an
+all-gather forward and a reduce-scatter of the input's gradient backward, B (g-1)/g
+input bytes each, in the middle of the step. Afterwards its output is converted to the
+next layer's split by samples and its gradient back, B (g-1)/g^2 output bytes each.
+Computation is that of B/g samples, which favors channels: their kernels are smaller.
 
 For each of the zoo's models and each network, the fastest burst plan is compared with
 one in which every layer with parameters may change to a channel split of any width. The
@@ -41,9 +40,7 @@ def network_of(bandwidth):
 
 
 def by_channels_s(problem, index, gpus, *, converts):
-    """Return the time of a layer split by channels: computation and its own
-    transfers.
-    """
+    """Return the time of a layer split by channels, with its own transfers."""
     profile, batch, link = problem.profile, problem.batch, problem.network.transfer
     layer = profile.layers[index]
     bytes_of = {each.name: each.activation_bytes for each in profile.layers}

@@ -181,9 +181,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def summary(rows: torch.Tensor, reach: float) -> dict:
-    """Return the worst, and the steps beyond the target, of rows by case, step and
-    kind.
-    """
+    """Return the worst, and steps beyond the target, by case, step and kind."""
     worst = rows.amax(0)
     found: dict = dict(zip(KINDS, worst.amax(0).tolist(), strict=True))
     beyond = {
@@ -198,9 +196,7 @@ def summary(rows: torch.Tensor, reach: float) -> dict:
 def case(
     kind: str, rate: float, options: argparse.Namespace, seed: int, shares: str
 ) -> tuple[torch.Tensor, float]:
-    """Return differences by step and kind, the worst over ranks, and of the final
-    state.
-    """
+    """Return the worst differences by step and kind, and of the final state."""
     rank, size = dist.get_rank(), dist.get_world_size()
     reference = burst_ranks.make_model(kind)
     model = copy.deepcopy(reference)
@@ -244,9 +240,7 @@ def case(
 
 
 def one_process(kind: str, rate: float, options: argparse.Namespace) -> dict:
-    """Return differences of one process from itself with its samples in other
-    orders.
-    """
+    """Return differences of one process from itself in other sample orders."""
     found = []
     for order in range(ORDERS):
         reference = burst_ranks.make_model(kind)

@@ -82,9 +82,7 @@ def main() -> None:
     reference = copy.deepcopy(model) if rank == 0 else None
 
     def alone_s() -> float:
-        """Run a plain step of the first rank with the whole batch, while the others
-        wait.
-        """
+        """Run a plain step of the first rank on the whole batch; the others wait."""
         dist.barrier()
         if reference is None:
             return 0.0

@@ -59,15 +59,12 @@ TRUTHS = (
     {"elsewhere": 1.6},
 )
 """The truth over the fit, by figure; ``elsewhere``: all steps are longer by this
-factor,
-which no figure explains.
+factor, which no figure explains.
 """
 
 
 def workload_of(number: int, total_bytes: float, step_s: float) -> Workload:
-    """Return a convolutional network's mixture, as the demo's: half of the tensors
-    tiny.
-    """
+    """Return the demo's convolutional mixture: half of the tensors tiny."""
     rng = random.Random(number)
     scale = [rng.choice([0.005, 1.0, 4.0, 0.005]) for _ in range(number)]
     backward_s = 0.55 * step_s
@@ -93,8 +90,7 @@ def workload_of(number: int, total_bytes: float, step_s: float) -> Workload:
 
 def clusters() -> dict[str, Cluster]:
     """Return what a profile fits: flows below the link, a slow link, lanes that slow
-    each
-    other, computation slowed by communication.
+    each other, computation slowed by communication.
     """
     local = Link(latency_s=1e-5, bandwidth_bytes_per_s=1e9)
 

@@ -47,9 +47,7 @@ class Tower(nn.Module):
 
 
 def ddp_buckets(model: nn.Module, cap_mib: float) -> list[list[str]]:
-    """Return names per bucket as DDP rebuilds them, caps applied in order of
-    readiness.
-    """
+    """Return names per bucket as DDP rebuilds them, in order of readiness."""
     buckets: list[list[str]] = []
     size_bytes = float("inf")
     for name, parameter in reversed(list(model.named_parameters())):
@@ -176,9 +174,7 @@ def _resident_bytes() -> int:
 
 
 def _check_equal(models: dict[str, nn.Module], groups: list[list[str]]) -> None:
-    """Require that buckets and gradients are DDP's; otherwise the comparison is
-    invalid.
-    """
+    """Require DDP's buckets and gradients; otherwise the comparison is invalid."""
     rebuilt = models["ddp"]._get_ddp_logging_data()["rebuilt_bucket_sizes"]  # noqa: SLF001
     if len(rebuilt.split(",")) != len(groups):
         raise SystemExit(f"DDP built {rebuilt}, the plan has {len(groups)} buckets")

@@ -131,9 +131,7 @@ def measured(name: str, instances: int) -> dict:
 
 
 def of_asc() -> list[dict]:
-    """Plan the four models of ASC-WFBP: two lanes and whole buckets, then
-    everything.
-    """
+    """Plan the models of ASC-WFBP: two lanes and whole buckets, then everything."""
     cluster = zoo.cluster("asc-uncapped")
     rows = []
     for name, reach_s in ASC_S.items():

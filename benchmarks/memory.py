@@ -65,9 +65,7 @@ def wrapped(model: Tower, how: dict | None, size: int) -> nn.Module:
 
 
 def measure(rank: int, size: int, how: dict | None, out: str) -> None:
-    """Write the bytes of one variant in this pair of processes, by rank, into a file
-    each.
-    """
+    """Write the bytes of one variant in this pair of processes, a file per rank."""
     model = make(LAYERS, WIDTH)
     x = torch.randn(8, WIDTH)
     model(x).square().mean().backward()  # gradients and the libraries' own buffers
@@ -119,9 +117,7 @@ def main() -> None:
 
 
 def runs_of(runs: int, threshold: str | None) -> dict:
-    """Run every variant ``runs`` times with one setting of the C library's
-    allocator.
-    """
+    """Run each variant ``runs`` times with one setting of the C allocator."""
     os.environ.pop(THRESHOLD, None)
     if threshold is not None:
         os.environ[THRESHOLD] = threshold  # read by the ranks when they start

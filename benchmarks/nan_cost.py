@@ -1,10 +1,10 @@
-"""Measure the cost of looking for NaN and infinity: step time with ``nan="warn"`` over
-off.
+"""Measure the cost of looking for NaN and infinity.
 
-Two ranks, Gloo on loopback, the same model and plan: off, off again, warn, and warn
-with gradients as views of the buckets (against off with the same), step by step in
-turn, paired, medians. The model is `equal_buckets`'s, whose computation is small
-relative to its gradients: a harder case than most.
+The figure is step time with ``nan="warn"`` over off. Two ranks, Gloo on loopback, the
+same model and plan: off, off again, warn, and warn with gradients as views of the
+buckets (against off with the same), step by step in turn, paired, medians. The model is
+`equal_buckets`'s, whose computation is small relative to its gradients: a harder case
+than most.
 
 ``--steps 20`` is the short form.
 """

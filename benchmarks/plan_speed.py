@@ -93,9 +93,7 @@ def timed(command: list[str], *, pycache: str | None = None) -> tuple[float, str
 
 
 def over_all_dims(runs: int) -> list[dict]:
-    """Time `stretto plan --dims all` on 604 tensors, 2048 ranks: cold once, then
-    warm.
-    """
+    """Time `stretto plan --dims all` on 604 tensors, 2048 ranks: cold, then warm."""
     cases = []
     with tempfile.TemporaryDirectory() as folder:
         workload_file = Path(folder, "workload.json")

@@ -1,5 +1,4 @@
-"""Run searches beside two busy loops that start and stop at random; check their
-choices.
+"""Run searches beside two busy loops that start and stop at random.
 
 Twenty searches on three emulated networks, each in its own run. Afterwards, on the
 quiet machine, all plans that they settled on, the planner's own and DDP's buckets are

@@ -41,9 +41,7 @@ model = transformers.BertForSequenceClassification(
 
 
 def sentences(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the batch of a step: 64 words per row, and whether the first is
-    frequent.
-    """
+    """Return a step's batch: 64 words per row, and whether the first is frequent."""
     draw = torch.Generator().manual_seed(step)
     words = torch.randint(options.words, (options.share * ranks, 64), generator=draw)
     return words, (words[:, 0] < options.words // 2).long()

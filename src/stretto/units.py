@@ -1,6 +1,4 @@
-"""Conversions between text and seconds, bytes and rates, the only ones in the
-package.
-"""
+"""The package's only conversions between text and seconds, bytes and rates."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ _BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
 
 
 def parse_rate_bytes_per_s(text: str) -> float:
-    """Return the bytes per second of a rate such as ``1gbit``, ``300mbit`` or
-    ``2.5Gbps``.
+    """Return the bytes per second of a rate such as ``1gbit`` or ``2.5Gbps``.
 
     Raises:
         SpecError: The text is not a positive rate.
@@ -37,8 +34,7 @@ def parse_rate_bytes_per_s(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the whole bytes of a size such as ``25MiB``, ``64KiB``, ``1MB`` or
-    ``4096``.
+    """Return the whole bytes of a size such as ``25MiB``, ``1MB`` or ``4096``.
 
     Raises:
         SpecError: The text is not a size.

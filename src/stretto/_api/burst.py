@@ -128,9 +128,7 @@ def simulate(
 
 
 def even_shares(batch: int, gpus: int) -> tuple[int, ...]:
-    """Return the samples of each rank, as equal as possible, larger on the first
-    ranks.
-    """
+    """Return nearly equal numbers of samples by rank, larger on the first ranks."""
     return tuple(-(-(batch - i) // gpus) for i in range(gpus))
 
 

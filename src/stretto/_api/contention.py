@@ -41,8 +41,7 @@ def fit_compute(readings: ContentionReadings) -> Fitted[ComputeContention]:
 
 
 def with_contention(cluster: Cluster, readings: ContentionReadings) -> Cluster:
-    """Add measured contention by resource to a cluster; return it and the fit's
-    quality.
+    """Add measured contention by resource to a cluster; return the fit's quality too.
 
     Raises:
         SpecError: Nothing was sent, so rates are unknown.

@@ -50,8 +50,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         *args: Passed on to PyTorch's class.
         plan: ``"auto"`` measures the first steps and the network, plans and applies the
             plan while every step trains; ``"ddp"`` or ``None`` keeps PyTorch's own
-            rule;
-            a `Plan` or the path of a plan file is executed unchanged.
+            rule; a `Plan` or the path of a plan file is executed unchanged.
         on_settled: Called with the `Settled` measurement and decision of ``"auto"``.
         wire_dtype: With ``"auto"``, the type in which gradients may travel, narrower
             than their own: ``"float16"`` or ``"bfloat16"``. A plan has its own.

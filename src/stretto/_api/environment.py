@@ -1,6 +1,4 @@
-"""Checks of the environment's network variables, before anything waits for the
-network.
-"""
+"""Check the environment's network variables before anything waits for the network."""
 
 from __future__ import annotations
 

@@ -139,8 +139,7 @@ class Keeper:
         return "; ".join(said)
 
     def end(self) -> None:
-        """Finish when the run ends. Call this on rank 0 only; it waits for no other
-        rank.
+        """Finish when the run ends, on rank 0 only, without waiting for others.
 
         If the run ended before enough steps were recorded, its report shows the settled
         plan.
@@ -185,9 +184,7 @@ class Keeper:
         self._gathering.finish(partial(_marks, self._recorder), gathered)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the files are written; return whether they are, as far as
-        possible.
-        """
+        """Wait until the files are written; return whether they are."""
         return self._gathering is None or self._gathering.wait(timeout_s)
 
 

@@ -164,9 +164,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def _print_synthetic(levels: list[int], budget_s: float, *, as_json: bool) -> None:
-    """Measure how much computation slows on one GPU: LIBRA's alpha. Not yet run on a
-    GPU.
-    """
+    """Measure LIBRA's alpha on one GPU. Not yet run on a GPU."""
     from stretto._api.contention import fit_compute, probe_device
     from stretto.measure.contention import DEFAULT_RESOURCES
 

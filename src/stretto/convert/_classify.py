@@ -90,9 +90,7 @@ class Classifier:
     def of(
         self, node: cst.BaseExpression, within: cst.CSTNode, depth: int = 6
     ) -> Amount:
-        """Return the kind of an expression's value, looking up names assigned in a
-        block.
-        """
+        """Return the kind of an expression's value, with a block's names resolved."""
         if depth == 0:
             return Amount.UNKNOWN
         if isinstance(node, cst.Integer | cst.Float):

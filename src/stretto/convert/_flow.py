@@ -115,9 +115,7 @@ class Flow:
             self._assigned.setdefault((home, path), []).append(origin)
 
     def home(self, path: str, scope: Scope) -> cst.CSTNode | None:
-        """Return what a variable belongs to: its class for ``self.x``, else its
-        function.
-        """
+        """Return the class that ``self.x`` belongs to, else the function."""
         if path.startswith("self."):
             return self._tree.owner(scope)
         return scope
@@ -135,9 +133,7 @@ class Flow:
             here = self._tree.function(here)
 
     def _of_object(self, owner: cst.ClassDef | None, path: str) -> list[Origin]:
-        """Return the assignments to ``self.x`` in a class, its bases and its
-        subclasses.
-        """
+        """Return assignments to ``self.x`` in a class, its bases and subclasses."""
         return [
             origin
             for kind in (self._tree.family(owner) if owner is not None else [None])
@@ -292,8 +288,7 @@ class Flow:
     def same_object(
         self, value: cst.BaseExpression, scope: Scope, place: int | None
     ) -> list[tuple[cst.BaseExpression, Scope, int | None]]:
-        """Return the expressions whose object a call, or a conditional expression,
-        returns.
+        """Return expressions whose object a call or conditional returns.
 
         Each comes with its scope. For a function with several callers it also comes
         with the call in question.

@@ -285,9 +285,7 @@ class Job:
         return out
 
     def _model(self, owner: cst.BaseExpression, scope: Scope) -> list[Origin]:
-        """Return where the model was created that `owner`, or a part of it, belongs
-        to.
-        """
+        """Return where the model was created that contains `owner`."""
         while isinstance(owner, cst.Subscript):  # model[1].parameters()
             owner = owner.value
         path = dotted(owner)
@@ -388,9 +386,7 @@ class Job:
     def _sources(
         self, node: cst.BaseExpression, scope: Scope, depth: int = 6
     ) -> list[tuple[cst.BaseExpression, Scope]]:
-        """Return the loaders inside enumerate(), tqdm(), zip(), iter() and names for
-        these.
-        """
+        """Return the loaders inside enumerate(), tqdm(), zip(), iter() or names."""
         if depth == 0:
             return []
         if isinstance(node, cst.Call):
@@ -425,9 +421,7 @@ class Job:
         return []
 
     def _gives_loader(self, call: cst.Call) -> bool:
-        """Return whether a function of the script returns a loader, and nothing
-        else.
-        """
+        """Return whether a function of the script returns only a loader."""
         returned = [
             self.flow.origins(given, function)
             for function in self.flow.local(call)
@@ -479,9 +473,7 @@ class Job:
         )
 
     def may_be_loader(self, origin: Origin) -> bool:
-        """Return whether a value is a DataLoader, or comes from a call that may return
-        one.
-        """
+        """Return whether a value is a DataLoader or may be returned as one."""
         made = origin.value
         if self.is_loader(made):
             return True

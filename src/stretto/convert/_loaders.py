@@ -134,9 +134,7 @@ class Loaders:
                 )
 
     def _can_hoist(self, origin: Origin) -> bool:
-        """Return whether a dataset made within the call can be made a line before
-        it.
-        """
+        """Return whether a dataset made within the call can be made before it."""
         return (
             isinstance(origin.statement, cst.SimpleStatementLine)
             and origin.path is not None
@@ -251,9 +249,7 @@ class Loaders:
         )
 
     def _made_anew(self, loop: Loop) -> bool:
-        """Return whether each pass may create its loader again, so that epochs do not
-        count.
-        """
+        """Return whether each pass may recreate its loader, so epochs do not count."""
         return any(self._repeated(o.statement, set()) for o in loop.origins)
 
     def _repeated(self, node: cst.CSTNode, seen: set[int]) -> bool:

@@ -79,9 +79,7 @@ class Losses:
         return Loss.MEAN if loss is Loss.EACH else loss
 
     def graph_names(self) -> set[str]:
-        """Return the variables whose tensors gradients flow through to a
-        ``backward``.
-        """
+        """Return the variables through which gradients flow to a ``backward``."""
         out: set[str] = set()
         scopes: list[cst.CSTNode] = []
         for call in self._work.job.backwards:
@@ -142,9 +140,7 @@ class Losses:
     def _of_part(
         self, node: cst.BaseExpression, scope: Scope, line: int, depth: int
     ) -> Loss:
-        """Return the kind of one element of a result; a model's is taken to be its
-        loss.
-        """
+        """Return the kind of one element of a result; a model's is its loss."""
         given = node
         if (path := dotted(node)) is not None:
             for origin in self._before(path, scope, line):
@@ -337,9 +333,7 @@ class Losses:
         line: int,
         depth: int,
     ) -> Loss:
-        """Return what ``mean`` or ``sum`` makes of an expression, over ``dim`` or
-        all.
-        """
+        """Return what ``mean`` or ``sum`` makes, over ``dim`` or all."""
         scope = self._tree.function(node)
         if self._is_of_parameters(node):
             return Loss.PARAMETERS

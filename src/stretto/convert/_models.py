@@ -391,9 +391,7 @@ class Models:
                     self._work.call_around(whole, "unwrap")
 
     def _keeps_prefix(self, node: cst.Attribute) -> bool:
-        """Return whether DataParallel's checkpoints had their `module.` at this
-        place.
-        """
+        """Return whether DataParallel's checkpoints had `module.` at this place."""
         names = ("state_dict", "load_state_dict", "named_parameters")
         return self.parallel_before and node.attr.value in names
 

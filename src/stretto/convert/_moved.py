@@ -67,9 +67,7 @@ def _modules(tree: Tree) -> list[tuple[str, cst.CSTNode]]:
 
 
 def _uses(tree: Tree, names: tuple[str, ...]) -> list[cst.BaseExpression]:
-    """Return the outermost expressions that name one of some objects, outside
-    imports.
-    """
+    """Return outermost expressions, outside imports, that name given objects."""
     out: list[cst.BaseExpression] = []
     for node in found(tree.module, cst.BaseExpression):
         if (

@@ -92,9 +92,7 @@ def _source(cell: dict[str, Any]) -> str:
 
 
 def _joined(notebook: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-    """Return the script, and (first line, number in the notebook from 1) of each
-    cell.
-    """
+    """Return the script, and each cell's first line and number from 1."""
     lines: list[str] = []
     starts: list[tuple[int, int]] = []
     for number, cell in enumerate(notebook["cells"], 1):

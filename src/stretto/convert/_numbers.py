@@ -174,9 +174,7 @@ class Numbers:
         self._work.done(node, f"`{self._tree.text(node)[:60]}` {how} over ranks")
 
     def _is_handled(self, node: cst.CSTNode) -> bool:
-        """Return whether a node, its surroundings, or its content is reduced
-        already.
-        """
+        """Return whether a node, its surroundings, or its content is reduced."""
         around = [node, *self._tree.ancestors(node)]
         if any(id(a) in self._handled for a in around):
             return True
@@ -207,9 +205,7 @@ class Numbers:
         return out
 
     def _only_added(self, added: Added, loop: Loop) -> bool:
-        """Return whether a name is set before a loop, added to in it, and read only
-        after.
-        """
+        """Return whether a name is set before a loop and only added to in it."""
         if not added.name.isidentifier():
             return False
         reads = 0
@@ -238,9 +234,7 @@ class Numbers:
         )
 
     def _same_pass(self, statement: cst.CSTNode, loop: cst.CSTNode) -> bool:
-        """Return whether each pass through a loop begins by resetting a statement's
-        target.
-        """
+        """Return whether each pass of a loop begins by resetting a target."""
         return self._tree.loops(statement)[:1] == self._tree.loops(loop)[:1]
 
     def _at_source(
@@ -391,9 +385,7 @@ class Numbers:
                     self._reduce(node, Amount.SUM)
 
     def _of_loop(self, node: cst.BaseExpression, body: cst.CSTNode) -> bool:
-        """Return whether a name is a target of the loop that has a block as its
-        body.
-        """
+        """Return whether a name is a target of the loop around a block."""
         loop = self._tree.parent(body)
         return isinstance(loop, cst.For) and dotted(node) in {
             n.value for n in found(loop.target, cst.Name)

@@ -160,9 +160,7 @@ def _is_main(node: cst.CSTNode) -> bool:
 
 
 def _last_import(work: Work) -> cst.CSTNode | None:
-    """Return the last import before the script begins to define or execute
-    something.
-    """
+    """Return the last import before the script defines or executes something."""
     last: cst.CSTNode | None = None
     for line in work.tree.module.body:
         if isinstance(line, cst.SimpleStatementLine):

@@ -61,9 +61,7 @@ class Steps:
                 )
 
     def _both_run(self, first: cst.CSTNode, second: cst.CSTNode) -> bool:
-        """Return whether one pass may run both: not if they are in branches of one
-        ``if``.
-        """
+        """Return whether one pass may run both: not in branches of one ``if``."""
         chain = {id(a): a for a in self._tree.ancestors(first)}
         for above in self._tree.ancestors(second):
             if id(above) in chain and isinstance(above, cst.If):

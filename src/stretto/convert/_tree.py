@@ -21,9 +21,7 @@ _NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad")
 
 
 def dotted(node: cst.CSTNode | None) -> str | None:
-    """Return ``a.b.c`` for a name with attributes, or ``None`` for another
-    expression.
-    """
+    """Return ``a.b.c`` for a name with attributes, else ``None``."""
     if isinstance(node, cst.Name):
         return node.value
     if isinstance(node, cst.Attribute):
@@ -113,9 +111,7 @@ class Tree:
         return node is outer or any(a is outer for a in self.ancestors(node))
 
     def full(self, node: cst.CSTNode | None) -> str | None:
-        """Return a dotted name with its first part replaced by what was imported under
-        it.
-        """
+        """Return a dotted name with its first part resolved to its import."""
         name = dotted(node)
         if name is None:
             return None
@@ -127,9 +123,7 @@ class Tree:
         return (self.full(call.func) or "") if isinstance(call, cst.Call) else ""
 
     def function(self, node: cst.CSTNode) -> Scope:
-        """Return the function that contains a node; of a function, the one around
-        it.
-        """
+        """Return the function around a node, also if the node is a function."""
         if node not in self._scopes:
             self._scopes[node] = self._function(node)
         return self._scopes[node]

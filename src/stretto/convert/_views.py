@@ -41,9 +41,7 @@ class Views:
     def names(
         self, nodes: list[tuple[cst.BaseExpression, Scope]]
     ) -> list[tuple[str, Scope]]:
-        """Return the assigned names through which expressions get their object, last
-        first.
-        """
+        """Return the names through which expressions get their object, last first."""
         out: list[tuple[str, Scope]] = []
         seen: set[tuple[int, int]] = set()
         for node, scope in nodes:
@@ -136,9 +134,7 @@ class Views:
         )
 
     def _home(self, path: str, scope: Scope) -> cst.CSTNode | None:
-        """Return the function, class or module whose variable a name is, as code reads
-        it.
-        """
+        """Return the function, class or module that a name is a variable of."""
         if path.startswith("self."):
             return self._flow.home(path, scope)
         first = path.partition(".")[0]

@@ -9,9 +9,7 @@ from torch import Tensor
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Return scikit-learn's handwritten digits: images ``(1797, 1, 8, 8)`` and
-    labels.
-    """
+    """Return scikit-learn's digits: images ``(1797, 1, 8, 8)`` and labels."""
     from sklearn.datasets import load_digits  # slow to import
 
     bunch = load_digits()
@@ -20,8 +18,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def text(context: int) -> tuple[Tensor, Tensor]:
-    """Return windows of Python's own language reference as bytes, and the bytes after
-    them.
+    """Return byte windows of Python's language reference, and the bytes after them.
 
     Both have shape ``(windows, context)``, with about 700 kB of English in total. The
     reference comes with every CPython, so nothing is downloaded.

@@ -26,8 +26,7 @@ class ConvNet(nn.Module):
                 nn.Conv2d(narrow, wide, 3, stride, padding=1, bias=False),
                 nn.BatchNorm2d(wide),
                 # Smooth: with ReLU, rounding differences in the last bit switch units
-                # on or off,
-                # and losses of equal methods drift apart.
+                # on or off, and losses of equal methods drift apart.
                 nn.SiLU(inplace=True),
             ]
         self.features = nn.Sequential(*layers)
@@ -57,9 +56,7 @@ class Transformer(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return next-byte scores ``(batch, 256, context)`` of bytes
-        ``(batch, context)``.
-        """
+        """Return next-byte scores ``(batch, 256, context)`` of bytes."""
         hidden = self.token(tokens) + self.position[: tokens.shape[1]]
         hidden = self.blocks(hidden, mask=self.mask, is_causal=True)
         out: Tensor = self.head(hidden).transpose(1, 2)

@@ -114,9 +114,7 @@ class Trainee:
         self.losses: list[float] = []
 
     def step(self) -> float:
-        """Return the seconds of one whole step on this rank, begun by all ranks
-        together.
-        """
+        """Return this rank's seconds of one whole step, begun by all ranks at once."""
         dist.barrier()
         begin = perf_counter()
         self.run()
@@ -175,9 +173,7 @@ class Method:
 
 
 def measure_workload(task: Task) -> Workload:
-    """Measure the workload in training steps that defer communication to backward's
-    end.
-    """
+    """Measure the workload in training steps that defer communication."""
     settings = task.settings
     model = DistributedDataParallel(task.model(), **ALIKE)
     trainee = Trainee(task, model)
@@ -195,9 +191,7 @@ def measure_workload(task: Task) -> Workload:
 
 
 def plan_methods(workload: Workload, cluster: Cluster) -> list[Method]:
-    """Return every method with its plan, DDP's bucket sizes first; equal on all
-    ranks.
-    """
+    """Return every method with its plan, equal on all ranks, bucket sizes first."""
     methods = [
         Method(
             name=f"ddp {size_label(size)}",
@@ -241,9 +235,7 @@ def shared(value: Any) -> Any:
 
 
 def screen(task: Task, methods: list[Method]) -> dict[str, float]:
-    """Return DDP's median step time by bucket size, from a few steps of each in
-    turn.
-    """
+    """Return DDP's median step time by bucket size, measured in turns."""
     trainees = {m.name: m.trainee(task) for m in methods}
     # DDP's first step has buckets that its second step rebuilds.
     for _ in range(task.settings.screening_warmup):

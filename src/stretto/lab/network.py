@@ -187,9 +187,8 @@ def build(spec: LabSpec, env: dict[str, str]) -> tuple[Host, list[Host]]:
             _feed(["tc", "-batch", "-"], shaping, env)
             _feed(["nft", "-f", "-"], marking, env)
             # The queue is on the sender, so nothing is lost and every congestion
-            # control fills
-            # it. An unprivileged user may choose reno on every system, and reno does no
-            # pacing itself.
+            # control fills it. An unprivileged user may choose reno on every system,
+            # and reno does no pacing itself.
             _set("net/ipv4/tcp_congestion_control", "reno")
             _set("net/ipv4/tcp_slow_start_after_idle", "0")
             _set("net/ipv4/tcp_no_metrics_save", "1")

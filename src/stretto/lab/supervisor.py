@@ -72,8 +72,7 @@ def main(report_fd: int) -> int:
         return 0
     if job.mode == Mode.PACED.value:
         # This process must not die with its parent: the end of the control pipe
-        # notifies it,
-        # and it still has to kill what the ranks have started.
+        # notifies it, and it still has to kill what the ranks have started.
         syscalls.adopt_orphans()
         _Supervisor(job, reports, hosts=[], home=None).run()
         return 0
@@ -181,8 +180,7 @@ class _Supervisor:
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_child)
         self._selector.register(_CONTROL_FD, selectors.EVENT_READ, self._on_control)
         # Hosts share the cores: a message that arrives at one of them must not wait
-        # until
-        # another has computed for a whole slice of some milliseconds.
+        # until another has computed for a whole slice of some milliseconds.
         with contextlib.suppress(OSError):
             syscalls.set_time_slice_s(_TIME_SLICE_S)
         try:
@@ -247,14 +245,11 @@ class _Supervisor:
             stdout=output,
             stderr=output,
             # A separate process group, but the supervisor's session: the scheduler
-            # groups tasks by
-            # session (sched_autogroup). In separate sessions a communication thread
-            # that wakes up
-            # would wait behind the computation of the other ranks, which on separate
-            # hosts would not
-            # exist (measured: an all-reduce of 512 KiB beside computation takes 29 ms
-            # in one session,
-            # 288 ms in four).
+            # groups tasks by session (sched_autogroup). In separate sessions a
+            # communication thread that wakes up would wait behind the computation of
+            # the other ranks, which on separate hosts would not exist (measured: an
+            # all-reduce of 512 KiB beside computation takes 29 ms in one session, 288
+            # ms in four).
             process_group=0,
             preexec_fn=before_exec,
         )

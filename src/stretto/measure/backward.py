@@ -1,6 +1,4 @@
-"""Measure when gradients become ready and when parameters are first used in real
-steps.
-"""
+"""Measure when gradients become ready and parameters are first used in real steps."""
 
 from __future__ import annotations
 
@@ -99,8 +97,7 @@ class StepObserver:
             aside: Whether the observation must not affect the training. The model then
                 gets no hooks of its own (it can be copied and saved meanwhile), the
                 observer does not keep it alive, and an error ends the observation and
-                is
-                kept in `error`.
+                is kept in `error`.
 
         Raises:
             SpecError: The model has no parameter that requires a gradient.
@@ -334,9 +331,7 @@ class StepObserver:
         return [tuple(owners[id(p)]) for p in self._parameters]
 
     def _first_use_of(self, i: int) -> list[Any]:
-        """Return the earliest start of an owner, or its nearest parent's if it is never
-        called.
-        """
+        """Return an owner's earliest start, or that of its nearest called parent."""
         marks = []
         for owner in self._owners[i]:
             prefix = owner

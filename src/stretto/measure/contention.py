@@ -53,9 +53,7 @@ class AbstractContentionBench(abc.ABC):
 
     @abc.abstractmethod
     def send_s(self, resource: int, size_bytes: int, *, beside: bool) -> float:
-        """Time one collective from launch to end, with computation throughout or
-        alone.
-        """
+        """Time one collective, with computation throughout or alone."""
 
     @abc.abstractmethod
     def agree(self, value: float) -> float:

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 
 
 def convolutions(device: torch.device) -> Callable[[], None]:
-    """Return forward and backward of a small convolutional network, a few
-    milliseconds.
-    """
+    """Return forward and backward of a small convolutional network, a few ms long."""
     model = nn.Sequential(
         nn.Conv2d(8, 32, 3, padding=1),
         nn.BatchNorm2d(32),

@@ -238,9 +238,7 @@ class _Probe:
     # -- collectives -------------------------------------------------------
 
     def _time(self, size_bytes: int, lanes: int, inner: int) -> float:
-        """Return the seconds of one round of simultaneous all-reduces, mean of
-        ``inner``.
-        """
+        """Return the mean seconds of ``inner`` rounds of simultaneous all-reduces."""
         messages = [self._message(i, size_bytes) for i in range(lanes)]
         groups = self._groups[:lanes]
         dist.barrier(self._agreement_group)
@@ -285,8 +283,7 @@ class _Probe:
 
     def _estimate_s(self, size_bytes: int, lanes: int) -> float:
         # A connection's first bytes may pass faster than its sustained rate, so the
-        # pilot's
-        # rates are taken with a margin.
+        # pilot's rates are taken with a margin.
         sending_s = size_bytes * max(
             self._alone_s_per_byte, lanes * self._shared_s_per_byte
         )
@@ -298,9 +295,7 @@ class _Probe:
         return max(1, min(_MAX_INNER, int(self._short_s / max(estimate_s, 1e-9))))
 
     def _choose(self, left_s: float) -> list[_Point]:
-        """Return the points that fit in the time left, chosen by usefulness, in
-        order.
-        """
+        """Return the most useful points that fit in the time left, in order."""
         chosen: list[_Point] = []
         cost_s = 0.0
         for size_bytes, lanes in self._points:
@@ -411,8 +406,7 @@ class _Probe:
                 if not self._agree(float(fits))[0]:
                     continue
                 # Alone right before beside, so that a machine that becomes slower in
-                # the meantime
-                # is not mistaken for contention.
+                # the meantime is not mistaken for contention.
                 dist.barrier(self._agreement_group)
                 alone_s = self._compute(load, units)
                 beside = self._beside(load, units, size_bytes, lanes)

@@ -103,9 +103,7 @@ def contributions_svg(rows: Sequence[tuple[str, float]]) -> str:
 
 
 def axis_begin_s(rows: Sequence[tuple[str, float]]) -> float:
-    """Return where `contributions_svg`'s axis begins: 0, or a round number below
-    all.
-    """
+    """Return where `contributions_svg`'s axis begins: 0, or a round number."""
     low_s = min((step_s for _, step_s in rows), default=0.0)
     high_s = max((step_s for _, step_s in rows), default=0.0)
     if low_s <= _FULL_RATIO * high_s:

@@ -311,9 +311,7 @@ def _contributions(report: DemoReport) -> str:
 
 
 def _lead(fastest: MethodResult, others: list[MethodResult]) -> str:
-    """Return one sentence: how much faster than the next best, and how certain that
-    is.
-    """
+    """Return one sentence: how much faster than the next best, and how certain."""
     if not others or fastest.measured_step_s is None:
         return ""
     second = min(others, key=lambda m: m.measured_step_s or math.inf)
@@ -387,8 +385,7 @@ def _methods_table(report: DemoReport) -> str:
 
 
 def _table(heads: list[str], rows: Iterable[tuple[list[str], str, bool]]) -> str:
-    """Format rows of cells; a row's note, if any, is printed small below its first
-    cell.
+    """Format rows of cells; a row's note is printed small below its first cell.
 
     Columns without any known value are left out.
     """
@@ -441,9 +438,7 @@ def _timelines(report: DemoReport) -> str:
 
 
 def _all_ranks(report: DemoReport) -> list[str]:
-    """Draw each method's steps on all ranks: which rank was late, by how much, and
-    where.
-    """
+    """Draw each method's steps on all ranks, with late ranks and the cause."""
     sections = []
     for method in report.methods:
         found = find_late(method.ranks) if method.ranks is not None else None

@@ -85,9 +85,7 @@ def ranks_svg(name: str, timeline: Timeline, found: RanksFound) -> str:
 
 
 def rank_rows(found: RanksFound) -> tuple[list[str], list[tuple[list[str], bool]]]:
-    """Return heads and rows of the table of ranks; each row with whether its rank is
-    late.
-    """
+    """Return heads and rows of the table of ranks; each row with whether it is late."""
     heads = [
         "rank",
         "forward",

@@ -514,9 +514,7 @@ def _span_labels(span: Span) -> list[str]:
 
 
 def loss_svg(methods: Sequence[MethodResult]) -> str:
-    """Draw the training loss of each method; methods whose losses agree share one
-    curve.
-    """
+    """Draw each method's training loss; methods that agree share one curve."""
     groups = loss_groups(methods)
     if not groups:
         return ""
@@ -570,8 +568,7 @@ def loss_svg(methods: Sequence[MethodResult]) -> str:
 def loss_groups(
     methods: Sequence[MethodResult], tolerance: float = 1e-3
 ) -> list[tuple[list[str], tuple[float, ...]]]:
-    """Return methods whose losses agree within ``tolerance`` relative, with their
-    losses.
+    """Return methods whose losses agree within ``tolerance``, with their losses.
 
     Methods with different numbers of steps agree if they do over their common steps;
     the longest losses represent all of them.

@@ -1,3 +1,1 @@
-"""Strategies and suites for tests, stretto's and others'; the library never imports
-them.
-"""
+"""Strategies and suites for tests; the library never imports them."""

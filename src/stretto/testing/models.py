@@ -68,9 +68,7 @@ class VGG(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return class scores ``(batch, classes)`` of
-        ``(batch, channels, image, image)``.
-        """
+        """Return class scores ``(batch, classes)`` of square images."""
         out: Tensor = self.classifier(torch.flatten(self.features(images), 1))
         return out
 
@@ -140,9 +138,7 @@ class WideResNet(nn.Module):
         self.head = nn.Linear(before, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return class scores ``(batch, classes)`` of
-        ``(batch, channels, side, side)``.
-        """
+        """Return class scores ``(batch, classes)`` of square images."""
         hidden = self.pool(self.blocks(self.stem(images)))
         out: Tensor = self.head(torch.flatten(hidden, 1))
         return out
@@ -199,9 +195,7 @@ class InceptionV3(nn.Module):
         self.head = nn.Linear(before, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return class scores ``(batch, classes)`` of
-        ``(batch, channels, side, side)``.
-        """
+        """Return class scores ``(batch, classes)`` of square images."""
         hidden = self.pool(self.blocks(self.stem(images)))
         out: Tensor = self.head(torch.flatten(self.dropout(hidden), 1))
         return out
@@ -242,9 +236,7 @@ class _Inception:
         return _Mixed(*branches), after
 
     def _row(self, before: int, *steps: tuple[int, int | tuple[int, int], Any]) -> Any:
-        """Return convolutions in a row: channels, kernel, padding or ``"half"`` the
-        size.
-        """
+        """Return convolutions: channels, kernel, padding or ``"half"`` the size."""
         parts = []
         for after, kernel, padding in steps:
             stride, pad = (2, 0) if padding == "half" else (1, padding)
@@ -372,9 +364,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return next-byte scores ``(batch, 256, context)`` of bytes
-        ``(batch, context)``.
-        """
+        """Return next-byte scores ``(batch, 256, context)`` of bytes."""
         hidden = self.token(tokens) + self.position[: tokens.shape[1]]
         hidden = self.norm(self.blocks(hidden))
         out: Tensor = self.head(hidden).transpose(1, 2)

@@ -120,8 +120,7 @@ def draw(number: int) -> Program:
     chosen = rng.sample(actions, min(len(actions), rng.randint(1, 4)))
     if "join" in chosen:
         # DDP leaves a model marked as joining: each of its later forwards notifies the
-        # other
-        # ranks, so from then on all ranks must run the same forwards.
+        # other ranks, so from then on all ranks must run the same forwards.
         alone = {*LOCAL_ACTIONS, "no_sync", "evaluate"}
         chosen = [name for name in chosen if name not in alone]
     steps: list[tuple[tuple[str, int], ...]] = []
@@ -309,8 +308,7 @@ class _Run:
         inputs = self.batch()
         if self.partner is not None:
             # Backward ends in another order on every other rank. While DDP rebuilds its
-            # buckets,
-            # which is a collective in forward, all ranks use one order.
+            # buckets, which is a collective in forward, all ranks use one order.
             turned = self.step > REBUILT and (self.rank + self.step // 3) % 2
             if turned:
                 return cast("torch.Tensor", self.model(self.partner(inputs)).mean())

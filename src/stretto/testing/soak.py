@@ -72,8 +72,7 @@ def count_sockets() -> int:
 
 
 def soak(rank: int, size: int, *, steps: int, every: int) -> dict[str, Any]:
-    """Return the first difference of the losses, and what the process holds at five
-    moments.
+    """Return the losses' first difference, and the resources held at five moments.
 
     ``None`` replaces one plan in ``NUM_PLANS + 1``: DDP's own rule.
     """

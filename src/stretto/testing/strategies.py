@@ -85,9 +85,7 @@ def workloads(
     max_tensors: int = 12,
     min_elements: int = 0,
 ) -> Workload:
-    """Generate workloads of float32 tensors; steps take from milliseconds to a
-    second.
-    """
+    """Generate workloads of float32 tensors, with steps of milliseconds to a second."""
     shape = draw(st.sampled_from(shapes))
     count = draw(st.integers(min_tensors, max_tensors))
     elements = [
@@ -141,9 +139,7 @@ def clusters(
     concurrent: bool | None = None,
     contended: bool | None = None,
 ) -> Cluster:
-    """Generate clusters with or without their optional coefficients; ``None``:
-    either.
-    """
+    """Generate clusters with or without optional coefficients; ``None``: either."""
 
     def wanted(choice: bool | None) -> bool:  # noqa: FBT001
         return draw(st.booleans()) if choice is None else choice
@@ -199,9 +195,7 @@ def concurrencies(draw: st.DrawFn) -> Concurrency:
 
 @st.composite
 def contentions(draw: st.DrawFn, bandwidth_bytes_per_s: float) -> Contention:
-    """Generate contention with one to three levels of resource; either curve may be
-    faster.
-    """
+    """Generate contention with one to three levels; either curve may be faster."""
     levels = draw(st.sets(st.integers(1, 4096), min_size=1, max_size=3))
     return Contention(
         compute=ComputeContention(

@@ -320,9 +320,7 @@ def _planned_s(name: str, workload: Workload, cluster: str) -> float:
 
 
 def _wfbp_s(workload: Workload, startup_s: float) -> float:
-    """Return the time of every tensor sent separately, one after another, from a and
-    b.
-    """
+    """Return the time of every tensor sent separately, in sequence, from a and b."""
     end_s = 0.0
     for tensor in workload.tensors:
         sending_s = startup_s + ASC_S_PER_BYTE * tensor.bytes

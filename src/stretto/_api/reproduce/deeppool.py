@@ -67,8 +67,7 @@ def _table_1() -> list[Figure]:
 
 def _measured_network() -> BurstNetwork:
     """Transfers as the authors count them, and each layer's gradients by a ring with
-    the
-    times of all-reduces measured on such machines.
+    the times of all-reduces measured on such machines.
     """
     cluster = zoo.cluster("deeppool")
     fit = cluster.allreduce

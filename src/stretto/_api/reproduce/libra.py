@@ -47,9 +47,7 @@ _SCALES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 def libra_paper() -> Reproduction:
-    """Compute LIBRA's orderings and ranges under assumed rate curves, and its Fig.
-    9.
-    """
+    """Compute LIBRA's orderings and ranges under assumed rate curves, and Fig. 9."""
     workloads = {
         name: zoo.workload(name, batch=batch, device="v100")
         for name, batch in _BATCH.items()
@@ -136,9 +134,7 @@ def _contention() -> list[Figure]:
 
 
 def _at(cluster: Cluster, threads: int) -> Cluster:
-    """Return the cluster with one level of threads, as a backend without a choice
-    has.
-    """
+    """Return the cluster with one level of threads, as without a choice."""
     if cluster.contention is None:
         raise AssertionError("the testbed has no contention")
     return replace(
@@ -147,9 +143,7 @@ def _at(cluster: Cluster, threads: int) -> Cluster:
 
 
 def _best_static_s(workload: Workload, cluster: Cluster) -> float:
-    """Return the best step of sequential fusion with the same threads for every
-    bucket.
-    """
+    """Return sequential fusion's best step with the same threads for all buckets."""
     if cluster.contention is None:
         raise AssertionError("the testbed has no contention")
     return min(
@@ -252,9 +246,7 @@ def _ordering(workloads: dict[str, Workload]) -> list[Figure]:
 
 
 def _scaling(workload: Workload, latency_s: float) -> Series:
-    """Compute Fig. 9: step times over numbers of ranks, and where the gain comes
-    from.
-    """
+    """Compute Fig. 9: step times over ranks, and the sources of the gain."""
     columns: dict[str, list[float]] = {}
     for ranks in _SCALES:
         cluster = libra(hosts=ranks, latency_s=latency_s)
@@ -271,9 +263,7 @@ def _scaling(workload: Workload, latency_s: float) -> Series:
 
 
 def _curves_s(workload: Workload, cluster: Cluster) -> dict[str, float]:
-    """Compute step times at one number of ranks: fusion is chosen first, then
-    threads.
-    """
+    """Compute step times at one number of ranks: fusion first, then threads."""
     fixed = _at(cluster, _NCCL_THREADS)
     exact = "libra" if "libra" in planners.NAMES else "fusion"
     found = {

@@ -7,8 +7,7 @@ from typing import Any
 
 SOURCES = ("published", "derived", "repository", "target")
 """Source of a reference: printed in the paper, computed from what is printed there,
-taken
-from the authors' repository, or our own target.
+taken from the authors' repository, or our own target.
 """
 
 
@@ -36,8 +35,7 @@ class Figure:
 
     identity: bool = False
     """Whether our figure follows from the same numbers, or from a constant fitted to
-    the
-    reference. Agreement then does not test the model, and is not counted.
+    the reference. Agreement then does not test the model, and is not counted.
     """
 
     tolerance: float | None = None
@@ -71,9 +69,7 @@ class Figure:
 
     @property
     def within(self) -> bool | None:
-        """Return whether the figure is within its tolerance; ``None`` without a
-        target.
-        """
+        """Return whether the figure is within tolerance; ``None`` without a target."""
         error = self.error
         if error is None or self.tolerance is None:
             return None
@@ -81,9 +77,7 @@ class Figure:
 
     @property
     def reached(self) -> bool | None:
-        """Return whether a figure with a testable reference is outside its
-        tolerance.
-        """
+        """Return whether a figure that can miss its reference does."""
         return None if self.identity else self.within
 
     def as_dict(self) -> dict[str, Any]:

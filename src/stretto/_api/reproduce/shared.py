@@ -48,9 +48,7 @@ def drafted_s(draft: Draft, workload: Workload, cluster: Cluster) -> float:
 
 
 def instance(sizes: Sequence[float], ready: Sequence[float]) -> Workload:
-    """Return tensors of some units, ready at some seconds; the last is backward's
-    end.
-    """
+    """Return tensors of some units and ready times; the last is backward's end."""
     tensors = tuple(
         TensorSpec(
             name=f"t{i}",
