@@ -1,4 +1,4 @@
-"""Pure formulas: seconds and bytes out of values of the schema."""
+"""Pure formulas that compute seconds and bytes from schema values."""
 
 from stretto.cost.collectives import (
     CollectiveCost,

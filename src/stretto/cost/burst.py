@@ -1,7 +1,7 @@
-r"""Burst parallelism's costs (DeepPool section 4.1): redistribute and synchronise.
+r"""Costs of burst parallelism (DeepPool section 4.1): redistribution, synchronization.
 
-Every cost is that of the fullest GPU. With $B$ samples on $g$ GPUs it has
-$s(g) = \lceil B/g \rceil$; where $g$ divides $B$ these are the paper's $B/g$.
+Every cost is that of the most loaded GPU. With $B$ samples on $g$ GPUs it has
+$s(g) = \lceil B/g \rceil$ samples; where $g$ divides $B$ this is the paper's $B/g$.
 """
 
 from __future__ import annotations
@@ -24,36 +24,37 @@ if TYPE_CHECKING:
     from stretto.schema.burst import Layer
 
 WIDTHS = ("powers", "divisors", "all")
-"""Which numbers of GPUs a layer may get."""
+"""Rules that choose the GPU counts a layer may get."""
 
 NORM_STEPS = 3
-"""Rounds over the other ranks that one batch norm takes: 1 forward and 2 back."""
+"""Collective rounds that one batch norm takes: 1 in forward and 2 in backward."""
 
 MOST_DIRECT = 16
-"""Up to so many ranks the few numbers that every step begins with go from each rank to
-every other at once. Beyond, in a ring, whose messages are fewer."""
+"""Up to this many ranks, the few numbers exchanged at the start of each step go
+directly from each rank to every other. Beyond it they go around a ring, which sends
+fewer messages."""
 
 SYNCS = ("transfer", "ring", "hidden")
-"""How gradients' synchronisation is counted, see `BurstNetwork.sync`."""
+"""How gradient synchronization is counted, see `BurstNetwork.sync`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """What a ring between hosts takes, as measured where it was."""
+    """Costs of a ring between hosts, as measured on them."""
 
     step_s: float
-    """Of each of its 2(p-1) steps, before the first byte."""
+    """Delay of each of its 2(p-1) steps, before the first byte."""
 
     wire_bytes_per_s: float
-    """What one all-reduce reaches on the wire, sums included."""
+    """Wire rate of one all-reduce, including its sums."""
 
 
 def ring_of(cluster: Cluster) -> Ring:
-    """A cluster's ring: from the fitted all-reduce, else from the link between hosts.
+    """Return a cluster's ring, from the fitted all-reduce or else the inter-host link.
 
-    Both are those of any number of hosts: of the fit's time a step takes
-    ``startup_s`` / 2(p-1) and a byte on the wire ``s_per_byte`` / (2(p-1)/p) at the
-    fit's p ranks. On one host nothing crosses the network and its links count.
+    The result holds for any number of hosts. From a fit over p ranks, a step takes
+    ``startup_s`` / 2(p-1) and a byte on the wire ``s_per_byte`` / (2(p-1)/p). On a
+    single host nothing crosses the network, so the links within the host are used.
     """
     link = cluster.bottleneck
     fit = cluster.allreduce
@@ -67,26 +68,26 @@ def ring_of(cluster: Cluster) -> Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstNetwork:
-    """Full bisection: each GPU has its bandwidth whoever else sends (section 4.1)."""
+    """Full bisection: each GPU has its bandwidth whatever others send (section 4.1)."""
 
     transfer: Link
-    """What one GPU has for moving samples; each transfer waits its latency once."""
+    """One GPU's link for moving samples; each transfer pays its latency once."""
 
     near: Link
-    """What a ring among at most ``near_gpus`` GPUs has."""
+    """Ring among at most ``near_gpus`` GPUs."""
 
     far: Link
-    """What a larger ring has."""
+    """Ring among more than ``near_gpus`` GPUs."""
 
     near_gpus: int
 
     sync: str
     """``transfer``: a ring's volume, 2(g-1)/g of a layer's parameters, as one transfer
     with one latency, the model of section 4.1. ``ring``: with all latencies of a ring.
-    Both come after backward. ``hidden``: nothing, all of it is under backward."""
+    Both run after backward. ``hidden``: costs nothing; all of it is under backward."""
 
     exposed_ratio: float = 1.0
-    """The part of synchronisation that is not under other layers' backward."""
+    """Share of synchronization that other layers' backward does not hide."""
 
     def __post_init__(self) -> None:
         if self.sync not in SYNCS:
@@ -106,10 +107,10 @@ class BurstNetwork:
 
     @classmethod
     def of(cls, cluster: Cluster, gpus: int, *, sync: str = "ring") -> BurstNetwork:
-        """The network that ``gpus`` GPUs of a cluster have.
+        """Return the network among ``gpus`` GPUs of a cluster.
 
-        Beyond one host the GPUs of a host share its link when they move samples; a ring
-        crosses it once.
+        Beyond one host, the GPUs of a host share its link when they move samples; a
+        ring crosses it once.
         """
         ring = ring_of(cluster)
         far = Link(latency_s=ring.step_s, bandwidth_bytes_per_s=ring.wire_bytes_per_s)
@@ -130,7 +131,7 @@ class BurstNetwork:
         )
 
     def sync_s(self, parameter_bytes: int, gpus: int) -> float:
-        """sync(i, g): time after backward until all GPUs have a layer's gradients."""
+        """Return sync(i, g): the time after backward until all GPUs have gradients."""
         if gpus == 1 or self.sync == "hidden" or not parameter_bytes:
             return 0.0
         link = self.near if gpus <= self.near_gpus else self.far
@@ -142,33 +143,33 @@ class BurstNetwork:
         return self.exposed_ratio * seconds
 
     def norm_s(self, norms: int, gpus: int) -> float:
-        """Time in which GPUs exchange batch norms' statistics, forward and back.
+        """Return the time in which GPUs exchange batch norms' statistics, both ways.
 
-        For each a gathering forward, g - 1 latencies, and a sum back, 2(g - 1); what
-        is sent weighs nothing beside them. A layer waits for it.
+        Each norm takes a gather in forward, g - 1 latencies, and a sum in backward,
+        2(g - 1). The bytes are negligible beside the latencies. The layer waits for it.
         """
         link = self.near if gpus <= self.near_gpus else self.far
         return norms * NORM_STEPS * (gpus - 1) * link.latency_s
 
     @property
     def sync_grows(self) -> bool:
-        """Whether more GPUs never synchronise in less time."""
+        """Whether adding GPUs never makes synchronization faster."""
         return self.sync == "hidden" or (
             self.far.latency_s >= self.near.latency_s
             and self.far.flow_bytes_per_s <= self.near.flow_bytes_per_s
         )
 
     def sample_s(self, layer: Layer) -> float:
-        """Time to move one sample of a layer's output forward and its gradient back."""
+        """Return the time to move a sample of a layer's output and its gradient."""
         return 2.0 * layer.activation_bytes / self.transfer.flow_bytes_per_s
 
     @property
     def delay_s(self) -> float:
-        """What a redistribution costs whatever its size, forward and backward."""
+        """Fixed cost of a redistribution, forward and backward, whatever its size."""
         return 2.0 * self.transfer.latency_s
 
 
-# DeepPool's planner, published artefact, read 2026: 2.66e5 bytes per us, 40 us.
+# DeepPool's planner, published artifact, read 2026: 2.66e5 bytes per us, 40 us.
 _NVSWITCH = Link(latency_s=40e-6, bandwidth_bytes_per_s=2.66e11)
 
 DEEPPOOL = BurstNetwork(
@@ -178,7 +179,7 @@ DEEPPOOL = BurstNetwork(
 
 
 def samples_on(batch: int, gpus: int) -> int:
-    r"""Samples on the fullest of ``gpus`` GPUs, $\lceil B/g \rceil$."""
+    r"""Return the samples on the most loaded of ``gpus`` GPUs, $\lceil B/g \rceil$."""
     return -(-batch // gpus)
 
 
@@ -191,15 +192,15 @@ def redistribution_s(
     *,
     moved: bool,
 ) -> float:
-    r"""comm(i,g -> j,h): time to move samples from ``source`` to ``target`` GPUs.
+    r"""Return comm(i,g -> j,h): the time to move samples between sets of GPUs.
 
-    $2\,(|s(g) - s(h)|\,a / W + \delta)$, nothing where $g = h$; with $a$ the bytes of
-    an activation, $W$ = bandwidth, $\delta$ = latency, 2 for the gradients' way back:
-    ``sample_s`` is $2a/W$, ``delay_s`` is $2\delta$.
+    $2\,(|s(g) - s(h)|\,a / W + \delta)$, and 0 where $g = h$, with $a$ the bytes of an
+    activation, $W$ the bandwidth and $\delta$ the latency. The factor 2 is for the
+    gradients' way back: ``sample_s`` is $2a/W$, ``delay_s`` is $2\delta$.
 
-    A narrower set of GPUs is a part of the wider one, so what a GPU has stays. Where
-    ``moved`` the two sets are disjoint (a branch with GPUs of its own): then all of
-    them move, $\max(s(g), s(h))$ on the fullest GPU.
+    The smaller set of GPUs is a subset of the larger one, so a GPU keeps the samples it
+    has. With ``moved`` the two sets are disjoint (a branch with its own GPUs), so every
+    sample moves: $\max(s(g), s(h))$ on the most loaded GPU.
     """
     g, h = samples_on(batch, source), samples_on(batch, target)
     if moved:
@@ -210,11 +211,11 @@ def redistribution_s(
 
 
 def widths_of(kind: str | Sequence[int], gpus: int, batch: int) -> tuple[int, ...]:
-    """The numbers of GPUs a layer may get, ascending, from 1 to ``gpus``.
+    """Return the GPU counts that a layer may get, ascending, from 1 to ``gpus``.
 
-    ``powers`` of two and ``gpus`` itself, ``divisors`` of the batch, or ``all``. Of
-    these more GPUs than samples are never used. Or the numbers themselves, each of
-    which must divide ``gpus`` and find a sample for each GPU.
+    ``kind`` is ``powers`` (powers of two, and ``gpus`` itself), ``divisors`` (of the
+    batch) or ``all``; counts above the number of samples are dropped. Or it lists the
+    counts, each of which must divide ``gpus`` and leave every GPU a sample.
 
     Raises:
         SpecError: the word is unknown, there is no GPU or sample, or a number breaks

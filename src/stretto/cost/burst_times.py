@@ -1,4 +1,4 @@
-"""What ranks measured of layers while they trained, put into their profile."""
+"""Update a layer profile with times that ranks measured during training."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 
 def updated(profile: LayerProfile, timings: Iterable[LayerTiming]) -> LayerProfile:
-    """The profile with measured times in the place of its own.
+    """Return the profile with the measured times in place of its own.
 
-    Of several for one layer and number of samples the median counts. At the other
-    numbers of samples a layer's times are multiplied by measured / profiled, taken
-    between measured numbers in proportion to the logarithm of the samples: what slows
-    a layer in training (other ranks on the host, cold caches) slows it there too. A
-    layer of which nothing was measured keeps its times.
+    Several times for one layer and number of samples count by their median. At other
+    numbers of samples, the layer's profiled times are multiplied by measured /
+    profiled, interpolated between measured numbers on the logarithm of the samples:
+    what slows a layer in training (other ranks on the host, cold caches) slows it there
+    too. Layers without measurements keep their times.
 
     Raises:
-        PlanMismatch: a timing is of a layer that the profile lacks.
+        PlanMismatch: a timing is of a layer that is missing from the profile.
     """
     measured: dict[str, dict[int, list[tuple[float, float]]]] = {}
     known = {layer.name for layer in profile.layers}
     for timing in timings:
         if timing.layer not in known:
             raise PlanMismatch(
-                f"a time was measured of layer {timing.layer!r}, which "
-                f"{profile.name!r} lacks: the profile is of another model. Run "
+                f"a time was measured of layer {timing.layer!r}, which is missing from "
+                f"{profile.name!r}: the profile is of another model. Run "
                 "`stretto burst profile` again"
             )
         of = measured.setdefault(timing.layer, defaultdict(list))
@@ -88,7 +88,7 @@ def _updated(layer: Layer, measured: dict[int, list[tuple[float, float]]]) -> La
 def _ratio_at(
     ratios: list[tuple[int, float, float]], samples: int
 ) -> tuple[float, float]:
-    """Ratios of forward and backward between those measured; the ends' beyond."""
+    """Return forward and backward ratios, interpolated; constant beyond the ends."""
     if samples <= ratios[0][0]:
         return ratios[0][1:]
     for low, high in itertools.pairwise(ratios):

@@ -1,8 +1,8 @@
 """Start-up and volume of all-reduce algorithms.
 
-An algorithm is two numbers: how many latencies it pays one after another
-(`startup_steps`), and how many bytes cross the busiest link, in one direction, per
-byte of the message (`wire_factor`).
+Two numbers describe an algorithm: how many latencies it pays one after another
+(`startup_steps`), and how many bytes cross the busiest link, in one direction, per byte
+of the message (`wire_factor`).
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from stretto.schema import Cluster, Link
 
 PARTS = ("all_reduce", "reduce_scatter", "all_gather")
-"""What a collective does: an all-reduce, or one of its halves alone."""
+"""The kinds of collective: a whole all-reduce, or one of its halves."""
 
 _TWO_LEVELS = ("hierarchical", "two_level_rails")
 
 
 def wire_factor(algorithm: str, ranks: int, *, ranks_per_host: int = 1) -> float:
-    r"""Bytes on the busiest link, one direction, per byte of the message.
+    r"""Return the bytes on the busiest link, in one direction, per byte of the message.
 
     With $p$ = ``ranks`` and $n$ = ``ranks`` / ``ranks_per_host`` hosts:
 
-    - ``ring``: $2(p-1)/p$. Neighbours sit beside each other, so the ring crosses each
-      host's network link once per direction whatever the number of its ranks.
+    - ``ring``: $2(p-1)/p$. Neighbors are placed next to each other, so the ring crosses
+      each host's network link once per direction, whatever its number of ranks.
     - ``halving_doubling``: $2(p-1)/p$ for a power of two; else, with $q$ the power of
-      two below, $2(q-1)/q + 2$: the ranks beyond hand their message to a partner
-      before and get the result back after.
+      two below, $2(q-1)/q + 2$: each rank beyond $q$ sends its message to a partner
+      first and receives the result at the end.
     - ``tree``: 2 (double binary tree, pipelined).
-    - ``hierarchical``: $2(n-1)/n$ on the link between hosts, which its ranks share;
-      what crosses the links within a host is in `collective_cost`.
+    - ``hierarchical``: $2(n-1)/n$ on the link between hosts, which a host's ranks
+      share; `collective_cost` counts what crosses the links within a host.
     - ``two_level_rails``: $2(n-1)/(n g)$: with $g$ = ``ranks_per_host``, each of the
-      $g$ ranks of a host has a network link of its own and carries $1/g$ of the
-      message. Per byte of the message one of these links sends that much.
+      $g$ ranks of a host has its own network link and sends $1/g$ of the message. The
+      factor is per link.
     - ``in_network``: 1: switches reduce on the way up and copy on the way down.
 
-    For ``halving_doubling`` beyond a power of two the hand-overs come before and after
-    the rest, so they count in full though they use one direction each.
+    For ``halving_doubling`` beyond a power of two, the extra transfers run before and
+    after the rest, so they count in full although each uses one direction.
 
     Sources: Thakur et al., IJHPCA 19(1), 2005; Sanders et al., Parallel Computing
     35(12), 2009 (tree); Graham et al., COM-HPC 2016 (in-network).
@@ -74,7 +74,7 @@ def wire_factor(algorithm: str, ranks: int, *, ranks_per_host: int = 1) -> float
 
 
 def startup_steps(algorithm: str, ranks: int, *, ranks_per_host: int = 1) -> int:
-    r"""Latencies that an all-reduce pays one after another.
+    r"""Return the number of latencies that an all-reduce pays one after another.
 
     With $p$ = ``ranks``: ``ring`` $2(p-1)$; ``halving_doubling`` $2\log_2 q$ and 2
     more where $p$ exceeds $q$, the power of two below; ``tree`` and ``in_network``
@@ -98,14 +98,14 @@ def startup_steps(algorithm: str, ranks: int, *, ranks_per_host: int = 1) -> int
 
 
 def ring_all_reduce_s(size_bytes: int, ranks: int, link: Link) -> float:
-    r"""Time of a ring all-reduce that has its links for itself, in seconds.
+    r"""Return the time of a ring all-reduce that has its links to itself, in seconds.
 
     $T = 2(p-1)\,\alpha + 2\frac{p-1}{p}\,\beta m$
 
     with $p$ = ``ranks``, $m$ = ``size_bytes``, $\alpha$ = ``link.latency_s`` and
     $\beta$ = 1 / ``link.flow_bytes_per_s``.
 
-    Holds when all hops are alike and nothing else uses them; reduction arithmetic is
+    Holds when all hops are equal and nothing else uses them; reduction arithmetic is
     not counted. Source: Patarasuk and Yuan, JPDC 69(2), 2009.
     """
     return (
@@ -116,34 +116,34 @@ def ring_all_reduce_s(size_bytes: int, ranks: int, link: Link) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """What one collective over all ranks of a cluster asks of it."""
+    """Cost of one collective over all ranks of a cluster."""
 
     startup_s: float
     """Time before the first byte, whatever the size."""
 
     startup_s_per_byte: float
-    """Time per byte of the message off the bottleneck link: the rings within the hosts
-    of ``hierarchical`` and ``two_level_rails``. Other algorithms: 0."""
+    """Time per byte of the message away from the bottleneck link: the rings within the
+    hosts of ``hierarchical`` and ``two_level_rails``. Other algorithms: 0."""
 
     wire_factor: float
     """Bytes on the bottleneck link per byte of the message."""
 
     extra: tuple[tuple[float, float], ...] = ()
-    """Sizes of messages, and how much longer than ``startup_s`` their start-up is:
-    what the cluster's piecewise fit says, linear in between."""
+    """Message sizes, and how much their start-up exceeds ``startup_s``: from the
+    cluster's piecewise fit, linear between sizes."""
 
     @property
     def least_startup_s(self) -> float:
-        """The least start-up of any message, which bounds reckon with."""
+        """The smallest start-up of any message, for use in bounds."""
         return max(0.0, self.startup_s + min((e for _, e in self.extra), default=0.0))
 
     def extra_s(self, size_bytes: float) -> float:
-        """Start-up of a message beyond ``startup_s``, below zero where it is less."""
+        """Return a message's start-up beyond ``startup_s``; it may be negative."""
         return interpolated(self.extra, size_bytes)
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Return the value between ascending points, the ends' beyond them, 0 of none."""
+    """Return the value between ascending points: constant beyond them, 0 if empty."""
     if not points:
         return 0.0
     after = bisect_right(points, (at, math.inf))
@@ -160,22 +160,22 @@ def collective_cost(
     part: str = "all_reduce",
     lanes: int = 1,
 ) -> CollectiveCost:
-    r"""What one collective over all ranks of a cluster asks of it.
+    r"""Return the cost of one collective over all ranks of a cluster.
 
-    Start-up is ``steps`` latencies of the bottleneck link. Where the cluster has a
-    fitted ``allreduce``, which is taken to be a ring over its ``ranks``, a latency is
-    ``allreduce.startup_s`` / ``startup_steps("ring", allreduce.ranks)`` instead, so a
-    ring over as many ranks as the fit's has the fit's start-up, and other numbers of
-    ranks and other algorithms are rescaled by their steps.
+    Start-up is ``steps`` latencies of the bottleneck link. If the cluster has a fitted
+    ``allreduce``, which is taken to be a ring over its ``ranks``, a latency is
+    ``allreduce.startup_s`` / ``startup_steps("ring", allreduce.ranks)`` instead. A ring
+    over the fit's number of ranks then has the fit's start-up, and other numbers of
+    ranks and other algorithms scale by their steps.
 
     ``hierarchical`` and ``two_level_rails`` add $2\frac{g-1}{g} m$ / (rate of a flow
-    within a host) and their latencies there; these count as start-up, for they leave
-    the bottleneck free.
+    within a host) and their latencies there. These count as start-up, because they do
+    not occupy the bottleneck.
 
     Where all-reduces start on ``lanes`` at the same time, each lane beyond the first
-    adds ``concurrency.startup_per_lane_s`` to the start-up of a ring over as many ranks
-    as the fit's, to others' in proportion to their steps: what the hosts' processors do
-    for one they can't do for another.
+    adds ``concurrency.startup_per_lane_s`` to the start-up of a ring over the fit's
+    number of ranks, and to others in proportion to their steps: a host processor that
+    starts one all-reduce cannot start another meanwhile.
 
     ``part`` ``reduce_scatter`` or ``all_gather`` is that half alone: half of the
     latencies and half of the bytes. For ``tree`` and ``in_network``, which have no
@@ -210,7 +210,7 @@ def collective_cost(
     share = 1.0 if part == "all_reduce" else 0.5
     extra: tuple[tuple[float, float], ...] = ()
     if cluster.allreduce is not None and ranks > 1 and cluster.allreduce.extra:
-        # What a size takes beyond the line it takes in each of its latencies.
+        # Extra start-up per size beyond the fitted line, scaled to this many latencies.
         scale = share * crossing / startup_steps("ring", cluster.allreduce.ranks)
         points = cluster.allreduce.extra
         extra = tuple((p.bytes, scale * p.extra_s) for p in points)

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def gamma_at(gamma: tuple[float, ...], num_flows: int) -> float:
-    r"""Slow-down $\gamma_k$ of each of $k$ = ``num_flows`` simultaneous flows.
+    r"""Return the slow-down $\gamma_k$ of each of $k$ = ``num_flows`` flows at once.
 
-    Beyond the list $\gamma_k = \gamma_K k / K$ with $K$ its length: the sum of the
-    rates stays as with $K$. Source: ASC-WFBP (INFOCOM 2021) Eq. 7-11 for $k = 2$.
+    Beyond the list $\gamma_k = \gamma_K k / K$ with $K$ its length, so the sum of the
+    rates stays constant. Source: ASC-WFBP (INFOCOM 2021) Eq. 7-11 for $k = 2$.
     """
     known = len(gamma)
     if num_flows <= known:
@@ -30,8 +30,8 @@ class FlowRates:
     $x_k = \min(x_1 / \gamma_k,\; B / k)$
 
     with $x_1$ = ``alone_bytes_per_s``, $B$ = ``link_bytes_per_s`` and $\gamma_k = 1$
-    where there is no ``gamma``. Holds for flows that are past their start-up; one in
-    start-up asks nothing of the link.
+    without ``gamma``. Holds for flows that are past their start-up; a flow in start-up
+    does not use the link.
     """
 
     alone_bytes_per_s: float
@@ -41,7 +41,7 @@ class FlowRates:
     gamma: tuple[float, ...] = ()
 
     def per_flow_bytes_per_s(self, num_flows: int) -> float:
-        """Rate of each of ``num_flows`` flows."""
+        """Return the rate of each of ``num_flows`` flows."""
         rate = self.alone_bytes_per_s
         if self.gamma:
             rate /= gamma_at(self.gamma, num_flows)
@@ -49,15 +49,15 @@ class FlowRates:
 
     @property
     def limits_bytes_per_s(self) -> tuple[float, ...]:
-        """What each of 1, 2, ... flows gets by ``gamma`` alone; empty without it."""
+        """Rate limit of 1, 2, ... flows by ``gamma`` alone; empty without it."""
         return tuple(self.alone_bytes_per_s / value for value in self.gamma)
 
     def best_total_bytes_per_s(
         self, flow_cap_bytes_per_s: float | None = None
     ) -> float:
-        """The most that any number of flows reaches together.
+        """Return the highest total rate that any number of flows reaches.
 
-        ``flow_cap_bytes_per_s`` is a further limit of each flow.
+        ``flow_cap_bytes_per_s`` further limits each flow.
         """
         if not self.gamma:
             return self.link_bytes_per_s
@@ -65,27 +65,27 @@ class FlowRates:
             count * min(limit, flow_cap_bytes_per_s or limit)
             for count, limit in enumerate(self.limits_bytes_per_s, start=1)
         ]
-        # Beyond the list the sum stays, and a cap per flow no longer binds.
+        # Beyond the list the sum stays constant, and a per-flow cap no longer binds.
         totals.append(len(self.gamma) * self.limits_bytes_per_s[-1])
         return min(self.link_bytes_per_s, max(totals))
 
 
 def flow_rates(cluster: Cluster) -> FlowRates:
-    r"""How fast simultaneous all-reduces over all ranks send on the bottleneck link.
+    r"""Return how fast simultaneous all-reduces over all ranks send on the bottleneck.
 
-    The figures of a cluster combine so:
+    The figures of a cluster combine as follows:
 
-    - The bottleneck link is ``inter_host``, or ``intra_host`` where there is one host.
-      Its ``bandwidth_bytes_per_s`` is never exceeded by the sum of the flows.
-    - One flow alone reaches, with a fitted ``allreduce``,
+    - The bottleneck link is ``inter_host``, or ``intra_host`` on a single host. The sum
+      of the flows never exceeds its ``bandwidth_bytes_per_s``.
+    - With a fitted ``allreduce``, one flow alone reaches
       $\rho(\mathrm{ranks\ of\ the\ fit})$ / ``allreduce.s_per_byte`` with $\rho$ the
       ring's `wire_factor`: a rate on the wire that holds for other numbers of ranks
-      too. The fit then stands in place of the link's ``stream_bytes_per_s`` and
-      ``latency_s``. Without a fit a flow reaches the link's ``stream_bytes_per_s``.
-    - With ``concurrency``, each of $k$ flows reaches that rate divided by $\gamma_k$;
-      without, each keeps it while the link suffices.
-    - ``contention`` lowers a flow's own rate further (`curve_bytes_per_s`); that is
-      for the simulator to apply, which knows whether computation runs.
+      too. The fit replaces the link's ``stream_bytes_per_s`` and ``latency_s``. Without
+      a fit, a flow reaches the link's ``stream_bytes_per_s``.
+    - With ``concurrency``, each of $k$ flows reaches that rate divided by $\gamma_k$.
+      Without it, each keeps the rate while the link suffices.
+    - ``contention`` lowers a flow's own rate further (`curve_bytes_per_s`). The
+      simulator applies it, because only it knows whether computation runs.
     """
     link = cluster.bottleneck
     alone_bytes_per_s = link.flow_bytes_per_s
@@ -107,11 +107,11 @@ def all_reduce_s(
     *,
     part: str = "all_reduce",
 ) -> float:
-    """Time of one all-reduce over all ranks that has the cluster for itself.
+    """Return the time of one all-reduce over all ranks that runs alone.
 
-    Beside no computation and without `Contention`. A ring over as many ranks as the
-    cluster's fit takes what the fit says, unless the fit is faster than the link.
-    ``part`` is as in `collective_cost`: one half of it alone.
+    No computation runs beside it, and `Contention` does not apply. A ring over the
+    fit's number of ranks takes the fit's time, unless the fit is faster than the link.
+    ``part`` selects one half, as in `collective_cost`.
     """
     cost = collective_cost(cluster, algorithm, part=part)
     alone_bytes_per_s = flow_rates(cluster).per_flow_bytes_per_s(1)

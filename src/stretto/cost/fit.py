@@ -1,4 +1,4 @@
-"""Measured all-reduce times -> the coefficients of a `Cluster`."""
+"""Fit the coefficients of a `Cluster` to measured all-reduce times."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from stretto.schema import CollectiveSample, ContentionSample
 
 SMALL_BYTES = 64 * 1024
-"""Messages below this follow another line (other segments, no pacing yet): the errors
-that are summed up leave them out."""
+"""Smaller messages follow another line (other segments, no pacing yet), so error
+summaries leave them out."""
 
-_STARTUP_BYTES = 32 * 1024  # what takes little more than its start-up
+_STARTUP_BYTES = 32 * 1024  # messages dominated by their start-up
 _FULL_WEIGHT_BYTES = 1024 * 1024
 _LEAST_WEIGHT = 0.02
 _SAME = 0.05  # a flow within this share of the link is not capped
-_SLACK = 0.15  # how far measured times may contradict physics before they are refused
-_MAX_ERROR = 0.35  # median relative residual beyond which no fit is given
+_SLACK = 0.15  # tolerance for measured times that contradict physics
+_MAX_ERROR = 0.35  # a median relative residual above this raises NoisyProfile
 _SIGMA_FLOOR = 0.05
 
 
@@ -52,37 +52,38 @@ def fit_cluster(
     provenance: Mapping[str, Any] | None = None,
     by_size: bool = False,
 ) -> Cluster:
-    r"""The cluster whose model comes nearest to measured all-reduce times.
+    r"""Fit the cluster whose model comes closest to measured all-reduce times.
 
     $T_k(m) = a + \max(a' (k - 1) + \rho m / c,\;
     \epsilon_k \rho m / \min(c,\, B/k))$
 
     is the time of $k$ simultaneous all-reduces of $m$ bytes each: $a$ the start-up of
-    one, $a'$ how much later every further one starts, $c$ what one flow reaches, $B$
-    the link, which those that started first can fill, both on the wire,
-    $\rho = 2(N-1)/N$ the ring's factor at $N$ ranks, $\epsilon_k \ge 1$ what $k$ lanes
-    take beyond that. $a'$ is read off messages of at most 32 KiB, 0 where none was sent
-    on several lanes.
-    $a, c, B$ minimise the robust (soft L1) sum of $\log$ (predicted / measured),
+    one, $a'$ the delay of every further start, $c$ the rate of one flow, $B$ that of
+    the link, which the flows that started first can fill, both on the wire,
+    $\rho = 2(N-1)/N$ the ring's factor at $N$ ranks, $\epsilon_k \ge 1$ the further
+    slow-down of $k$ lanes. $a'$ comes from messages of at most 32 KiB; it is 0 if none
+    of them was sent on several lanes.
+    $a, c, B$ minimize the robust (soft L1) sum of $\log$ (predicted / measured),
     weighted by $m$ up to 1 MiB. Then
-    $\gamma_k = \epsilon_k \max(1, kc/B)$, between measured $k$ with $\epsilon$
-    interpolated. All are positive by construction and every $k / (\gamma_k b) \le$
-    link (`check_capacity`).
+    $\gamma_k = \epsilon_k \max(1, kc/B)$, with $\epsilon$ interpolated between measured
+    $k$. All are positive by construction and every $k / (\gamma_k b) \le$ link
+    (`check_capacity`).
 
-    With ``by_size`` the result's ``allreduce.extra`` holds what a piecewise fit of one
-    lane's times says beyond the line, so that planners and the simulator use it.
+    With ``by_size`` the result's ``allreduce.extra`` holds how far a piecewise fit of
+    the single-lane times departs from the line, for planners and the simulator.
 
-    Where no number of lanes saturates the link, $B$ is what the most lanes reached,
-    ``provenance["fit"]["link_reached"]`` is false, and the true link may be faster.
-    A flow within 5 % of the link counts as not capped (``stream_bytes_per_s`` null).
+    If no number of lanes saturates the link, $B$ is the rate that the most lanes
+    reached, ``provenance["fit"]["link_reached"]`` is false, and the true link may be
+    faster. A flow within 5 % of the link counts as not capped (``stream_bytes_per_s``
+    null).
 
-    ``provenance["fit"]`` of the result keeps each sample with its prediction; in
-    ``uncertainty_ratio`` how sure the fit is of the start-up and the two rates; in
-    ``piecewise`` two or three lines where small messages ask for lines of their own.
+    ``provenance["fit"]`` of the result keeps each sample with its prediction. Its
+    ``uncertainty_ratio`` gives the uncertainty of the start-up and the two rates, and
+    ``piecewise`` two or three lines where small messages need their own.
 
     Raises:
         SpecError: too few samples, or samples of differing numbers of ranks.
-        Infeasible: the times contradict any network, with what contradicts.
+        Infeasible: no network can explain the times; the message says which conflict.
         NoisyProfile: the model misses the samples by more than a third in the median.
     """
     rows = sorted(samples, key=lambda s: (s.lanes, s.size_bytes))
@@ -122,7 +123,7 @@ def fit_cluster(
     for sample in beside:
         if sample.ranks != ranks:
             raise SpecError(
-                f"contention samples must be of {ranks} ranks as the others, "
+                f"contention samples must be of {ranks} ranks like the others, "
                 f"got {sample.ranks}"
             )
     fitted = {
@@ -155,7 +156,7 @@ def fit_cluster(
 def predict_s(
     size_bytes: int, lanes: int, fit: AllReduceFit, beyond: Concurrency
 ) -> float:
-    r"""Time of ``lanes`` simultaneous all-reduces of ``size_bytes`` each.
+    r"""Return the time of ``lanes`` simultaneous all-reduces of ``size_bytes`` each.
 
     $T = a + \max(a' (k - 1) + b m,\; \gamma_k b m)$; beyond the list $\gamma$ grows in
     proportion to $k$.
@@ -168,13 +169,13 @@ def predict_s(
 
 
 def check_capacity(cluster: Cluster) -> None:
-    r"""Requires that simultaneous all-reduces never exceed the link.
+    r"""Require that simultaneous all-reduces never exceed the link.
 
     $k \rho / (\gamma_k b) \le B$ for every $k$ of the list. Published coefficients
-    break this (ASC-WFBP's $\gamma_2 = 1.5$ asks for 1.33 times the link).
+    violate this (ASC-WFBP's $\gamma_2 = 1.5$ asks for 1.33 times the link).
 
     Raises:
-        Infeasible: naming the number of lanes, what they would send, and the link.
+        Infeasible: naming the number of lanes, their total rate, and the link's rate.
     """
     fit = cluster.allreduce
     if fit is None:
@@ -197,11 +198,11 @@ def check_capacity(cluster: Cluster) -> None:
 def _extra(
     rows: Sequence[CollectiveSample], line: AllReduceFit
 ) -> tuple[ExtraStartup, ...]:
-    """What two or three lines through one lane's times say beyond one line."""
+    """Return how far a fit of two or three lines departs from the single line."""
     alone = [s for s in rows if s.lanes == 1]
     try:
         curve = fit_piecewise(alone).value
-    except Infeasible:  # too unsteady for lines of their own
+    except Infeasible:  # too noisy for several lines
         return ()
     if len(curve.segments) == 1:
         return ()
@@ -210,14 +211,14 @@ def _extra(
 
 
 def _piecewise(rows: Sequence[CollectiveSample]) -> dict[str, Any] | None:
-    """Lines through one lane's times where one line is not enough, else ``None``.
+    """Return a fit of several lines if one line does not suffice, else ``None``.
 
-    Large messages decide the one line of `AllReduceFit`; this says what small ones
-    follow, and how well.
+    Large messages decide the one line of `AllReduceFit`; this describes small ones and
+    the quality of their fit.
     """
     try:
         fit = fit_piecewise(s for s in rows if s.lanes == 1)
-    except Infeasible:  # too unsteady for lines of their own
+    except Infeasible:  # too noisy for several lines
         return None
     if len(fit.value.segments) == 1:
         return None
@@ -265,14 +266,14 @@ def _check(rows: Sequence[CollectiveSample], ranks: int) -> int:
             raise Infeasible(
                 f"{lanes} all-reduces of {format_bytes(size_bytes)} at once took "
                 f"{format_s(duration_s)}, one alone {format_s(alone_s)}: more at once "
-                "can not be faster. Measure again on a quiet network"
+                "cannot be faster. Measure again on a quiet network"
             )
     return ranks
 
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """What large messages say, and how far each figure may be off."""
+    """Figures fitted to large messages, and the uncertainty of each."""
 
     startup_s: float
     flow: float
@@ -284,8 +285,9 @@ class _Rates:
 def _startup_per_lane_s(
     rows: Sequence[CollectiveSample], rho: float, found: _Rates
 ) -> float:
-    """How much later every further lane starts: read off small messages, for large
-    ones, whose rates are fitted too, would say it of whatever slows them.
+    """Return how much later every further lane starts, from small messages.
+
+    Large messages, whose rates are fitted too, would attribute any slow-down to it.
     """
     small = {
         (s.size_bytes, s.lanes): s.duration_s
@@ -302,7 +304,7 @@ def _startup_per_lane_s(
 
 
 def _fit_rates(rows: Sequence[CollectiveSample], rho: float) -> _Rates:
-    """The start-up, the rate of a flow and that of the link."""
+    """Fit the start-up, the rate of a flow and that of the link."""
     largest = max((s for s in rows if s.lanes == 1), key=lambda s: s.size_bytes)
     flow = rho * largest.size_bytes / largest.duration_s
     link = max(rho * s.size_bytes * s.lanes / s.duration_s for s in rows)
@@ -325,15 +327,15 @@ def _least_squares(
     starts: Iterable[tuple[float, float, float]],
     per_lane_s: float,
 ) -> _Rates:
-    # Imported here so that reading a cluster file does not wait for SciPy.
+    # Imported here so that reading a cluster file does not load SciPy.
     import numpy as np
     from scipy.optimize import least_squares
 
     size = np.array([s.size_bytes for s in rows], dtype=float)
     lanes = np.array([s.lanes for s in rows], dtype=float)
     measured_s = np.array([s.duration_s for s in rows])
-    # Small messages are partly carried by what a shaper or a socket buffer lets pass
-    # at once, and a step's time is a sum in which they are little.
+    # Shaper bursts and socket buffers absorb part of a small message, and small
+    # messages contribute little to a step's time.
     weight = np.clip(size / _FULL_WEIGHT_BYTES, _LEAST_WEIGHT, 1.0)
 
     def times_s(x: Any) -> Any:
@@ -356,12 +358,12 @@ def _least_squares(
             best = fit
     startup_s, flow, link = (float(v) for v in np.exp(best.x))
     errors = standard_errors(best.jac, best.fun)
-    # Logarithms are fitted, so that errors are relative.
+    # Fit logarithms, so that errors are relative.
     uncertainty = {
         name: error if math.isfinite(error) else None
         for name, error in zip(("startup", "flow", "link"), errors, strict=True)
     }
-    # No sample tells a flow that could go faster than the link from one that fills it.
+    # The samples cannot distinguish a flow faster than the link from one that fills it.
     return _Rates(startup_s, min(flow, link), link, per_lane_s, uncertainty)
 
 
@@ -385,7 +387,7 @@ def _fit_gamma(
             if s.lanes == lanes and s.size_bytes >= SMALL_BYTES:
                 sending_s = ideal * s.size_bytes
                 ratios.append((s.duration_s - starting_s) / sending_s)
-                # What is mostly start-up says little of the rate.
+                # Times that are mostly start-up hold little information on the rate.
                 weights.append(min(1.0, s.size_bytes / (4 * _FULL_WEIGHT_BYTES)))
         if ratios:
             measured[lanes] = max(1.0, _weighted_median(ratios, weights))
@@ -418,13 +420,13 @@ def _fit_contention(
     beyond: Concurrency,
     link: float,
 ) -> Contention | None:
-    r"""How computation and all-reduces slow each other, over the useful lanes.
+    r"""Fit how computation and all-reduces slow each other, over the useful lanes.
 
-    $\sigma_k = 1 - \alpha_2 k$ by least squares through 1. One flow's rate beside
-    computation is the one whose $a + \rho m / \min(x, c / \gamma_k)$ comes nearest,
+    $\sigma_k = 1 - \alpha_2 k$ by least squares through 1. One flow's rate $x$ beside
+    computation is the one for which $a + \rho m / \min(x, c / \gamma_k)$ comes closest,
     in least squares of logarithms, to the fitted time of $k$ all-reduces times their
-    measured slow-down. Lanes beyond what the link can feed carry no more bytes and
-    are left out.
+    measured slow-down. Lanes beyond what the link can feed carry no more bytes and are
+    left out.
     """
     if not samples:
         return None
@@ -450,7 +452,7 @@ def _fit_contention(
             total += math.log(ratio) ** 2
         return total
 
-    # From a hundredth of the flow up to it, in steps of 1 %; ties go to the fastest.
+    # From 1 % of the flow's rate up to all of it, in steps of 1 %; ties: the fastest.
     steps = math.ceil(math.log(100) / 0.01)
     rates = [flow * math.exp(-0.01 * i) for i in range(steps + 1)]
     return Contention(
@@ -462,7 +464,7 @@ def _fit_contention(
 
 
 def constant_rate(bytes_per_s: float) -> RateCurve:
-    """A flow's rate that no resource changes, bytes/s."""
+    """Return a curve with the same rate at every resource, bytes/s."""
     return RateCurve(gamma1=bytes_per_s, gamma2=0.0, gamma3=0.0, gamma4=0.0)
 
 

@@ -1,4 +1,4 @@
-"""Fits of LIBRA's contention: Eq. 5 (alpha) and Eq. 6 (gamma) out of samples."""
+"""Fit LIBRA's contention, Eq. 5 (alpha) and Eq. 6 (gamma), to samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GAMMA4 = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowdownSample:
-    """Computation beside a collective that takes ``resource`` of the device."""
+    """Computation beside a collective that takes ``resource`` threads."""
 
     resource: int
 
@@ -39,29 +39,29 @@ class SlowdownSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateSample:
-    """Transmission of a collective that takes ``resource`` of the device."""
+    """Transmission of a collective that takes ``resource`` threads."""
 
     resource: int
 
     wire_bytes: float
-    """What crossed the busiest link: wire factor times message."""
+    """Bytes that crossed the busiest link: wire factor times message."""
 
     transmission_s: float
-    """Its time without start-up."""
+    """Transmission time without start-up."""
 
     def __post_init__(self) -> None:
         _positive(self, ("resource", "wire_bytes", "transmission_s"))
 
     @property
     def bytes_per_s(self) -> float:
-        """Rate on the wire."""
+        """Rate on the wire, bytes/s."""
         return self.wire_bytes / self.transmission_s
 
 
 def fit_slowdown(samples: Iterable[SlowdownSample]) -> Fitted[ComputeContention]:
-    r"""$\alpha_1, \alpha_2$ of $\sigma(r) = \alpha_1 - \alpha_2 r$ (LIBRA Eq. 5).
+    r"""Fit $\alpha_1, \alpha_2$ of $\sigma(r) = \alpha_1 - \alpha_2 r$ (LIBRA Eq. 5).
 
-    Minimises $\sum_i (\sigma(r_i)\, y_i - 1)^2$ with $y$ the measured slow-down: linear
+    Minimizes $\sum_i (\sigma(r_i)\, y_i - 1)^2$ with $y$ the measured slow-down: linear
     in both, relative to the measured rate. $\alpha_2 \ge 0$.
 
     Raises:
@@ -78,7 +78,7 @@ def fit_slowdown(samples: Iterable[SlowdownSample]) -> Fitted[ComputeContention]
         if value < 1 - NOISE_RATIO:
             raise Infeasible(
                 f"computation took {value:.3g} times as long beside a collective of "
-                f"resource {sample.resource:g}: it can not be faster than alone. "
+                f"resource {sample.resource:g}: it cannot be faster than alone. "
                 "Measure again on a quiet machine"
             )
     matrix = np.array(
@@ -112,13 +112,13 @@ def fit_rate_curve(
     link_bytes_per_s: float,
     gamma4: float | None = GAMMA4,
 ) -> Fitted[RateCurve]:
-    r"""$\gamma_1 \ldots \gamma_4$ of LIBRA Eq. 6, for $p$ or for $q$.
+    r"""Fit $\gamma_1 \ldots \gamma_4$ of LIBRA Eq. 6, for $p$ or for $q$.
 
-    $x(r) = \gamma_1 - \gamma_2 e^{-\gamma_3 r^{\gamma_4}}$. Minimises
+    $x(r) = \gamma_1 - \gamma_2 e^{-\gamma_3 r^{\gamma_4}}$. Minimizes
     $\sum_i (x(r_i)/x_i - 1)^2$ subject to $\gamma_1 > 0$, $\gamma_2 \ge 0$ and
     $\gamma_1 \le$ ``link_bytes_per_s``. For given $\gamma_3$ and $\gamma_4$ the other
     two come from linear least squares, so the search is over $\gamma_3$ alone, and over
-    $\gamma_4$ where ``None`` is given for it (LIBRA sets it to 0.6).
+    $\gamma_4$ if it is ``None`` (LIBRA sets it to 0.6).
 
     Raises:
         SpecError: fewer than two levels of resource (three for a free ``gamma4``).
@@ -167,7 +167,7 @@ def fit_rate_curve(
 
 
 def _least_squares(matrix: NDArray[np.float64]) -> tuple[float, ...]:
-    """Solution of ``matrix @ x = 1`` by least squares, columns scaled alike."""
+    """Solve ``matrix @ x = 1`` by least squares, with equally scaled columns."""
     import numpy as np
 
     scale = np.linalg.norm(matrix, axis=0)
@@ -177,15 +177,15 @@ def _least_squares(matrix: NDArray[np.float64]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContentionFit:
-    """The three fits of LIBRA section III-A and what they make together."""
+    """The three fits of LIBRA section III-A and the contention they form."""
 
     slowdown: Fitted[ComputeContention]
 
     overlapped: Fitted[RateCurve]
-    """Of $p$: beside computation."""
+    """Fit of $p$: beside computation."""
 
     exclusive: Fitted[RateCurve]
-    """Of $q$: alone."""
+    """Fit of $q$: alone."""
 
     value: Contention
 
@@ -198,11 +198,11 @@ def fit_contention(
     link_bytes_per_s: float,
     gamma4: float | None = GAMMA4,
 ) -> ContentionFit:
-    """Contention as planners take it, with every level at which $p$ was measured.
+    """Fit contention for planners, with every level at which $p$ was measured.
 
     Raises:
-        SpecError, Infeasible: as `fit_slowdown` and `fit_rate_curve`; Infeasible too
-            where the line of slow-downs leaves no computation at one of the levels.
+        SpecError, Infeasible: as `fit_slowdown` and `fit_rate_curve`; Infeasible also
+            if the fitted slow-down leaves no computation at one of the levels.
     """
     overlapped = list(overlapped)
     line = fit_slowdown(slowdowns)
@@ -237,7 +237,7 @@ def _linear_part(
     power: float,
     link_bytes_per_s: float,
 ) -> tuple[float, float, float]:
-    """gamma1, gamma2 and the misfit for given gamma3 and gamma4."""
+    """Return gamma1, gamma2 and the misfit for given gamma3 and gamma4."""
     ones = [1 / rate for rate in rates]
     falls = [
         -math.exp(-decay * resource**power) / rate
@@ -260,7 +260,7 @@ def _linear_part(
     misfit = sum(
         (top * v + drop * w - 1) ** 2 for v, w in zip(ones, falls, strict=True)
     )
-    # A curve must stay above zero where it was measured.
+    # The curve must stay above zero wherever it was measured.
     if any(top * v + drop * w <= 0 for v, w in zip(ones, falls, strict=True)):
         misfit = math.inf
     return top, drop, misfit
@@ -269,7 +269,7 @@ def _linear_part(
 def _least(
     function: Callable[[float], float], low: float, high: float, tries: int = 60
 ) -> float:
-    """Where a function of one variable is least: a grid, then golden section."""
+    """Return where a function of one variable is least: grid, then golden section."""
     grid = [low + (high - low) * i / tries for i in range(tries + 1)]
     values = [function(at) for at in grid]
     best = min(range(len(grid)), key=values.__getitem__)
@@ -306,7 +306,7 @@ def _check_rates(rows: Sequence[RateSample], link_bytes_per_s: float) -> None:
             raise Infeasible(
                 f"a collective of resource {sample.resource:g} sent at "
                 f"{format_rate(sample.bytes_per_s)}, one of {fastest.resource:g} at "
-                f"{format_rate(fastest.bytes_per_s)}: more resource can not send less. "
+                f"{format_rate(fastest.bytes_per_s)}: more resource cannot send less. "
                 "Measure again, or leave out the highest levels"
             )
 

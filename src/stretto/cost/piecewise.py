@@ -1,7 +1,7 @@
-"""All-reduce times that no one line explains: piecewise-linear fits.
+"""Piecewise-linear fits of all-reduce times that one line does not explain.
 
-Libraries switch protocol and algorithm with the size of the message, so times below a
-MiB or so follow lines of their own, with steps between them.
+Libraries switch protocol and algorithm with the size of the message, so times below
+about 1 MiB follow several lines with jumps between them.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 MAX_SEGMENTS = 3
 
 _LEAST_SAMPLES = 3  # of a segment
-_RESOLUTION = 1e-4  # relative error below which a better fit says nothing
-_CANDIDATES = 96  # ends of segments that are tried
+_RESOLUTION = 1e-4  # relative error below which a better fit is insignificant
+_CANDIDATES = 96  # segment boundaries to try
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """``startup_s + s_per_byte * bytes`` from a size on."""
+    """``startup_s + s_per_byte * bytes`` from its first size on."""
 
     from_bytes: int
 
     startup_s: float
-    """Where the line meets zero bytes; below zero where a segment starts steep."""
+    """Value of the line at zero bytes; negative where a segment starts steep."""
 
     s_per_byte: float
 
@@ -52,7 +52,7 @@ class PiecewiseTime:
     ranks: int
 
     def time_s(self, size_bytes: int) -> float:
-        """Predicted time of one all-reduce of ``size_bytes``."""
+        """Return the predicted time of one all-reduce of ``size_bytes``."""
         starts = [segment.from_bytes for segment in self.segments]
         segment = self.segments[max(0, bisect_right(starts, size_bytes) - 1)]
         return segment.startup_s + segment.s_per_byte * size_bytes
@@ -60,10 +60,11 @@ class PiecewiseTime:
     def extra(
         self, startup_s: float, s_per_byte: float, sizes: Sequence[int]
     ) -> tuple[ExtraStartup, ...]:
-        """Return what messages take beyond one line, at the ends of the segments.
+        """Return the time of messages beyond one line, at the ends of the segments.
 
-        ``sizes`` are those measured: beyond the smallest and the largest one nothing is
-        known, so the ends' figures hold on. A message is not faster than its bytes.
+        ``sizes`` are the measured sizes. Beyond the smallest and the largest nothing is
+        known, so the values at the ends apply. A message is never faster than its
+        bytes.
         """
         firsts = [max(min(sizes), s.from_bytes) for s in self.segments]
         lasts = [*(first - 1 for first in firsts[1:]), max(sizes)]
@@ -79,7 +80,7 @@ class PiecewiseTime:
         )
 
     def linear(self) -> AllReduceFit:
-        """The line of the largest messages, without what others take beyond it.
+        """Return the line of the largest messages, without the others' excess.
 
         Its start-up is at least 0.
         """
@@ -94,14 +95,14 @@ class PiecewiseTime:
 def fit_piecewise(
     samples: Iterable[CollectiveSample], *, max_segments: int = MAX_SEGMENTS
 ) -> Fitted[PiecewiseTime]:
-    r"""The line, or the two or three lines, nearest to measured times of one lane.
+    r"""Fit one to three lines to measured times of one lane.
 
-    Minimises $\sum_i (\hat t_i / t_i - 1)^2$ over lines and over where they begin
-    (among up to 96 sizes), exactly, by dynamic programming over prefix sums. A further
-    segment must pay for itself: the number of segments minimises
-    $n \ln(\sum_i e_i^2 / n) + 3 k \ln n$ (Bayesian information criterion, two
-    coefficients and a beginning per segment). A segment holds at least three samples,
-    and the last one rises. $O(k c^2)$ for $c$ candidates.
+    Minimizes $\sum_i (\hat t_i / t_i - 1)^2$ over lines and over where they begin
+    (among up to 96 sizes), exactly, by dynamic programming over prefix sums. The number
+    of segments minimizes $n \ln(\sum_i e_i^2 / n) + 3 k \ln n$ (Bayesian information
+    criterion, two coefficients and a start per segment), so a further segment must
+    improve the fit enough. A segment holds at least three samples, and the last one
+    rises. $O(k c^2)$ for $c$ candidates.
 
     ``std_errors`` are of the last segment's ``startup_s`` and ``s_per_byte``.
 
@@ -117,10 +118,10 @@ def fit_piecewise(
     size = np.array([s.size_bytes for s in rows], dtype=float)
     time_s = np.array([s.duration_s for s in rows])
     sums = _Sums(size, time_s)
-    # Segments begin at the first sample of a size.
+    # Segments start at the first sample of a size.
     begins = [i for i in range(len(rows)) if not i or size[i] > size[i - 1]]
     if len(begins) > _CANDIDATES:
-        # Near together where messages are small: that is where protocols change.
+        # Denser among small messages, where protocols change.
         places = np.unique(
             np.round(np.geomspace(1, len(begins), _CANDIDATES)).astype(int) - 1
         )
@@ -140,7 +141,7 @@ def fit_piecewise(
     firsts = best[1]
     segments = []
     for first, end in zip(firsts, [*firsts[1:], len(rows)], strict=True):
-        # From its own samples: sums over all would round off what large ones add.
+        # From its own samples: sums over all would lose the large messages to rounding.
         own = _Sums(size[first:end], time_s[first:end])
         startup_s, s_per_byte = own.line(free=first > 0)
         segments.append(
@@ -165,7 +166,7 @@ def fit_piecewise(
 
 
 class _Sums:
-    """Prefix sums from which any segment's line and misfit come in O(1)."""
+    """Prefix sums that give any segment's line and misfit in O(1)."""
 
     def __init__(self, size: NDArray[np.float64], time_s: NDArray[np.float64]) -> None:
         import numpy as np
@@ -180,16 +181,18 @@ class _Sums:
         )
 
     def line(self, *, free: bool) -> tuple[float, float]:
-        """Start-up and seconds per byte of all samples; ``free``: the start-up may be
-        below zero.
+        """Return start-up and seconds per byte of all samples.
+
+        With ``free`` the start-up may be negative.
         """
         end = self._prefix.shape[1] - 1
         startup_s, slope, _ = self._solve(0, end, free=free)
         return startup_s, slope / self._scale
 
     def misfit(self, first: int, end: int) -> float:
-        """Sum of squares of the relative errors there; infinite for a last segment
-        that does not rise.
+        """Return the sum of squared relative errors of a segment.
+
+        It is infinite for a last segment that does not rise.
         """
         _, slope, misfit = self._solve(first, end, free=first > 0)
         last = end == self._prefix.shape[1] - 1
@@ -205,7 +208,7 @@ class _Sums:
         if determinant > 1e-12 * aa * bb:
             startup_s = (bb * a1 - ab * b1) / determinant
             slope = (aa * b1 - ab * a1) / determinant
-        # No time falls with the size, and the first line begins at or above zero.
+        # Time never falls with the size, and the first line starts at or above zero.
         if slope <= 1e-6 * abs(startup_s):
             startup_s, slope = a1 / aa, 0.0
         elif not free and startup_s < 0:
@@ -223,9 +226,9 @@ class _Sums:
 def _partitions(
     sums: _Sums, edges: Sequence[int], most: int
 ) -> Iterable[tuple[float, list[int]]]:
-    """The best partition into 1, 2, ... segments: misfit and where each begins."""
+    """Return the best partition into 1, 2, ... segments: misfit and starts of each."""
     count = len(edges) - 1
-    # reached[j]: least misfit of the samples before edges[j] with so many segments.
+    # reached[j]: smallest misfit of the samples before edges[j] with k segments.
     reached: list[float] = [math.inf] * (count + 1)
     reached[0] = 0.0
     back: list[list[int]] = []
@@ -281,6 +284,6 @@ def _check(rows: Sequence[CollectiveSample], max_segments: int) -> int:
                 f"an all-reduce of {format_bytes(sample.size_bytes)} took "
                 f"{format_s(sample.duration_s)}, one of "
                 f"{format_bytes(slowest.size_bytes)} {format_s(slowest.duration_s)}: "
-                "more bytes can not take less time. Measure again on a quiet network"
+                "more bytes cannot take less time. Measure again on a quiet network"
             )
     return rows[0].ranks

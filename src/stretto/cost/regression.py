@@ -1,4 +1,4 @@
-"""What every fit of this package gives: a value, how sure it is, what it misses."""
+"""The result type of all fits: a value, its uncertainty and its residuals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 NOISE_RATIO = 0.15
-"""How far measured times may contradict physics before they are refused."""
+"""Tolerance for measured times that contradict physics."""
 
 _SINGULAR = 1e7
 
@@ -29,7 +29,7 @@ class Fitted(Generic[Value]):
 
     std_errors: dict[str, float]
     """Standard error of each parameter, in its unit: roots of the diagonal of
-    $s^2 (J^T J)^{-1}$. Infinite where the samples do not decide the parameter."""
+    $s^2 (J^T J)^{-1}$. Infinite where the samples do not determine the parameter."""
 
     residual_ratios: tuple[float, ...]
     """Predicted / measured - 1 for each sample, in the samples' order."""
@@ -49,15 +49,16 @@ def standard_errors(
     jacobian: Sequence[Sequence[float]] | NDArray[np.float64],
     residuals: Sequence[float] | NDArray[np.float64],
 ) -> list[float]:
-    r"""Roots of the diagonal of $s^2 (J^T J)^{-1}$, $s^2 = \sum_i e_i^2 / (n - p)$.
+    r"""Return roots of the diagonal of $s^2 (J^T J)^{-1}$, $s^2 = \sum_i e_i^2 /
+    (n-p)$.
 
-    Infinite for a parameter that no sample depends on, and for all where the samples
-    are not more than the parameters or do not tell them apart.
+    Infinite for a parameter that no sample depends on. Infinite for all if there are no
+    more samples than parameters, or if the samples cannot separate the parameters.
     """
     import numpy as np
 
     matrix = np.asarray(jacobian, dtype=float)
-    # Columns of different units are scaled before they are compared.
+    # Scale columns of different units before comparing them.
     scale = np.linalg.norm(matrix, axis=0)
     decided = scale > 0
     errors = np.full(len(scale), math.inf)

@@ -260,7 +260,7 @@ def test_more_at_once_faster_than_one_alone_is_refused():
         s if s.lanes == 1 else sampled(**(LAB | {"flow": 117e6}))[i]
         for i, s in enumerate(sampled(**LAB))
     ]
-    with pytest.raises(Infeasible, match="more at once can not be faster"):
+    with pytest.raises(Infeasible, match="more at once cannot be faster"):
         fitted([s for s in samples if s.lanes <= 2])
 
 

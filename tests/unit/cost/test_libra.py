@@ -75,7 +75,7 @@ def test_noise_that_rises_gives_no_speed_up_from_contention():
 
 def test_computation_faster_than_alone_is_refused():
     samples = [*slowdowns(1.0, 1e-4), *slowdowns(1.3, 0.0, levels=(64,))]
-    with pytest.raises(Infeasible, match="can not be faster than alone"):
+    with pytest.raises(Infeasible, match="cannot be faster than alone"):
         fit_slowdown(samples)
 
 
@@ -150,7 +150,7 @@ def test_rates_that_fall_with_the_resource_are_refused():
     curve = RateCurve(gamma1=5e9, gamma2=0.0, gamma3=0.0, gamma4=0.6)
     slow = RateCurve(gamma1=4e9, gamma2=0.0, gamma3=0.0, gamma4=0.6)
     samples = rates(curve) + rates(slow, levels=(8192,))
-    with pytest.raises(Infeasible, match="more resource can not send less"):
+    with pytest.raises(Infeasible, match="more resource cannot send less"):
         fit_rate_curve(samples, link_bytes_per_s=1e10)
 
 

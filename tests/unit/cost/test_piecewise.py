@@ -132,7 +132,7 @@ def test_published_times_are_met_within_two_per_cent(gpus):
 def test_more_bytes_in_less_time_are_refused():
     pairs = [(m, 3e-5 + 1e-9 * m) for m in SIZES]
     pairs[-1] = (SIZES[-1], pairs[-2][1] * 0.7)
-    with pytest.raises(Infeasible, match="more bytes can not take less time"):
+    with pytest.raises(Infeasible, match="more bytes cannot take less time"):
         fit_piecewise(samples(pairs))
     # Unless the measurement itself says that it is that unsteady.
     fit_piecewise(samples(pairs, spread_s=0.02))
