@@ -1,4 +1,4 @@
-"""Plain data and its files."""
+"""Plain data types and their files."""
 
 from stretto.schema.cluster import (
     AllReduceFit,

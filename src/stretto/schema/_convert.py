@@ -1,4 +1,4 @@
-"""Values from plain JSON data, with the place of whatever breaks a rule."""
+"""Convert plain JSON data to values, naming the place of whatever breaks a rule."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 ADDED = "added"
-"""In the metadata of a field that files of earlier releases lack."""
+"""Metadata key of a field that is missing from files of earlier releases."""
 
 
 def convert(body: Any, value_type: type[_T], *, source: str, place: str = "$") -> _T:
-    """A value from plain JSON data that carries no header.
+    """Return a value from plain JSON data that has no header.
 
     Raises:
         SpecError: naming ``source``, the place in it, the rule and the value.
@@ -39,7 +39,7 @@ def convert(body: Any, value_type: type[_T], *, source: str, place: str = "$") -
 
 
 def _key_errors(body: Any, value_type: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Places whose keys are unknown or missing; msgspec lets unknown ones pass."""
+    """Yield places whose keys are unknown or missing; msgspec ignores unknown ones."""
     value_type = _dataclass_in(value_type)
     if value_type is None:
         return
@@ -58,13 +58,13 @@ def _key_errors(body: Any, value_type: Any, place: str) -> Iterator[tuple[str, s
         else:
             yield from _key_errors(item, hints[key], f"{place}.{key}")
     for key, known_field in fields.items():
-        # what a later release added has a default that says what files before meant
+        # A field added in a later release has a default that gives older files' meaning
         if key not in body and not known_field.metadata.get(ADDED):
             yield f"{place}.{key}", "is missing"
 
 
 def _dataclass_in(hint: Any) -> Any:
-    """The dataclass that a hint is, or holds as tuple item or optional value."""
+    """Return the dataclass that a hint is, or holds as tuple item or optional value."""
     if dataclasses.is_dataclass(hint):
         return hint
     if typing.get_origin(hint) in (tuple, list, typing.Union, types.UnionType):
@@ -77,7 +77,7 @@ def _dataclass_in(hint: Any) -> Any:
 def _located(
     exc: msgspec.ValidationError, body: Any, source: str, place: str
 ) -> SpecError:
-    """The error with one place: msgspec's path and, below it, the rule's own."""
+    """Return the error with one place: msgspec's path, then the rule's own path."""
     text = str(exc)
     message, _, path = text.partition(" - at `")
     at = place + path.rstrip("`").removeprefix("$")

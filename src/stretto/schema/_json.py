@@ -1,4 +1,4 @@
-"""JSON as our files have it: strict when read, canonical when written."""
+"""Read JSON strictly and write it canonically."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from stretto.errors import SpecError
 
 
 def dump(body: dict[str, Any]) -> bytes:
-    """The bytes of a file: its header first, all other keys sorted.
+    """Return the bytes of a file: its header first, all other keys sorted.
 
     Raises:
-        SpecError: UTF-8 can't hold it.
+        SpecError: UTF-8 cannot encode it.
     """
     header = {key: body.pop(key) for key in ("kind", "schema_version", "made_by")}
     ordered = header | {key: _sorted(body[key]) for key in sorted(body)}
@@ -25,7 +25,7 @@ def dump(body: dict[str, Any]) -> bytes:
         compact = msgspec.json.encode(ordered)
         return msgspec.json.format(compact, indent=1) + b"\n"
     except (RecursionError, UnicodeEncodeError) as exc:
-        raise SpecError(f"{header['kind']}: can't be written: {exc}") from exc
+        raise SpecError(f"{header['kind']}: cannot be written: {exc}") from exc
 
 
 def _sorted(value: Any) -> Any:
@@ -37,10 +37,10 @@ def _sorted(value: Any) -> Any:
 
 
 def plain(value: Any, source: str, at: str = "$") -> Any:
-    """The value as JSON data, with its fields, and NumPy's scalars as numbers.
+    """Return the value as JSON data, with its fields, and NumPy's scalars as numbers.
 
     Raises:
-        SpecError: JSON can't hold it.
+        SpecError: JSON cannot represent it.
     """
     try:
         return _plain_below(value, source, at)
@@ -51,7 +51,7 @@ def plain(value: Any, source: str, at: str = "$") -> Any:
 
 
 def _plain_below(value: Any, source: str, at: str) -> Any:
-    # Exact types first: a subclass (a NumPy float) may not be what JSON writes.
+    # Exact types first: JSON may not be able to write a subclass (a NumPy float).
     if value is None or type(value) in (bool, str):
         return value
     if type(value) is int:
@@ -62,7 +62,7 @@ def _plain_below(value: Any, source: str, at: str) -> Any:
     if type(value) is float:
         if not math.isfinite(value):
             raise SpecError(f"{source}: {at}: must be finite, got {value}", place=at)
-        return value + 0.0  # -0.0 equals 0.0 and must give its bytes
+        return value + 0.0  # writes -0.0 as 0.0, because the two are equal
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -86,24 +86,25 @@ def _plain_below(value: Any, source: str, at: str) -> Any:
     if callable(item) and getattr(value, "ndim", None) == 0:
         return _plain_below(item(), source, at)
     raise SpecError(
-        f"{source}: {at}: JSON can't hold a {type(value).__name__}, got {value!r:.80}",
+        f"{source}: {at}: JSON cannot hold a {type(value).__name__}, got {value!r:.80}",
         place=at,
     )
 
 
 def parse(data: bytes, source: str) -> dict[str, Any]:
-    """The object that a file's bytes hold.
+    """Return the object that a file's bytes hold.
 
     Raises:
-        SpecError: they are not JSON, not an object, hold a key twice, or a number that
-            no field can have.
+        SpecError: the bytes are not JSON or not an object, or contain a duplicate key
+            or a number that no field can have.
     """
     defect: tuple[str, str] | None = None
     try:
         body = msgspec.json.decode(data)
         defect = _first_defect(data)
     except (msgspec.DecodeError, ValueError) as exc:
-        # Python's parser takes numbers that JSON does not have, and so can place them.
+        # Python's parser accepts numbers that JSON does not have, so it can locate
+        # them.
         with contextlib.suppress(ValueError, RecursionError):
             defect = _first_defect(data)
         if defect is None:
@@ -122,17 +123,19 @@ def parse(data: bytes, source: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Defect:
-    """Takes the place, while parsing, of a value that a file may not hold."""
+    """Marks, while parsing, the place of a value that a file may not hold."""
 
     rule: str
 
     key: str = ""
-    """A key that appears twice in the object that this takes the place of."""
+    """A key that appears twice in the object that this replaces."""
 
 
 def _first_defect(data: bytes) -> tuple[str, str] | None:
-    """The place of the first value that breaks a rule for all files, and the rule: no
-    key twice in an object, only finite numbers, integers that a float can hold.
+    """Return the place of the first value that breaks a general rule, and the rule.
+
+    The rules for all files: no duplicate keys, only finite numbers, integers that a
+    float can hold.
     """
     any_defect = False
 
@@ -147,7 +150,7 @@ def _first_defect(data: bytes) -> tuple[str, str] | None:
             return value
         keys = [key for key, _ in pairs]
         repeated = next(k for i, k in enumerate(keys) if k in keys[:i])
-        return defect("appears twice", repeated)
+        return defect("is a duplicate key", repeated)
 
     def number(text: str) -> Any:
         value = float(text)
@@ -171,7 +174,7 @@ def _first_defect(data: bytes) -> tuple[str, str] | None:
 
 
 _MOST_DIGITS = 300
-"""So that an integer can be taken as a float; fields have smaller limits."""
+"""So that every integer can be converted to a float; fields have smaller limits."""
 
 
 def _not_finite(text: str) -> str:
@@ -179,7 +182,7 @@ def _not_finite(text: str) -> str:
 
 
 def _found(value: Any, place: str) -> tuple[str, str] | None:
-    """The first defect in a value, and where it is."""
+    """Return the first defect in a value, and its place."""
     if isinstance(value, _Defect):
         return (f"{place}.{value.key}" if value.key else place), value.rule
     below: list[tuple[str, Any]] = []

@@ -24,11 +24,11 @@ DTYPE_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Bytes of one element, by the name PyTorch and NumPy give the type."""
+"""Bytes of one element, by the type's name in PyTorch and NumPy."""
 
 
 def finite(place: str, value: float, *, above: float | None = None) -> None:
-    """Requires a finite number at least 0, or more than ``above`` where given.
+    """Require a finite number at least 0, or more than ``above`` if it is given.
 
     Raises:
         SpecError: naming the place, the rule and the value.
@@ -43,7 +43,7 @@ def finite(place: str, value: float, *, above: float | None = None) -> None:
 
 
 def at_least(place: str, value: int, least: int) -> None:
-    """Requires an integer of at least ``least``, and of 64 bits at most.
+    """Require an integer of at least ``least`` that fits in 64 bits.
 
     Raises:
         SpecError: naming the place, the rule and the value.
@@ -66,7 +66,7 @@ def at_most(place: str, value: int, most: int) -> None:
 
 
 def one_of(place: str, value: str, allowed: Iterable[str]) -> None:
-    """Requires one of some words.
+    """Require one of the allowed words.
 
     Raises:
         SpecError: naming the place, the rule and the value.
@@ -80,7 +80,7 @@ def one_of(place: str, value: str, allowed: Iterable[str]) -> None:
 
 
 def not_empty(place: str, value: str) -> None:
-    """Requires a name that is not blank.
+    """Require a name that is not blank.
 
     Raises:
         SpecError: naming the place and the rule.

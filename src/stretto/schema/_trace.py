@@ -1,4 +1,4 @@
-"""Timelines as Chrome trace events, and back."""
+"""Convert timelines to Chrome trace events and back."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _NS_PER_US = 1e3
 
 
 def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
-    """Chrome trace events of several timelines, one process each, under their labels.
+    """Return Chrome trace events of several timelines, one process each, by label.
 
-    Of a timeline of several ranks each rank is a process. Times are in microseconds,
-    as the format has them, rounded to nanoseconds; ``track``, ``start_s`` and
-    ``end_s`` stand beside them exactly. Viewers nest what overlaps on one thread, so
-    spans of one track that overlap get threads of their own, and what waits stands
-    apart from what is sent.
+    In a timeline of several ranks, each rank is a process. Times are in microseconds,
+    as the format requires, rounded to nanoseconds; ``track``, ``start_s`` and
+    ``end_s`` repeat them exactly. Viewers nest spans that overlap on one thread, so
+    overlapping spans of one track get separate threads, and waits are kept apart from
+    sends.
 
     Raises:
-        SpecError: a span's ``args`` hold what no file can hold.
+        SpecError: a span's ``args`` hold a value that no file can hold.
     """
     events: list[dict[str, Any]] = []
-    # Numbers from 1: viewers take process 0 and thread 0 for the idle task.
+    # Number from 1: viewers take process 0 and thread 0 for the idle task.
     pid = tid = 0
     for label, timeline in timelines.items():
         pids: dict[int | None, int] = {}
@@ -73,7 +73,7 @@ def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
 
 
 def _process_events(label: str, rank: int | None, pid: int) -> list[dict[str, Any]]:
-    """The process of a timeline, or of one rank in it."""
+    """Return the process events of a timeline, or of one rank in it."""
     process = {"ph": "M", "pid": pid}
     args: dict[str, Any] = {"name": label}
     if rank is not None:
@@ -86,7 +86,7 @@ def _process_events(label: str, rank: int | None, pid: int) -> list[dict[str, An
 
 @dataclass(frozen=True, kw_only=True)
 class _SpanEvent:
-    """A complete event of a trace of ours."""
+    """A complete event of a trace that stretto wrote."""
 
     ph: str
     pid: int
@@ -100,7 +100,7 @@ class _SpanEvent:
     args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Requires that the two ways of saying the times agree, to 2 ns."""
+        """Require that the two forms of the times agree, to 2 ns."""
         for name, want_s, have_us in (
             ("ts", self.start_s, self.ts),
             ("dur", self.end_s - self.start_s, self.dur),
@@ -115,7 +115,7 @@ class _SpanEvent:
 
 
 def take_timelines(body: dict[str, Any], source: str) -> dict[str, Timeline]:
-    """The timelines in the trace events, which must be all that the body holds."""
+    """Return the timelines in the trace events, which must be all the body holds."""
     from stretto.schema.timeline import Span, Timeline
 
     events = body.pop("traceEvents", None)
@@ -142,7 +142,7 @@ def take_timelines(body: dict[str, Any], source: str) -> dict[str, Timeline]:
                 pid, label, rank = _process_of(event, source, at)
                 if pid in processes or (label, rank) in processes.values():
                     raise SpecError(
-                        f"{source}: {at}: process {pid} {label!r} stands twice",
+                        f"{source}: {at}: duplicate process {pid} {label!r}",
                         place=at,
                     )
                 processes[pid] = (label, rank)
@@ -150,8 +150,8 @@ def take_timelines(body: dict[str, Any], source: str) -> dict[str, Timeline]:
             continue
         if not isinstance(event, dict) or event.get("ph") != "X":
             raise SpecError(
-                f"{source}: {at}: must be a complete event or metadata of ours, "
-                f"got {event!r:.80}",
+                f"{source}: {at}: must be a complete event or metadata that stretto "
+                f"wrote, got {event!r:.80}",
                 place=at,
             )
         found = convert(event, _SpanEvent, source=source, place=at)
@@ -183,7 +183,7 @@ def take_timelines(body: dict[str, Any], source: str) -> dict[str, Timeline]:
 def _process_of(
     event: dict[str, Any], source: str, at: str
 ) -> tuple[int, str, int | None]:
-    """Number, timeline and rank of a process."""
+    """Return the number, timeline and rank of a process."""
     args, pid = event.get("args"), event.get("pid")
     label = rank = None
     if isinstance(args, dict):
@@ -202,7 +202,7 @@ def _process_of(
 
 
 def _rows(timeline: Timeline) -> list[tuple[int, str, bool, int]]:
-    """The row of each span, so that no two spans of one row overlap.
+    """Return the row of each span, so that no two spans of one row overlap.
 
     A row is (order of its track, track, whether it holds waits, number).
     """
@@ -212,7 +212,7 @@ def _rows(timeline: Timeline) -> list[tuple[int, str, bool, int]]:
     spans = timeline.spans
     for i in sorted(range(len(spans)), key=lambda i: (spans[i].start_s, i)):
         span = spans[i]
-        # A wait for another rank stands before the send, never beside another span.
+        # A wait for another rank comes before the send, never beside another span.
         waits = span.args.get("kind") == "wait"
         busy_s = ends_s.setdefault((span.rank, span.track, waits), [])
         for number, end_s in enumerate(busy_s):

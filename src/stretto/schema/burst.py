@@ -1,6 +1,6 @@
-"""What was measured of a model layer by layer, and how many GPUs each layer gets.
+"""Layer profiles and burst plans: a model's layers measured, and the GPUs each gets.
 
-The two files of burst parallelism (DeepPool): ``layer_profile`` and ``burst_plan``.
+The two files of burst parallelism (DeepPool) are ``layer_profile`` and ``burst_plan``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BatchTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer: where its input comes from, its sizes and its times."""
+    """One layer: its inputs, sizes and times."""
 
     name: str
 
@@ -57,10 +57,10 @@ class Layer:
     """By ascending number of samples."""
 
     update_s: float = field(default=0.0, metadata=_LATER)
-    """The optimizer's time for its parameters on one GPU, however many have them."""
+    """The optimizer's time for its parameters on one GPU, for any number of GPUs."""
 
     norms: int = field(default=0, metadata=_LATER)
-    """Batch norms in it, whose statistics its GPUs exchange forward and back."""
+    """Number of batch norms in it, whose statistics its GPUs exchange both ways."""
 
     def __post_init__(self) -> None:
         _rules.not_empty(".name", self.name)
@@ -84,7 +84,7 @@ class Layer:
                 )
 
     def compute_s(self, samples: float) -> float:
-        """Forward, backward and update for a number of samples on one GPU.
+        """Return forward, backward and update time for a number of samples on a GPU.
 
         Raises:
             SpecError: fewer or more samples than were profiled.
@@ -93,11 +93,11 @@ class Layer:
         return time[0] + time[1] + self.update_s
 
     def time_of(self, samples: float) -> tuple[float, float]:
-        """Forward and backward time for a number of samples on one GPU, apart.
+        """Return forward and backward time for a number of samples on one GPU.
 
-        Linear between the two profiled numbers of samples around it, which is exact
-        where a layer's time is start-up plus work. Outside of what was profiled no
-        time is made up.
+        Linear between the two nearest profiled numbers of samples, which is exact where
+        a layer's time is start-up plus work. Times are never extrapolated beyond the
+        profiled numbers.
 
         Raises:
             SpecError: fewer or more samples than were profiled.
@@ -106,7 +106,7 @@ class Layer:
         if not times[0].samples <= samples <= times[-1].samples:
             raise SpecError(
                 f"layer {self.name!r} was profiled for {times[0].samples} to "
-                f"{times[-1].samples} samples on a GPU, needed are {samples:g}: "
+                f"{times[-1].samples} samples on a GPU, but {samples:g} are needed: "
                 "profile it for that too, or choose another batch or number of GPUs",
                 place=".times",
             )
@@ -124,12 +124,12 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTiming:
-    """What one rank measured of one layer while it trained."""
+    """A rank's measured times of one layer during training."""
 
     layer: str
 
     samples: int
-    """What the rank had of the step's samples."""
+    """The rank's number of the step's samples."""
 
     forward_s: float
 
@@ -146,7 +146,7 @@ class LayerTiming:
 class LayerProfile:
     """A model's layers with their times by number of samples, on one device.
 
-    ``layers`` stand in an order in which they can run: each after its inputs.
+    ``layers`` are in an order in which they can run: each after its inputs.
     """
 
     name: str
@@ -156,20 +156,20 @@ class LayerProfile:
     layers: tuple[Layer, ...]
 
     provenance: dict[str, Any] = field(default_factory=dict)
-    """Free: host, versions, repetitions, spread."""
+    """Free-form: host, versions, repetitions, spread."""
 
     input_bytes: int = field(default=0, metadata=_LATER)
     """Bytes of the model's input for one sample."""
 
     whole: tuple[BatchTime, ...] = field(default=(), metadata=_LATER)
-    """Times of the whole model, measured undivided; empty where it was not."""
+    """Times of the whole model, measured as one; empty if it was not measured."""
 
     outside_s: float = field(default=0.0, metadata=_LATER)
-    """What a training step on one GPU takes beyond layers and updates: freeing
-    gradients, the optimizer's own calls. Every rank pays it."""
+    """Time of a training step on one GPU beyond layers and updates: freeing gradients,
+    the optimizer's own calls. Every rank pays it."""
 
     host: HostCosts | None = field(default=None, metadata=_LATER)
-    """What the ranks' hosts add; ``None`` where that was not measured."""
+    """Costs that the ranks' hosts add; ``None`` if they were not measured."""
 
     def __post_init__(self) -> None:
         _rules.at_least(".input_bytes", self.input_bytes, 0)
@@ -180,13 +180,13 @@ class LayerProfile:
         for i, layer in enumerate(self.layers):
             if layer.name in seen:
                 raise SpecError(
-                    f"name {layer.name!r} stands at layers[{seen[layer.name]}] too",
+                    f"name {layer.name!r} is a duplicate of layers[{seen[layer.name]}]",
                     place=f".layers[{i}].name",
                 )
             for j, name in enumerate(layer.inputs):
                 if name not in seen:
                     raise SpecError(
-                        f"input {name!r} must be a layer that stands before it",
+                        f"input {name!r} must be a layer that comes before it",
                         place=f".layers[{i}].inputs[{j}]",
                     )
             seen[layer.name] = i
@@ -198,7 +198,7 @@ class LayerProfile:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of names, edges and sizes, not of times."""
+        """Digest of names, edges and sizes; times do not count."""
         return digest_of(
             (layer.name, layer.inputs, layer.parameter_bytes, layer.activation_bytes)
             for layer in self.layers
@@ -206,7 +206,7 @@ class LayerProfile:
 
     @classmethod
     def load(cls, path: str | Path) -> LayerProfile:
-        """The profile in a file.
+        """Return the profile in a file.
 
         Raises:
             SpecError: the file breaks a rule; the message names file and place.
@@ -214,12 +214,15 @@ class LayerProfile:
         return codec.load(path, cls)
 
     def save(self, path: str | Path) -> None:
-        """Writes the profile atomically."""
+        """Write the profile atomically."""
         codec.save(path, self)
 
 
 def digest_of(layers: Iterable[tuple[str, tuple[str, ...], int, int]]) -> str:
-    """A digest of layers: name, inputs, parameter bytes, activation bytes of each."""
+    """Return a digest of the layers.
+
+    Each row is a layer's name, inputs, parameter bytes and activation bytes.
+    """
     sha = hashlib.sha256()
     for name, inputs, parameter_bytes, activation_bytes in layers:
         sizes = f"{parameter_bytes}|{activation_bytes}"
@@ -236,7 +239,7 @@ class LayerGpus:
     gpus: int
 
     first_gpu: int
-    """0 but for a branch with GPUs of its own, beside other branches."""
+    """0 except in a branch that runs on its own GPUs, beside other branches."""
 
     def __post_init__(self) -> None:
         _rules.not_empty(".layer", self.layer)
@@ -245,13 +248,13 @@ class LayerGpus:
 
     @property
     def ranks(self) -> range:
-        """The ranks that run the layer; the samples lie on them in their order."""
+        """Ranks that run the layer; they hold the samples in this order."""
         return range(self.first_gpu, self.first_gpu + self.gpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstPrediction:
-    """What a burst plan is predicted to do."""
+    """Predicted times of a burst plan."""
 
     iteration_s: float
 
@@ -259,23 +262,23 @@ class BurstPrediction:
     """Active GPU time of an iteration: each layer's time times its GPUs."""
 
     amplification: float
-    """``gpu_s`` against the computation of an iteration on one GPU."""
+    """``gpu_s`` relative to the computation of an iteration on one GPU."""
 
     max_amplification: float
-    """The largest of a single layer's."""
+    """The largest amplification of a single layer."""
 
     data_parallel_s: float
-    """The iteration with every layer on the most GPUs that the plan may use."""
+    """Iteration time with every layer on the most GPUs that the plan may use."""
 
     single_width: int | None = field(default=None, metadata=_LATER)
     """The best number of GPUs if every layer must have the same."""
 
     single_width_s: float | None = field(default=None, metadata=_LATER)
-    """The iteration with it."""
+    """Iteration time with ``same_width_gpus`` for every layer."""
 
     idle_gpu_s: float | None = field(default=None, metadata=_LATER)
-    """GPU time of an iteration in which GPUs of the plan have nothing to do: all of it
-    but layers, updates and, where that is counted after backward, synchronisation."""
+    """GPU time of an iteration in which the plan's GPUs are idle: everything except
+    layers, updates and, if it is counted after backward, synchronization."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -295,18 +298,18 @@ class BurstPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstPlan:
-    """How many GPUs each layer of a profile gets, in the profile's order."""
+    """The number of GPUs of each layer of a profile, in the profile's order."""
 
     profile_digest: str
 
     gpus: int
-    """What the plan may use."""
+    """Number of GPUs that the plan may use."""
 
     batch: int
     """Samples of an iteration over all GPUs."""
 
     amplification_limit: float | None
-    """What each layer had to stay within; ``None``: no limit."""
+    """Amplification limit of each layer; ``None``: no limit."""
 
     layers: tuple[LayerGpus, ...]
 
@@ -329,7 +332,8 @@ class BurstPlan:
         for i, entry in enumerate(self.layers):
             if entry.layer in seen:
                 raise SpecError(
-                    f"layer {entry.layer!r} stands at layers[{seen[entry.layer]}] too",
+                    f"layer {entry.layer!r} is a duplicate of "
+                    f"layers[{seen[entry.layer]}]",
                     place=f".layers[{i}].layer",
                 )
             seen[entry.layer] = i
@@ -341,7 +345,7 @@ class BurstPlan:
                 )
 
     def check_matches(self, profile: LayerProfile) -> None:
-        """Requires that the plan was made for this profile.
+        """Require that the plan was made for this profile.
 
         Raises:
             PlanMismatch: naming what differs.
@@ -353,13 +357,13 @@ class BurstPlan:
         ):
             raise PlanMismatch(
                 f"the plan was made for a profile with digest {self.profile_digest}, "
-                f"{profile.name!r} has {profile.digest}: layers, their inputs or sizes "
-                "differ. Run `stretto burst plan` again."
+                f"but {profile.name!r} has {profile.digest}: layers, their inputs or "
+                "sizes differ. Run `stretto burst plan` again."
             )
 
     @classmethod
     def load(cls, path: str | Path) -> BurstPlan:
-        """The plan in a file.
+        """Return the plan in a file.
 
         Raises:
             SpecError: the file breaks a rule; the message names file and place.
@@ -367,5 +371,5 @@ class BurstPlan:
         return codec.load(path, cls)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan atomically."""
+        """Write the plan atomically."""
         codec.save(path, self)

@@ -1,4 +1,4 @@
-"""What the hosts of a burst plan's ranks add to layers' times."""
+"""Costs that the hosts of a burst plan's ranks add to layer times."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Slowdown:
     ranks: int
 
     ratio: float
-    """The slowest rank's time against that of one alone. Ranks that have hosts of
-    their own do not slow each other; those that share memory or processors do."""
+    """The slowest rank's time relative to that of one rank alone. Ranks on hosts of
+    their own do not slow each other; ranks that share memory or processors do."""
 
     def __post_init__(self) -> None:
         _rules.at_least(".ranks", self.ranks, 2)
@@ -26,33 +26,34 @@ class Slowdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
-    """What a rank's own thread takes for communication, and how ranks slow each other.
+    """Time a rank's own thread spends on communication, and how ranks slow each other.
 
-    The first is the o of LogP (Culler et al., 1993). Measured on the ranks that will
-    train.
+    The thread time is the o of LogP (Culler et al., 1993). Measure on the ranks that
+    will train.
     """
 
     message_s: float
-    """To begin sending or receiving one message."""
+    """Time to begin sending or receiving one message."""
 
     message_s_per_byte: float
-    """More of it for each byte."""
+    """Additional time per byte."""
 
     copy_s_per_byte: float
-    """To copy a gradient into a bucket or out of one."""
+    """Time to copy one byte of a gradient into a bucket or out of one."""
 
     exchange_s: float
-    """From when the last rank asks how many samples each has until all know."""
+    """Time for the ranks to exchange how many samples each has, from the last rank's
+    request until all know."""
 
     behind_s: float = 0.0
     """Processor time of a message in the connections' own threads, on each side. It
     slows computation only where ranks share processors."""
 
     behind_s_per_byte: float = 0.0
-    """More of it for each byte."""
+    """Additional processor time per byte."""
 
     slowdowns: tuple[Slowdown, ...] = ()
-    """By ascending number of ranks; empty where none was measured."""
+    """By ascending number of ranks; empty if not measured."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -72,9 +73,9 @@ class HostCosts:
                 )
 
     def slowdown(self, ranks: float) -> float:
-        """The ratio for so many ranks at once, at least 1.
+        """Return the slow-down with this number of ranks at once, at least 1.
 
-        Linear between measured numbers of ranks and on from the last two.
+        Linear between measured numbers of ranks, and extrapolated from the last two.
         """
         known = [(1.0, 1.0), *((float(s.ranks), s.ratio) for s in self.slowdowns)]
         if len(known) == 1:

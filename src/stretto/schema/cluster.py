@@ -1,4 +1,4 @@
-"""What was measured or said of the hardware."""
+"""Measured or given figures of the hardware."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Link:
     """Sustained rate of this direction on the wire, not the sum of both."""
 
     stream_bytes_per_s: float | None = None
-    """What one flow reaches at most; ``None``: the whole link."""
+    """Highest rate of one flow; ``None``: the whole link."""
 
     def __post_init__(self) -> None:
         _rules.finite(".latency_s", self.latency_s)
@@ -34,7 +34,7 @@ class Link:
 
     @property
     def flow_bytes_per_s(self) -> float:
-        """The rate of a flow that has the link for itself."""
+        """Rate of a flow that has the link to itself."""
         if self.stream_bytes_per_s is None:
             return self.bandwidth_bytes_per_s
         return min(self.stream_bytes_per_s, self.bandwidth_bytes_per_s)
@@ -42,12 +42,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraStartup:
-    """What a message of one size takes beyond the fitted line."""
+    """Start-up of a message of one size beyond the fitted line."""
 
     bytes: int
 
     extra_s: float
-    """Below zero where the message is faster than the line."""
+    """Negative where the message is faster than the line."""
 
     def __post_init__(self) -> None:
         _rules.at_least(".bytes", self.bytes, 0)
@@ -61,13 +61,13 @@ class AllReduceFit:
     startup_s: float
 
     s_per_byte: float
-    """Seconds per byte of the reduced message (not of what crosses a wire)."""
+    """Seconds per byte of the reduced message (not of the bytes on the wire)."""
 
     ranks: int
-    """Ranks of the fit; other numbers of ranks are rescaled from it."""
+    """Ranks of the fit; costs for other numbers of ranks are scaled from it."""
 
     extra: tuple[ExtraStartup, ...] = field(default=(), metadata={ADDED: True})
-    """By ascending size, what one line leaves out: start-up more or less than
+    """Departures from the line, by ascending size: start-up above or below
     ``startup_s``, linear between two sizes and constant beyond the ends."""
 
     def __post_init__(self) -> None:
@@ -95,11 +95,11 @@ class Concurrency:
 
     gamma: tuple[float, ...]
     """``gamma[k-1]``: with k at once each takes ``gamma[k-1]`` times as long per byte
-    as alone; the first is 1. Beyond the list the total rate stays as with the last."""
+    as alone; the first is 1. Beyond the list the total rate stays constant."""
 
     startup_per_lane_s: float = field(default=0.0, metadata={ADDED: True})
-    """What every further lane adds to each all-reduce's start-up: 0 where hosts and
-    network start them side by side."""
+    """Time that every further lane adds to each all-reduce's start-up: 0 if hosts and
+    network start them in parallel."""
 
     def __post_init__(self) -> None:
         _rules.finite(".startup_per_lane_s", self.startup_per_lane_s)
@@ -122,7 +122,7 @@ class Concurrency:
 class ComputeContention:
     r"""Compute rate while communication with ``r`` threads runs: LIBRA Eq. 5.
 
-    $\sigma(r) = \alpha_1 - \alpha_2 r$, work done per second against 1 alone.
+    $\sigma(r) = \alpha_1 - \alpha_2 r$, work done per second relative to 1 alone.
     """
 
     alpha1: float
@@ -168,7 +168,7 @@ class Contention:
     """Rate of a flow while no computation runs."""
 
     resources: tuple[int, ...]
-    """The levels of ``r`` a collective may get, ascending."""
+    """Resource levels ``r`` that a collective may use, ascending."""
 
     def __post_init__(self) -> None:
         if not self.resources:
@@ -186,8 +186,8 @@ class Contention:
 class Cluster:
     """Hosts, links and fitted coefficients.
 
-    ``allreduce``, ``concurrency`` and ``contention`` may be ``None``: the link figures
-    and the collectives' closed forms give them then.
+    ``allreduce``, ``concurrency`` and ``contention`` may be ``None``; the link figures
+    and the collectives' closed forms then replace them.
     """
 
     name: str
@@ -219,12 +219,12 @@ class Cluster:
 
     @property
     def bottleneck(self) -> Link:
-        """The link that a collective over all ranks crosses and that is slowest."""
+        """The slowest link that a collective over all ranks crosses."""
         return self.inter_host if self.hosts > 1 else self.intra_host
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """The cluster in a file.
+        """Return the cluster in a file.
 
         Raises:
             SpecError: the file breaks a rule; the message names file and place.
@@ -232,5 +232,5 @@ class Cluster:
         return codec.load(path, cls)
 
     def save(self, path: str | Path) -> None:
-        """Writes the cluster atomically."""
+        """Write the cluster atomically."""
         codec.save(path, self)

@@ -1,8 +1,8 @@
-"""The only reader and writer of our files.
+"""The only reader and writer of stretto's files.
 
 Files are UTF-8 JSON, one object, keys sorted. Each begins with ``kind``,
-``schema_version`` and ``made_by``; the values' own fields follow. Reading refuses
-whatever it does not know, naming file, place, rule and value; writing is atomic.
+``schema_version`` and ``made_by``; the value's own fields follow. Reading rejects
+anything unknown, naming file, place, rule and value; writing is atomic.
 """
 
 from __future__ import annotations
@@ -51,43 +51,43 @@ _T = TypeVar("_T")
 
 
 def kind_of(value_type: type) -> str:
-    """The ``kind`` under which values of a type are filed."""
+    """Return the ``kind`` of files that hold values of a type."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", value_type.__name__).lower()
 
 
 def load(path: str | Path, value_type: type[_T]) -> _T:
-    """The value in a file.
+    """Return the value in a file.
 
     Raises:
-        SpecError: the file can't be read or breaks a rule.
+        SpecError: the file cannot be read or breaks a rule.
     """
     return decode(_read(path), value_type, source=str(path))
 
 
 def save(path: str | Path, value: Any) -> None:
-    """Writes a value's file: whole, or not at all.
+    """Write a value's file atomically.
 
     Raises:
-        SpecError: the file can't be written.
+        SpecError: the file cannot be written.
     """
     write_atomically(path, encode(value))
 
 
 def encode(value: Any) -> bytes:
-    """The canonical bytes of a value's file: equal values give equal bytes.
+    """Return the canonical bytes of a value's file: equal values give equal bytes.
 
     Raises:
         SpecError: the value holds what no file can hold, or a field of a wrong type.
     """
     kind = kind_of(type(value))
-    # Through the decoder and back: 0 and 0.0 in a field give the same bytes, and what
-    # would not be read again is not written.
+    # Through the decoder and back: 0 and 0.0 in a field give the same bytes, and a
+    # value that could not be read again is not written.
     valid = convert(plain(value, kind), type(value), source=kind)
     return dump(_header(kind) | plain(valid, kind))
 
 
 def decode(data: bytes, value_type: type[_T], *, source: str = "<bytes>") -> _T:
-    """The value that a file's bytes hold.
+    """Return the value that a file's bytes hold.
 
     Raises:
         SpecError: naming ``source``, the place in it, the rule and the value.
@@ -98,10 +98,10 @@ def decode(data: bytes, value_type: type[_T], *, source: str = "<bytes>") -> _T:
 
 
 def kind_in(path: str | Path) -> str:
-    """The ``kind`` that a file of ours says it holds.
+    """Return the ``kind`` that a stretto file declares.
 
     Raises:
-        SpecError: the file can't be read, or is none of ours.
+        SpecError: the file cannot be read, or is not a stretto file.
     """
     kind = parse(_read(path), str(path)).get("kind")
     if not isinstance(kind, str):
@@ -113,10 +113,10 @@ def kind_in(path: str | Path) -> str:
 
 
 def load_timeline(path: str | Path) -> Timeline:
-    """The timeline in a Chrome trace written by `save_timeline`.
+    """Return the timeline in a Chrome trace written by `save_timeline`.
 
     Raises:
-        SpecError: the file can't be read or breaks a rule.
+        SpecError: the file cannot be read or breaks a rule.
     """
     source = str(path)
     body = parse(_read(path), source)
@@ -134,10 +134,10 @@ def load_timeline(path: str | Path) -> Timeline:
 
 
 def save_timeline(path: str | Path, timeline: Timeline) -> None:
-    """Writes a timeline as Chrome trace events that Perfetto opens.
+    """Write a timeline as Chrome trace events that Perfetto opens.
 
     Raises:
-        SpecError: the file can't be written.
+        SpecError: the file cannot be written.
     """
     body = {
         "name": timeline.name,
@@ -148,12 +148,12 @@ def save_timeline(path: str | Path, timeline: Timeline) -> None:
 
 
 def load_timelines(path: str | Path) -> dict[str, Timeline]:
-    """The timelines in a trace written by `save_timelines`, under their labels.
+    """Return the timelines in a trace written by `save_timelines`, by label.
 
     Each has its label as its name.
 
     Raises:
-        SpecError: the file can't be read or breaks a rule.
+        SpecError: the file cannot be read or breaks a rule.
     """
     source = str(path)
     body = parse(_read(path), source)
@@ -162,23 +162,23 @@ def load_timelines(path: str | Path) -> dict[str, Timeline]:
 
 
 def save_timelines(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
-    """Writes several timelines as one Chrome trace, one process each or one a rank.
+    """Write several timelines as one Chrome trace, one process per timeline or rank.
 
     Raises:
-        SpecError: the file can't be written.
+        SpecError: the file cannot be written.
     """
     body = {"displayTimeUnit": "ms", "traceEvents": trace_events(timelines)}
     write_atomically(path, dump(_header("trace") | body))
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Writes a file whole or not at all, by renaming a synced temporary file.
+    """Write a file atomically, by renaming a synced temporary file.
 
-    What is no regular file (a pipe, a terminal) is written to as it is. A link stays,
-    and the file behind it is replaced.
+    A target that is not a regular file (a pipe, a terminal) is written directly. A
+    link is kept, and the file it points to is replaced.
 
     Raises:
-        SpecError: the folder does not exist or can't be written.
+        SpecError: the folder does not exist or cannot be written.
     """
     try:
         target = Path(os.path.realpath(path))
@@ -189,7 +189,7 @@ def write_atomically(path: str | Path, data: bytes) -> None:
             dir=target.parent, prefix=f".{target.name[:64]}."
         )
     except (OSError, ValueError) as exc:
-        raise SpecError(f"{path}: can't be written: {_reason(exc)}") from exc
+        raise SpecError(f"{path}: cannot be written: {_reason(exc)}") from exc
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -201,7 +201,7 @@ def write_atomically(path: str | Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             Path(temporary).unlink(missing_ok=True)
         if isinstance(exc, OSError):
-            raise SpecError(f"{path}: can't be written: {_reason(exc)}") from exc
+            raise SpecError(f"{path}: cannot be written: {_reason(exc)}") from exc
         raise
 
 
@@ -223,7 +223,7 @@ def _read(path: str | Path) -> bytes:
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as exc:
-        raise SpecError(f"{path}: can't be read: {_reason(exc)}") from exc
+        raise SpecError(f"{path}: cannot be read: {_reason(exc)}") from exc
 
 
 def _take_header(body: dict[str, Any], kind: str, source: str) -> None:

@@ -1,4 +1,4 @@
-"""How many samples training needs to reach its target, by batch."""
+"""Number of samples that training needs to reach its target, by batch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from stretto.schema import _rules, codec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSamples:
-    """What training with one batch needs."""
+    """Samples that training with one batch needs."""
 
     batch: int
 
     samples: float
-    """Until the target is reached."""
+    """Samples until the target is reached."""
 
     def __post_init__(self) -> None:
         _rules.at_least(".batch", self.batch, 1)
@@ -64,7 +64,7 @@ class SampleEfficiency:
                 )
 
     def samples_to_target(self, batch: int) -> float | None:
-        r"""Samples with a batch; ``None`` outside of what was measured.
+        r"""Return the samples with a batch; ``None`` outside the measured range.
 
         Between two measured batches $\log$ samples is linear in $\log$ batch. A
         critical batch gives $E_{min} (1 + B / B_c)$: below it the batch hardly
@@ -88,7 +88,8 @@ class SampleEfficiency:
 
     @classmethod
     def load(cls, path: str | Path) -> SampleEfficiency:
-        """The curve in a file: ours, or CSV with ``batch,samples`` in its first line.
+        """Return the curve in a file: stretto's, or CSV with a ``batch,samples``
+        header.
 
         Raises:
             SpecError: the file breaks a rule; the message names file and place.
@@ -98,7 +99,7 @@ class SampleEfficiency:
         return codec.load(path, cls)
 
     def save(self, path: str | Path) -> None:
-        """Writes the curve atomically."""
+        """Write the curve atomically."""
         codec.save(path, self)
 
 
@@ -106,7 +107,7 @@ def _from_csv(path: Path) -> SampleEfficiency:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: can't be read: {error}") from error
+        raise SpecError(f"{path}: cannot be read: {error}") from error
     rows = csv.DictReader(text.splitlines())
     if not {"batch", "samples"} <= set(rows.fieldnames or ()):
         raise SpecError(

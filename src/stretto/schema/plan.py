@@ -1,4 +1,4 @@
-"""The decision: the only thing that passes from thinking to doing."""
+"""The plan: the only thing that planning passes to the runtime."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALGORITHMS = (
 )
 MOST_LANES = 2**16
 MOST_SLICES = 2**17
-"""More is a broken file: reading a plan must not take the machine's memory."""
+"""A larger number is a corrupt file; reading a plan must not exhaust memory."""
 
 WIRE_DTYPES = (
     "float64",
@@ -36,9 +36,9 @@ WIRE_DTYPES = (
     "complex64",
     "complex128",
 )
-"""Types of gradients that can be averaged over ranks."""
+"""Gradient types that can be averaged over ranks."""
 NARROWER = {"float64": ("float32",), "float32": ("float16", "bfloat16")}
-"""Narrower types in which gradients of a type may travel."""
+"""Narrower types in which gradients of a type may be sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +54,14 @@ class Bucket:
     """Parts of nearly equal size, each its own collective."""
 
     resource: int | None = None
-    """CTAs or threads a collective may take; ``None``: the backend's own choice."""
+    """CTAs or threads a collective may take; ``None``: the backend's default."""
 
     algorithm: str = "ring"
 
     wire_dtype: str
-    """Type on the wire; equal to the gradients' own type: nothing is converted.
+    """Type on the wire; if it equals the gradients' own type, nothing is converted.
 
-    It has no default, for none is right for gradients of every type.
+    There is no default, because none is right for gradients of every type.
     """
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a plan is predicted to do."""
+    """Predicted times of a plan."""
 
     iteration_s: float
 
@@ -86,7 +86,7 @@ class Prediction:
     """From the start of backward to the end of the last collective or of backward."""
 
     exposed_communication_s: float
-    """The part of ``backward_s`` in which no computation runs."""
+    """Part of ``backward_s`` in which no computation runs."""
 
     lower_bound_s: float
     """No plan's iteration can be shorter under the same model."""
@@ -95,7 +95,7 @@ class Prediction:
     """``iteration_s / lower_bound_s - 1``."""
 
     bound_scope: str = field(default="", metadata={ADDED: True})
-    """The plans that the bound covers, in words that continue "no plan with"."""
+    """The plans that the bound covers, as text that continues "no plan with"."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -146,15 +146,15 @@ class Plan:
             for j, name in enumerate(bucket.tensors):
                 if name in seen:
                     raise SpecError(
-                        f"tensor {name!r} stands in buckets[{seen[name]}] too; every "
-                        "tensor must stand exactly once",
+                        f"tensor {name!r} is in buckets[{seen[name]}] too; every "
+                        "tensor must be in exactly one bucket",
                         place=f".buckets[{i}].tensors[{j}]",
                     )
                 seen[name] = i
 
     @property
     def digest(self) -> str:
-        """A digest of what the plan tells the runtime to do, not of its prediction."""
+        """Digest of what the plan makes the runtime do, without its prediction."""
         sha = hashlib.sha256()
         sha.update(f"{self.workload_digest}|{self.ranks}|{self.overlap}".encode())
         sha.update(f"|{self.lanes}\n".encode())
@@ -164,7 +164,7 @@ class Plan:
         return f"sha256:{sha.hexdigest()}"
 
     def check_matches(self, workload: Workload) -> None:
-        """Requires that the plan was made for this workload.
+        """Require that the plan was made for this workload.
 
         Raises:
             PlanMismatch: naming the first tensor that differs.
@@ -175,8 +175,8 @@ class Plan:
             for name in bucket.tensors:
                 if name not in known:
                     raise PlanMismatch(
-                        f"bucket {i} names tensor {name!r}, which workload "
-                        f"{workload.name!r} lacks: the plan was made for another "
+                        f"bucket {i} names tensor {name!r}, which is missing from "
+                        f"workload {workload.name!r}: the plan was made for another "
                         "model. Run `stretto profile` and plan again."
                     )
         for missing in known.difference(names):
@@ -188,13 +188,13 @@ class Plan:
         if self.workload_digest not in (workload.digest, workload.ordered_digest):
             raise PlanMismatch(
                 f"the plan was made for a workload with digest {self.workload_digest}, "
-                f"{workload.name!r} has {workload.digest}: sizes or types differ. "
+                f"but {workload.name!r} has {workload.digest}: sizes or types differ. "
                 "Run `stretto profile` and plan again."
             )
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """The plan in a file.
+        """Return the plan in a file.
 
         Raises:
             SpecError: the file breaks a rule; the message names file and place.
@@ -202,15 +202,15 @@ class Plan:
         return codec.load(path, cls)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan atomically."""
+        """Write the plan atomically."""
         codec.save(path, self)
 
 
 def slice_bounds(elements: int, slices: int) -> tuple[tuple[int, int], ...]:
-    """Half-open element ranges of a bucket's slices, sizes differing by one at most.
+    """Return the element ranges of a bucket's slices; sizes differ by at most one.
 
-    Empty ranges are left out, so a bucket of fewer elements than slices yields fewer.
-    The one place that decides this: predictor and runtime both ask here.
+    Ranges are half-open. Empty ones are left out, so a bucket of fewer elements than
+    slices yields fewer. Predictor and runtime both call this function.
     """
     each, extra = divmod(elements, slices)
     bounds: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""What a probe of the network yields: times of collectives, to be fitted."""
+"""Collective times that a network probe measures, for fitting."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from stretto.schema import _rules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveSample:
-    """The time of some all-reduces that run at the same time, one per lane."""
+    """Time of several all-reduces that run at the same time, one per lane."""
 
     size_bytes: int
-    """Message of each of them."""
+    """Message size of each of them."""
 
     lanes: int
-    """How many at once."""
+    """Number of all-reduces at once."""
 
     ranks: int
 
     duration_s: float
-    """Median time until all of them have ended, the slowest rank's."""
+    """Median time until all of them have ended, on the slowest rank."""
 
     spread_s: float
-    """Distance between the quartiles of that time."""
+    """Interquartile range of that time."""
 
     repetitions: int
 
@@ -38,13 +38,13 @@ class CollectiveSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContentionSample:
-    """Computation beside continuous all-reduces, and both alone, on all ranks."""
+    """Computation beside continuous all-reduces, and each alone, on all ranks."""
 
     size_bytes: int
-    """Message of each all-reduce."""
+    """Message size of each all-reduce."""
 
     lanes: int
-    """How many all-reduces at once, one after another on each lane."""
+    """Number of all-reduces at once; each lane runs them one after another."""
 
     ranks: int
 
@@ -58,7 +58,7 @@ class ContentionSample:
     """Time of one all-reduce per lane without computation."""
 
     duration_overlapped_s: float
-    """The same while computation runs."""
+    """Time of one all-reduce per lane while computation runs."""
 
     repetitions: int
 

@@ -1,4 +1,4 @@
-"""Named spans on named tracks, predicted or measured: the same type for both."""
+"""Named spans on named tracks, one type for predicted and measured times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One thing that took time."""
+    """One named interval of time."""
 
     track: str
     """``compute``, ``lane0``, ``lane1``, ..."""
@@ -45,7 +45,7 @@ class Span:
 
     @property
     def rank(self) -> int | None:
-        """Whose span it is; ``None`` in a timeline of one rank."""
+        """Rank of the span; ``None`` in a timeline of one rank."""
         rank = self.args.get("rank")
         return rank if type(rank) is int else None
 
@@ -59,9 +59,10 @@ class Timeline:
     Computation has ``args["kind"]`` ``forward`` or ``backward``.
 
     A timeline of several ranks has the rank of each span in ``args["rank"]`` and may
-    hold several steps, each span's in ``args["step"]``. Its further kinds are ``peer``
-    (waits for another rank, ``args["waits_for"]``), ``exposed`` (backward is computed
-    and communication still runs) and ``outside`` (between two steps).
+    hold several steps, with each span's step in ``args["step"]``. It has three further
+    kinds: ``peer`` (waits for another rank, ``args["waits_for"]``), ``exposed``
+    (backward has been computed and communication still runs) and ``outside`` (between
+    two steps).
     """
 
     name: str
@@ -70,7 +71,7 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        """When the last span ends."""
+        """End of the last span."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     @property
@@ -80,11 +81,11 @@ class Timeline:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks whose spans it holds; empty where spans say none."""
+        """Ranks whose spans it holds; empty if the spans have no rank."""
         return tuple(sorted({r for span in self.spans if (r := span.rank) is not None}))
 
     def of_rank(self, rank: int, *, step: int | None = None) -> Timeline:
-        """The spans of one rank, of all steps or of one."""
+        """Return the spans of one rank, of all steps or of one."""
         return Timeline(
             name=self.name,
             spans=tuple(
@@ -96,7 +97,7 @@ class Timeline:
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
-        """The timeline in a Chrome trace that `save` wrote.
+        """Return the timeline in a Chrome trace that `save` wrote.
 
         Raises:
             SpecError: the file breaks a rule; the message names file and place.
@@ -104,7 +105,7 @@ class Timeline:
         return codec.load_timeline(path)
 
     def save(self, path: str | Path) -> None:
-        """Writes the timeline atomically, as Chrome trace events."""
+        """Write the timeline atomically, as Chrome trace events."""
         codec.save_timeline(path, self)
 
 

@@ -1,4 +1,4 @@
-"""What tuning did in a run: every trial, every decision and why."""
+"""Record of a tuning run: every trial, every decision and its reason."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ EVENTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningEvent:
-    """One thing that happened, and why."""
+    """One event, and its reason."""
 
     step: int
-    """Training steps that had ended on this model."""
+    """Training steps completed on this model."""
 
     what: str
 
     why: str
 
     values: dict[str, Any]
-    """Figures, seconds where a name ends in ``_s``."""
+    """Figures; in seconds if the name ends in ``_s``."""
 
     def __post_init__(self) -> None:
         _rules.at_least(".step", self.step, 0)
@@ -44,7 +44,7 @@ class TuningEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """The story of one model's tuning on one rank, in order."""
+    """Events of one model's tuning on one rank, in order."""
 
     name: str
 
@@ -52,7 +52,7 @@ class Tuning:
 
     @classmethod
     def load(cls, path: str | Path) -> Tuning:
-        """The story in a file.
+        """Return the record in a file.
 
         Raises:
             SpecError: the file breaks a rule; the message names file and place.
@@ -60,5 +60,5 @@ class Tuning:
         return codec.load(path, cls)
 
     def save(self, path: str | Path) -> None:
-        """Writes the story atomically."""
+        """Write the record atomically."""
         codec.save(path, self)

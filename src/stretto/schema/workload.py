@@ -1,4 +1,4 @@
-"""What was measured of a model."""
+"""A model's measured tensors and times."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TensorSpec:
 class Workload:
     """A model's tensors with their sizes and times, on one rank.
 
-    ``tensors`` stand in the order in which their gradients become ready.
+    ``tensors`` are in the order in which their gradients become ready.
     """
 
     name: str
@@ -62,8 +62,8 @@ class Workload:
     batch_per_rank: int
 
     forward_s: float
-    """The part of a step that is not backward: forward and, where it was measured on a
-    running job, the optimizer and the input pipeline."""
+    """Part of a step that is not backward: forward and, if it was measured on a running
+    job, the optimizer and the input pipeline."""
 
     backward_s: float
     """Duration of backward without communication."""
@@ -71,7 +71,7 @@ class Workload:
     tensors: tuple[TensorSpec, ...]
 
     provenance: dict[str, Any] = field(default_factory=dict)
-    """Free: host, versions, repetitions, spread."""
+    """Free-form: host, versions, repetitions, spread."""
 
     def __post_init__(self) -> None:
         _rules.at_least(".batch_per_rank", self.batch_per_rank, 1)
@@ -85,14 +85,14 @@ class Workload:
             place = f".tensors[{i}]"
             if tensor.name in seen:
                 raise SpecError(
-                    f"name {tensor.name!r} stands at tensors[{seen[tensor.name]}] too; "
-                    "every tensor must stand exactly once",
+                    f"name {tensor.name!r} is a duplicate of "
+                    f"tensors[{seen[tensor.name]}]; every tensor must appear once",
                     place=f"{place}.name",
                 )
             seen[tensor.name] = i
             if tensor.ready_s < last_ready_s:
                 raise SpecError(
-                    f"tensors must stand in the order of ready_s, got "
+                    f"tensors must be in the order of ready_s, got "
                     f"{tensor.ready_s:g} after {last_ready_s:g}",
                     place=f"{place}.ready_s",
                 )
@@ -112,7 +112,7 @@ class Workload:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of tensor names, sizes and dtypes, not of their order or times.
+        """Digest of tensor names, sizes and dtypes, not of their order or times.
 
         The order in which gradients become ready may differ from run to run, and a
         plan stays valid when it does.
@@ -121,7 +121,7 @@ class Workload:
 
     @property
     def ordered_digest(self) -> str:
-        """The digest that plans written by version 0.1 carry: it covers the order."""
+        """Digest used by plans of version 0.1, which also covers the order."""
         return tensors_digest((t.name, t.bytes, t.dtype) for t in self.tensors)
 
     @property
@@ -131,7 +131,7 @@ class Workload:
 
     @classmethod
     def load(cls, path: str | Path) -> Workload:
-        """The workload in a file.
+        """Return the workload in a file.
 
         Raises:
             SpecError: the file breaks a rule; the message names file and place.
@@ -139,17 +139,17 @@ class Workload:
         return codec.load(path, cls)
 
     def save(self, path: str | Path) -> None:
-        """Writes the workload atomically."""
+        """Write the workload atomically."""
         codec.save(path, self)
 
 
 def model_digest(rows: Any) -> str:
-    """``sha256:...`` over (name, bytes, dtype) rows, in any order."""
+    """Return ``sha256:...`` over (name, bytes, dtype) rows, in any order."""
     return tensors_digest(sorted(rows))
 
 
 def tensors_digest(rows: Any) -> str:
-    """``sha256:...`` over (name, bytes, dtype) rows in their order."""
+    """Return ``sha256:...`` over (name, bytes, dtype) rows in their order."""
     sha = hashlib.sha256()
     for name, size_bytes, dtype in rows:
         sha.update(f"{name}\0{size_bytes}\0{dtype}\n".encode())

@@ -50,7 +50,7 @@ def test_a_failure_leaves_the_old_file_and_no_temporary_one(
 )
 def test_a_place_that_can_not_be_written_is_named(old, place):
     target = old.parent / place
-    with pytest.raises(SpecError, match="can't be written") as caught:
+    with pytest.raises(SpecError, match="cannot be written") as caught:
         codec.write_atomically(target, b"new")
     assert str(caught.value).startswith(str(target))
     assert left_alone(old)
@@ -59,7 +59,7 @@ def test_a_place_that_can_not_be_written_is_named(old, place):
 def test_a_folder_is_not_replaced(tmp_path):
     target = tmp_path / "folder"
     target.mkdir()
-    with pytest.raises(SpecError, match="can't be written"):
+    with pytest.raises(SpecError, match="cannot be written"):
         codec.write_atomically(target, b"new")
     assert list(tmp_path.iterdir()) == [target]
 
@@ -93,5 +93,5 @@ def test_files_have_the_permissions_of_any_new_file(tmp_path):
 
 @pytest.mark.parametrize("name", ["missing.json", ".", "\0"])
 def test_a_file_that_can_not_be_read_is_named(tmp_path, name):
-    with pytest.raises(SpecError, match="can't be read"):
+    with pytest.raises(SpecError, match="cannot be read"):
         codec.kind_in(f"{tmp_path}/{name}")

@@ -410,7 +410,7 @@ def test_a_key_that_stands_twice_is_refused_with_its_place():
     text = msgspec.json.encode(example("plan")).replace(
         b'"lane":1', b'"lane":1,"lane":0'
     )
-    assert "twice" in refused(text, "plan", at="$.buckets[0].lane")
+    assert "duplicate key" in refused(text, "plan", at="$.buckets[0].lane")
 
 
 def test_whole_numbers_may_stand_for_times():
