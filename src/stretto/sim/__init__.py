@@ -1,4 +1,4 @@
-"""What would happen: one step under a plan, and what no plan can beat."""
+"""Simulate one step under a plan, and bound what any plan can reach."""
 
 from stretto.sim.bounds import LowerBound, lower_bound
 from stretto.sim.forward import forward_bound_s

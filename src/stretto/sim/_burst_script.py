@@ -1,4 +1,4 @@
-"""What each rank does in a step of a burst plan, one thing after another."""
+"""Sequence of operations of each rank in a step of a burst plan."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class SampleLayouts(Protocol):
-    """Which samples each rank holds where a layer runs on some ranks."""
+    """Provides the samples that each rank holds while a layer runs on some ranks."""
 
     def samples(self, ranks: tuple[int, int] | None) -> Sequence[NDArray[np.int64]]:
-        """By rank; ``ranks`` is the first and how many, ``None`` as they came."""
+        """Return samples by rank; ``ranks``: first, number; ``None``: as received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,21 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A rank offers what it has of a move."""
+    """A rank provides its part of a move."""
 
     move: int
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """A rank waits for what it gets of a move."""
+    """A rank waits for its part of a move."""
 
     move: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A rank hands a bucket over, or at the end waits for all of them."""
+    """A rank submits a bucket, or at the end waits for all of them."""
 
     bucket: int
 
@@ -62,11 +62,11 @@ class Await:
 
 Op = Work | Begin | Finish | Sum | Await
 Ranks = tuple[int, int] | None
-"""The first and how many; ``None``: as the samples came."""
+"""The first rank and the number of ranks; ``None``: as the samples were received."""
 
 _INPUT = -1
 ALL = -1
-"""As a bucket's number: wait for every one."""
+"""Bucket number that means: wait for all of them."""
 
 
 @dataclass(slots=True)
@@ -92,18 +92,18 @@ class Bucket:
     """Latencies of its ring."""
 
     startup_s: float | None = None
-    """In the place of these, where it was measured."""
+    """Replaces the latencies if it was measured."""
 
     @property
     def messages(self) -> int:
-        """Sent and received by all ranks together."""
+        """Messages sent and received by all ranks together."""
         count = len(self.ranks)
         return 2 * count * max(self.steps, count - 1)
 
 
 @final
 class Script:
-    """What each rank does one after another."""
+    """Operations of each rank, in order."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Script:
     def _forward(self) -> None:
         layers = self._profile.layers
         if self._gpus > 1:
-            # Before anything the ranks tell each other how many samples they have.
+            # First the ranks exchange how many samples each of them has.
             everyone = tuple(range(self._gpus))
             rounds = 1 if self._gpus <= MOST_DIRECT else self._gpus - 1
             host = self._profile.host
@@ -177,7 +177,7 @@ class Script:
         name: str,
         each_bytes: int,
     ) -> None:
-        """One move for all readers on the same ranks."""
+        """Begin one move for all readers on the same ranks."""
         at = None if source == _INPUT else self._at[source]
         key = (source, self._at[reader])
         if key not in moves:
@@ -201,7 +201,7 @@ class Script:
                     self.ops[rank].append(Sum(buckets[i]))
             for read in reversed(self._reads[i]):
                 at = self._at[i]
-                # The gradients of all readers on the same ranks go back together.
+                # The gradients of all readers on the same ranks are returned together.
                 first = min(r for r in self._readers[read] if self._at[r] == at)
                 if i == first:
                     name = f"gradient of {layers[read].name}"
@@ -212,7 +212,7 @@ class Script:
         layer = self._profile.layers[i]
         for rank, rows in enumerate(self._layouts.samples(self._at[i])):
             if rank < self._gpus and len(rows):
-                # A rank with fewer samples than were profiled takes as long at most.
+                # A rank with fewer samples than profiled takes the least profiled time.
                 samples = max(len(rows), layer.times[0].samples)
                 seconds = layer.time_of(samples)[backward]
                 kind = "backward" if backward else "forward"
@@ -220,7 +220,7 @@ class Script:
         self._exchange_norms(i, backward=backward)
 
     def _exchange_norms(self, i: int, *, backward: bool) -> None:
-        """Batch norms' statistics, after the computation though really within it."""
+        """Add batch norms' exchange after the computation, though it runs within it."""
         layer, at = self._profile.layers[i], self._at[i]
         if at is None or at[1] == 1 or not layer.norms:
             return
@@ -239,7 +239,7 @@ class Script:
         target: Ranks,
         each_bytes: int,
     ) -> int:
-        """A move, begun by every rank concerned; its number."""
+        """Add a move, begun by every participating rank; return its number."""
         owner = {}
         for rank, rows in enumerate(self._layouts.samples(source)):
             owner.update(dict.fromkeys(map(int, rows), rank))
@@ -256,7 +256,7 @@ class Script:
         return len(self.moves) - 1
 
     def _call(self, rank: int, name: str, pairs: dict[tuple[int, int], float]) -> None:
-        """What beginning a move takes on a rank."""
+        """Add the time that a rank's thread needs to begin a move."""
         host = self._profile.host
         if host is not None:
             sizes = [size for pair, size in pairs.items() if rank in pair]
@@ -266,7 +266,7 @@ class Script:
             self.ops[rank].append(Work(name, "move", seconds))
 
     def _copy(self, rank: int, size_bytes: int) -> None:
-        """Gradients into a bucket, or out of it."""
+        """Add the copy of gradients into a bucket, or out of it."""
         host = self._profile.host
         if host is not None and size_bytes:
             seconds = host.copy_s_per_byte * size_bytes
@@ -277,10 +277,10 @@ class Script:
             self.ops[rank].append(Finish(move))
 
     def _bucketed(self, bucket_bytes: int) -> dict[int, int]:
-        """The layer after whose backward each bucket is full, to the bucket.
+        """Return buckets by the layer after whose backward each is full.
 
-        A bucket is full when it has the bytes or more, as the executor's are; there a
-        layer's parameters may be in two, here they are in one.
+        A bucket is full at this many bytes or more, as in the executor. There a layer's
+        parameters may be in two buckets, here they are in one.
         """
         closed: dict[int, int] = {}
         open_: dict[Ranks, tuple[int, int]] = {}

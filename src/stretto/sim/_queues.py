@@ -1,8 +1,8 @@
-"""Lanes as queues of flows that are all alike, from event to event.
+"""Simulate lanes as queues of equal flows, from event to event.
 
-All flows have one rate at any time, so the loops count, instead of each flow's bytes,
-those that any flow has been served since the beginning; a flow ends when that count has
-grown by its size. Rates and speed come as lists by the number of flows; index 0 of the
+All flows have one rate at any time. So the loops do not count each flow's bytes, but
+the bytes that any flow has been served since the beginning; a flow ends when that count
+has grown by its size. Rates and speed are lists by the number of flows; index 0 of the
 rates is never read.
 """
 
@@ -14,8 +14,8 @@ from heapq import heappop, heappush
 _INF = float("inf")
 
 Queue = tuple[Sequence[tuple[float, float, float]], int]
-"""A lane's flows as (ready, bytes, start-up beyond the common one), and how many lanes
-have just these."""
+"""A lane's flows as (ready, bytes, start-up beyond the common one), and the number of
+lanes with exactly these flows."""
 
 
 def in_turn(
@@ -24,9 +24,9 @@ def in_turn(
     rates: Sequence[float],
     ended_s: list[float] | None = None,
 ) -> float:
-    """One lane, or several that do the same: when the last flow ends.
+    """Return when the last flow ends on one lane, or on several with the same flows.
 
-    ``ended_s`` is given the end of each.
+    ``ended_s`` receives the end of each.
     """
     flows, number = queue
     rate = rates[number]
@@ -44,13 +44,13 @@ def at_once(
     rates: Sequence[float],
     ended_s: Sequence[list[float]] | None = None,
 ) -> float:
-    """Several lanes, computation undisturbed, so that gradients' times are known: when
-    the last flow ends.
+    """Return when the last flow of several lanes ends, computation undisturbed.
 
-    ``ended_s`` is given the ends of each queue's flows.
+    The gradients' ready times are then known. ``ended_s`` receives the ends of each
+    queue's flows.
     """
     position = [0] * len(queues)
-    # When start-ups end, and at which count of served bytes flows do.
+    # When start-ups end, and the count of served bytes at which flows end.
     starts = sorted(
         (flows[0][0] + startup_s + flows[0][2], c)
         for c, (flows, _) in enumerate(queues)
@@ -104,14 +104,14 @@ def beside_contention(
     work_s: float,
     ended_s: Sequence[list[float]] | None = None,
 ) -> tuple[float, float]:
-    """Several lanes beside computation that slows while flows are under way: when the
-    last thing ends, and when computation does.
+    """Return the end of several lanes beside computation that flows slow down.
 
-    ``rates`` hold while computation runs, ``idle_rates`` after it. ``ended_s`` is given
-    the ends of each queue's flows.
+    Returns when everything has ended, and when computation has. ``rates`` hold while
+    computation runs, ``idle_rates`` after it. ``ended_s`` receives the ends of each
+    queue's flows.
     """
     position = [0] * len(queues)
-    # Work for which lanes wait, when start-ups end, at which count flows end.
+    # Work for which lanes wait, when start-ups end, the counts at which flows end.
     waiting = sorted((flows[0][0], c) for c, (flows, _) in enumerate(queues))
     starts: list[tuple[float, int]] = []
     ends: list[tuple[float, int]] = []

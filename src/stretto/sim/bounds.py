@@ -1,4 +1,4 @@
-"""What no plan can beat."""
+"""Lower bounds that no plan can beat."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class LowerBound:
     """Bounds on the iteration time of every plan, in seconds."""
 
     compute_s: float
-    """Computation undisturbed."""
+    """Undisturbed computation."""
 
     cut_s: float
-    """The best over all cuts of the tensors: what is ready late is sent late."""
+    """Best bound over all cuts of the tensors: late gradients are sent late."""
 
     link_s: float
     """All bytes at the link's full rate after the first gradient."""
 
     value_s: float
-    """The largest: no plan's iteration is shorter."""
+    """The largest of the bounds: no plan's iteration is shorter."""
 
     interval_s: float | None = None
-    """By linear programming (`stretto.sim.certificate`), where that was asked for."""
+    """By linear programming (`stretto.sim.certificate`), if it was requested."""
 
 
 CERTIFICATES = ("fast", "lp")
@@ -46,7 +46,7 @@ def lower_bound(
     certificate: str = "fast",
     max_lanes: int | None = None,
 ) -> LowerBound:
-    r"""Bounds on `stretto.sim.simulate_step`'s iteration time over all plans.
+    r"""Return bounds on `stretto.sim.simulate_step`'s iteration time over all plans.
 
     With forward $t_f$, backward $t_b$, gradient $l$ of $m_l$ bytes ready at $\tau_l$,
     least start-up $a$ and least wire factor $\rho$:
@@ -54,14 +54,14 @@ def lower_bound(
     - compute: $t_f + t_b$. Contention only slows computation.
     - cut: $\max_l t_f + \tau_l + a + \rho \sum_{j: \tau_j \ge \tau_l} m_j / X$. A
       bucket with one of these gradients starts no earlier than $\tau_l$ and pays a
-      start-up. $X$ is the most that up to ``max_lanes`` flows reach together: the
-      link's bandwidth, or less where ``concurrency``, a flow's own limit or too few
-      lanes keep their sum below it.
+      start-up. $X$ is the highest total rate of up to ``max_lanes`` flows: the link's
+      bandwidth, or less if ``concurrency``, a flow's own limit or too few lanes keep
+      their sum below it.
     - link: $t_f + \tau_1 + a + \rho \sum_j m_j / B$ with $B$ the link's bandwidth.
 
-    - interval, with ``certificate`` = ``"lp"``: a linear programme over intervals of
-      computation, which says what contention costs at least; some 10 ms, and a third of
-      a second once for loading SciPy. Without contention it says no more than cut.
+    - interval, with ``certificate`` = ``"lp"``: a linear program over intervals of
+      computation, which bounds the cost of contention. It takes some 10 ms, and a third
+      of a second once for loading SciPy. Without contention it equals cut.
 
     Lanes up to ``max_lanes`` (``None``: any number), slices, order and resources are
     free. Holds for plans whose buckets use ``algorithms``, overlap backward at most,
@@ -90,7 +90,7 @@ def lower_bound(
     best_bytes_per_s = most_bytes_per_s(cluster, flow_bytes_per_s, max_lanes)
     cut_s = 0.0
     size_bytes = 0
-    # Backwards over the order of readiness: all that is ready at or after a tensor.
+    # Backward over the order of readiness: all tensors ready at or after each one.
     for tensor in reversed(sent):
         size_bytes += tensor.bytes
         cut_s = max(cut_s, tensor.ready_s + factor * size_bytes / best_bytes_per_s)
@@ -116,7 +116,7 @@ def lower_bound(
 
 
 def _fastest_flow(cluster: Cluster) -> float | None:
-    """What a flow reaches at most under any resource, with or without computation."""
+    """Return a flow's highest rate under any resource, with or without computation."""
     contention = cluster.contention
     if contention is None:
         return None

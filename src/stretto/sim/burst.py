@@ -1,12 +1,12 @@
 """One step of a burst plan on its ranks, event by event.
 
-What the executor does is played through: each rank goes through the layers in order,
-forward and back; samples are sent as soon as a layer has them and waited for where they
-are used; gradients are summed over a layer's ranks under backward, in buckets; at the
-end each rank waits for its buckets and updates the parameters that it has.
+This simulates the executor's operations. Each rank runs the layers in order, forward
+and backward. Samples are sent as soon as a layer has them and awaited where they are
+used. Gradients are summed over a layer's ranks under backward, in buckets. At the end
+each rank waits for its buckets and updates its parameters.
 
-Samples on their way and gradients share the hosts' links max-min fairly. Left out: what
-packets lose to one another. Calling and copying count where the profile has them.
+Samples in transit and gradients share the hosts' links max-min fairly. Not modeled:
+what packets lose to one another. Calls and copies count if the profile has their costs.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 4 * 2**20
 
 _NONE = 1e-12
-"""Seconds or bytes that are left by rounding."""
+"""Seconds or bytes left over by rounding."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstStep:
-    """What one step of a burst plan takes."""
+    """Times of one step of a burst plan."""
 
     iteration_s: float
 
     computing_s: tuple[float, ...]
-    """By rank: layers, updates, and calling and copying where they are profiled."""
+    """By rank: layers, updates, and calls and copies if they are profiled."""
 
     idle_s: tuple[float, ...]
     """By rank: the rest of the step, in which it waits with nothing to compute."""
@@ -69,18 +69,18 @@ def simulate_burst(
     lanes: int = 1,
     cores: float | None = None,
 ) -> BurstStep:
-    """The step time of a plan whose layers stand on given ranks.
+    """Return the step time of a plan whose layers are placed on given ranks.
 
     Args:
         profile: layers and their times.
-        plan: was made for it.
-        cluster: gives the hosts' links; at least as many ranks as the plan.
-        layouts: where samples lie.
-        bucket_bytes: gradients of as much are summed at once.
+        plan: must have been made for the profile.
+        cluster: gives the hosts' links; has at least as many ranks as the plan.
+        layouts: where samples are placed.
+        bucket_bytes: number of bytes of gradients that are summed at once.
         lanes: buckets of the same ranks that may be under way at once.
-        cores: processors that all ranks together have, where they are an emulated
-            cluster on one machine; ``None`` where each has its own. What the profile
-            knows of ranks that slow each other goes before it.
+        cores: processors that all ranks together have, if they are an emulated cluster
+            on one machine; ``None`` if each has its own. Slow-downs in the profile take
+            precedence.
 
     Raises:
         PlanMismatch: the plan is for another profile.
@@ -89,8 +89,8 @@ def simulate_burst(
     plan.check_matches(profile)
     if cluster.ranks < plan.gpus:
         raise SpecError(
-            f"the plan is for {plan.gpus} ranks, {cluster.name!r} has {cluster.ranks}: "
-            "plan again for so many"
+            f"the plan needs {plan.gpus} ranks, but {cluster.name!r} has "
+            f"{cluster.ranks}: re-plan for {cluster.ranks}",
         )
     script = Script(profile, plan, layouts, bucket_bytes)
     return _Run(script, cluster, plan.gpus, lanes, cores, profile.host).result(plan)
@@ -108,9 +108,9 @@ class _Flow:
     left_bytes: float
     begin_s: float
     messages: int
-    """Sent and received in start-up."""
+    """Messages sent and received in start-up."""
     ends: int
-    """That send or receive at a time."""
+    """Ranks that send or receive at a time."""
     startup_rate: float = 0.0
     """Messages per second in start-up."""
     lane: tuple[int, ...] = ()
@@ -151,7 +151,7 @@ class _Run:
         self._lanes, self._cores, self._host = lanes, cores, host
         self._ranks = [_Rank(iter(ops)) for ops in script.ops]
         hosts = -(-ranks // cluster.ranks_per_host)
-        # by host: its link out, then its link in
+        # By host: its outgoing link, then its incoming link.
         self._rates = [cluster.inter_host.bandwidth_bytes_per_s] * (2 * hosts)
         self._time_s = 0.0
         self._flows: list[_Flow] = []
@@ -189,7 +189,7 @@ class _Run:
     # ranks
 
     def _proceed(self, number: int) -> None:
-        """Lets a rank go on until it computes or waits."""
+        """Run a rank until it computes or waits."""
         rank = self._ranks[number]
         while not rank.done:
             if rank.now is None:
@@ -234,7 +234,7 @@ class _Run:
     # what is under way
 
     def _offer(self, move: int, number: int) -> None:
-        """Sends between ranks that both have begun the move."""
+        """Send between ranks that have both begun the move."""
         here = self._offered.setdefault(move, set())
         here.add(number)
         for (source, target), size in self._script.moves[move].pairs.items():
@@ -275,7 +275,7 @@ class _Run:
         near = len(hosts) == 1
         link = self._cluster.intra_host
         count = len(made.ranks)
-        # What has no bytes to speak of has a connection of its own.
+        # A flow with a negligible number of bytes has its own connection.
         number = bucket % self._lanes if made.size_bytes else -1
         startup_s = made.steps * (link.latency_s if near else ring.step_s)
         lane = (*made.ranks[:1], count, number)
@@ -310,7 +310,7 @@ class _Run:
     # time
 
     def _advance(self) -> None:
-        """To the next event."""
+        """Advance to the next event."""
         sending = [flow for flow in self._flows if flow.startup_s <= _NONE]
         rates = max_min_rates(
             [flow.links for flow in sending],
@@ -344,7 +344,7 @@ class _Run:
             self._proceed(n)
 
     def _behind(self, sending: list[_Flow], rates: Sequence[float]) -> float:
-        """Processors that connections' own threads take now."""
+        """Return the processors that the connections' own threads use now."""
         host = self._host
         if host is None:
             return 0.0
@@ -359,9 +359,9 @@ class _Run:
         )
 
     def _paces(self, behind: float) -> dict[int, float]:
-        """How fast each computing rank works, against undisturbed.
+        """Return how fast each computing rank works, relative to undisturbed.
 
-        What runs behind communication counts like ranks that compute, by its share of a
+        Background communication counts like ranks that compute, by its share of a
         processor.
         """
         working = [n for n, r in enumerate(self._ranks) if isinstance(r.now, Work)]
@@ -373,7 +373,7 @@ class _Run:
         contention = self._cluster.contention
         if contention is None:
             return dict.fromkeys(working, share)
-        # A move counts once on a rank, with however many others it exchanges rows.
+        # A move counts once on a rank, whatever the number of its peers.
         busy: list[set[tuple[int, int]]] = [set() for _ in self._ranks]
         for flow in self._flows:
             for rank in flow.ranks:

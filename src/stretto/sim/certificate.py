@@ -1,5 +1,5 @@
 """Lower bounds by linear programming, where computation and communication slow each
-other: the trade-off that the closed forms of `stretto.sim.bounds` leave out.
+other: the trade-off that the closed forms of `stretto.sim.bounds` do not cover.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 INTERVALS = 40
 _MOST_LANES = 32
-"""Up to so many lanes start-ups are counted; with more, any number may run at once."""
+"""Start-ups are counted up to this many lanes; with more, any number may overlap."""
 
 _MOST_SETS = 20_000
 _SAFETY = 1e-7
@@ -33,26 +33,26 @@ _SAFETY = 1e-7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """One way to compute and send at once."""
+    """One combination of simultaneous computing and sending."""
 
     compute_rate: float
 
     bytes_per_s: float
-    """On the wire, of all flows together."""
+    """Wire rate of all flows together."""
 
     startups: int = 0
-    """Flows in their start-up beside these."""
+    """Flows in their start-up at the same time."""
 
 
 def working_modes(
     cluster: Cluster, max_lanes: int | None = None, *, startups: int = 0
 ) -> tuple[Mode, ...]:
-    """The ways of which every set of flows beside computation is a mixture or worse.
+    """Return modes such that any flows beside computation are a mixture or worse.
 
-    The upper hull of rates of computation and of sending. With ``max_lanes`` over all
-    sets of up to so many flows, ``startups`` of them sending nothing yet; without, any
-    number of flows: their sum is at most the best rate per load times their load, and
-    at most what the link carries.
+    They form the upper hull of rates of computation and of sending. With ``max_lanes``
+    they cover all sets of up to that many flows, ``startups`` of them sending nothing
+    yet. Without it, any number of flows: their sum is at most the best rate per load
+    times their load, and at most the link's bandwidth.
     """
     contention = cluster.contention
     rates = flow_rates(cluster)
@@ -82,7 +82,7 @@ def working_modes(
 
 
 def idle_bytes_per_s(cluster: Cluster, max_lanes: int | None = None) -> float:
-    """The most that up to so many flows send together once computation has ended."""
+    """Return the highest total rate of up to ``max_lanes`` flows after computation."""
     contention = cluster.contention
     cap = flow_rates(cluster).alone_bytes_per_s
     if contention is not None:
@@ -91,7 +91,7 @@ def idle_bytes_per_s(cluster: Cluster, max_lanes: int | None = None) -> float:
 
 
 def most_bytes_per_s(cluster: Cluster, cap: float, max_lanes: int | None) -> float:
-    """The most that up to so many flows of a cap reach together."""
+    """Return the highest total rate of up to ``max_lanes`` flows with a cap."""
     rates = flow_rates(cluster)
     if max_lanes is None:
         return rates.best_total_bytes_per_s(cap)
@@ -113,25 +113,25 @@ def interval_bound_s(
     max_lanes: int | None = None,
     intervals: int = INTERVALS,
 ) -> float:
-    r"""A bound on the iteration time of every plan, from linear programmes.
+    r"""Return a bound on the iteration time of every plan, from linear programs.
 
     The work from the first gradient on is cut into intervals at ready times. In
-    interval $i$ of work $\Delta_i$ time $t_{im} \ge 0$ is spent in mode $m$, which
-    computes at $\sigma_m$ and sends at $x_m$ (`working_modes`); what is left, $y$, is
-    sent after computation at the most that is possible then, $X$:
+    interval $i$ of work $\Delta_i$, time $t_{im} \ge 0$ is spent in mode $m$, which
+    computes at $\sigma_m$ and sends at $x_m$ (`working_modes`); the remaining bytes
+    $y$ are sent after computation at the highest rate possible then, $X$:
 
-    minimise $\sum t_{im} + y / X$ such that
+    minimize $\sum t_{im} + y / X$ such that
     $\sum_m \sigma_m t_{im} = \Delta_i$;
     $\sum_{j \le i} \sum_m x_m t_{jm} \le$ bytes ready by the end of $i$, less those
-    whose start-up can't have ended; all bytes are sent; and for every $i$ the step ends
-    no earlier than the beginning of $i$ plus a start-up plus the time of the bytes that
-    become ready from there on.
+    whose start-up cannot have ended; all bytes are sent; and for every $i$ the step
+    ends no earlier than the beginning of $i$ plus a start-up plus the time of the bytes
+    that become ready from there on.
 
-    With ``max_lanes`` modes also say how many flows are in their start-up, and $k$
-    buckets need $k$ start-ups. Few buckets are large and wait for their last gradient,
-    which bounds the step by `bucket_bound_s`. The bound is the least over $k$ of the
-    larger of the two: the one falls, the other rises with $k$. Any number of lanes
-    (``None``) has room for any number of start-ups at once.
+    With ``max_lanes``, modes also include the number of flows in their start-up, and
+    $k$ buckets need $k$ start-ups. Few buckets are large and wait for their last
+    gradient, which bounds the step by `bucket_bound_s`. The bound is the least over $k$
+    of the larger of the two: one falls with $k$, the other rises. Any number of lanes
+    (``None``) allows any number of start-ups at once.
 
     Every plan of ``algorithms`` on at most ``max_lanes`` lanes that overlaps backward
     at most gives a feasible point, so the minimum is a bound. Solved by HiGHS.
@@ -146,7 +146,7 @@ def interval_bound_s(
     if max_lanes is None or not programme.startup_s:
         return max(work_s, programme.solved_s(1))
     few, many = 1, len(sent)
-    # Invariant: below `few` buckets are too few for the programme to decide.
+    # Invariant: below `few` there are too few buckets for the program to decide.
     while few < many:
         middle = (few + many) // 2
         if programme.solved_s(middle) >= programme.bucket_bound_s(middle):
@@ -161,7 +161,7 @@ def interval_bound_s(
 
 
 class _Programme:
-    """The linear programme of one workload, for any number of buckets."""
+    """The linear program of one workload, for any number of buckets."""
 
     def __init__(
         self,
@@ -211,13 +211,13 @@ class _Programme:
         self._solved: dict[int, float] = {}
 
     def bucket_bound_s(self, buckets: int) -> float:
-        r"""No plan of at most so many buckets is faster.
+        r"""Return a time that no plan of at most ``buckets`` buckets can beat.
 
         With bucket $b$ ready at $\tau_b$, $M_b$ bytes in it and the $j - 1$ buckets
-        after it: $T \ge \tau_b + \max(a + M_b / X, (j a + M_b / x) / K)$, for these
-        start no earlier; the second because $K$ lanes must hold them, at most $x$ each.
-        For a given $T$ buckets as large as this allows, from the last one on, are the
-        fewest.
+        after it: $T \ge \tau_b + \max(a + M_b / X, (j a + M_b / x) / K)$, because
+        these start no earlier, and because $K$ lanes must send them, each at most at
+        $x$. For a given $T$, buckets as large as this allows, from the last one on, are
+        the fewest.
         """
         low, high = self._work_s, self._work_s + sum(self._sizes) / self._flow
         high += buckets * self.startup_s
@@ -249,7 +249,7 @@ class _Programme:
         return count
 
     def solved_s(self, buckets: int) -> float:
-        """The programme's minimum with at least so many buckets."""
+        """Return the program's minimum with at least ``buckets`` buckets."""
         if buckets not in self._solved:
             self._solved[buckets] = self._solve(buckets)
         return self._solved[buckets]
@@ -263,8 +263,8 @@ class _Programme:
         count, kinds, after = len(edges) - 1, len(modes), len(self._idle)
         scale = 1.0 / sum(self._sizes)
         rates = [mode.bytes_per_s * scale for mode in modes]
-        # Variables: time in each mode of each interval, and of computation's end; the
-        # step's end.
+        # Variables: time in each mode of each interval, the end of computation, and
+        # the step's end.
         num = count * kinds + after + 1
         tail, end = slice(count * kinds, num - 1), num - 1
         same = lil_matrix((count + 1, num))
@@ -315,8 +315,9 @@ class _Programme:
 def _edges(
     ready_s: Sequence[float], sizes: Sequence[float], work_s: float, intervals: int
 ) -> list[float]:
-    """Ready times that cut the work into intervals of like bytes and like length, from
-    the first gradient to the end of work.
+    """Return ready times that cut the work into intervals of similar bytes and length.
+
+    They extend from the first gradient to the end of work.
     """
     begin_s = ready_s[0]
     edges = [begin_s]
@@ -338,7 +339,7 @@ def _edges(
 def _unlimited_points(
     cluster: Cluster, contention: Contention
 ) -> list[tuple[float, float]]:
-    """Corners of (rate of computation, bytes per second) for any number of flows."""
+    """Return corners of (compute rate, bytes per second) for any number of flows."""
     rates = flow_rates(cluster)
     caps = {r: _cap(cluster, contention.overlapped, r) for r in contention.resources}
     per_load = max(cap / r for r, cap in caps.items())
@@ -357,7 +358,7 @@ def _unlimited_points(
 def _upper_hull(
     points: Sequence[tuple[float, float]], startups: int
 ) -> tuple[Mode, ...]:
-    """The points that no mixture of others beats, by falling rate of computation."""
+    """Return points that no mixture of others beats, by falling compute rate."""
     hull: list[tuple[float, float]] = []
     for speed, rate in sorted(points, key=lambda p: (-p[0], -p[1])):
         if hull and rate <= hull[-1][1]:
@@ -391,7 +392,7 @@ def _cap(cluster: Cluster, curve: RateCurve, resource: int) -> float:
 
 
 def flow_limit(rates: FlowRates, num_flows: int) -> float:
-    """Return the most that each of some flows gets by ``gamma``; infinite without."""
+    """Return each flow's limit by ``gamma`` with some flows; infinite without."""
     limits = rates.limits_bytes_per_s
     if not limits:
         return float("inf")

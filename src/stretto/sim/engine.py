@@ -1,8 +1,8 @@
 """A fluid event engine: flows on lanes and links, beside one track of work.
 
-It knows nothing of training. Between two events every rate is constant; events are:
+It does not depend on training. Between two events every rate is constant. Events are:
 work reaches a point where flows become ready or where it must wait for some, work ends,
-a flow's start-up ends, a flow's last byte is sent. Flows that meet in time are taken in
+a flow's start-up ends, a flow's last byte is sent. Simultaneous flows are processed in
 the order of their index, so equal inputs give equal runs.
 """
 
@@ -28,8 +28,8 @@ class SharedLink:
     capacity_bytes_per_s: float
 
     limits_bytes_per_s: tuple[float, ...] = ()
-    """``limits_bytes_per_s[k-1]``: the most that each of ``k`` flows gets. Beyond the
-    list their sum stays as with the last; empty: no such limit."""
+    """``limits_bytes_per_s[k-1]``: upper limit of each of ``k`` flows. Beyond the list
+    their sum stays constant; empty: no such limit."""
 
     def __post_init__(self) -> None:
         for value in (self.capacity_bytes_per_s, *self.limits_bytes_per_s):
@@ -37,7 +37,7 @@ class SharedLink:
                 raise SpecError(f"a link's rates must be finite and > 0, got {value}")
 
     def flow_limit_bytes_per_s(self, num_flows: int) -> float:
-        """The most that each of ``num_flows`` flows gets, sharing aside."""
+        """Return the limit of each of ``num_flows`` flows, before sharing."""
         limits = self.limits_bytes_per_s
         if not limits:
             return self.capacity_bytes_per_s
@@ -61,13 +61,13 @@ class Flow:
     wire_bytes: float
 
     cap_bytes_per_s: float
-    """The most this flow reaches while work runs."""
+    """Highest rate of this flow while work runs."""
 
     idle_cap_bytes_per_s: float
-    """The most this flow reaches once work has ended."""
+    """Highest rate of this flow once work has ended."""
 
     load: float = 0.0
-    """What the flow takes from the work while it runs, start-up included."""
+    """Load that the flow puts on the work while it runs, start-up included."""
 
     links: tuple[int, ...] = (0,)
     """Indices of the links that it crosses."""
@@ -95,12 +95,12 @@ class Gate:
     work_s: float
 
     flows: tuple[int, ...] = ()
-    """Indices of the flows; none: the gate only records when work passed."""
+    """Indices of the flows; if empty, the gate only records when work passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """When everything happened; tuples are by index of the flow."""
+    """Times of all events; tuples are by index of the flow."""
 
     work_end_s: float
 
@@ -117,11 +117,11 @@ class Outcome:
     """When work reached each gate."""
 
     passed_s: tuple[float, ...] = ()
-    """When it went on from there."""
+    """When work continued from there."""
 
     @property
     def makespan_s(self) -> float:
-        """When the last thing ended."""
+        """When the last event happened."""
         return max((self.work_end_s, *self.end_s))
 
 
@@ -133,7 +133,7 @@ def run(
     work_rate: Callable[[float], float] | None = None,
     gates: Sequence[Gate] = (),
 ) -> Outcome:
-    """What happens when ``work_s`` of work starts at time 0 beside the flows.
+    """Simulate ``work_s`` of work that starts at time 0 beside the flows.
 
     Work proceeds at rate 1, and while flows run at ``work_rate(load)`` with the sum of
     their loads; ``None``: always 1. A flow whose ``ready_work_s`` exceeds ``work_s`` is
@@ -143,7 +143,8 @@ def run(
     Raises:
         SpecError: work waits for a flow that waits for work beyond the gate.
 
-    Three events per flow, each linear in the number of flows that run at once.
+    There are three events per flow, each linear in the number of flows that run at
+    once.
     """
     return _Run(flows, links, work_s, work_rate, gates).outcome()
 
@@ -153,7 +154,7 @@ def max_min_rates(
     flow_links: Sequence[Sequence[int]],
     capacities: Sequence[float],
 ) -> list[float]:
-    """Max-min fair rates under a cap per flow and a capacity per link.
+    """Return max-min fair rates under a cap per flow and a capacity per link.
 
     Progressive filling (Bertsekas and Gallager, Data Networks, section 6.5.2): all
     rates rise together; a flow stops at its cap or when one of its links is full.
@@ -185,7 +186,7 @@ def max_min_rates(
 
 
 class _Run:
-    """The state of one run; `outcome` carries it out."""
+    """The state of one run; call `outcome` to execute it."""
 
     def __init__(
         self,
@@ -227,7 +228,8 @@ class _Run:
         self.reached_s = [_INF] * len(gates)
         self.passed_s = [_INF] * len(gates)
 
-        # Lanes: the flow after each on its lane, and whether a flow is next on its.
+        # Lanes: each flow's successor on its lane, and whether a flow is its lane's
+        # head.
         self.follower = [-1] * count
         self.is_next = [False] * count
         last: dict[int, int] = {}
@@ -248,8 +250,8 @@ class _Run:
         self.finish_at = _INF
         self.finishing: list[int] = []
 
-        # fast: flows that are all alike need no filling, only a rate per number of
-        # them; a plan's flows are, as long as its buckets get one resource.
+        # fast: equal flows need no filling, only a rate per number of flows; a plan's
+        # flows are equal as long as its buckets have one resource.
         kinds = {(f.cap_bytes_per_s, f.idle_cap_bytes_per_s, f.links) for f in flows}
         self.alike = len(links) == 1 and len(kinds) == 1
         self.alike_rates: dict[tuple[bool, int], float] = {}
@@ -294,7 +296,7 @@ class _Run:
         )
 
     def _pass_gates(self) -> None:
-        """Goes through the gates at the work that is done, or stops at one."""
+        """Pass the gates at the work that is done, or stop at one."""
         waiting = False
         while self.passed < len(self.by_work):
             g = self.by_work[self.passed]
@@ -313,7 +315,7 @@ class _Run:
             self._share()
 
     def _release(self) -> None:
-        """Starts the flows that have become ready on a free lane."""
+        """Start the flows that have become ready on a free lane."""
         by_ready = self.by_ready
         while self.released < len(by_ready):
             i = by_ready[self.released]
@@ -325,7 +327,7 @@ class _Run:
                 self._start(i)
 
     def _target(self) -> float:
-        """The work at which something happens next."""
+        """Return the work at which the next event happens."""
         target = self.work_s
         if self.released < len(self.by_ready):
             target = min(target, self.flows[self.by_ready[self.released]].ready_work_s)
@@ -352,7 +354,7 @@ class _Run:
         heapq.heappush(self.starting, (self.now + flow.startup_s, i))
 
     def _finish(self) -> None:
-        """Ends the flows whose last byte is sent and starts the next on their lanes."""
+        """End the flows whose last byte is sent and start the next on their lanes."""
         self._settle()
         for i in self.finishing:
             self.sending.remove(i)
@@ -370,14 +372,14 @@ class _Run:
         self._share()
 
     def _settle(self) -> None:
-        """Takes what was sent at the present rates off what is left."""
+        """Subtract the bytes sent at the current rates from those left."""
         elapsed_s = self.now - self.settled
         for i in self.sending:
             self.left_bytes[i] = max(0.0, self.left_bytes[i] - self.rate[i] * elapsed_s)
         self.settled = self.now
 
     def _share(self) -> None:
-        """Shares the links out anew and finds who ends next."""
+        """Share the links again and find which flow ends next."""
         self.finish_at, self.finishing = _INF, []
         if not self.sending:
             return
@@ -392,7 +394,7 @@ class _Run:
         self.finish_at = self.now + first_s
 
     def _rates(self) -> list[float]:
-        """Rates of the flows that send, in their order."""
+        """Return rates of the flows that send, in their order."""
         count = len(self.sending)
         running = self.working and not self.waiting
         if not self.alike:

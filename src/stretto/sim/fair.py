@@ -13,14 +13,14 @@ def max_min_rates(
     caps_bytes_per_s: Sequence[float],
     capacities_bytes_per_s: Sequence[float],
 ) -> list[float]:
-    """Rates of which none can rise without lowering one that is no larger.
+    """Return rates none of which can rise without lowering one that is no larger.
 
-    By progressive filling (Bertsekas and Gallager, Data Networks, 1992, 6.5.2): all
-    rates rise together until a flow reaches its cap or a link is full, whose flows then
-    stay. O(F (F + L)) for F flows and L links.
+    Progressive filling (Bertsekas and Gallager, Data Networks, 1992, 6.5.2): all rates
+    rise together until a flow reaches its cap or a link is full, whose flows then stay
+    constant. O(F (F + L)) for F flows and L links.
 
     Args:
-        links: of each flow, those that it crosses.
+        links: the links that each flow crosses.
         caps_bytes_per_s: of each flow.
         capacities_bytes_per_s: of each link.
     """

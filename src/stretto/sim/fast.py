@@ -1,8 +1,9 @@
-"""The model of `simulate_step` for searches over algorithms and resources too.
+"""The model of `simulate_step` for searches that also vary algorithms and resources.
 
-`StepModel` knows rings with the default resource, where all flows have one rate. Here
-each bucket has its own algorithm, which changes its start-up and its bytes on the wire,
-and its own resource, which changes how fast it sends and how much it slows computation.
+`StepModel` supports rings with the default resource, where all flows have one rate.
+Here each bucket has its own algorithm, which changes its start-up and its bytes on the
+wire, and its own resource, which changes how fast it sends and how much it slows
+computation.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ if TYPE_CHECKING:
 _INF = float("inf")
 
 _Flow = tuple[float, float, float, int]
-"""Ready after this work, start-up, bytes on the wire, level of resource."""
+"""Required work, start-up, bytes on the wire, level of resource."""
 
 
 @final
 class MixedModel:
-    """Iteration times of buckets of neighbouring tensors, each with its own algorithm
-    and resource, gradients in their own type, under backward or on into forward.
+    """Iteration times of buckets of neighboring tensors, any algorithm and resource.
 
-    Lanes whose queues are equal stay equal and are taken as one. One queue is a chain
-    of closed forms; several are simulated from event to event with the rates of every
-    combination of levels computed once.
+    Each bucket has its own; gradients are in their own type, under backward or into
+    forward. Lanes whose queues are equal stay equal and are taken as one. One queue is
+    a chain of closed forms; several are simulated from event to event, with the rates
+    of every combination of levels computed once.
     """
 
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
@@ -82,7 +83,7 @@ class MixedModel:
         algorithms: Sequence[str] = (),
         overlap: str = "backward",
     ) -> float:
-        """`simulate_step`'s ``iteration_s``; the first four as `StepModel` takes them.
+        """Return `simulate_step`'s ``iteration_s``; the first four are `StepModel`'s.
 
         ``overlap`` is ``backward`` or ``forward``.
 
@@ -115,14 +116,15 @@ class MixedModel:
         return self._at_once(queues)
 
     def caps(self, resource: int | None) -> tuple[float, float]:
-        """What a flow of a resource reaches alone while work runs, and after."""
+        """Return a lone flow's highest rate with a resource, during work and after."""
         return self._caps[self._level_of[resource]]
 
     def linear_cost(
         self, num_flows: int, resource: int | None, algorithm: str, *, working: bool
     ) -> tuple[float, float]:
-        """Start-up and seconds per byte of a bucket in equal slices on as many lanes,
-        with computation running all the time or not at all.
+        """Return start-up and seconds per byte of a bucket in equal slices.
+
+        Each slice has its own lane; computation runs all the time or not at all.
         """
         if self._silent:
             return 0.0, 0.0
@@ -149,7 +151,7 @@ class MixedModel:
         resources: Sequence[int | None],
         algorithms: Sequence[str],
     ) -> list[tuple[tuple[_Flow, ...], int]]:
-        """Each lane's flows, equal lanes once with their number."""
+        """Return each lane's flows, equal lanes once with their number."""
         queues: list[list[_Flow]] = [[] for _ in range(lanes)]
         for lane, flows in self._lane_flows(
             ends, lanes, bucket_lanes, slices, resources, algorithms
@@ -171,7 +173,7 @@ class MixedModel:
         resources: Sequence[int | None],
         algorithms: Sequence[str],
     ) -> Iterator[tuple[int, list[_Flow]]]:
-        """First lane and slices of each bucket that is not empty."""
+        """Return first lane and slices of each bucket that is not empty."""
         elements, sizes, ready_s = self._elements, self._bytes, self._ready_s
         first = 0
         for end, lane, parts, resource, algorithm in zip(
@@ -219,7 +221,7 @@ class MixedModel:
         return speed
 
     def _share(self, counts: tuple[int, ...], *, working: bool) -> list[float]:
-        """Rate of a flow of each level with so many of each: max-min fair."""
+        """Return the rate of a flow of each level with these counts: max-min fair."""
         known = self._shares.get((working, counts))
         if known is not None:
             return known
@@ -249,7 +251,7 @@ class MixedModel:
     def _in_turn_beside_contention(
         self, queue: tuple[_Flow, ...], number: int
     ) -> float:
-        """LIBRA's stages (Eq. 8-11): a flow's start-up and bytes, work under them."""
+        """Run LIBRA's stages (Eq. 8-11): start-up and bytes, with work beside them."""
         work_s = self._work_s
         tables = {}
         for level in {flow[3] for flow in queue}:
@@ -286,9 +288,9 @@ class MixedModel:
     def _period_in_turn(
         self, ends: Sequence[int], queue: tuple[_Flow, ...], number: int
     ) -> float:
-        """Overlap ``forward`` of one queue: halves as `stretto.sim.forward` has it.
+        """Simulate overlap ``forward`` of one queue, as `stretto.sim.forward` does.
 
-        Forward waits at each gate for its all-gather, and what it has waited stays.
+        Forward waits at each gate for its all-gather, and its delays accumulate.
         """
         rate = self._share((number,), working=True)[0]
         forward_s, backward_s = self._forward_s, self._work_s - self._forward_s
@@ -306,7 +308,7 @@ class MixedModel:
         return self._work_s + late_s
 
     def _bucket_needs(self, ends: Sequence[int]) -> list[float]:
-        """When forward first needs each bucket that is not empty."""
+        """Return when forward first needs each bucket that is not empty."""
         needs: list[float] = []
         first = 0
         for end in ends:
@@ -324,7 +326,7 @@ class MixedModel:
         resources: Sequence[int | None],
         algorithms: Sequence[str],
     ) -> float:
-        """Overlap ``forward`` by the event engine."""
+        """Simulate overlap ``forward`` with the event engine."""
         scatters: list[tuple[int, int, Flow]] = []  # need's place, minus bucket, flow
         needed_s = iter(self._bucket_needs(ends))
         backward_s = self._work_s - self._forward_s
@@ -372,7 +374,7 @@ class MixedModel:
     def _at_once(self, queues: list[tuple[tuple[_Flow, ...], int]]) -> float:
         work_s, levels = self._work_s, self._levels
         position = [0] * len(queues)
-        # Work for which lanes wait, when start-ups end, who sends and what is left.
+        # Work for which lanes wait, when start-ups end, which flows send, bytes left.
         waiting = sorted((queue[0][0], c) for c, (queue, _) in enumerate(queues))
         starts: list[tuple[float, int]] = []
         sending: list[list[float]] = []  # bytes left, level, queue
@@ -436,7 +438,7 @@ class MixedModel:
 
 
 def _gamma_limit(limits: tuple[float, ...], num_flows: int) -> float:
-    """What each of some flows gets by ``gamma``; beyond the list their sum stays."""
+    """Return each flow's limit by ``gamma``; beyond the list their sum is constant."""
     if num_flows <= len(limits):
         return limits[max(num_flows, 1) - 1]
     return limits[-1] * len(limits) / num_flows

@@ -1,4 +1,4 @@
-"""What a plan sends: its flows for the engine."""
+"""Convert a plan to flows for the engine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from stretto.sim.engine import Outcome
 
 STARTUPS = ("phase", "mixed")
-"""How a flow's start-up is counted: as a time before the first byte, or as LIBRA does
-(Eq. 9-11), spread evenly over the message."""
+"""How a flow's start-up is counted: as a time before the first byte, or spread evenly
+over the message as in LIBRA (Eq. 9-11)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What the timeline says of a flow beside its times."""
+    """Timeline data of a flow apart from its times."""
 
     name: str
     bucket: int
@@ -43,10 +43,10 @@ def plan_flows(
     part: str = "all_reduce",
     startup: str = "phase",
 ) -> tuple[list[Flow], list[Slice]]:
-    """A plan's flows in launch order, backward beginning at work ``origin_s``.
+    """Return a plan's flows in launch order, with backward starting at ``origin_s``.
 
     Raises:
-        SpecError: a resource that the cluster lacks, or an unknown ``startup``.
+        SpecError: a resource is missing from the cluster, or ``startup`` is unknown.
     """
     if startup not in STARTUPS:
         raise SpecError(
@@ -110,7 +110,7 @@ def plan_flows(
 
 
 def bottleneck_link(cluster: Cluster) -> SharedLink:
-    """The one link that all flows of a plan share."""
+    """Return the one link that all flows of a plan share."""
     rates = flow_rates(cluster)
     return SharedLink(
         capacity_bytes_per_s=rates.link_bytes_per_s,
@@ -119,14 +119,14 @@ def bottleneck_link(cluster: Cluster) -> SharedLink:
 
 
 def _sent_bytes(tensor: TensorSpec, wire_dtype: str) -> int:
-    """Bytes of a gradient on the wire; types that nothing converts keep their own."""
+    """Return a gradient's bytes on the wire; unconverted types keep their own."""
     if tensor.dtype not in WIRE_DTYPES:
         return tensor.bytes
     return tensor.bytes // DTYPE_BYTES[tensor.dtype] * DTYPE_BYTES[wire_dtype]
 
 
 def resource_of(resource: int | None, contention: Contention, *, index: int = 0) -> int:
-    """The level that bucket ``index`` has with a resource, ``None`` the default.
+    """Return the level of bucket ``index`` with a resource; ``None``: the default.
 
     Raises:
         SpecError: the contention does not list it.
@@ -145,7 +145,7 @@ def resource_of(resource: int | None, contention: Contention, *, index: int = 0)
 def curve_caps(
     contention: Contention, resource: int, rates: FlowRates
 ) -> tuple[float, float]:
-    """What a flow reaches at most while computation runs, and after."""
+    """Return a flow's highest rate while computation runs, and after."""
     return (
         min(
             rates.alone_bytes_per_s, curve_bytes_per_s(contention.overlapped, resource)
@@ -157,7 +157,7 @@ def curve_caps(
 def flow_spans(
     flows: Sequence[Flow], slices: Sequence[Slice], outcome: Outcome
 ) -> Iterator[Span]:
-    """What each flow did: how long it waited for its lane, and its sending."""
+    """Return the spans of each flow: waiting for its lane, and sending."""
     for i, (flow, part) in enumerate(zip(flows, slices, strict=True)):
         args = {
             "bucket": part.bucket,

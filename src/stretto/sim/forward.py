@@ -1,16 +1,16 @@
-"""Overlap with the next forward: each all-reduce in two halves, as DeAR has it.
+"""Overlap with the next forward: each all-reduce in two halves, as in DeAR.
 
 A bucket's gradients are reduced and scattered during backward, and gathered during the
-forward that follows, which waits at a tensor's first use (``needed_s``) until its
-bucket is whole. Reduce-scatters launch as buckets become ready, in the plan's order;
-all-gathers after all of them, in the order of need. Each bucket takes the same lanes
-both times. Gaps in which lanes wait for gradients are not used for all-gathers, so a
+next forward, which waits at a tensor's first use (``needed_s``) until its bucket is
+complete. Reduce-scatters launch as buckets become ready, in the plan's order;
+all-gathers launch after all of them, in the order of need. Each bucket takes the same
+lanes both times. All-gathers do not use gaps in which lanes wait for gradients, so a
 job whose communication backward hides anyway may be slower than with overlap
 ``backward``.
 
-Every all-gather has ended when forward ends, for no tensor is needed later. So each
-backward begins with silent links, steps repeat exactly from the first backward on, and
-one backward with the forward after it is a steady period: nothing needs to settle.
+Every all-gather has ended when forward ends, because no tensor is needed later. So each
+backward starts with idle links, steps repeat exactly from the first backward on, and
+one backward with the forward after it is a steady period, without a transient.
 
 Source: Zhang et al., DeAR, ICDCS 2023, section III.
 """
@@ -40,7 +40,7 @@ class Period:
     period_s: float
 
     stall_s: float
-    """The part of it in which forward waits for all-gathers."""
+    """Part of the period in which forward waits for all-gathers."""
 
     timeline: Timeline
     """Time 0 is the start of backward."""
@@ -49,12 +49,12 @@ class Period:
 def simulate_period(
     workload: Workload, cluster: Cluster, plan: Plan, *, startup: str = "phase"
 ) -> Period:
-    """The steady period of steps whose all-gathers run beside the next forward.
+    """Return the steady period of steps whose all-gathers run beside the next forward.
 
-    The plan's ranks and tensors are taken as checked.
+    The plan's ranks and tensors must have been checked.
 
     Raises:
-        SpecError: the plan asks for a resource that the cluster does not list.
+        SpecError: the plan requests a resource that the cluster does not list.
     """
     scatters, sent = plan_flows(
         workload, cluster, plan, origin_s=0.0, part="reduce_scatter", startup=startup
@@ -64,7 +64,7 @@ def simulate_period(
         range(len(sent)), key=lambda i: (needed_s[sent[i].bucket], -sent[i].bucket)
     )
     launched_s = max((flow.ready_work_s for flow in scatters), default=0.0)
-    # An all-gather sends back what its reduce-scatter sent.
+    # An all-gather sends back the bytes of its reduce-scatter.
     flows = scatters + [replace(scatters[i], ready_work_s=launched_s) for i in order]
     slices = [replace(part, name=f"{part.name} reduce-scatter") for part in sent]
     slices += [replace(sent[i], name=f"{sent[i].name} all-gather") for i in order]
@@ -99,20 +99,19 @@ def simulate_period(
 def forward_bound_s(
     workload: Workload, cluster: Cluster, *, algorithms: Sequence[str] = ("ring",)
 ) -> float:
-    r"""No plan with overlap ``forward`` has a shorter period.
+    r"""Return a period that no plan with overlap ``forward`` can beat.
 
     $\max(t_f + t_b,\; M\rho/X,\;
     \max_l t_f - n_l + \tau_l + a/2 + \max(a/2, \rho m_l/X))$
 
     with tensor $l$ of $m_l$ bytes ready at $\tau_l$ of backward and needed at $n_l$ of
-    forward, $M$ all bytes, $X$ the most that any number of flows reaches together. The
-    last term is the circle through one tensor: from its first use forward and backward
-    come to its gradient, which must be reduced and gathered before the next first use.
-    Of the two start-ups only one is sure to send nothing: slices may send during each
-    other's.
+    forward, $M$ all bytes, $X$ the highest total rate of any number of flows. The last
+    term is the cycle through one tensor: from its first use forward and backward reach
+    its gradient, which must be reduced and gathered before the next first use. Only one
+    of the two start-ups is sure to send nothing: slices may send during each other's.
 
-    $\max(t_f + t_b, M\rho/B) + a$, at times given as the bound, holds for whole buckets
-    on one lane where the last gradient is needed first, but not always.
+    $\max(t_f + t_b, M\rho/B) + a$, sometimes given as the bound, holds for whole
+    buckets on one lane where the last gradient is needed first, but not always.
     """
     forward_s, backward_s = workload.forward_s, workload.backward_s
     if cluster.ranks == 1:
@@ -141,13 +140,13 @@ def forward_bound_s(
 
 
 def _needed_s(workload: Workload, plan: Plan) -> list[float]:
-    """When forward first needs each bucket."""
+    """Return when forward first needs each bucket."""
     needed_s = {tensor.name: tensor.needed_s for tensor in workload.tensors}
     return [min(needed_s[name] for name in b.tensors) for b in plan.buckets]
 
 
 def _compute_spans(gates: Sequence[Gate], outcome: Outcome) -> list[Span]:
-    """Backward, and forward in the pieces that its waiting leaves."""
+    """Return backward, and forward in the pieces between its waits."""
     spans: list[Span] = []
 
     def add(kind: str, start_s: float, end_s: float) -> None:

@@ -1,6 +1,6 @@
 """LIBRA's recursion over stages (Eq. 7-15): one collective at a time beside backward.
 
-Written apart from the engine, so that each can be checked against the other: under
+Independent of the engine, so that each can be checked against the other: under
 ``backward`` overlap on one lane they agree to rounding.
 """
 
@@ -32,7 +32,7 @@ class Stage:
     """$t_o$: computation and communication both run."""
 
     compute_s: float
-    """$t_b$: the next group's gradients are awaited."""
+    """$t_b$: waiting for the next group's gradients."""
 
     communication_s: float
     """$t_c$: backward has ended and the collective has not."""
@@ -46,26 +46,27 @@ def stages(
     *,
     startup: str = "mixed",
 ) -> tuple[Stage, ...]:
-    r"""Every stage of backward, stage 0 (computation of the first group) included.
+    r"""Return every stage of backward, including stage 0 (the first group's
+    computation).
 
     With $s$ the computation left when a collective of $c$ bytes and resource $r$
     starts, $\sigma = \alpha_1 - \alpha_2 r$, $p$ and $q$ its transmission beside
     computation and alone, $a$ its start-up:
 
     - $g = s/\sigma$ (Eq. 5), $t_o = \min(p + a, g)$ (Eq. 8);
-    - left of computation: $\hat s = s\,(1 - t_o/g)$ (Eq. 9, 14);
-    - left of communication, ``startup="mixed"``: $t_c = (q + a)(1 - t_o/(p + a))$
+    - remaining computation: $\hat s = s\,(1 - t_o/g)$ (Eq. 9, 14);
+    - remaining communication, ``startup="mixed"``: $t_c = (q + a)(1 - t_o/(p + a))$
       (Eq. 10-11), as printed: the start-up is spread evenly over the message;
       ``"phase"``: $t_c = a - t_o + q$ where $t_o < a$, else $q\,(1 - (t_o - a)/p)$;
     - $t_b$: computation until the next group's last gradient (Eq. 13), at full speed.
 
     ``groups[i]`` is the index after the last tensor of group ``i`` in the order of
     readiness; ``resources[i]`` its resource. Groups of no bytes take no time. Rates are
-    capped by what one flow reaches on the cluster, as `simulate_step` has it.
+    capped by one flow's highest rate on the cluster, as in `simulate_step`.
 
     Raises:
-        SpecError: groups that leave out tensors, or an unknown ``startup``; no
-            ``contention`` on the cluster.
+        SpecError: the groups omit tensors, ``startup`` is unknown, or the cluster has
+            no ``contention``.
     """
     tensors = workload.tensors
     _check(groups, resources, len(tensors), startup)
@@ -78,7 +79,7 @@ def stages(
         )
     cost = collective_cost(cluster)
     most_bytes_per_s = flow_rates(cluster).per_flow_bytes_per_s(1)
-    # What is left to compute once each group's last gradient is ready.
+    # Computation left once each group's last gradient is ready.
     after_s = [workload.backward_s - tensors[end - 1].ready_s for end in groups]
     first_s = [0, *groups][:-1]
     sizes = [
@@ -136,9 +137,9 @@ def stage_time_s(
     *,
     startup: str = "mixed",
 ) -> float:
-    r"""Duration of backward by LIBRA's stages: $\sum_i t_o^i + t_b^i + t_c^i$ (Eq. 7).
+    r"""Return backward's duration by LIBRA: $\sum_i t_o^i + t_b^i + t_c^i$ (Eq. 7).
 
-    A step takes ``workload.forward_s`` more. Arguments and errors as `stages`.
+    A step takes ``workload.forward_s`` more. Arguments and errors are as in `stages`.
     """
     found = stages(groups, resources, workload, cluster, startup=startup)
     return sum(s.overlapped_s + s.compute_s + s.communication_s for s in found)

@@ -1,4 +1,4 @@
-"""One plan's step under many models of the network and of computation."""
+"""Simulate one plan's step under many models of the network and of computation."""
 
 from __future__ import annotations
 
@@ -17,37 +17,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardTimes:
-    """What `stretto.sim.simulate_step` would say of a backward, from its start."""
+    """Times of `stretto.sim.simulate_step` for a backward, from its start."""
 
     end_s: float
     """When computation and communication have ended."""
 
     computed_s: float
-    """When computation has."""
+    """When computation has ended."""
 
     bucket_ends_s: tuple[float, ...]
-    """When each bucket's last slice has; empty where a bucket sends nothing."""
+    """When each bucket's last slice has ended; empty if a bucket sends nothing."""
 
 
 @final
 class PlanModel:
-    """The model of `stretto.sim.simulate_step` for one plan, prepared for searches over
-    what it says of other networks: no timeline, no values built.
+    """The model of `stretto.sim.simulate_step` for one plan on varying networks.
 
-    The plan's buckets are rings, all with one resource, and it overlaps backward at
-    most (`knows`).
+    It is prepared for searches and builds no timelines or values. The plan's buckets
+    are rings, all with one resource, and it overlaps backward at most (`knows`).
     """
 
     def __init__(self, workload: Workload, cluster: Cluster, plan: Plan) -> None:
-        """A plan for this workload and for as many ranks as ``cluster`` has.
+        """Prepare a plan for this workload and for the ranks of ``cluster``.
 
         Raises:
-            SpecError: the plan is none that `knows`, or names an unknown resource.
+            SpecError: `knows` does not support the plan, or a resource is unknown.
         """
         if not self.knows(plan):
             raise SpecError(
                 "a plan whose buckets differ in algorithm or resource, or that "
-                f"overlaps forward, can't be replayed: simulate it ({plan.planner})"
+                f"overlaps forward, cannot be replayed: simulate it ({plan.planner})"
             )
         self._resource = next((b.resource for b in plan.buckets), None)
         self._lanes = plan.lanes
@@ -75,7 +74,7 @@ class PlanModel:
 
     @staticmethod
     def knows(plan: Plan) -> bool:
-        """Whether a plan is simple enough."""
+        """Return whether a plan is supported."""
         return (
             plan.overlap != "forward"
             and all(bucket.algorithm == "ring" for bucket in plan.buckets)
@@ -83,8 +82,9 @@ class PlanModel:
         )
 
     def times(self, cluster: Cluster, *, pace: float = 1.0) -> BackwardTimes:
-        """A backward on another cluster of as many ranks, its computation ``pace``
-        times as long.
+        """Return the times of a backward on another cluster of as many ranks.
+
+        Its computation takes ``pace`` times as long.
 
         Raises:
             SpecError: that cluster does not list the plan's resource.
@@ -94,7 +94,7 @@ class PlanModel:
             end_s = self._work_s * pace
             return BackwardTimes(end_s=end_s, computed_s=end_s, bucket_ends_s=())
         flow, contention = flow_rates(cluster), cluster.contention
-        # In units of backward's pace, in which what was prepared keeps its times.
+        # In units of backward's pace, so that the prepared times still hold.
         cost = collective_cost(cluster, lanes=self._lanes)
         startup = cost.startup_s / pace
         if cost.extra:

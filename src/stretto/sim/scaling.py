@@ -1,6 +1,6 @@
 """Step times over the number of ranks, from a few to a hundred thousand.
 
-The number of ranks enters a step only through a collective's start-up and the bytes it
+The number of ranks affects a step only through a collective's start-up and the bytes it
 puts on the wire, so a point of the table costs one simulated step whatever its ranks.
 """
 
@@ -25,7 +25,7 @@ MOST_RANKS = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPoint:
-    """One step of a workload on so many ranks."""
+    """One step of a workload on a number of ranks."""
 
     ranks: int
 
@@ -36,18 +36,18 @@ class ScalingPoint:
     num_buckets: int
 
     bound_s: float
-    """No plan with this one's overlap and algorithms is faster there."""
+    """No plan with this one's overlap and algorithms is faster at this point."""
 
     efficiency_ratio: float
-    """Computation alone / iteration: throughput per rank against one rank's."""
+    """Computation alone / iteration: throughput per rank relative to one rank's."""
 
 
 def cluster_at(cluster: Cluster, ranks: int) -> Cluster:
-    """The same cluster with another number of ranks: more or fewer hosts.
+    """Return the cluster with another number of ranks: more or fewer hosts.
 
-    Fewer ranks than a host has are one host with so many. On one host nothing crosses
-    the network, so what was fitted between hosts (``allreduce``, ``concurrency``) is
-    left out there.
+    Fewer ranks than a host has become one host with that many. On one host nothing
+    crosses the network, so figures fitted between hosts (``allreduce``,
+    ``concurrency``) are left out.
 
     Raises:
         SpecError: the ranks do not fill hosts.
@@ -66,7 +66,7 @@ def cluster_at(cluster: Cluster, ranks: int) -> Cluster:
 
 
 def doubling_ranks(cluster: Cluster, *, most: int = MOST_RANKS) -> tuple[int, ...]:
-    """1, 2, 4, ... ranks as far as they fill hosts, then doubling hosts up to ``most``.
+    """Return 1, 2, 4, ... ranks while they fill hosts, then doubling up to ``most``.
 
     The last is ``most``, rounded down to whole hosts.
     """
@@ -84,10 +84,10 @@ def scaling(
     *,
     ranks: Iterable[int] | None = None,
 ) -> tuple[ScalingPoint, ...]:
-    """Step times over the number of ranks.
+    """Return step times over the number of ranks.
 
-    ``plan`` is one plan kept for all, or what makes one for each cluster (a planner's
-    ``plan``). ``ranks``: `doubling_ranks` up to 100,000 where absent.
+    ``plan`` is one plan for all, or a function that makes one for each cluster (a
+    planner's ``plan``). ``ranks``: `doubling_ranks` up to 100,000 by default.
 
     Raises:
         SpecError: ranks that do not fill hosts.

@@ -1,4 +1,4 @@
-"""Which plans a lower bound covers, and the bound over all of them."""
+"""Families of plans that a lower bound covers, and the bound over each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundScope:
-    """A family of plans: whatever it leaves open may be chosen freely."""
+    """A family of plans: anything it leaves open may be chosen freely."""
 
     algorithms: tuple[str, ...] = ("ring",)
 
@@ -28,14 +28,14 @@ class BoundScope:
     """Levels of resource that plans may use; ``None``: all of the cluster's."""
 
     wire_dtype: str | None = None
-    """The type in which gradients travel; ``None``: their own."""
+    """The type in which gradients are sent; ``None``: their own."""
 
     def bound_s(
         self, workload: Workload, cluster: Cluster, *, certificate: str = "fast"
     ) -> float:
         """Return a time that no plan of this family can beat.
 
-        ``workload`` has the gradients as they travel. ``certificate`` as in
+        ``workload`` has the gradients as they are sent. ``certificate`` is as in
         `lower_bound`.
 
         Raises:
@@ -95,7 +95,7 @@ class BoundScope:
         return text
 
     def _limited(self, cluster: Cluster) -> Cluster:
-        """The cluster with only the levels of resource that plans may use."""
+        """Return the cluster with only the resource levels that plans may use."""
         contention = cluster.contention
         if contention is None or self.resources is None:
             return cluster

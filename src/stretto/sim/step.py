@@ -1,17 +1,16 @@
-"""One training step under a plan, as the model of flows has it.
+"""Simulate one training step under a plan, with the flow model.
 
 Time 0 is the start of forward; backward follows. A bucket is ready when backward has
 done the work up to its last gradient, and not before the buckets ahead of it in the
-plan are, for buckets launch in list order. Each of its slices is a flow on its lane: a
+plan, because buckets launch in list order. Each of its slices is a flow on its lane: a
 start-up, then its bytes on the bottleneck link. The step ends when backward and the
 last flow have ended.
 
-How the figures of a cluster become rates and start-ups: `stretto.cost.flow_rates`,
-`stretto.cost.collective_cost`. With `contention`, a flow of resource $r$ also reaches
-no more than the curve ``overlapped`` gives at $r$ while computation runs, and
-``exclusive`` after it; computation runs at `stretto.cost.compute_rate` of the sum of
-$r$ over the flows under way. A bucket without a resource has the first of
-``contention.resources``.
+`stretto.cost.flow_rates` and `stretto.cost.collective_cost` turn the figures of a
+cluster into rates and start-ups. With `contention`, the curves also limit a flow of
+resource $r$: ``overlapped`` at $r$ while computation runs, and ``exclusive`` after it.
+Computation runs at `stretto.cost.compute_rate` of the sum of $r$ over the flows under
+way. A bucket without a resource has the first of ``contention.resources``.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _INF = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step would do."""
+    """Predicted times of one step."""
 
     iteration_s: float
 
@@ -51,7 +50,7 @@ class StepResult:
     """From the start of backward to the end of the last collective or of backward."""
 
     exposed_communication_s: float
-    """The part of ``backward_s`` in which no computation runs."""
+    """Part of ``backward_s`` in which no computation runs."""
 
     timeline: Timeline
 
@@ -59,24 +58,24 @@ class StepResult:
 def simulate_step(
     workload: Workload, cluster: Cluster, plan: Plan, *, startup: str = "phase"
 ) -> StepResult:
-    """One step of a workload on a cluster under a plan.
+    """Simulate one step of a workload on a cluster under a plan.
 
-    With overlap ``forward``, what one of many such steps takes, and its timeline from
-    the start of backward: `stretto.sim.forward`.
+    With overlap ``forward``, the result is one of many such steps, with its timeline
+    from the start of backward: `stretto.sim.forward`.
 
     ``startup`` says how a start-up counts: ``phase``, a time in which nothing is sent,
     or ``mixed``, LIBRA's reading (Eq. 9-11): spread evenly over the message, so that
-    what is left of it after computation counts in proportion. ``mixed`` is meant for
-    one flow at a time, as there.
+    the part left after computation counts in proportion. ``mixed`` is meant for one
+    flow at a time, as in LIBRA.
 
     Raises:
         PlanMismatch: the plan is for another workload or another number of ranks.
-        SpecError: the plan asks for a resource that the cluster does not list.
+        SpecError: the plan requests a resource that the cluster does not list.
     """
     plan.check_matches(workload)
     if plan.ranks != cluster.ranks:
         raise PlanMismatch(
-            f"the plan is for {plan.ranks} ranks, cluster {cluster.name!r} has "
+            f"the plan needs {plan.ranks} ranks, but cluster {cluster.name!r} has "
             f"{cluster.ranks}: plan again for this cluster"
         )
     if plan.overlap == "forward":
@@ -138,8 +137,8 @@ def _timeline(
 class StepModel:
     """The model of `simulate_step`, prepared for searches.
 
-    It knows buckets of neighbouring tensors in the order of readiness, sent as rings in
-    the gradients' own type with the default resource, under backward. There all flows
+    It supports buckets of neighboring tensors in the order of readiness, sent as rings
+    in the gradients' own type with the default resource, under backward. All flows then
     have one rate at any time (`stretto.sim._queues`). Lanes whose queues are equal stay
     equal and are taken as one.
     """
@@ -170,7 +169,7 @@ class StepModel:
         if cluster.contention is not None:
             self._load = cluster.contention.resources[0]
             self._caps = curve_caps(cluster.contention, self._load, rates)
-        # Every flow met so far, and its number; by bucket, those of its slices.
+        # Every flow so far, and its number; by bucket, the numbers of its slices.
         self._flows: list[tuple[float, float, float]] = []
         self._number_of: dict[tuple[float, float, float], int] = {}
         self._numbers: dict[tuple[int, int, int], tuple[int, ...]] = {}
@@ -186,14 +185,14 @@ class StepModel:
         bucket_lanes: Sequence[int],
         slices: Sequence[int],
     ) -> float:
-        """`simulate_step`'s ``iteration_s`` for these buckets.
+        """Return `simulate_step`'s ``iteration_s`` for these buckets.
 
         Bucket ``i`` holds the tensors from ``ends[i - 1]`` (0 for the first) up to, but
-        not with, ``ends[i]`` of the workload; ``ends`` ascends to the number of
+        excluding, ``ends[i]`` of the workload; ``ends`` ascends to the number of
         tensors. Its first slice is on lane ``bucket_lanes[i]`` of ``lanes``.
 
         Raises:
-            SpecError: the buckets leave out tensors.
+            SpecError: the buckets omit tensors.
         """
         if not ends or ends[-1] != self._num_tensors:
             raise SpecError(
@@ -223,7 +222,7 @@ class StepModel:
         bucket_lanes: Sequence[int],
         slices: Sequence[int],
     ) -> list[Queue]:
-        """Each lane's flows, equal lanes once with their number."""
+        """Return each lane's flows, equal lanes once with their number."""
         known = self._numbers
         queues: list[list[int]] = [[] for _ in range(lanes)]
         first = 0
@@ -248,7 +247,7 @@ class StepModel:
         return [([flows[i] for i in key], number) for key, number in alike.items()]
 
     def _numbered(self, first: int, end: int, parts: int) -> tuple[int, ...]:
-        """Numbers of a bucket's flows, slice by slice; equal flows have one number."""
+        """Return the numbers of a bucket's flows by slice; equal flows share one."""
         count = self._elements[end] - self._elements[first]
         size = self._wire_bytes[end] - self._wire_bytes[first]
         numbers: list[int] = []
@@ -267,7 +266,7 @@ class StepModel:
         return self._numbers[first, end, parts]
 
     def _extend(self, lanes: int) -> None:
-        """Rates and speed for up to ``lanes`` flows at once."""
+        """Compute rates and speed for up to ``lanes`` flows at once."""
         contention = self._contention
         while len(self._rate) <= lanes:
             num = len(self._rate)

@@ -73,7 +73,7 @@ def test_what_it_does_not_know_is_refused(data):
         ),
     ):
         assert not PlanModel.knows(other)
-        with pytest.raises(SpecError, match="can't be replayed: simulate it"):
+        with pytest.raises(SpecError, match="cannot be replayed: simulate it"):
             PlanModel(work, on, other)
     assume(work.total_bytes)
     alike = tuple(replace(b, resource=9999) for b in plan.buckets)

@@ -251,7 +251,7 @@ def test_without_contention_a_resource_changes_nothing():
 
 def test_a_plan_for_other_ranks_or_another_model_is_refused():
     work, on = workload([(6, 0.0)]), cluster()
-    with pytest.raises(PlanMismatch, match="for 2 ranks, cluster 'c' has 3"):
+    with pytest.raises(PlanMismatch, match="needs 2 ranks, but cluster 'c' has 3"):
         simulate_step(work, cluster(hosts=3), plan(work, on, [((0,), 0)]))
     other = workload([(7, 0.0)])
     with pytest.raises(PlanMismatch, match="was made for a workload"):
