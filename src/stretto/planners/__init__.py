@@ -1,4 +1,4 @@
-"""What to do: one contract, one file per method, and their registry."""
+"""Planners: one contract, one file per method, and their registry."""
 
 from stretto.planners.base import AbstractPlanner
 from stretto.planners.registry import NAMES, get, options_of

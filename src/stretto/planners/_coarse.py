@@ -1,4 +1,4 @@
-"""Workloads of many tensors as workloads of few."""
+"""Reduce workloads of many tensors to workloads of few."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ if TYPE_CHECKING:
 
 
 def coarse(workload: Workload, tensors: int) -> tuple[Workload, tuple[int, ...]]:
-    """The workload with neighbours joined until few tensors are left, and where in the
-    whole workload each of these ends. One of few tensors stays as it is.
+    """Return the workload with neighbors joined until few tensors are left.
 
-    Joined are tensors of one type of which together no more than a share of the bytes
-    and of the time of backward comes, so what is large or far apart stays apart.
+    Also return where each of these ends in the original workload. A workload of few
+    tensors is unchanged. Tensors are joined only within one type, and only while
+    together they hold no more than a share of the bytes and of the time of backward,
+    so large or distant tensors stay apart.
     """
     if len(workload.tensors) <= tensors:
         return workload, tuple(range(1, len(workload.tensors) + 1))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stretto.schema import Plan, Workload
 
 _WINDOWS = (1, 4, 16)
-"""Into how many parts of equal bytes a backward is cut to group each part by type."""
+"""Numbers of parts of equal bytes into which backward is cut to group each by type."""
 
 
 def alternates(workload: Workload) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 UNIT_BYTES = tuple(2**20 * 4**i for i in range(4))
 MAX_LANES = 8
 MOST_UNITS = 100_000
-"""Beyond, one simulated step takes seconds."""
+"""With more units, one simulated step takes seconds."""
 
 
 @final
@@ -30,7 +30,7 @@ class AiaccPlanner(AbstractPlanner):
 
     Small gradients are packed until they fill a unit; a pack larger than a unit is cut
     into as many slices as units fit in it. AIACC's autotuner chooses unit size and
-    number of streams on the running job; here the simulator stands for the job, over a
+    number of streams on the running job. Here the simulator replaces the job, over a
     grid of unit sizes from 1 to 64 MiB and 1, 2, 4, ... lanes.
     """
 
@@ -43,7 +43,7 @@ class AiaccPlanner(AbstractPlanner):
         lanes: int | None = None,
         max_lanes: int = MAX_LANES,
     ) -> None:
-        """Unit size and lanes; ``None``: chosen, lanes up to ``max_lanes``."""
+        """Set unit size and lanes; ``None``: chosen, with lanes up to ``max_lanes``."""
         lanes_in_range(self.name, "max_lanes", max_lanes)
         if unit_bytes is not None:
             positive(self.name, "unit_bytes", unit_bytes)
@@ -53,7 +53,7 @@ class AiaccPlanner(AbstractPlanner):
         self._lanes = lane_choices(max_lanes) if lanes is None else (lanes,)
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """The best of the grid under the simulator, the plainest of equals."""
+        """Return the grid's best plan under the simulator, the plainest of equals."""
         least_bytes = -(-workload.total_bytes // MOST_UNITS)
         if len(self._units) == 1 and self._units[0] < least_bytes:
             raise SpecError(
@@ -82,7 +82,7 @@ class AiaccPlanner(AbstractPlanner):
 
 
 def lane_choices(max_lanes: int) -> tuple[int, ...]:
-    """1, 2, 4, ... up to a limit, and the limit."""
+    """Return 1, 2, 4, ... up to a limit, and the limit."""
     powers = [2**i for i in range(max_lanes.bit_length()) if 2**i < max_lanes]
     return (*powers, max_lanes)
 
@@ -90,7 +90,7 @@ def lane_choices(max_lanes: int) -> tuple[int, ...]:
 def dispatched(
     workload: Workload, ends: tuple[int, ...], unit_bytes: int, lanes: int
 ) -> Draft:
-    """Packs cut into units of at most a size, units to lanes in turn."""
+    """Return packs cut into units of at most a size, units to lanes in turn."""
     slices: list[int] = []
     bucket_lanes: list[int] = []
     start = next_lane = 0

@@ -1,4 +1,4 @@
-"""ASC-WFBP: each gradient on its own, merged, or beside the one before it."""
+"""ASC-WFBP: each gradient alone, merged, or beside the previous one."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ NORMAL, SIMULTANEOUS = "normal", "simultaneous"
 class AscWfbpPlanner(AbstractPlanner):
     r"""ASC-WFBP's Algorithm 1 (INFOCOM 2021), a rule per gradient: a baseline.
 
-    A group waits for the one before it (normal: same lane), takes the next gradient in
-    (merged), or is sent beside the one before it (simultaneous: the other of two
-    lanes). The slow-down $\gamma$ of two flows is the cluster's, its link's limit
-    included.
+    A group waits for the previous one (normal: same lane), absorbs the next gradient
+    (merged), or is sent beside the previous one (simultaneous: the other of two lanes).
+    The slow-down $\gamma$ of two flows is the cluster's, including its link's limit.
 
-    By default with the slips of the printed algorithm mended, see `determine_groups`;
+    By default the errors of the printed algorithm are fixed, see `determine_groups`.
     ``literal`` follows it as printed, where a group starts when it is ready whatever
-    runs. Theorem 1 does not hold either way: the rules compare neighbours only.
+    runs. Theorem 1 does not hold either way: the rules compare neighbors only.
     """
 
     name: ClassVar[str] = "asc-wfbp"
 
     def __init__(self, *, literal: bool = False) -> None:
-        """Algorithm 1 mended, or as printed."""
+        """Use Algorithm 1 with its errors fixed, or as printed."""
         self._literal = literal
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """The groups of Algorithm 1 on two lanes, or on one if none is simultaneous."""
+        """Return Algorithm 1's groups on two lanes, or one if none is simultaneous."""
         cost = linear_cost(workload, cluster)
         rates = flow_rates(cluster)
         problem = FusionProblem(workload=workload, cost=cost)
@@ -67,7 +66,7 @@ class AscWfbpPlanner(AbstractPlanner):
     def _lanes(
         groups: Sequence[AscGroup], ends: Sequence[int], sent: Sequence[int]
     ) -> tuple[int, ...]:
-        """Lane of each bucket; one without bytes takes no lane, so any will do."""
+        """Return the lane of each bucket; any lane serves a bucket without bytes."""
         number_of = {sent[group.end - 1]: i for i, group in enumerate(groups)}
         lane, lanes = 0, []
         for begin, end in pairwise((0, *ends)):
@@ -80,7 +79,7 @@ class AscWfbpPlanner(AbstractPlanner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AscGroup:
-    """Gradients sent together, and when by the algorithm's own count."""
+    """Gradients sent together, and their times by the algorithm's own estimate."""
 
     end: int
     """Exclusive index of its last gradient."""
@@ -101,12 +100,12 @@ def penalty_s(
     *,
     capped: bool = True,
 ) -> float:
-    r"""Time that a message loses to one under way: Eq. 12, 13.
+    r"""Return the time that a message loses to one under way: Eq. 12, 13.
 
     $(\gamma - 1)\, b\, \min(m_1 (1 - \Delta / (a + b m_1)), m_2)$ with $m_1$ =
     ``running_bytes`` under way for $\Delta$ = ``running_for_s`` and $m_2$ =
-    ``size_bytes``. Printed, ``capped`` false, the later message may overlap with more
-    bytes than it has, and with one that has ended.
+    ``size_bytes``. As printed (``capped`` false), the later message may overlap with
+    more bytes than it has, and with one that has ended.
     """
     alone_s = cost.of(running_bytes)
     if not alone_s:
@@ -124,9 +123,9 @@ def determine_groups(
     gamma: float,
     firsts: Sequence[int] | None = None,
 ) -> tuple[AscGroup, ...]:
-    r"""Algorithm 1 mended: Q1 to Q3 for one gradient after another.
+    r"""Run Algorithm 1 with its errors fixed: Q1 to Q3 for each gradient in order.
 
-    With $\tau$ the start of the open group if it waits for the group before it, $r$ the
+    With $\tau$ the start of the open group if it waits for the previous group, $r$ the
     time at which it is ready, $r'$ that of the next gradient, $t = a + b m$:
 
     - Q1, $\tau + t \le r'$: normal.
@@ -134,15 +133,15 @@ def determine_groups(
     - else simultaneous: it starts at $r$, or when its lane is free.
 
     Differences from the print: Q1 has $\tau_b^{(l-1)}$ as in Eq. 21, Q3 has
-    $\tau_b^{(l)}$ as in Eq. 17; a normal group starts after the one before it
-    (Definition 1); "the one before" is the group before, not a layer that was merged;
-    the penalty has a cap, and is nothing for the first group; at most two groups are
-    under way. Gradients are merged only from ``firsts[i]`` on. O(L).
+    $\tau_b^{(l)}$ as in Eq. 17; a normal group starts after the previous one
+    (Definition 1); "the previous one" is the previous group, not a merged layer; the
+    penalty has a cap, and is zero for the first group; at most two groups are under
+    way. Gradients are merged only from ``firsts[i]`` on. O(L).
     """
     groups: list[AscGroup] = []
     size_before = size = 0.0
     begin = 0
-    lane_free_s = [0.0, 0.0]  # that of the group before, and the other
+    lane_free_s = [0.0, 0.0]  # that of the previous group, and the other
     for i, ready in enumerate(ready_s):
         size += sizes_bytes[i]
         alone_s = cost.of(size)
@@ -189,10 +188,10 @@ def printed_groups(
     gamma: float,
     firsts: Sequence[int] | None = None,
 ) -> tuple[AscGroup, ...]:
-    """Algorithm 1 as printed, in the order of readiness: for study.
+    """Run Algorithm 1 as printed, in the order of readiness: for study.
 
-    Where the print leaves values undefined: no penalty without a layer before, and the
-    first layer's backward begins at 0. The last layer is simultaneous (line 18).
+    Where the print leaves values undefined: no penalty without a previous layer, and
+    the first layer's backward begins at 0. The last layer is simultaneous (line 18).
     """
     number = len(ready_s)
     sizes = list(sizes_bytes)

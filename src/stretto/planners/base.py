@@ -1,4 +1,4 @@
-"""The planners' contract, and how a decision over tensor indices becomes a plan."""
+"""The contract of all planners, and the conversion of drafts into plans."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class AbstractPlanner(abc.ABC):
     buckets of one type each and contiguous in the order in which gradients become ready
     (`ddp` and `joint`, where types alternate: in an order of `_orders.views`), never
     mutates its input, and raises `Infeasible` rather than relax a limit.
-    The plan it returns carries its prediction.
+    The plan it returns has its prediction.
     """
 
     name: ClassVar[str]
-    """Under which the registry and the plan file know the method."""
+    """Name of the method in the registry and in plan files."""
 
     def scope(self, cluster: Cluster) -> BoundScope | None:
-        """What was open to this planner; ``None``: its plans say it (`scope_of`)."""
+        """Return the plans this planner may choose; ``None``: `scope_of` its plan."""
         return None
 
     @abc.abstractmethod
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """The plan of this method.
+        """Return this method's plan.
 
         Raises:
             Infeasible: no plan meets the limits given to the constructor.
@@ -57,10 +57,10 @@ class AbstractPlanner(abc.ABC):
         cluster: Cluster,
         near: Sequence[Plan],
     ) -> Plan:
-        """The plan after the figures have changed a little, not the tensors.
+        """Return the plan after small changes of the figures, not of the tensors.
 
-        ``near`` are good plans from before, of which a planner that searches may begin
-        in order to take less time. Others plan as ever.
+        ``near`` are good plans from before. A planner that searches may start from them
+        to take less time; others ignore them.
 
         Raises:
             Infeasible: as `plan`.
@@ -70,7 +70,7 @@ class AbstractPlanner(abc.ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A plan over tensor indices: what searches work on."""
+    """A plan over tensor indices, which searches modify."""
 
     ends: tuple[int, ...]
     """Exclusive index of each bucket's last tensor, ascending."""
@@ -99,7 +99,7 @@ class Draft:
         slices: int = 1,
         overlap: str = "backward",
     ) -> Draft:
-        """Every bucket in ``slices`` parts, lanes taken in turn."""
+        """Return a draft of buckets in ``slices`` parts, lanes taken in turn."""
         return cls(
             ends=tuple(ends),
             slices=(slices,) * len(ends),
@@ -110,7 +110,7 @@ class Draft:
 
     @classmethod
     def of(cls, plan: Plan) -> Draft:
-        """What a plan of ours decided, without its tensors' names."""
+        """Return the decisions of a planner's plan, without its tensors' names."""
         ends: list[int] = []
         for bucket in plan.buckets:
             ends.append(len(bucket.tensors) + (ends[-1] if ends else 0))
@@ -130,7 +130,7 @@ class Draft:
 
     @property
     def collectives(self) -> int:
-        """All-reduces in a step, an upper bound where a bucket is tiny."""
+        """All-reduces in a step; an upper bound if a bucket is tiny."""
         return sum(self.slices)
 
 
@@ -143,13 +143,13 @@ def finish(
     *,
     view: Workload | None = None,
 ) -> Plan:
-    """Return the draft as a plan, with what the simulator predicts for it.
+    """Return the draft as a plan, with the simulator's prediction.
 
     ``scope`` as in `with_prediction`. ``view`` is the workload in the order to which
     the draft refers, if not its own.
 
     Raises:
-        Infeasible: a gradient's type can't be sent.
+        Infeasible: a gradient's type cannot be sent.
     """
     number = len(draft.ends)
     tensors = workload.tensors if view is None else view.tensors
@@ -190,9 +190,9 @@ def finish(
 def with_prediction(
     plan: Plan, workload: Workload, cluster: Cluster, scope: BoundScope | None = None
 ) -> Plan:
-    """The plan with what the simulator predicts for it on this cluster.
+    """Return the plan with the simulator's prediction on this cluster.
 
-    ``scope`` is the family over which its bound holds, `scope_of` the plan if absent.
+    ``scope`` is the family over which its bound holds; by default `scope_of` the plan.
     """
     step = simulate_step(workload, cluster, plan)
     sent, scope = _as_sent(plan, workload), scope or scope_of(plan, cluster)
@@ -213,23 +213,23 @@ def with_prediction(
 
 
 def predicted_s(plan: Plan) -> float:
-    """The predicted iteration time of a plan that a planner made."""
+    """Return the predicted iteration time of a plan that a planner made."""
     if plan.predicted is None:
-        raise AssertionError("a planner's plan carries its prediction")
+        raise AssertionError("a planner's plan has its prediction")
     return plan.predicted.iteration_s
 
 
 CERTIFY_GAP = 1e-2
-"""Gaps up to this are not worth loading SciPy for a linear programme."""
+"""Gaps up to this are not worth loading SciPy for a linear program."""
 
 
 def certified(
     plan: Plan, workload: Workload, cluster: Cluster, scope: BoundScope | None = None
 ) -> Plan:
-    """The plan with the best bound there is over a scope, by default `scope_of` it.
+    """Return the plan with the best available bound over a scope, or `scope_of` it.
 
-    That is a linear program's where contention or a limit of lanes leaves the closed
-    forms a gap. Otherwise it says nothing more, and SciPy, which takes a third of a
+    A linear program gives it if contention or a limit of lanes leaves the closed forms
+    a gap. Otherwise it would not improve the bound, and SciPy, which takes a third of a
     second to load, is not imported.
     """
     prediction = plan.predicted
@@ -260,8 +260,10 @@ def certified(
 
 
 def scope_of(plan: Plan, cluster: Cluster) -> BoundScope:
-    """The plans to compare one with whose planner had no choices open: its algorithms
-    and rings, its way of overlapping, any lanes; and any resource if it chose one.
+    """Return the plans to compare one with whose planner had no open choices.
+
+    They have its algorithms and rings, its way of overlapping, any lanes, and any
+    resource if it chose one.
     """
     algorithms = {"ring", *(bucket.algorithm for bucket in plan.buckets)}
     levels: tuple[int, ...] | None = None
@@ -277,12 +279,12 @@ def scope_of(plan: Plan, cluster: Cluster) -> BoundScope:
 
 
 def _types_sent(plan: Plan) -> str:
-    """The types in which a plan's gradients travel, as one word for a scope."""
+    """Return the types in which gradients are sent, as one word for a scope."""
     return " and ".join(dict.fromkeys(bucket.wire_dtype for bucket in plan.buckets))
 
 
 def _as_sent(plan: Plan, workload: Workload) -> Workload:
-    """The workload with what a plan converts as it travels."""
+    """Return the workload with the types in which the plan sends it."""
     wire_of = {
         name: bucket.wire_dtype for bucket in plan.buckets for name in bucket.tensors
     }
@@ -304,7 +306,7 @@ def _as_sent(plan: Plan, workload: Workload) -> Workload:
 
 
 def wire_dtype(tensor: TensorSpec) -> str:
-    """Return the type in which a tensor's gradient travels unconverted.
+    """Return the type in which a tensor's gradient is sent without conversion.
 
     Raises:
         Infeasible: the type has no average.
@@ -319,9 +321,9 @@ def wire_dtype(tensor: TensorSpec) -> str:
 
 
 def dtype_starts(workload: Workload) -> tuple[int, ...]:
-    """For each tensor the index at which the run of its type begins.
+    """Return for each tensor the index at which the run of its type begins.
 
-    A bucket has one type, so none reaches back beyond this index.
+    A bucket has one type, so it cannot extend back beyond this index.
     """
     starts: list[int] = []
     for i, tensor in enumerate(workload.tensors):
@@ -332,23 +334,22 @@ def dtype_starts(workload: Workload) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCost:
-    r"""Time of one bucket alone: $a + b m$ (ASC-WFBP Eq. 3), nothing if it is empty."""
+    r"""Time of one bucket alone: $a + b m$ (ASC-WFBP Eq. 3), zero if it is empty."""
 
     startup_s: float
 
     s_per_byte: float
 
     def of(self, size_bytes: float) -> float:
-        """Seconds for a bucket of a size."""
+        """Return the seconds for a bucket of a size."""
         return self.startup_s + self.s_per_byte * size_bytes if size_bytes else 0.0
 
 
 def linear_cost(workload: Workload, cluster: Cluster, *, slices: int = 1) -> LinearCost:
-    """The cost of a bucket sent in ``slices`` parts on as many lanes, nothing else
-    running.
+    """Return the cost of a bucket sent alone in ``slices`` parts on as many lanes.
 
-    Read off the simulator at half of the workload's bytes and at all of them, so that
-    searches on closed forms and the simulator can't disagree on a and b.
+    The simulator gives it at half of the workload's bytes and at all of them, so that
+    searches on closed forms and the simulator agree on a and b.
     """
     granule = 8 * slices
     half = max(1, workload.total_bytes // (2 * granule)) * granule
@@ -378,7 +379,7 @@ def _bucket_s(
 
 
 def positive(planner: str, option: str, value: float) -> None:
-    """Requires an option above zero.
+    """Require an option above zero.
 
     Raises:
         SpecError: naming planner, option and value.
@@ -388,7 +389,7 @@ def positive(planner: str, option: str, value: float) -> None:
 
 
 MOST_LANES = 1024
-"""No device or network serves more communicators at once than this."""
+"""Upper limit for any device or network of communicators that run at once."""
 
 
 def lanes_in_range(planner: str, option: str, value: int) -> None:

@@ -24,11 +24,11 @@ CAP_BYTES = 25 * 2**20
 class DdpPlanner(AbstractPlanner):
     """Buckets as PyTorch's DistributedDataParallel builds them, on one lane.
 
-    A bucket closes with the tensor that brings it to its cap: the first bucket's cap is
+    A bucket closes with the tensor that reaches its cap: the first bucket's cap is
     ``first_cap_bytes``, the others' ``cap_bytes``. By default these are 1 MiB and
-    25 MiB; where a cap is given (PyTorch's ``bucket_cap_mb``) the first bucket has it
-    too, as with PyTorch. Where types alternate, one bucket for each type is open at a
-    time, as in DDP; each type's first bucket has the first cap.
+    25 MiB. If a cap is given (PyTorch's ``bucket_cap_mb``) the first bucket has it too,
+    as in PyTorch. Where types alternate, one bucket for each type is open at a time, as
+    in DDP; each type's first bucket has the first cap.
     """
 
     name: ClassVar[str] = "ddp"
@@ -36,7 +36,7 @@ class DdpPlanner(AbstractPlanner):
     def __init__(
         self, *, cap_bytes: int | None = None, first_cap_bytes: int | None = None
     ) -> None:
-        """Caps of the buckets; ``None``: PyTorch's own choice."""
+        """Set the caps of the buckets; ``None``: PyTorch's default."""
         if first_cap_bytes is None:
             first_cap_bytes = FIRST_CAP_BYTES if cap_bytes is None else cap_bytes
         if cap_bytes is None:
@@ -46,7 +46,7 @@ class DdpPlanner(AbstractPlanner):
         self._caps = (first_cap_bytes, cap_bytes)
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """Buckets by the caps, without a look at the times."""
+        """Return buckets by the caps; times do not matter."""
         view = grouped(workload, self._caps)
         draft = Draft.in_turn(capped_ends(view, *self._caps))
         return finish(draft, self.name, workload, cluster, view=view)
@@ -55,7 +55,7 @@ class DdpPlanner(AbstractPlanner):
 def capped_ends(
     workload: Workload, first_cap_bytes: int, cap_bytes: int
 ) -> tuple[int, ...]:
-    """Return ends of buckets that close with the tensor that brings them to the cap.
+    """Return ends of buckets that close with the tensor that reaches the cap.
 
     Each type's first bucket has the first cap.
     """

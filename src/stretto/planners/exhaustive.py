@@ -1,4 +1,4 @@
-"""Brute force: the tests' oracle."""
+"""Brute force: the oracle for tests."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ MAX_TENSORS = 8
 
 @final
 class ExhaustivePlanner(AbstractPlanner):
-    """The best of all contiguous fusions, on 1, 2, ... ``max_lanes`` lanes, each bucket
-    whole on any lane or in 2, 3, ... parts of any first lane; with ``dims`` as of
-    `joint` also every resource and algorithm for each bucket; and nothing before
-    backward has ended (`single`).
+    """The best of all contiguous fusions, on 1, 2, ... ``max_lanes`` lanes.
 
-    Lanes are alike, so a bucket opens no lane beyond the first unused one. Refuses
-    more than 8 tensors.
+    Each bucket is whole on any lane or in 2, 3, ... parts of any first lane; with
+    ``dims`` as in `joint`, also every resource and algorithm for each bucket, and
+    sending nothing before backward has ended (`single`).
+
+    Lanes are equal, so a bucket opens no lane beyond the first unused one. Rejects more
+    than 8 tensors.
     """
 
     name: ClassVar[str] = "exhaustive"
@@ -53,20 +54,20 @@ class ExhaustivePlanner(AbstractPlanner):
     def __init__(
         self, *, max_lanes: int = 2, dims: str | Sequence[str] = RUNNABLE_DIMS
     ) -> None:
-        """The largest number of lanes to try, and the open dimensions."""
+        """Set the largest number of lanes to try, and the open dimensions."""
         lanes_in_range(self.name, "max_lanes", max_lanes)
         self._max_lanes = max_lanes
         self._dims = checked_dims(self.name, dims)
 
     def scope(self, cluster: Cluster) -> BoundScope:
-        """All plans in the open dimensions on as many lanes."""
+        """Return all plans in the open dimensions on as many lanes."""
         return open_scope(self._dims, self._max_lanes, cluster)
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """The best of all, the plainest of equals."""
+        """Return the best of all, the plainest of equals."""
         if len(workload.tensors) > MAX_TENSORS:
             raise Infeasible(
-                f"planner exhaustive takes at most {MAX_TENSORS} tensors, workload "
+                f"planner exhaustive takes at most {MAX_TENSORS} tensors, but workload "
                 f"{workload.name!r} has {len(workload.tensors)}. Use planner joint."
             )
         space = space_of(self._dims, self._max_lanes, workload, cluster)
@@ -125,7 +126,7 @@ def _drafts(workload: Workload, space: Space) -> Iterator[Draft]:
 
 
 def all_fusions(workload: Workload) -> Iterator[tuple[int, ...]]:
-    """Every partition of the tensors into contiguous buckets of one type."""
+    """Yield every partition of the tensors into contiguous buckets of one type."""
     starts = dtype_starts(workload)
     number = len(starts)
     forced = {i for i, start in enumerate(starts) if start == i and i}
@@ -136,7 +137,7 @@ def all_fusions(workload: Workload) -> Iterator[tuple[int, ...]]:
 
 
 def _sendings(buckets: int, lanes: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Every (lane, slices) of every bucket, up to a renaming of unused lanes."""
+    """Yield (lane, slices) of every bucket, up to a renaming of unused lanes."""
 
     def extend(
         head: tuple[tuple[int, int], ...], used: int

@@ -1,4 +1,4 @@
-"""Sequential tensor fusion, exactly."""
+"""Exact sequential tensor fusion."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ _INF = float("inf")
 
 @final
 class FusionPlanner(AbstractPlanner):
-    """The exact optimum of the problem that `mg-wfbp` approaches: one lane, whole
-    buckets one after another, no contention. Of the optimal fusions it takes one with
-    the fewest buckets.
+    """The exact optimum of the problem that `mg-wfbp` approximates.
+
+    One lane sends whole buckets one after another, without contention. Of the optimal
+    fusions it takes one with the fewest buckets.
     """
 
     name: ClassVar[str] = "fusion"
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """The optimum for the cluster's a and b on one lane. O(L)."""
+        """Return the optimum for the cluster's a and b on one lane. O(L)."""
         cost = linear_cost(workload, cluster)
         problem = FusionProblem(workload=workload, cost=cost)
         deadline_s = max(problem.finish_s(), workload.backward_s)
@@ -47,7 +48,7 @@ class FusionPlanner(AbstractPlanner):
 class FusionProblem:
     """Tensors to be sent in contiguous buckets one after another.
 
-    Empty tensors are sent in no time and are left out of it; `fewest_buckets` puts them
+    Empty tensors take no time to send and are left out; `fewest_buckets` adds them
     back.
     """
 
@@ -62,7 +63,7 @@ class FusionProblem:
     """Bytes of the first ``l`` of these, ``l`` from 0 to their number."""
 
     firsts: tuple[int, ...] = field(init=False)
-    """For each of these the first, by number among them, of its run of one type."""
+    """For each of these, the first of its run of one type, by position among them."""
 
     ready_s: tuple[float, ...] = field(init=False)
     """When each of these is ready."""
@@ -87,7 +88,7 @@ class FusionProblem:
         object.__setattr__(self, "dtype_cuts", frozenset((*cuts, len(tensors))))
 
     def at(self, cost: LinearCost) -> FusionProblem:
-        """The same tensors at another cost, without looking at them again."""
+        """Return the same tensors at another cost, without processing them again."""
         other = copy(self)
         object.__setattr__(other, "cost", cost)
         return other
@@ -100,7 +101,7 @@ class FusionProblem:
 
         Exact, because finishing earlier never hurts. Both $f$ and $r$ rise: of the $k$
         with $f_k \le r_l$ the largest is best, of the others the least $f_k - b C_k$.
-        Both come from pointers that only move on, so this is O(L).
+        Both come from pointers that only advance, so this is O(L).
         """
         per_byte, startup_s = self.cost.s_per_byte, self.cost.startup_s
         sending_s = [per_byte * total for total in self.total_bytes]
@@ -108,7 +109,7 @@ class FusionProblem:
         # Indices k with f[k] > r, by rising f[k] - b C[k]: the front is best.
         late: deque[tuple[float, int]] = deque()
         in_time = 0
-        # fast: a search asks some sixty times; lists instead of methods halve it.
+        # fast: a search calls this some sixty times; lists, not methods, halve it.
         for l, (first, ready_s) in enumerate(  # noqa: E741
             zip(self.firsts, self.ready_s, strict=True), start=1
         ):
@@ -127,13 +128,13 @@ class FusionProblem:
         return f[-1]
 
     def fewest_buckets(self, deadline_s: float) -> tuple[int, ...]:
-        """Ends of as few buckets as can all be sent by a deadline that can be met.
+        """Return ends of the fewest buckets that meet a feasible deadline.
 
-        From the back: the last bucket as large as the deadline lets it be, which leaves
-        the tensors before it the fewest bytes for the same latest end, then the bucket
+        From the back: the last bucket is as large as the deadline allows, which leaves
+        the tensors before it the fewest bytes for the same latest end; then the bucket
         before that. O(B log L) for B buckets. A deadline below `finish_s` yields some
-        fusion that misses it. The ends are indices of the workload's tensors, empty
-        ones included.
+        fusion that misses it. The ends are indices of the workload's tensors, including
+        empty ones.
         """
         total = self.total_bytes
         startup_s, per_byte = self.cost.startup_s, self.cost.s_per_byte
@@ -143,7 +144,7 @@ class FusionProblem:
         while end:
             ends.append(end)
             # The first start with which the bucket is sent in time; fewer bytes take
-            # less, so it is with all later ones too.
+            # less time, so all later starts work too.
             latest_s = deadline_s - startup_s
             sum_bytes = total[end]
             start = bisect_left(
@@ -157,9 +158,11 @@ class FusionProblem:
         return self.with_empty(ends[::-1])
 
     def with_empty(self, ends: list[int]) -> tuple[int, ...]:
-        """Ends over all tensors: an empty one joins the bucket after it if their types
-        allow, where it delays nothing; without one after it, it is a bucket of its own
-        unless it is ready with the last.
+        """Return ends over all tensors, including empty ones.
+
+        An empty tensor joins the bucket after it if their types allow, where it delays
+        nothing. If no bucket follows, it is a bucket of its own unless it is ready with
+        the last.
         """
         tensors, cuts = self.workload.tensors, set(self.dtype_cuts)
         cuts.update(self.sent[end - 1] + 1 for end in ends[:-1])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @final
 class HorovodPlanner(AbstractPlanner):
-    """Every cycle, whatever is ready goes out, fused up to the threshold.
+    """Each cycle sends everything that is ready, fused up to the threshold.
 
     A cycle's collectives run one after another; the next cycle begins ``cycle_s`` after
     this one began, or when its collectives have ended if that is later. A tensor that
@@ -33,14 +33,14 @@ class HorovodPlanner(AbstractPlanner):
     def __init__(
         self, *, fusion_bytes: int = 64 * 2**20, cycle_s: float = 0.005
     ) -> None:
-        """Size of the fusion buffer and time between two looks at what is ready."""
+        """Set the size of the fusion buffer and the cycle time."""
         positive(self.name, "fusion_bytes", fusion_bytes)
         positive(self.name, "cycle_s", cycle_s)
         self._fusion_bytes = fusion_bytes
         self._cycle_s = cycle_s
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """Buckets of the cycles for the cluster's a and b on one lane."""
+        """Return the cycles' buckets for the cluster's a and b on one lane."""
         tensors = workload.tensors
         starts = dtype_starts(workload)
         cost = linear_cost(workload, cluster)
@@ -48,8 +48,8 @@ class HorovodPlanner(AbstractPlanner):
         first = 0
         at_s = 0.0
         while first < len(tensors):
-            # The cycle at which the next tensor is seen: idle cycles in between keep
-            # their beat.
+            # The cycle that sees the next tensor: idle cycles in between keep their
+            # period.
             late_s = tensors[first].ready_s - at_s
             if late_s > 0:
                 at_s += -(-late_s // self._cycle_s) * self._cycle_s

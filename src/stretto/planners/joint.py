@@ -1,4 +1,4 @@
-"""Everything chosen together, on the simulator."""
+"""Joint optimization of all open dimensions, on the simulator."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ __all__ = [
 ]
 
 LIBRA_TENSORS = 64
-"""Up to so many `libra`'s own search takes a tenth of a second."""
+"""Up to this many tensors `libra`'s own search takes a tenth of a second."""
 
 
 @final
@@ -81,31 +81,31 @@ class JointPlanner(AbstractPlanner):
 
     ``dims`` opens ``fusion``, ``lanes``, ``slices``, ``resource`` (the levels of the
     cluster's ``contention``) and ``algorithm`` (ring, halving-doubling, tree, and
-    hierarchical where hosts have several ranks), each for every bucket on its own, and
-    overlap ``forward`` for all buckets; ``"all"`` opens all. By default those that the
-    runtime carries out today. Without ``fusion`` the buckets are DDP's.
+    hierarchical where hosts have several ranks), each for every bucket separately, and
+    overlap ``forward`` for all buckets; ``"all"`` opens all. The default is the
+    dimensions that the runtime applies today. Without ``fusion`` the buckets are DDP's.
 
-    Multi-start hill climbing. Starts: for every number of lanes ``k`` up to
-    ``max_lanes`` and every number of slices ``s`` that divides it, all buckets in ``s``
-    slices and taking the lanes in turn, fused by the exact sequential optimum for
+    The method is multi-start hill climbing. Starts: for every number of lanes ``k`` up
+    to ``max_lanes`` and every number of slices ``s`` that divides it, all buckets in
+    ``s`` slices and taking the lanes in turn, fused by the exact sequential optimum for
     start-up ``a s / k`` and the rate that ``k`` lanes reach together (with ``s = k``
     buckets run one after another and this is the optimum of that family); the same for
     each resource and algorithm alone; and the plan of every other planner. The best few
     climb: a cut removed, moved or added, a bucket's slices, first lane, resource or
     algorithm changed, first improvement taken, within a fixed number of simulated
-    collectives, and not beyond the bound that no plan beats. Where buckets may differ
-    in resource or algorithm, simulated annealing from the best of them follows, with a
-    fixed seed and a fixed number of simulations. ``time_limit_s`` may end
-    the climbing earlier; then the plan depends on the machine's speed.
+    collectives, and only until they reach the lower bound. If buckets may differ in
+    resource or algorithm, simulated annealing from the best of them follows, with a
+    fixed seed and a fixed number of simulations. ``time_limit_s`` may end the climbing
+    earlier; then the plan depends on the machine's speed.
 
     A plan that is fastest for exact times can be fragile: its buckets become ready the
     moment a lane is free, and when backward takes half as long again beside the
-    communication, the link idles. Real systems also pay for each collective and each
-    lane more than the model sees. So, unless ``sturdy`` is false, of the plans within
-    0.5 % of the fastest one, and no slower than any other planner's, it looks for the
-    least sum of iteration times at backward's measured pace, half slower and a quarter
-    faster, and of those within 0.1 % of this sum it takes the one with the fewest
-    collectives, then lanes, then buckets.
+    communication, the link idles. Real systems also pay more for each collective and
+    each lane than the model predicts. So, unless ``sturdy`` is false, it considers the
+    plans within 0.5 % of the fastest one that are no slower than any other planner's.
+    Among them it minimizes the sum of iteration times at backward's measured pace, half
+    slower and a quarter faster. Of the plans within 0.1 % of this sum it takes the one
+    with the fewest collectives, then lanes, then buckets.
     """
 
     name: ClassVar[str] = "joint"
@@ -118,7 +118,7 @@ class JointPlanner(AbstractPlanner):
         sturdy: bool = True,
         time_limit_s: float | None = None,
     ) -> None:
-        """The most lanes, the open dimensions, and when to stop climbing."""
+        """Set the most lanes, the open dimensions, and when to stop climbing."""
         lanes_in_range(self.name, "max_lanes", max_lanes)
         if time_limit_s is not None:
             positive(self.name, "time_limit_s", time_limit_s)
@@ -128,13 +128,13 @@ class JointPlanner(AbstractPlanner):
         self._time_limit_s = time_limit_s
 
     def scope(self, cluster: Cluster) -> BoundScope:
-        """All plans in the open dimensions on as many lanes."""
+        """Return all plans in the open dimensions on as many lanes."""
         return open_scope(self._dims, self._max_lanes, cluster)
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
         """Return the best plan found; on one rank, where nothing is sent, `ddp`'s.
 
-        Where types alternate, the search is in the order of tensors that promises most.
+        Where types alternate, the search uses the most promising order of tensors.
         """
         if cluster.ranks == 1:
             return replace(DdpPlanner().plan(workload, cluster), planner=self.name)
@@ -156,10 +156,10 @@ class JointPlanner(AbstractPlanner):
     def replan(
         self, workload: Workload, cluster: Cluster, near: Sequence[Plan]
     ) -> Plan:
-        """The best plan found from these, DDP's, AIACC's and the families' optima.
+        """Return the best plan from ``near``, DDP's, AIACC's and the families' optima.
 
-        In two thirds to three quarters of `plan`'s time. With resources, algorithms,
-        overlap ``forward`` or without fusion there is no short way.
+        Takes two thirds to three quarters of `plan`'s time. With resources, algorithms,
+        overlap ``forward`` or without fusion it is no faster than `plan`.
         """
         view = workload
         if near and alternates(workload):
@@ -215,7 +215,7 @@ class JointPlanner(AbstractPlanner):
         return with_prediction(own, workload, cluster, self.scope(cluster))
 
     def _found(self, search: Search, ceiling_s: float, workload: Workload) -> Plan:
-        """Return what climbing from the families' optima and from known plans finds.
+        """Return the result of climbing from the families' optima and from known plans.
 
         The search may have the tensors of the workload in another order.
         """
@@ -234,7 +234,7 @@ class JointPlanner(AbstractPlanner):
             for draft in search.leaders(effort.climbs // 2, "forward"):
                 search.climb(draft)
             search.climb_on(1)
-        # What a sturdy plan is climbed to may be faster than all before it.
+        # Climbing for a sturdy plan may find a faster one than all before.
         chosen = search.sturdiest(ceiling_s)
         if not self._sturdy:
             chosen = search.fastest()
@@ -242,7 +242,7 @@ class JointPlanner(AbstractPlanner):
         return finish(chosen, self.name, workload, cluster, scope, view=view)
 
     def _search(self, workload: Workload, cluster: Cluster, effort: Effort) -> Search:
-        """A search in the open dimensions that has seen nothing yet."""
+        """Return a search in the open dimensions without any drafts."""
         space = space_of(self._dims, self._max_lanes, workload, cluster)
         return Search(
             workload,
@@ -282,7 +282,7 @@ def _nearest_view(
 
 
 def _libra_draft(workload: Workload, cluster: Cluster) -> Draft:
-    """What `libra` chooses; where there are many tensors, with neighbours joined."""
+    """Return `libra`'s choice; neighbors are joined where there are many tensors."""
     joined, ends = coarse(workload, LIBRA_TENSORS)
     draft = Draft.of(LibraPlanner().plan(joined, cluster))
     return replace(draft, ends=tuple(ends[end - 1] for end in draft.ends))

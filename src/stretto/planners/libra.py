@@ -1,4 +1,4 @@
-"""LIBRA: fusion and how much of the device each bucket may take, together."""
+"""LIBRA: fusion and the resource of each bucket, chosen together."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ if TYPE_CHECKING:
     from stretto.schema import Cluster, Plan, Workload
 
 MOST_TENSORS = 320
-"""Up to so many the default search takes about two seconds at most."""
+"""Up to this many tensors the default search takes about two seconds at most."""
 
 
 @final
 class LibraPlanner(AbstractPlanner):
-    r"""Buckets one after another on one lane, each at one of the cluster's levels of
-    resource: the optimum of LIBRA's Eq. 23, by default without its grid.
+    r"""Buckets one after another on one lane, each at one of the cluster's levels.
+
+    It is the optimum of LIBRA's Eq. 23, by default without its grid.
 
     Searches: ``pareto``, exact up to ``slack_ratio`` of backward per bucket, by default
     as close as about a second allows; ``grid``, the paper's dynamic program on
-    ``chunks`` (Z) in $O(L^2 Z J)$, or K times that where ``max_groups`` (K) is given;
-    ``literal``, Algorithm 1 as printed with its slips mended, for small cases.
+    ``chunks`` (Z) in $O(L^2 Z J)$, or K times that if ``max_groups`` (K) is given;
+    ``literal``, Algorithm 1 as printed with its errors fixed, for small cases.
     ``resources`` (R) restricts the cluster's levels.
 
     ``startup``: ``phase`` as the simulator has it, ``mixed`` as Eq. 9-11 spread it over
     the message; the prediction is the simulator's.
 
-    Of more than 320 tensors the default search joins neighbors until about so many are
-    left: its time grows with the square of their number, what it loses does not.
+    With more than 320 tensors the default search joins neighbors until about 320 are
+    left: its time grows with the square of their number, but its loss does not.
 
     On a cluster without contention all levels are equal and the exact `fusion` is the
     optimum.
@@ -53,7 +54,7 @@ class LibraPlanner(AbstractPlanner):
         search: str = "pareto",
         slack_ratio: float | None = None,
     ) -> None:
-        """Fidelity; ``None``: no limit on buckets, four chunks a tensor, all levels."""
+        """Set the fidelity; ``None``: any buckets, four chunks a tensor, all levels."""
         self._limited = max_groups is not None
         self._resources = None if resources is None else tuple(resources)
         self._startup = startup
@@ -66,7 +67,7 @@ class LibraPlanner(AbstractPlanner):
         )
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """The best groups and levels on one lane.
+        """Return the best groups and levels on one lane.
 
         Raises:
             Infeasible: ``max_groups`` is below the number of runs of one type.

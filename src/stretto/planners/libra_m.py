@@ -1,4 +1,4 @@
-"""LIBRA-M: how much of the device each bucket of a given fusion may take."""
+"""LIBRA-M: the resource of each bucket of a given fusion."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ _FUSIONS: dict[str, type[AbstractPlanner]] = {
 
 @final
 class LibraMPlanner(AbstractPlanner):
-    """Another planner's buckets on one lane, each at the level of resource that makes
-    the step shortest: LIBRA's Eq. 16-19.
+    """Another planner's buckets on one lane, each at its best level of resource.
 
-    Options as with `libra`; ``fusion`` names the planner of the buckets, MG-WFBP's
-    greedy as in the paper.
+    The levels minimize the step: LIBRA's Eq. 16-19. Options as with `libra`; ``fusion``
+    names the planner of the buckets, by default MG-WFBP's greedy as in the paper.
     """
 
     name: ClassVar[str] = "libra-m"
@@ -52,7 +51,7 @@ class LibraMPlanner(AbstractPlanner):
         search: str = "pareto",
         slack_ratio: float | None = None,
     ) -> None:
-        """Fusion and fidelity; ``None``: four chunks a bucket, all levels."""
+        """Set fusion and fidelity; ``None``: four chunks a bucket, all levels."""
         if fusion not in _FUSIONS:
             raise SpecError(
                 f"planner {self.name}: fusion must be one of {', '.join(_FUSIONS)}, "
@@ -70,7 +69,7 @@ class LibraMPlanner(AbstractPlanner):
         )
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """The best levels for the fusion."""
+        """Return the best levels for the fusion."""
         given = Draft.of(self._fusion().plan(workload, cluster))
         if cluster.contention is None:
             return finish(given, self.name, workload, cluster)

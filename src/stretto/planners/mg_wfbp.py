@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @final
 class MgWfbpPlanner(AbstractPlanner):
-    r"""Merges a tensor into the open bucket if that pays for these two alone.
+    r"""Merges a tensor into the open bucket if that pays off for these two alone.
 
     The test is Eq. 5 of ASC-WFBP (INFOCOM 2021), restated from MG-WFBP: with a bucket
     that could start at $\tau_c$ and start-up $a$, the next gradient is merged if it is
@@ -30,13 +30,13 @@ class MgWfbpPlanner(AbstractPlanner):
     name: ClassVar[str] = "mg-wfbp"
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """The greedy merges for the cluster's a and b on one lane."""
+        """Return the greedy merges for the cluster's a and b on one lane."""
         ends = greedy_ends(workload, linear_cost(workload, cluster))
         return finish(Draft.in_turn(ends), self.name, workload, cluster)
 
 
 def greedy_ends(workload: Workload, cost: LinearCost) -> tuple[int, ...]:
-    """Ends of the buckets that the published test builds."""
+    """Return ends of the buckets that the published test builds."""
     starts = dtype_starts(workload)
     tensors = workload.tensors
     ends: list[int] = []

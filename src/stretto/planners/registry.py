@@ -41,14 +41,14 @@ _PLANNERS: dict[str, type[AbstractPlanner]] = {
 }
 
 NAMES = tuple(name for name in _PLANNERS if name != ExhaustivePlanner.name)
-"""The planners to compare, plainest first; ``exhaustive`` can be got by name too."""
+"""The planners to compare, plainest first; `get` also accepts ``exhaustive``."""
 
 
 def get(name: str, **options: Any) -> AbstractPlanner:
-    """The planner of a name with its options.
+    """Return the planner of a name with its options.
 
     Raises:
-        SpecError: no planner has this name, or it lacks an option.
+        SpecError: the planner or an option is unknown.
     """
     known = options_of(name)
     for option in options:
@@ -62,7 +62,7 @@ def options_of(name: str) -> tuple[str, ...]:
     """Return the names of a planner's options.
 
     Raises:
-        SpecError: no planner has this name.
+        SpecError: the planner is unknown.
     """
     if name not in _PLANNERS:
         raise SpecError(

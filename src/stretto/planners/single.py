@@ -20,7 +20,7 @@ class SinglePlanner(AbstractPlanner):
     name: ClassVar[str] = "single"
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """One bucket, or one per run of a type."""
+        """Return one bucket, or one per run of a type."""
         starts = dtype_starts(workload)
         ends = [i for i, start in enumerate(starts) if start == i and i > 0]
         draft = Draft.in_turn([*ends, len(starts)], overlap="none")

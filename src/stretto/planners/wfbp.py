@@ -17,6 +17,6 @@ class WfbpPlanner(AbstractPlanner):
     name: ClassVar[str] = "wfbp"
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """As many buckets as tensors."""
+        """Return one bucket per tensor."""
         draft = Draft.in_turn(range(1, len(workload.tensors) + 1))
         return finish(draft, self.name, workload, cluster)

@@ -1,4 +1,4 @@
-"""Plans whose gradients travel in a narrower type than their own."""
+"""Plans whose gradients are sent in a narrower type than their own."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def plan_with_wire(
     near: Sequence[Plan] = (),
     **options: Any,
 ) -> Plan:
-    """A plan that sends every gradient it can as ``wire_dtype``; ``None``: as it is.
+    """Return a plan that sends gradients as ``wire_dtype`` where possible.
 
-    ``near`` are plans from before the figures changed a little; with any, it is a
-    `AbstractPlanner.replan`.
+    ``None`` sends each in its own type. ``near`` are plans from before small changes of
+    the figures; if there are any, this calls `AbstractPlanner.replan`.
 
-    The planner is given the workload as it travels, so what its options say in bytes
-    counts bytes on the wire.
+    The planner receives the workload as it is sent, so its options in bytes count bytes
+    on the wire.
 
     Raises:
-        SpecError: there is no such planner or option, or no gradient travels so.
+        SpecError: the planner or option is unknown, or no gradient can be sent so.
         Infeasible: no plan meets the limits.
     """
     chosen = registry.get(planner, **options)
@@ -49,11 +49,11 @@ def plan_with_wire(
 
 
 def narrowed(workload: Workload, wire_dtype: str) -> Workload:
-    """The workload as it travels: what can be sent as ``wire_dtype`` is of that type.
+    """Return the workload as sent: gradients become ``wire_dtype`` where possible.
 
     Raises:
-        SpecError: no gradient can; or others are of that type already, which may not
-            share a bucket with those that are converted.
+        SpecError: no gradient can be converted; or others are of that type already,
+            which may not share a bucket with those that are converted.
     """
     held = {tensor.dtype for tensor in workload.tensors}
     wide = {dtype for dtype, narrower in NARROWER.items() if wire_dtype in narrower}

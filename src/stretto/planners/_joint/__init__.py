@@ -1,1 +1,1 @@
-"""The search of `stretto.planners.joint`: its space, its moves, its climbing."""
+"""The search of `stretto.planners.joint`: space, moves and hill climbing."""

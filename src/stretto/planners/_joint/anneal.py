@@ -1,10 +1,10 @@
-"""Simulated annealing from the best draft that climbing has found.
+"""Simulated annealing from the best draft found by hill climbing.
 
-Climbing takes only what is faster, one bucket at a time; where buckets differ in
-resource and algorithm, better plans are often two changes away. The schedule is short
-and starts cold, because the draft is good already; the seed is fixed, so the same input
-gives the same plan. S. Kirkpatrick, C. D. Gelatt, M. P. Vecchi: Optimization by
-Simulated Annealing, Science 220 (1983).
+Climbing accepts only faster drafts and changes one bucket at a time. Where buckets
+differ in resource and algorithm, better plans are often two changes away. The schedule
+is short and starts at a low temperature, because the draft is good already. The seed is
+fixed, so the same input gives the same plan. S. Kirkpatrick, C. D. Gelatt, M. P.
+Vecchi: Optimization by Simulated Annealing, Science 220 (1983).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Neighbors:
         between: Callable[[int, int], tuple[int, ...]],
         dtype_starts: tuple[int, ...],
     ) -> None:
-        """``between(begin, end)`` are the cuts strictly between two tensors."""
+        """Initialize; ``between(begin, end)`` gives the cuts between two tensors."""
         self._rng = rng
         self._space = space
         self._between = between
@@ -60,7 +60,7 @@ class Neighbors:
             self._moves.append(self._change_algorithm)
 
     def of(self, draft: Draft) -> Draft | None:
-        """Return a changed draft, or None where the drawn change is impossible."""
+        """Return a changed draft, or None if the drawn change is impossible."""
         if not self._moves:  # one kind, one lane, fixed buckets
             return None
         move = self._rng.choice(self._moves)
@@ -128,7 +128,7 @@ class Neighbors:
         return draft
 
     def _places(self, draft: Draft, bucket: int) -> range:
-        """Return the bucket alone, or it and all after it."""
+        """Return the bucket alone, or it and all later ones."""
         alone = self._rng.random() < 2 / 3
         return range(bucket, bucket + 1 if alone else len(draft.ends))
 

@@ -1,6 +1,6 @@
-"""From one draft to the next: what stays right when buckets are merged, split or moved.
+"""Moves between drafts that keep them consistent: merge, split and move buckets.
 
-A draft's resources and algorithms stay empty while nobody has chosen any.
+A draft's resources and algorithms stay empty until one is chosen.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _T = TypeVar("_T")
 
 
 def plainness(draft: Draft) -> tuple[int, int, int, tuple[int, ...]]:
-    """Collectives, then lanes, then buckets, then where they end."""
+    """Return collectives, then lanes, then buckets, then where they end."""
     return (draft.collectives, draft.lanes, len(draft.ends), draft.ends)
 
 
 def plainer(draft: Draft, starts: tuple[int, ...]) -> Iterator[Draft]:
-    """Drafts with fewer collectives or lanes, the greatest savings first."""
+    """Yield drafts with fewer collectives or lanes, the greatest savings first."""
     used = max(
         lane + slices
         for lane, slices in zip(draft.bucket_lanes, draft.slices, strict=True)
@@ -40,27 +40,27 @@ def plainer(draft: Draft, starts: tuple[int, ...]) -> Iterator[Draft]:
 
 
 def steps(cuts: Sequence[int]) -> list[int]:
-    """The first, second, fourth, ... of some cuts."""
+    """Return the first, second, fourth, ... of the cuts."""
     return [cuts[2**i - 1] for i in range(len(cuts).bit_length())]
 
 
 def put(values: tuple[_T, ...], index: int, value: _T) -> tuple[_T, ...]:
-    """The values with one replaced."""
+    """Return the values with one replaced."""
     return (*values[:index], value, *values[index + 1 :])
 
 
 def without(values: tuple[_T, ...], index: int) -> tuple[_T, ...]:
-    """The values but one; none stay none."""
+    """Return the values with one removed; an empty tuple stays empty."""
     return values[:index] + values[index + 1 :]
 
 
 def with_end(draft: Draft, bucket: int, end: int) -> Draft:
-    """A bucket that ends elsewhere."""
+    """Return the draft with another end of a bucket."""
     return replace(draft, ends=put(draft.ends, bucket, end))
 
 
 def with_sending(draft: Draft, bucket: int, lane: int, slices: int) -> Draft:
-    """A bucket on another first lane, in another number of slices."""
+    """Return the draft with another first lane and number of slices of a bucket."""
     return replace(
         draft,
         bucket_lanes=put(draft.bucket_lanes, bucket, lane),
@@ -69,25 +69,25 @@ def with_sending(draft: Draft, bucket: int, lane: int, slices: int) -> Draft:
 
 
 def turned(draft: Draft, bucket: int, turn: int) -> Draft:
-    """A bucket and all after it some lanes on."""
+    """Return the draft with a bucket and all later ones shifted by some lanes."""
     later = [(lane + turn) % draft.lanes for lane in draft.bucket_lanes[bucket:]]
     return replace(draft, bucket_lanes=(*draft.bucket_lanes[:bucket], *later))
 
 
 def with_resource(draft: Draft, bucket: int, resource: int | None) -> Draft:
-    """A bucket with another resource."""
+    """Return the draft with another resource of a bucket."""
     resources = draft.resources or (None,) * len(draft.ends)
     return replace(draft, resources=put(resources, bucket, resource))
 
 
 def with_algorithm(draft: Draft, bucket: int, algorithm: str) -> Draft:
-    """A bucket with another algorithm."""
+    """Return the draft with another algorithm of a bucket."""
     algorithms = draft.algorithms or ("ring",) * len(draft.ends)
     return replace(draft, algorithms=put(algorithms, bucket, algorithm))
 
 
 def merged(draft: Draft, bucket: int) -> Draft:
-    """A bucket and the next as one, sent like the one in more slices."""
+    """Merge a bucket with the next; keep the sending of the one with more slices."""
     keeps_next = draft.slices[bucket + 1] > draft.slices[bucket]
     gone = bucket if keeps_next else bucket + 1
     return replace(
@@ -101,7 +101,7 @@ def merged(draft: Draft, bucket: int) -> Draft:
 
 
 def split(draft: Draft, bucket: int, cut: int, lane: int) -> Draft:
-    """A bucket in two, the second on a lane, both else as before."""
+    """Split a bucket in two, the second on ``lane``; all else is unchanged."""
     after = bucket + 1
     return replace(
         draft,

@@ -1,4 +1,4 @@
-"""What has been simulated, and how the search climbs from one draft to the next."""
+"""Simulated drafts, and the search that climbs from one draft to the next."""
 
 from __future__ import annotations
 
@@ -34,51 +34,51 @@ if TYPE_CHECKING:
 
 
 NEAR_RATIO = 5e-3
-"""How much slower than the fastest plan found a sturdier or plainer one may be."""
+"""How much slower than the fastest plan a sturdier or plainer one may be."""
 
 EQUAL_RATIO = 1e-3
-"""Plans whose scores are this close count as equally good; the plainest is taken."""
+"""Plans whose scores differ by less count as equal; the plainest is taken."""
 
 OTHER_PACES = (0.8, 1.5)
-"""Durations of backward, over the measured one, at which plans must do well too."""
+"""Durations of backward, relative to the measured one, used in a plan's score."""
 
 _FEW_TENSORS = 16
 _FEW_LANES = 3
 _FORWARD_WORK = 16
-"""The event engine's time for a collective, over the fast models'."""
+"""The event engine's time for a collective, relative to the fast models'."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much a search tries."""
+    """Limits of a search."""
 
     climbs: int
-    """Drafts that are climbed from."""
+    """Drafts to climb from."""
 
     more_climbs: int
-    """How often the best is climbed from again, as long as that helps."""
+    """How often to climb from the best draft again, while that helps."""
 
     helps_ratio: float
-    """What a climb must bring for another to follow."""
+    """Gain of a climb that justifies another."""
 
     work_limit: int
-    """Collectives that all simulations of one climb may have: a budget that does not
-    depend on the machine, so that the plan does not either."""
+    """Collectives that one climb may simulate: a budget that does not depend on the
+    machine, so that the plan does not either."""
 
     anneal_rounds: int
-    """How often annealing begins, each time from the best."""
+    """Number of annealing runs, each from the best draft."""
 
     anneal_evaluations: int
-    """Drafts that annealing tries from the best, where buckets may differ in kind."""
+    """Drafts that annealing tries, if buckets may differ in kind."""
 
     anneal_work: int
-    """Collectives that all simulations of annealing may have."""
+    """Collectives that annealing may simulate."""
 
     pool: int
-    """Drafts near the fastest of which the sturdiest is taken."""
+    """Number of drafts near the fastest among which the sturdiest is chosen."""
 
     enough_ratio: float
-    """This near the bound that no plan beats, nothing is climbed for any more."""
+    """Distance from the lower bound within which climbing stops."""
 
 
 GAIN_RATIO = 1e-9
@@ -96,14 +96,14 @@ FULL = Effort(
 )
 
 FEW = replace(FULL, climbs=16, enough_ratio=0.0)
-"""Where there are so few tensors that a climb costs next to nothing."""
+"""For workloads with so few tensors that a climb costs next to nothing."""
 
 AGAIN = replace(FULL, climbs=2, helps_ratio=1e-3, enough_ratio=1e-4)
-"""Where plans for a model much like this one are known."""
+"""For workloads close to one whose plans are known."""
 
 
 class _Models:
-    """One workload's times, by the plainest model that knows a draft."""
+    """Iteration times of one workload, by the simplest model that supports a draft."""
 
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         self._workload = workload
@@ -111,7 +111,7 @@ class _Models:
         self._mixed = MixedModel(workload, cluster)
 
     def iteration_s(self, draft: Draft) -> float:
-        """Iteration time of a draft with overlap ``backward`` or ``forward``."""
+        """Return a draft's iteration time with overlap ``backward`` or ``forward``."""
         sending = (draft.ends, draft.lanes, draft.bucket_lanes, draft.slices)
         if draft.resources or draft.algorithms or draft.overlap == "forward":
             return self._mixed.iteration_s(
@@ -133,7 +133,7 @@ class Search:
     effort: Effort = FULL
 
     floor_s: float = 0.0
-    """What no plan's iteration is shorter than."""
+    """Lower bound on every plan's iteration."""
 
     time_limit_s: float | None = None
 
@@ -177,13 +177,13 @@ class Search:
         )
 
     def take(self, draft: Draft, iteration_s: float) -> None:
-        """Remembers a draft whose value is known."""
+        """Store a draft whose value is known."""
         self._values[draft] = iteration_s
         self.best_s = min(self.best_s, iteration_s)
 
     @property
     def few(self) -> bool:
-        """Whether there are so few tensors that more can be tried."""
+        """Whether there are few enough tensors to try more."""
         return has_few(self.workload)
 
     @property
@@ -192,7 +192,7 @@ class Search:
         return time.monotonic() >= self._deadline_s
 
     def value_s(self, draft: Draft) -> float:
-        """Iteration time of a draft, simulated once."""
+        """Return the iteration time of a draft, simulated once."""
         value = self._values.get(draft)
         if value is None:
             self._count(draft)
@@ -201,8 +201,10 @@ class Search:
         return value
 
     def leaders(self, number: int, overlap: str = "backward") -> list[Draft]:
-        """The fastest drafts of one overlap, at most half of them of one family: the
-        same numbers of lanes and slices, resources and algorithms.
+        """Return the fastest drafts of one overlap.
+
+        At most half of them belong to one family: the same numbers of lanes and slices,
+        resources and algorithms.
         """
         chosen: list[Draft] = []
         of_family: dict[object, int] = {}
@@ -223,7 +225,7 @@ class Search:
         return chosen
 
     def fastest(self) -> Draft:
-        """The plainest of the fastest drafts, up to rounding."""
+        """Return the plainest of the fastest drafts, up to rounding."""
         limit_s = self.best_s * (1.0 + GAIN_RATIO)
         return min(
             (draft for draft, value in self._values.items() if value <= limit_s),
@@ -237,20 +239,20 @@ class Search:
         self._work += work
 
     def climb(self, draft: Draft) -> None:
-        """Hill climbing from a draft towards the least iteration time.
+        """Climb from a draft toward the shortest iteration time.
 
-        One that sends nothing under backward stays as it is: it has no moves.
+        A draft that sends nothing under backward has no moves and is unchanged.
         """
         if draft.overlap != "none" and not self.enough:
             self._climbed(draft, self.value_s)
 
     @property
     def enough(self) -> bool:
-        """Whether the best is so near the bound that climbing brings nothing."""
+        """Whether the best is so close to the bound that climbing is useless."""
         return self.best_s <= self.floor_s * (1.0 + self.effort.enough_ratio)
 
     def climb_on(self, rounds: int) -> None:
-        """Climbs from the fastest draft again, as long as that helps."""
+        """Climb from the fastest draft again, while that helps."""
         for _ in range(rounds):
             before_s = self.best_s
             self.climb(self.fastest())
@@ -260,7 +262,7 @@ class Search:
     def anneal(self) -> None:
         """Anneal from the fastest draft and climb from the best found, a few times.
 
-        Where all buckets have one resource and algorithm, climbing is as good.
+        If all buckets have one resource and algorithm, climbing is as good.
         """
         for seed in range(self.effort.anneal_rounds):
             draft = self.fastest()
@@ -285,8 +287,9 @@ class Search:
         return sorted(self._values, key=lambda d: (self._values[d], plainness(d)))
 
     def _climbed(self, draft: Draft, objective: Callable[[Draft], float]) -> Draft:
-        """What climbing reaches: bucket by bucket from the last, again and again, until
-        a whole round finds nothing better or the work is used up.
+        """Return the result of climbing: bucket by bucket from the last, repeatedly.
+
+        It ends when a whole round finds nothing better or the budget is exhausted.
         """
         limit = self._work + self.effort.work_limit
         bucket = len(draft.ends) - 1
@@ -307,9 +310,9 @@ class Search:
         return draft
 
     def sturdiest(self, ceiling_s: float) -> Draft:
-        """The plainest draft of the least score, near the fastest, under the ceiling.
+        """Return the plainest draft of the least score, fast and under the ceiling.
 
-        Climbs once more, by score; then makes plainer what stays as good.
+        Climbs once more, by score, then simplifies where the score stays as good.
         """
         limit_s = min(self.best_s * (1.0 + NEAR_RATIO), ceiling_s)
         near = [draft for draft in self._ranked() if self._values[draft] <= limit_s]
@@ -339,7 +342,7 @@ class Search:
         return draft
 
     def _score(self, draft: Draft) -> float:
-        """Sum of iteration times at the measured pace and at the others."""
+        """Return the sum of iteration times at the measured pace and at the others."""
         score = self._scores.get(draft)
         if score is None:
             score = self.value_s(draft)
@@ -394,12 +397,12 @@ class Search:
             for lane in lanes:
                 if (lane, slices) != now:
                     yield with_sending(draft, bucket, lane, slices)
-        # This one and all after it some lanes on.
+        # This one and all later ones, shifted by some lanes.
         for turn in range(1, draft.lanes):
             yield turned(draft, bucket, turn)
 
     def _other_kinds(self, draft: Draft, bucket: int) -> Iterator[Draft]:
-        """Another resource or algorithm, for the bucket and for it and all after it."""
+        """Yield another resource or algorithm, for the bucket or from it on."""
         number = len(draft.ends)
         if len(self.space.resources) > 1:
             now = draft.resources[bucket] if draft.resources else None
@@ -416,19 +419,19 @@ class Search:
                 yield replace(draft, resources=(resource,) * number)
 
     def _between(self, begin: int, end: int) -> tuple[int, ...]:
-        """Candidate cuts strictly between two tensors, within what types allow."""
+        """Return cuts strictly between two tensors, within what types allow."""
         low = bisect_right(self._cuts, begin)
         high = bisect_left(self._cuts, end)
         return self._cuts[low:high]
 
 
 def has_few(workload: Workload) -> bool:
-    """Whether there are so few tensors that more can be tried."""
+    """Return whether there are few enough tensors to try more."""
     return len(workload.tensors) <= _FEW_TENSORS
 
 
 def _on_all_lanes(draft: Draft, bucket: int) -> Iterator[Draft]:
-    """A bucket and the next on any lanes, all later ones any number of lanes on."""
+    """Yield a bucket and the next on any lanes, and all later ones shifted."""
     lanes = range(draft.lanes)
     for first, second, turn in product(lanes, repeat=3):
         other = with_sending(draft, bucket, first, draft.slices[bucket])
@@ -437,7 +440,7 @@ def _on_all_lanes(draft: Draft, bucket: int) -> Iterator[Draft]:
 
 
 def paced(workload: Workload, pace: float) -> Workload:
-    """The workload with a backward that takes ``pace`` times as long."""
+    """Return the workload with a backward that takes ``pace`` times as long."""
     if pace == 1.0:
         return workload
     tensors = workload.tensors

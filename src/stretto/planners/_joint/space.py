@@ -1,4 +1,4 @@
-"""What a joint search may choose."""
+"""The choices open to a joint search."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from stretto.schema import Cluster, Workload
 
 DIMS = ("fusion", "lanes", "slices", "resource", "algorithm", "forward")
-"""Everything that can be chosen."""
+"""All dimensions that can be chosen."""
 
 RUNNABLE_DIMS = ("fusion", "lanes", "slices")
-"""What the runtime carries out today; Gloo has one algorithm and no resources."""
+"""Dimensions that the runtime applies; Gloo has one algorithm and no resources."""
 
 ALGORITHMS = ("ring", "halving_doubling", "tree", "hierarchical")
-"""Between which ``algorithm`` chooses: what needs no special network."""
+"""The choices of ``algorithm``: those that need no special network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Space:
     algorithms: tuple[str, ...] = ("ring",)
 
     forward: bool = False
-    """Whether all-gathers may go on into the next forward, for all buckets alike."""
+    """Whether all-gathers may extend into the next forward, for all buckets or none."""
 
     @property
     def mixed(self) -> bool:
@@ -49,7 +49,7 @@ class Space:
         return self.resources != (None,) or self.algorithms != ("ring",)
 
     def holds(self, draft: Draft) -> bool:
-        """Whether a draft chooses nothing that is closed."""
+        """Return whether a draft stays within the open choices."""
         return (
             draft.lanes <= self.max_lanes
             and (self.slices or max(draft.slices) == 1)
@@ -62,7 +62,7 @@ class Space:
 def space_of(
     dims: Sequence[str], max_lanes: int, workload: Workload, cluster: Cluster
 ) -> Space:
-    """The space of some dimensions on a cluster, without what can't be best there.
+    """Return the space of some dimensions on a cluster, without useless choices.
 
     Left out: algorithms that another one beats in start-up and in bytes, and levels of
     resource that send no faster than a lower one.
@@ -84,9 +84,9 @@ def space_of(
 
 
 def open_scope(dims: Sequence[str], max_lanes: int, cluster: Cluster) -> BoundScope:
-    """The plans of some dimensions on a cluster, as a bound has to cover them.
+    """Return the plans of some dimensions on a cluster that a bound has to cover.
 
-    What `space_of` leaves out as useless counts as open.
+    Choices that `space_of` leaves out as useless count as open.
     """
     algorithms: tuple[str, ...] = ("ring",)
     if "algorithm" in dims and cluster.ranks > 1:
@@ -104,7 +104,7 @@ def open_scope(dims: Sequence[str], max_lanes: int, cluster: Cluster) -> BoundSc
 
 
 def checked_dims(planner: str, dims: str | Sequence[str]) -> tuple[str, ...]:
-    """Dimensions from their names, in the order of `DIMS`; ``"all"``: all.
+    """Return dimensions from their names, in the order of `DIMS`; ``"all"``: all.
 
     Raises:
         SpecError: a name is unknown.
@@ -147,7 +147,7 @@ def _useful_resources(workload: Workload, cluster: Cluster) -> tuple[int | None,
 
 
 def _undominated(costs: dict[str, tuple[float, float, float]]) -> tuple[str, ...]:
-    """Names whose figures no other's are all at most; of equals the first."""
+    """Return the names that no other one beats; of equals the first."""
     kept: list[str] = []
     for name, mine in costs.items():
         beaten = any(

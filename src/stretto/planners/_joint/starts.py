@@ -1,4 +1,4 @@
-"""Where the search starts: families of like buckets, each at its optimum."""
+"""Starting points of the search: families of equal buckets, each at its optimum."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ _FORWARD_CAPS_MIB = (1, 4, 16, 64)
 def forward_starts(
     workload: Workload, space: Space, drafts: Sequence[Draft]
 ) -> Iterator[Draft]:
-    """Drafts with overlap ``forward``: the fastest without it, and like buckets of
-    several sizes on one lane, of the fastest one's kind.
+    """Return drafts with overlap ``forward``.
+
+    They are the fastest without it, and equal buckets of several sizes on one lane, of
+    the fastest one's kind.
     """
     for draft in drafts:
         yield replace(draft, overlap="forward")
@@ -46,10 +48,10 @@ def starts(
     space: Space,
     value_s: Callable[[Draft], float],
 ) -> Iterator[Draft]:
-    """The drafts with overlap ``backward`` from which to search in a space.
+    """Return the drafts with overlap ``backward`` from which to search in a space.
 
-    Without fusion DDP's buckets, sent in every way that is the same for all. Of the
-    pairs of resource and algorithm the best few are tried on several lanes.
+    Without fusion they have DDP's buckets, sent in every way that is the same for all.
+    The best few pairs of resource and algorithm are tried on several lanes.
     """
     if not space.fusion:
         ends = capped_ends(workload, FIRST_CAP_BYTES, CAP_BYTES)
@@ -62,7 +64,7 @@ def starts(
     if not space.mixed:
         return
     model = MixedModel(workload, cluster)
-    # The climbing puts right what joined neighbours leave out.
+    # Climbing repairs the losses from joining neighbors.
     joined = coarse(workload, _FUSED_TENSORS)
     ranked: list[tuple[float, int, tuple[int | None, str]]] = []
     for kind in product(space.resources, space.algorithms):
@@ -70,7 +72,7 @@ def starts(
         yield from drafts
         ranked.append((min(map(value_s, drafts)), len(ranked), kind))
     kinds = [kind for _, _, kind in sorted(ranked)[:_KINDS]]
-    # What is slow on one lane may be best on many: it takes the least of the device.
+    # A choice that is slow on one lane may be best on many: it uses the least compute.
     kinds.append((space.resources[0], kinds[0][1]))
     for kind in dict.fromkeys(kinds):
         for lanes, slices in _families(space):
@@ -79,8 +81,7 @@ def starts(
 
 
 def _plain(workload: Workload, cluster: Cluster, space: Space) -> Iterator[Draft]:
-    """Rings with the default resource, at the optimum for each pace and a little
-    beyond.
+    """Yield rings with the default resource, at the optimum for each pace and beyond.
 
     Beyond: with a deadline some thousandths later there are fewer buckets, which may be
     as good and is simpler.
@@ -105,7 +106,7 @@ def _of_all_kinds(
     lanes: int,
     slices: int,
 ) -> Iterator[Draft]:
-    """One kind of bucket, fused for its cost beside computation and without."""
+    """Yield one kind of bucket, fused for its cost beside computation and without."""
     workload, whole_ends = joined
     problem = _problem(workload)
     fusions: dict[tuple[int, ...], None] = {}
@@ -128,7 +129,7 @@ def _of_kind(draft: Draft, resource: int | None, algorithm: str) -> Draft:
 
 
 def _families(space: Space) -> Iterator[tuple[int, int]]:
-    """Numbers of lanes, and of slices that divide them."""
+    """Yield numbers of lanes, and of slices that divide them."""
     for lanes in _lane_numbers(space.max_lanes):
         for slices in range(1, lanes + 1 if space.slices else 2):
             if lanes % slices == 0:
@@ -136,7 +137,7 @@ def _families(space: Space) -> Iterator[tuple[int, int]]:
 
 
 def _problem(workload: Workload) -> FusionProblem:
-    """What costs are put into."""
+    """Return the fusion problem without costs, which are set later."""
     nothing = LinearCost(startup_s=0.0, s_per_byte=0.0)
     return FusionProblem(workload=workload, cost=nothing)
 
@@ -150,7 +151,7 @@ def _fusions(problem: FusionProblem, cost: LinearCost) -> Iterator[tuple[int, ..
 
 
 def _lane_numbers(max_lanes: int) -> tuple[int, ...]:
-    """All up to 8, then doubling, and the limit."""
+    """Return all numbers up to 8, then doubling, and the limit."""
     numbers = set(range(1, min(max_lanes, MAX_LANES) + 1)) | {max_lanes}
     power = 2 * MAX_LANES
     while power < max_lanes:

@@ -1,1 +1,1 @@
-"""LIBRA's optimisation problem and three searches for it: literal, grid, Pareto."""
+"""LIBRA's optimization problem and three searches for it: literal, grid, Pareto."""

@@ -1,4 +1,4 @@
-"""Lower bounds on the delay that what is not yet sent will cause."""
+"""Lower bounds on the delay that unsent bytes will cause."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FluidBound:
         self.startup_s = problem.startup_s * min(1 - v.sigma for v in problem.levels)
         total = np.array(problem.total_bytes, dtype=float)
         self.left_bytes = total[-1] - total
-        # What is ready late finds little work to hide beside, whatever comes before.
+        # Late items find little work to hide beside, whatever comes before.
         late = self.fluid_s(
             self.left_bytes[:-1], self.work_s - np.array(problem.ready_s)
         )
@@ -69,7 +69,7 @@ class FluidBound:
         return value
 
     def of(self, sent: Any, done_s: Any) -> Any:
-        """For states with ``sent`` items sent and their next start at ``done_s``."""
+        """Return bounds with ``sent`` items sent and the next start at ``done_s``."""
         import numpy as np
 
         fluid_s = self.fluid_s(self.left_bytes[sent], self.work_s - done_s)
@@ -77,7 +77,7 @@ class FluidBound:
 
 
 class GridBound:
-    r"""The dynamic program backwards on a grid that rounds in the plan's favour.
+    r"""The dynamic program run backward on a grid that rounds in the plan's favor.
 
     ``table[l, z]`` bounds the delay that items from ``l`` on still cause once at least
     ``z`` chunks of work are done: a message that is ready at $B$ starts at
@@ -102,7 +102,7 @@ class GridBound:
         after = np.array(problem.after_work_s())
         ready_edge = ready / w
         table = np.zeros((size + 1, chunks + 1))
-        # By level: the edges, then an apron for what outlasts the work.
+        # By level: the edges, then padding for messages that outlast the work.
         apron = np.arange(chunks + 3) * w
         padded = np.zeros((len(problem.levels), size + 1, 2 * chunks + 3))
         slopes = np.array(
@@ -152,7 +152,7 @@ class GridBound:
         self.table = table
 
     def of(self, sent: Any, done_s: Any) -> Any:
-        """For states with ``sent`` items sent and their next start at ``done_s``."""
+        """Return bounds with ``sent`` items sent and the next start at ``done_s``."""
         import numpy as np
 
         edge = np.clip(done_s / self.w - _SLACK, 0.0, self.chunks).astype(np.int64)
@@ -160,4 +160,4 @@ class GridBound:
 
 
 _SLACK = 1e-9
-"""Chunks by which rounding may err."""
+"""Chunks of tolerance for rounding."""

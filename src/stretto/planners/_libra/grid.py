@@ -1,4 +1,4 @@
-"""LIBRA's dynamic program on its grid, in the form of delays."""
+"""LIBRA's dynamic program on its grid, in terms of delays."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 def solve_grid(
     problem: LibraProblem, *, chunks: int, max_groups: int | None = None
 ) -> Solution:
-    r"""What Algorithm 1 finds on a grid of ``chunks``, without its loop over z'.
+    r"""Return Algorithm 1's optimum on a grid of ``chunks``, without its loop over z'.
 
     Let $D = T - z w$, the delay. A message that fits needs
     $n = \lceil \sigma_r (a + p_r m) / w \rceil$ chunks and adds
     $(a + p_r m)(1 - \sigma_r)$ to D. Waiting costs no delay, so D never rises with z,
     and of the z' that leave room the last, $z - n$, is best:
     $D_l(z) = \min_{l', r} D_{l'}(z - n) + pen$, in $O(L^2 Z J)$. Only the last edge,
-    where a message may outlast the work, takes a scan over z'. K does no more than
-    limit the number of groups; ``None`` takes one pass instead of K.
+    where a message may outlast the work, takes a scan over z'. K only limits the
+    number of groups; ``None`` takes one pass instead of K.
 
     ``backward_s`` is the grid's, at most (groups - 1) chunks above the optimum's
-    (Theorem 2); without the grid the same groups are no slower. Groups of a coarser
-    grid, merged where they are more than K, give a limit: what cannot beat it by the
-    fluid bound is left out.
+    (Theorem 2); without the grid the same groups are no slower. A coarser grid first
+    gives a limit: its groups, merged if they exceed K. States that cannot beat the
+    limit by the fluid bound are left out.
 
     Raises:
-        Infeasible: ``max_groups`` is below what types need.
+        Infeasible: ``max_groups`` is below the number that types require.
     """
     problem.check_groups(max_groups)
     if not problem.size or not problem.work_s:
@@ -51,15 +51,14 @@ def solve_grid(
 
 
 _SMALL = 1000
-"""Entries of a table up to which no coarser grid goes before."""
+"""Smaller tables are solved directly, without a coarser grid first."""
 
 BOUND_SLACK = 1e-6
-"""Chunks by which the bound may err: needs are rounded down by as much as
-`CHUNK_SLACK`."""
+"""Chunks of tolerance for the bound: needs are rounded down by up to `CHUNK_SLACK`."""
 
 
 class _Grid:
-    """The tables of one run; rows are items sent, columns edges."""
+    """The tables of one run; rows are items sent, columns are edges."""
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class _Grid:
             self.least_s[:-1] = self.fluid.of(items, ready)
 
     def _delay_s(self, solution: Solution) -> float:
-        """Delay of given groups on the grid."""
+        """Return the delay of given groups on the grid."""
         problem = self.problem
         edge, begin, delay_s = 0, 0, 0.0
         for end, j in zip(solution.ends, solution.levels, strict=True):
@@ -117,12 +116,12 @@ class _Grid:
         return table
 
     def _pass(self) -> Any:
-        """Delays with any number of groups."""
+        """Return delays with any number of groups."""
         import numpy as np
 
         problem, chunks, size = self.problem, self.chunks, self.problem.size
         table = self._start()
-        # Columns: an apron of what is out of reach, then the edges.
+        # Columns: padding for unreachable states, then the edges.
         apron = chunks + 1
         padded = np.full((size + 1, apron + chunks + 1), np.inf)
         padded[0, apron:] = 0.0
@@ -131,7 +130,7 @@ class _Grid:
         masked = 0
         for l in range(1, size + 1):  # noqa: E741
             low, first = self.first_chunk[l - 1], problem.firsts[l - 1]
-            # Later groups start later still: what is before is out of reach for all.
+            # Later groups start later still, so earlier edges are unreachable for all.
             padded[:l, apron + masked : apron + low] = np.inf
             masked = low
             row = table[l]
@@ -155,10 +154,11 @@ class _Grid:
         return table
 
     def _passes(self, groups: int) -> Any:
-        """Delays with at most 0, 1, ... ``groups`` groups.
+        """Return delays with at most 0, 1, ... ``groups`` groups.
 
-        A state is extended only if it is better than with fewer groups, which lead to
-        the same with one less, and if by the fluid bound it may beat the limit.
+        A state is extended only if it beats the one with fewer groups, which leads to
+        the same states with one group less, and if it may beat the limit by the fluid
+        bound.
         """
         import numpy as np
 
@@ -169,7 +169,7 @@ class _Grid:
         padded = np.full((groups, size + 1, apron + chunks + 1), np.inf)
         padded[0, 0, apron:] = 0.0
         windows = np.lib.stride_tricks.sliding_window_view(padded, chunks, axis=2)
-        # Of what may be extended: the least delay and the last edge.
+        # Of the states to extend: the least delay and the last edge.
         least = np.full((groups, size + 1), np.inf)
         least[0, 0] = 0.0
         last = np.full((groups, size + 1), -1)
@@ -228,7 +228,7 @@ class _Grid:
         return tables
 
     def _bound_s(self, sent: int, edges_s: Any) -> Any:
-        """What is not yet sent adds at least, by edge; it never falls."""
+        """Return the least delay that unsent items add, by edge; it never falls."""
         import numpy as np
 
         if self.fluid is None or sent == self.problem.size:
@@ -237,8 +237,10 @@ class _Grid:
         return np.maximum.accumulate(bound_s)
 
     def _late_s(self, penalties: Any, end: int) -> Any:
-        """For starts of groups up to ``end``: least delay from there on if the group
-        outlasts the work, which leaves all others for after it.
+        """Return the least delay of groups up to ``end`` that outlast the work.
+
+        It is given by the group's start, from there on. All later groups then run
+        after the work.
         """
         import numpy as np
 
@@ -249,7 +251,7 @@ class _Grid:
         return np.minimum(penalties.min(axis=0), alone_s) + self.after_s[end]
 
     def _fits(self, first: int, end: int) -> tuple[Any, Any]:
-        """Chunks that groups up to ``end`` need, and their delays; by level, start."""
+        """Return chunks that groups up to ``end`` need, and delays; by level, start."""
         import numpy as np
 
         problem = self.problem
@@ -263,11 +265,11 @@ class _Grid:
         return np.array(needs), np.array(penalties)
 
     def _last_edge(self, before: Any, rows: Any, end: int) -> tuple[float, int, int]:
-        """Least delay at the last edge with a group up to ``end``, its start's row and
-        column in ``before`` and level as one index and the level.
+        """Return the least delay at the last edge with a group up to ``end``.
 
-        ``before``: the delays of some ``rows``, columns from the first edge at which
-        the group is ready.
+        Also return its start's row and column in ``before`` and level as one index, and
+        the level. ``before``: the delays of some ``rows``, columns from the first edge
+        at which the group is ready.
         """
         import numpy as np
 
@@ -297,7 +299,7 @@ class _Grid:
         return best, where, which
 
     def _traced(self, passes: list[Any]) -> Solution:
-        """The groups that lead to the last edge of the last row."""
+        """Return the groups that lead to the last edge of the last row."""
         import numpy as np
 
         one_pass = self.max_groups is None
@@ -334,7 +336,7 @@ class _Grid:
     def _step_before(
         self, source: Any, first: int, end: int, z: int
     ) -> tuple[int, int, int]:
-        """Row, edge and level from which a delay inside the grid came."""
+        """Return row, edge and level from which a delay inside the grid came."""
         import numpy as np
 
         needs, penalties = self._fits(first, end)

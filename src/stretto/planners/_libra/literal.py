@@ -1,4 +1,4 @@
-"""LIBRA's Algorithm 1 as printed, with its slips mended: the tests' oracle."""
+"""LIBRA's Algorithm 1 as printed, with its errors fixed: the oracle for tests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from stretto.planners._libra.problem import LibraProblem
 
 CHUNK_SLACK = 1e-9
-"""By how much of a chunk work may miss an edge and still count as reaching it."""
+"""Fraction of a chunk by which work may fall short of an edge and still reach it."""
 
 
 def first_chunk(ready_s: float, chunk_s: float, chunks: int) -> int:
-    """The first edge at which an item is ready (lines 17-21).
+    """Return the first edge at which an item is ready (lines 17-21).
 
-    Printed, the search starts at 1, compares products of floats and may pass the last
-    edge: with ``[0.9]`` in 3 chunks, ``3 * w`` is below 0.9.
+    As printed, the search starts at 1, compares products of floats and may pass the
+    last edge: with ``[0.9]`` in 3 chunks, ``3 * w`` is below 0.9.
     """
     if chunk_s == 0:
         return 0
@@ -27,11 +27,11 @@ def first_chunk(ready_s: float, chunk_s: float, chunks: int) -> int:
 
 
 def solve_literal(problem: LibraProblem, *, max_groups: int, chunks: int) -> Solution:
-    r"""The optimum of Eq. 23 on a grid of ``chunks``, in $O(K L^2 Z^2 J)$.
+    r"""Return the optimum of Eq. 23 on a grid of ``chunks``, in $O(K L^2 Z^2 J)$.
 
-    Mended: line 24 tests $t_c > 0$, which is exactly 0 where the message fits;
-    $T[0][0][z] = z w$ and $T[0][l > 0] = \infty$; $l' = l$ (an empty group) stays, for
-    it makes K an upper limit. Start-up as the problem says.
+    Fixed: line 24 tests $t_c > 0$, which is exactly 0 where the message fits;
+    $T[0][0][z] = z w$ and $T[0][l > 0] = \infty$. $l' = l$ (an empty group) is kept,
+    because it makes K an upper limit. The problem defines the start-up.
     """
     problem.check_groups(max_groups)
     inf = math.inf
@@ -79,8 +79,9 @@ def solve_literal(problem: LibraProblem, *, max_groups: int, chunks: int) -> Sol
 def stage_s(
     problem: LibraProblem, size_bytes: float, z: int, z_from: int, j: int, chunks: int
 ) -> float:
-    """The stage time h of Eq. 19: a message beside the chunks from one edge to
-    another.
+    """Return the stage time h of Eq. 19.
+
+    It is the time of a message beside the chunks from one edge to another.
     """
     w = problem.work_s / chunks
     chunk_s = (z - z_from) * w

@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from stretto.planners._libra.problem import LibraProblem
 
 RATIOS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
-"""Slacks of the rounds, over the work."""
+"""Slacks of the rounds, relative to the work."""
 
 CANDIDATES = 8_000_000
-"""States that one round may look at where no slack is asked for: about a second. A
-budget that does not depend on the machine, so that the plan does not either."""
+"""States that one round may examine if no slack is requested: about a second. A budget
+that does not depend on the machine, so that the plan does not either."""
 
 FIRST_CHUNKS = 150
-"""Of the grid that finds a first step where groups are limited."""
+"""Chunks of the grid that finds a first step if groups are limited."""
 
 GRID_CHUNKS = 400
 GRID_FROM = 20
-"""Edges of a `GridBound`, and items from which on it pays."""
+"""Edges of a `GridBound`, and the number of items from which it pays off."""
 
 _GROWTH = 5.0
-"""Of a round's states over those of the round before, at a tenth of its slack."""
+"""Assumed ratio of a round's states to the previous one's, at a tenth of its slack."""
 
 
 def solve_pareto(
@@ -37,14 +37,14 @@ def solve_pareto(
     slack_s: float | None = None,
     max_groups: int | None = None,
 ) -> Solution:
-    r"""The best groups and levels, each group starting as soon as it can.
+    r"""Return the best groups and levels, each group starting as soon as it can.
 
-    For every number of items sent a front of states $(s, D)$: the work done when the
+    Every number of items sent has a front of states $(s, D)$: the work done when the
     last message ends, and the delay that messages have caused. From there a group that
     is ready at $B$ starts at $s_0 = \max(s, B)$ and leads to $(s_0 + need, D + pen)$,
-    or ends after the work, which closes the step. A state that is behind another in
-    both, within ``slack_s`` in D, is dropped; so is one whose bound (`FluidBound`,
-    `GridBound`) cannot beat the best known step. Rounds of ever smaller slack find that
+    or ends after the work, which closes the step. A state is dropped if another is
+    better in both, within ``slack_s`` in D, or if its bound (`FluidBound`,
+    `GridBound`) cannot beat the best known step. Rounds of decreasing slack find that
     step, first without cuts between items that are ready at once, then with them.
 
     Exact for ``slack_s`` 0, under LIBRA's assumption 3: no level delays more beside
@@ -53,7 +53,7 @@ def solve_pareto(
     ``max_groups`` limits the number of groups.
 
     Raises:
-        Infeasible: ``max_groups`` is below what types need.
+        Infeasible: ``max_groups`` is below the number that types require.
     """
     problem.check_groups(max_groups)
     incumbent: Solution | None = None
@@ -86,7 +86,7 @@ def solve_pareto(
 
 
 def _merged(problem: LibraProblem) -> tuple[LibraProblem, tuple[int, ...]]:
-    """The problem with items that are ready at once as one, and their ends."""
+    """Merge items that are ready at once; return the problem and their ends."""
     ready_s, firsts = problem.ready_s, problem.firsts
     ends = tuple(
         i
@@ -111,13 +111,13 @@ def _descended(
     max_groups: int | None,
     best: Solution | None,
 ) -> tuple[Solution, dict[float, int]]:
-    """What rounds of falling slack find, and how many states each looked at."""
+    """Return the result of rounds of falling slack, and the states each examined."""
     looked: dict[float, int] = {}
     bound = FluidBound(problem) if best is None else _bound(problem, best)
     for ratio in RATIOS if slack_s is None else RATIOS[:2]:
         if slack_s is not None and ratio * problem.work_s <= slack_s:
             continue
-        # The first round has no bound yet and tells little of the second.
+        # The first round has no bound yet and does not predict the second.
         growth = 1.0 if len(looked) == 1 and max_groups is None else _GROWTH
         if looked and growth * list(looked.values())[-1] > CANDIDATES:
             break
@@ -257,7 +257,7 @@ class _Round:
     def _fit_to_item(
         self, states: _States, end: int, bound: FluidBound | GridBound
     ) -> _States:
-        """The states that groups ending with an item, or later ones, may extend."""
+        """Return the states that groups ending with an item, or later, may extend."""
         import numpy as np
 
         problem = self.problem
@@ -268,7 +268,7 @@ class _Round:
         states = states.kept(mask)
         states.done_s = np.maximum(states.done_s, ready_s)
         if self.max_groups is None:
-            # Of those that wait for the item: the more is sent the better.
+            # Of the states that wait for the item, more items sent is better.
             waiting = np.flatnonzero(states.done_s <= ready_s)
             if len(waiting) > 1:
                 order = waiting[
@@ -314,7 +314,7 @@ class _Round:
         return front, front.label, levels[keep]
 
     def _undominated(self, done_s: Any, delay_s: Any) -> Any:
-        """Indices of the states that none is ahead of in both, within the slack."""
+        """Return indices of states that no other beats in both, within the slack."""
         import numpy as np
 
         order = np.lexsort((delay_s, done_s))
@@ -341,7 +341,7 @@ class _Round:
         j: int,
         after_s: float,
     ) -> None:
-        """Takes the best step in which this group is the one that outlasts the work."""
+        """Keep the best step in which this group is the one that outlasts the work."""
         import numpy as np
 
         chosen = np.flatnonzero(late & allowed)
@@ -364,7 +364,7 @@ class _Round:
         self._take(states, value, chosen, end, j)
 
     def _end(self, states: _States, delay_s: Any, ends: Any, end: int, j: int) -> None:
-        """Takes the best step whose last group ends within the work."""
+        """Keep the best step whose last group ends within the work."""
         import numpy as np
 
         chosen = np.flatnonzero(ends)

@@ -1,4 +1,4 @@
-"""One lane, whole buckets one after another, and how much of the device each may take.
+"""LIBRA's problem: whole buckets in sequence on one lane, each with a resource level.
 
 LIBRA (Duan et al.) section III-B, Eq. 7-15. Times count from the start of backward;
 *work* is backward's computation in seconds without communication.
@@ -30,7 +30,7 @@ STARTUPS = ("phase", "mixed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """What a collective does, and costs, with one level of resource."""
+    """Behavior and cost of a collective at one level of resource."""
 
     resource: int | None
 
@@ -41,18 +41,18 @@ class Level:
     """Seconds per byte of the message while computation runs: p of Eq. 6."""
 
     idle_s_per_byte: float
-    """The same once computation has ended: q."""
+    """Seconds per byte once computation has ended: q."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraProblem:
     r"""Items to be sent in contiguous groups, each at one level.
 
-    An item is a tensor with bytes, or a whole bucket where the fusion is given. With
+    An item is a tensor with bytes, or a whole bucket if the fusion is given. With
     start-up $a$, level $r$ and message $m$, communication that starts with remaining
     work $R$ takes $(a + p_r m)$ and uses $\sigma_r (a + p_r m)$ of the work if as much
-    is left. Otherwise computation ends after $u = R / \sigma_r$, and what is left goes
-    on alone. ``startup`` says how: ``mixed`` as Eq. 9-11, which spread the start-up
+    is left. Otherwise computation ends after $u = R / \sigma_r$, and the rest is sent
+    alone. ``startup`` says how: ``mixed`` as Eq. 9-11, which spread the start-up
     evenly over the message, $(a + q_r m)(1 - u / (a + p_r m))$; ``phase`` as the
     simulator: first the start-up, then bytes.
     """
@@ -64,7 +64,7 @@ class LibraProblem:
     """Bytes of the first ``l`` items, ``l`` from 0 to their number."""
 
     firsts: tuple[int, ...]
-    """For each item the first with which it may share a group."""
+    """For each item, the first item with which it may share a group."""
 
     work_s: float
 
@@ -87,8 +87,9 @@ class LibraProblem:
         return len(self.ready_s)
 
     def alone_s(self, level: Level, begin_s: float, size_bytes: float) -> float:
-        """Delay of the step, over its work, that one message adds if it starts when
-        ``begin_s`` of the work is done and nothing is sent after it.
+        """Return the step's delay beyond its work if only this message remains.
+
+        It starts when ``begin_s`` of the work is done, and nothing is sent after it.
         """
         full_s = self.startup_s + level.s_per_byte * size_bytes
         left_s = self.work_s - begin_s
@@ -98,7 +99,8 @@ class LibraProblem:
         return beside_s - left_s + self.residual_s(level, beside_s, size_bytes)
 
     def residual_s(self, level: Level, beside_s: float, size_bytes: float) -> float:
-        """Time after computation of a message that was under way for ``beside_s``:
+        """Return the time after computation of a message under way for ``beside_s``.
+
         Eq. 10, 11, or the start-up first and then bytes.
         """
         idle_s = level.idle_s_per_byte * size_bytes
@@ -111,10 +113,10 @@ class LibraProblem:
         return idle_s * (1.0 - sent)
 
     def backward_s(self, ends: Sequence[int], levels: Sequence[int]) -> float:
-        """Time of backward with its communication for these groups, exactly.
+        """Return the exact time of backward with its communication for these groups.
 
-        Group ``i`` holds the items up to, but not with, ``ends[i]``, and has level
-        ``levels[i]``. Each starts as soon as it is ready and the one before has ended.
+        Group ``i`` holds the items before ``ends[i]`` and has level ``levels[i]``. Each
+        starts as soon as it is ready and the previous one has ended.
         """
         done_s = delay_s = after_s = 0.0
         begin = 0
@@ -140,9 +142,7 @@ class LibraProblem:
         return len(self.after_work_ends(0))
 
     def after_work_ends(self, start: int) -> tuple[int, ...]:
-        """Ends of the groups for items from ``start`` on once all work is done: as few
-        as may be.
-        """
+        """Return ends of the fewest groups for items from ``start``, after all work."""
         ends: list[int] = []
         end = self.size
         while end > start:
@@ -157,9 +157,7 @@ class LibraProblem:
         return rates.index(min(rates))
 
     def after_work_s(self) -> list[float]:
-        """For ``l`` from 0: time to send all items but the first ``l`` once all work
-        is done.
-        """
+        """Return the time to send items from ``l`` on after all work, by ``l``."""
         per_byte = self.levels[self.best_idle].idle_s_per_byte
         groups = [0] * (self.size + 1)
         for start in range(self.size - 1, -1, -1):
@@ -172,10 +170,10 @@ class LibraProblem:
         ]
 
     def check_groups(self, max_groups: int | None) -> None:
-        """Requires that a limit on groups can be met.
+        """Require that a limit on groups can be met.
 
         Raises:
-            Infeasible: naming the least possible.
+            Infeasible: naming the smallest possible limit.
         """
         if max_groups is not None and max_groups < self.fewest_groups:
             raise Infeasible(
@@ -186,7 +184,7 @@ class LibraProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """Groups, their levels and what they reach."""
+    """Groups, their levels and the time of backward."""
 
     ends: tuple[int, ...]
 
@@ -198,7 +196,7 @@ class Solution:
 def with_fewer_groups(
     problem: LibraProblem, solution: Solution, max_groups: int
 ) -> Solution:
-    """The solution with neighbours merged, each time the two that cost least."""
+    """Return the solution with neighbors merged, cheapest pair first."""
     best = solution
     while len(best.ends) > max_groups:
         ends, levels = best.ends, best.levels
@@ -224,10 +222,10 @@ def with_fewer_groups(
 def levels_of(
     cluster: Cluster, resources: Sequence[int] | None = None
 ) -> tuple[Level, ...]:
-    """What each level of resource gives on a cluster, as the simulator has it.
+    """Return each resource level's costs on a cluster, as the simulator has them.
 
     ``resources`` restricts the cluster's levels. Without contention there is one level,
-    which takes nothing.
+    which does not slow computation.
 
     Raises:
         SpecError: the cluster does not list one of ``resources``.
@@ -270,10 +268,10 @@ def problem_of(
     resources: Sequence[int] | None = None,
     ends: Sequence[int] | None = None,
 ) -> tuple[LibraProblem, tuple[int, ...]]:
-    """The problem, and for each item the index of its last tensor with bytes.
+    """Return the problem, and for each item the index of its last tensor with bytes.
 
-    ``ends``: a given fusion; its buckets are the items then and stay apart. Tensors
-    and buckets without bytes are no items.
+    ``ends``: a given fusion; its buckets are then the items and stay apart. Tensors
+    and buckets without bytes are not items.
     """
     tensors = workload.tensors
     so_far = tuple(accumulate((tensor.bytes for tensor in tensors), initial=0))

@@ -1,4 +1,4 @@
-"""Which search to run, and its outcome as a draft."""
+"""Select and run a search, and return its result as a draft."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_LITERAL_STEPS = 20_000_000
 
 
 class Search:
-    """A search with its fidelity, checked once."""
+    """A search with its fidelity, validated once."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Search:
         chunks: int | None,
         slack_ratio: float | None,
     ) -> None:
-        """Requires options that a search can carry out.
+        """Require valid options.
 
         Raises:
             SpecError: naming planner, option and value.
@@ -62,11 +62,11 @@ class Search:
 
     @property
     def may_join(self) -> bool:
-        """Whether no fidelity was asked for, so that neighbors may be joined."""
+        """Whether no fidelity was requested, so that neighbors may be joined."""
         return self._search == "pareto" and self._slack_ratio is None
 
     def solved(self, problem: LibraProblem) -> Solution:
-        """The groups found, with their exact time, off the grid.
+        """Return the groups found, with their exact time, off the grid.
 
         Raises:
             Infeasible: too few groups are allowed, or the literal search would take
@@ -110,7 +110,7 @@ def draft_of(
     lasts: Sequence[int],
     ends: Sequence[int],
 ) -> Draft:
-    """Buckets up to ``ends``, each with the resource of the group that it holds.
+    """Return a draft with buckets up to ``ends``, each with its group's resource.
 
     ``lasts``: the last tensor with bytes of each of the problem's items.
     """

@@ -1,1 +1,1 @@
-"""How many GPUs each layer gets (burst parallelism, DeepPool section 4)."""
+"""Choose how many GPUs each layer gets (burst parallelism, DeepPool section 4)."""

@@ -1,11 +1,11 @@
 """Plans for graphs whose branches cross one another.
 
-Such a graph is cut where all ways through it meet. A part between two cuts that is not
+Such a graph is cut where all its paths meet. A part between two cuts that is not
 series-parallel becomes one layer, with the cut at its end, so that all of it gets the
-same GPUs; the exact search plans the rest around it. Then its layers may part again:
-each takes the width with which the sum is least, until none gains, or, where that is
-few enough, all combinations are tried and the plan is exact among those in which
-branches take turns.
+same GPUs. The exact search plans the result. Then the joined layers may differ again:
+each takes the width with the smallest sum, until none improves. If there are few enough
+combinations, all are tried and the plan is exact among those in which branches take
+turns.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from stretto.planners.burst.problem import BurstProblem
 
 MOST_TRIED = 20_000
-"""Combinations of widths; up to so many all are tried."""
+"""All combinations of widths are tried up to this number."""
 
 
 def shortest_crossing(problem: BurstProblem) -> tuple[float, Choice] | None:
-    """Time and choice of a fast plan, ``None`` where none was found in the limit.
+    """Return time and choice of a fast plan, ``None`` if none was found in the limit.
 
     Never slower than the fastest with equal widths between two cuts. Exact, with
     branches in turns, up to `MOST_TRIED` combinations.
@@ -43,7 +43,7 @@ def shortest_crossing(problem: BurstProblem) -> tuple[float, Choice] | None:
         return None
     choice = expanded(found[1], groups)
     if choice.own:
-        # What runs beside other branches stays as it is; its sum is not in turns.
+        # Branches that run beside others are unchanged; their sum is not in turns.
         return found[0], choice
     return _improved(problem, choice.widths)
 
@@ -66,7 +66,7 @@ def _best(
 def _improved(
     problem: BurstProblem, widths: tuple[int, ...]
 ) -> tuple[float, Choice] | None:
-    """One layer after another at its best width, until none gains."""
+    """Set one layer after another to its best width, until none improves."""
     best = _best(problem, [widths])
     while best is not None:
         before_s, at = best[0], best[1].widths

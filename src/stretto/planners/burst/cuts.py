@@ -1,4 +1,4 @@
-"""Layers between two cuts, where all ways through a graph meet, joined into one."""
+"""Join the layers between two cuts, where all paths through a graph meet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def expanded(choice: Choice, groups: Sequence[Sequence[int]]) -> Choice:
-    """A choice for joined layers as one for the layers in them."""
+    """Return a choice for joined layers as one for the layers in them."""
     count = sum(map(len, groups))
     widths, first = [0] * count, [0] * count
     for i, group in enumerate(groups):
@@ -31,7 +31,7 @@ def expanded(choice: Choice, groups: Sequence[Sequence[int]]) -> Choice:
 
 
 def collapsed(choice: Choice, groups: Sequence[Sequence[int]]) -> Choice:
-    """The reverse of `expanded`: each joined layer has what its last layer has."""
+    """Reverse `expanded`: each joined layer gets the choice of its last layer."""
     index = {group[0]: i for i, group in enumerate(groups)}
     first = choice.first_gpus
     return Choice(
@@ -42,9 +42,9 @@ def collapsed(choice: Choice, groups: Sequence[Sequence[int]]) -> Choice:
 
 
 def joined(profile: LayerProfile) -> tuple[LayerProfile, list[list[int]]]:
-    """The profile with parts that cross as one layer each, and which layers they were.
+    """Return the profile with each crossing part as one layer, and the layers joined.
 
-    All ways meet in a layer that no edge passes by; O(V + E) but for the parses.
+    All paths meet in a layer that no edge bypasses; O(V + E) except for the parses.
     """
     number = {layer.name: i for i, layer in enumerate(profile.layers)}
     furthest, cuts = 0, []

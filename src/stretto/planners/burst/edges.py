@@ -1,4 +1,4 @@
-"""The step over one edge of the graph, for many rows of times at once.
+"""Relaxation over one edge of the graph, for many rows of times at once.
 
 Arrays carry a suffix: r rows, h widths of the layer before, k widths of the layer
 after.
@@ -14,10 +14,10 @@ import numpy as np
 if TYPE_CHECKING:
     from stretto.planners.burst.problem import BurstProblem, Floats, Ints
 
-# Up to this many additions a step looks at each pair of widths: fewer calls are faster.
+# Up to this many additions a step tries each pair of widths: fewer calls are faster.
 _DENSE = 40_000
 
-# Up to this many widths an edge's costs stand in a table.
+# Up to this many widths an edge's costs are kept in a table.
 _TABLED = 256
 
 
@@ -26,7 +26,7 @@ class EdgeCost:
     """comm over one edge, infinite where the limit forbids it.
 
     comm grows with the samples moved alone, so the limit of a width is a window around
-    it, and the least over a window needs no look at each pair: O(n log n) for n widths
+    it, and the least over a window needs no search over pairs: O(n log n) for n widths
     with a limit, O(n) without.
     """
 
@@ -64,7 +64,7 @@ class EdgeCost:
         return cost_hk
 
     def column(self, after: int) -> Floats:
-        """The comm into one width, by the width before."""
+        """Return the comm into one width, by the width before."""
         s = self._samples
         if len(s) <= _TABLED:
             return self.dense_hk[:, after]
@@ -91,7 +91,7 @@ class EdgeCost:
         return (low, own), (own + 1, high)
 
     def relax(self, times_rh: Floats) -> Floats:
-        """The least of time and comm over the widths before, by row and width after."""
+        """Return the least of time and comm over widths before, by row, width after."""
         count = len(self._samples)
         if len(times_rh) * count * count <= _DENSE:
             best: Floats = (times_rh[:, :, None] + self.dense_hk).min(axis=1)
@@ -125,7 +125,7 @@ class EdgeCost:
 
 
 def min_plus(left_rh: Floats, right_hk: Floats) -> Floats:
-    """The min-plus product."""
+    """Return the min-plus product."""
     if left_rh.size * right_hk.shape[1] <= 2**20:
         small_rk: Floats = (left_rh[:, :, None] + right_hk).min(axis=1)
         return small_rk
@@ -136,7 +136,7 @@ def min_plus(left_rh: Floats, right_hk: Floats) -> Floats:
 
 
 def _range_min(values_hr: Floats, low: Ints, high: Ints) -> Floats:
-    """The least of each half-open window of rows, infinite for an empty one.
+    """Return the least of each half-open window of rows, infinite if it is empty.
 
     A sparse table: O(n log n) for n rows.
     """

@@ -1,4 +1,4 @@
-"""What a choice of GPUs costs, straight from the definitions."""
+"""Compute the cost of a choice of GPUs directly from the definitions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a choice costs."""
+    """Cost of a choice."""
 
     iteration_s: float
 
@@ -28,7 +28,7 @@ class Cost:
 
 
 def evaluate(problem: BurstProblem, choice: Choice) -> Cost:
-    """Time, GPU time, largest amplification and GPUs of a choice."""
+    """Return time, GPU time, largest amplification and GPUs of a choice."""
     if problem.crosses and choice.own:
         whole, groups = joined(problem.profile)
         return evaluate(replace(problem, profile=whole), collapsed(choice, groups))
@@ -38,7 +38,7 @@ def evaluate(problem: BurstProblem, choice: Choice) -> Cost:
 
 
 def in_turns(problem: BurstProblem, choice: Choice) -> Cost:
-    """The cost of a choice in which all branches take turns, for any graph."""
+    """Return the cost of a choice in which all branches take turns, for any graph."""
     layers = problem.profile.layers
     number = {layer.name: i for i, layer in enumerate(layers)}
     time_s, gpu_s, worst = 0.0, 0.0, 0.0
@@ -107,7 +107,7 @@ class _Walk:
         move_in: bool = False,
         move_out: bool = False,
     ) -> tuple[float, int]:
-        """Time and GPUs of what is between two layers."""
+        """Return time and GPUs of the part between two layers."""
         time_s, gpus = 0.0, 0
         ends = (source, *chain.nodes, target)
         for i, link in enumerate(chain.links):

@@ -1,4 +1,4 @@
-"""The best pairs of iteration time and GPU time: what a faster step costs."""
+"""Pareto front of iteration time against GPU time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def front(problem: BurstProblem) -> list[tuple[Cost, Choice]]:
-    """Plans on the lower convex hull of time and GPU time, the fastest first.
+    """Return plans on the lower convex hull of time and GPU time, the fastest first.
 
-    Each minimises time + price * GPU time for some price per second of a GPU; with
-    branches in turns that is a shortest path, so each is exact. What lies above the
-    hull is left out: taking two plans of it in turn, step by step, does better. The
-    fastest plan may have branches on GPUs of their own and comes from `shortest`.
+    Each minimizes time + price * GPU time for some price per second of a GPU; with
+    branches in turns that is a shortest path, so each is exact. Plans above the hull
+    are left out: alternating between two of its plans, step by step, does better. The
+    fastest plan may have branches on their own GPUs and comes from `shortest`.
 
-    One shortest path for each plan and one for each pair of neighbours.
+    Takes one shortest path for each plan and one for each pair of neighbors.
     """
     fastest = shortest(problem)
     if fastest is None:
@@ -46,7 +46,7 @@ def _best_of(problem: BurstProblem, price: float) -> tuple[Cost, Choice]:
 def _between(
     problem: BurstProblem, fast: tuple[Cost, Choice], slow: tuple[Cost, Choice]
 ) -> list[tuple[Cost, Choice]]:
-    """The plans of the hull between two of its plans, by time."""
+    """Return the plans of the hull between two of its plans, by time."""
     found: list[tuple[Cost, Choice]] = []
     work = [(fast, slow)]
     while work:
@@ -66,7 +66,7 @@ def _between(
 
 
 def _hull(plans: list[tuple[Cost, Choice]]) -> list[tuple[Cost, Choice]]:
-    """The lower convex hull, without what another plan is better than in both."""
+    """Return the lower convex hull, without plans that another beats in both."""
     plans = sorted(plans, key=lambda plan: (plan[0].iteration_s, plan[0].gpu_s))
     kept: list[tuple[Cost, Choice]] = []
     for plan in plans:
@@ -88,14 +88,14 @@ def _hull(plans: list[tuple[Cost, Choice]]) -> list[tuple[Cost, Choice]]:
 class _Priced:
     """The choice of least time + price * GPU time, branches in turns.
 
-    For an infinite price the least GPU time. ``_rate`` is what a second at a width
-    counts; all costs are products with it.
+    An infinite price minimizes GPU time. ``_rate`` is the weight of a second at each
+    width; all costs are products with it.
     """
 
     def __init__(self, problem: BurstProblem, price: float) -> None:
         self._problem = problem
         widths = np.array(problem.widths, float)
-        # A trace of the other cost breaks ties: no plan is found that is worse in both.
+        # A small weight of the other cost breaks ties: no plan found is worse in both.
         self._rate = (
             widths + 1e-9 if math.isinf(price) else 1 + max(price, 1e-12) * widths
         )
@@ -117,7 +117,7 @@ class _Priced:
         return Choice(widths=tuple(self._at))
 
     def _times(self, chain: Chain, start_rh: Floats) -> list[Floats]:
-        """Times after each link of a chain, a layer's own included but the last's."""
+        """Return times after each link, with each layer's own except the last's."""
         times = []
         for i, link in enumerate(chain.links):
             start_rh = min_plus(start_rh, self._table(link))
@@ -140,7 +140,7 @@ class _Priced:
         return self._tables[key]
 
     def _through(self, chain: Chain) -> Floats:
-        """Costs between the widths before and after a chain."""
+        """Return costs between the widths before and after a chain."""
         through_hk = self._table(chain.links[0])
         for node, link in zip(chain.nodes, chain.links[1:], strict=True):
             through_hk = min_plus(through_hk + self._node_s[node], self._table(link))
@@ -149,7 +149,7 @@ class _Priced:
     def _place(
         self, chain: Chain, times: list[Floats], tail: int, start_s: Floats
     ) -> int:
-        """The width before a chain; those of its layers are noted on the way."""
+        """Return the width before a chain; record those of its layers."""
         for i in reversed(range(len(chain.links))):
             before_h = times[i - 1][0] if i else start_s
             head = int((before_h + self._table(chain.links[i])[:, tail]).argmin())

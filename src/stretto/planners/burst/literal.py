@@ -1,6 +1,6 @@
-"""Algorithm 1 of DeepPool as printed, to study what it gets wrong; never to plan with.
+"""Algorithm 1 of DeepPool as printed, to study its errors; never used for planning.
 
-Its plans may pass the limit they were made for, and it may miss faster plans that keep
+Its plans may exceed the limit they were made for, and it may miss faster plans within
 it: the first predecessor is always accepted, a layer's amplification depends on a
 predecessor that the table does not keep, and the last layer's is never tested.
 """
@@ -23,7 +23,7 @@ def search_linear(
     *,
     order: Sequence[int] | None = None,
 ) -> tuple[float, tuple[int, ...]]:
-    """Time and widths of Algorithm 1's plan, line by line.
+    """Return time and widths of Algorithm 1's plan, line by line.
 
     Args:
         comp_s: by layer and width; the first width is one GPU.
@@ -31,7 +31,7 @@ def search_linear(
         comm_s: of (layer, width before it, its width), from the layer before.
         widths: numbers of GPUs.
         amplification_limit: of the paper's AmpLimit.
-        order: in which the inner loop takes widths, ascending as printed.
+        order: order in which the inner loop takes widths, ascending as printed.
 
     Amp(0, h) and comm into the first layer are undefined in print and 0 here.
     """

@@ -1,4 +1,4 @@
-"""Burst plans: the fastest within a limit, or the nearest limit that can be met."""
+"""Burst plans: the fastest within a limit, or the nearest feasible limit."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 def plan(problem: BurstProblem) -> BurstPlan:
-    """The fastest plan that keeps the amplification limit, exact under the model.
+    """Return the fastest plan within the amplification limit, exact under the model.
 
-    For a graph whose branches cross see `crossing` for what is exact. O(L n log n) for
+    For a graph whose branches cross, `crossing` says what is exact. O(L n log n) for
     a chain of L layers and n widths; see `BurstProblem.of` for n.
 
     Raises:
-        Infeasible: none keeps the limit; the nearest limit that one keeps is named.
+        Infeasible: no plan keeps the limit; the message names the nearest feasible one.
         SpecError: a needed time is not profiled.
     """
     found = (shortest_crossing if problem.crosses else shortest)(problem)
@@ -39,12 +39,12 @@ def plan(problem: BurstProblem) -> BurstPlan:
 
 
 def plans_of_front(problem: BurstProblem) -> list[BurstPlan]:
-    """The plans between which time is bought with GPU time, the fastest first.
+    """Return the Pareto front of iteration time and GPU time, the fastest first.
 
     See `front` for what is exact.
 
     Raises:
-        Infeasible: none keeps the limit; the nearest limit that one keeps is named.
+        Infeasible: no plan keeps the limit; the message names the nearest feasible one.
         SpecError: a needed time is not profiled.
     """
     if problem.crosses:
@@ -62,13 +62,13 @@ def _infeasible(problem: BurstProblem) -> Infeasible:
     limit, nearest = problem.amplification_limit, nearest_limit(problem)
     return Infeasible(
         f"no plan for {problem.profile.name!r} keeps every layer's GPU time within "
-        f"{limit:g} times that on one GPU: the nearest limit that one keeps is "
-        f"{_rounded_up(nearest):.6g}. Give that limit or a higher one"
+        f"{limit:g} times that on one GPU: the nearest feasible limit is "
+        f"{_rounded_up(nearest):.6g}. Use that limit or a higher one"
     )
 
 
 def plan_of(problem: BurstProblem, choice: Choice) -> BurstPlan:
-    """A choice as a plan, with its prediction."""
+    """Return a choice as a plan, with its prediction."""
     cost = evaluate(problem, choice)
     alone = same_width_times(problem)
     width = min(alone, key=lambda gpus: (alone[gpus], gpus))
@@ -103,7 +103,7 @@ def plan_of(problem: BurstProblem, choice: Choice) -> BurstPlan:
 
 
 def same_width_times(problem: BurstProblem) -> dict[int, float]:
-    """The iteration with all layers on equally many GPUs, by their number.
+    """Return the iteration time with all layers on the same number of GPUs, by number.
 
     Nothing moves then, so it is the sum of the layers.
     """
@@ -112,16 +112,16 @@ def same_width_times(problem: BurstProblem) -> dict[int, float]:
 
 
 def same_width(problem: BurstProblem, gpus: int) -> BurstPlan:
-    """The plan with every layer on ``gpus`` GPUs: data parallelism on so many."""
+    """Return the plan with every layer on ``gpus`` GPUs: plain data parallelism."""
     at = problem.widths.index(gpus)
     return plan_of(problem, Choice(widths=(at,) * len(problem.profile.layers)))
 
 
 def nearest_limit(problem: BurstProblem) -> float:
-    """The smallest amplification limit that some plan keeps, exact.
+    """Return the smallest amplification limit that some plan keeps, exactly.
 
-    A search by halving over the amplifications of all edges and widths: one of them is
-    the limit, and a higher limit never forbids what a lower one allows.
+    Bisects over the amplifications of all edges and widths: one of them is the limit,
+    and a higher limit never forbids a plan that a lower one allows.
     """
     if problem.crosses:
         problem = replace(problem, profile=joined(problem.profile)[0])
@@ -159,6 +159,6 @@ def _amplifications(
 
 
 def _rounded_up(value: float) -> float:
-    """The number with six digits that is not below."""
+    """Return the number rounded up to six digits."""
     scale = 10.0 ** (5 - math.floor(math.log10(value)))
     return math.ceil(value * scale) / scale

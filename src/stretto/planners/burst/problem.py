@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 TOLERANCE = 1e-9
-"""Relative; a layer's amplification may pass its limit by rounding."""
+"""Relative tolerance for a layer's amplification above its limit, for rounding."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class BurstProblem:
-    """Choose each layer's GPUs so that an iteration is short, within a limit.
+    """Choose each layer's GPUs for the shortest iteration within a limit.
 
-    The limit holds for each edge into a layer (algorithm 1 with the reading that makes
+    The limit holds for each edge into a layer (algorithm 1, in the reading that makes
     it exact): (comm + comp + sync) * gpus <= limit * comp on one GPU, for the first
     layer without comm. A layer that computes nothing has no such limit.
     """
@@ -72,12 +72,12 @@ class BurstProblem:
         widths: str | Sequence[int] = "powers",
         amplification_limit: float | None = None,
     ) -> BurstProblem:
-        r"""The problem over one of the kinds of widths, without widths of no use.
+        r"""Return the problem over one kind of widths, without useless widths.
 
-        Of the numbers of GPUs with equally many samples on the fullest GPU the smallest
-        has the same computation and transfers, at most the same synchronisation and the
-        least GPU time, so that the others can't shorten any plan. About
-        $2\sqrt{B}$ of ``all`` are left.
+        Of the numbers of GPUs with equally many samples on the most loaded GPU, the
+        smallest has the same computation and transfers, at most the same
+        synchronization and the least GPU time, so the others cannot shorten any plan.
+        About $2\sqrt{B}$ of ``all`` are left.
         """
         some = widths_of(widths, gpus, batch)
         if network.sync_grows:
@@ -107,7 +107,7 @@ class BurstProblem:
 
     @cached_property
     def samples(self) -> Floats:
-        """Samples on the fullest GPU, by width."""
+        """Samples on the most loaded GPU, by width."""
         return np.array([samples_on(self.batch, g) for g in self.widths], float)
 
     @cached_property
@@ -139,11 +139,11 @@ class BurstProblem:
 
     @cached_property
     def sample_s(self) -> list[float]:
-        """Time to move one sample of a layer's output there and back, by layer."""
+        """Time to move one sample of a layer's output and its gradient, by layer."""
         return [self.network.sample_s(layer) for layer in self.profile.layers]
 
     def comm_s(self, layer: int, source: int, target: int, *, moved: bool) -> float:
-        """The comm of a layer's output between two widths."""
+        """Return the comm of a layer's output between two widths."""
         return redistribution_s(
             self.sample_s[layer],
             self.network.delay_s,
@@ -155,7 +155,7 @@ class BurstProblem:
 
     @cached_property
     def slack_s(self) -> Floats:
-        """What comm into a layer may take at most, by layer and width."""
+        """Upper limit of comm into a layer, by layer and width."""
         if self.amplification_limit is None:
             return np.full_like(self.node_s, math.inf)
         single = np.array(self.single_s)[:, None]
@@ -164,7 +164,7 @@ class BurstProblem:
         return np.where(single > 0, slack, math.inf)
 
     def amplification(self, layer: int, width: int, comm_s: float) -> float:
-        """GPU time of a layer against one GPU's; 0 where it computes nothing."""
+        """Return a layer's GPU time relative to one GPU; 0 if it computes nothing."""
         if self.single_s[layer] <= 0:
             return 0.0
         busy_s = comm_s + float(self.node_s[layer, width])

@@ -1,9 +1,9 @@
 """Four ways to use more GPUs, compared by the time until the target is reached.
 
 DeepPool section 2: *weak* scaling gives each GPU the same samples, so the batch grows;
-*strong* scaling keeps the batch and gives each GPU fewer; *batch-optimal* scaling takes
-for each number of GPUs the batch with which the target is reached soonest; *burst*
-scaling does too, with a burst plan's step in the place of data parallelism's.
+*strong* scaling keeps the batch and gives each GPU fewer; *batch-optimal* scaling
+takes, for each number of GPUs, the batch that reaches the target soonest; *burst*
+scaling does too, with a burst plan's step in place of data parallelism's.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class ScaledWay:
     iteration_s: float
 
     target_s: float
-    """Iteration / batch * samples to the target: seconds where samples are counted."""
+    """Iteration / batch * samples to the target: seconds if samples are counted."""
 
     speedup: float
-    """Against one GPU with the given batch."""
+    """Relative to one GPU with the given batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class ScaledGpus:
     gpus: int
 
     ways: dict[str, ScaledWay | None]
-    """``None`` where the profile or the curve does not reach."""
+    """``None`` outside the range of the profile or the curve."""
 
 
 def scaling(
@@ -60,22 +60,22 @@ def scaling(
     gpus: Iterable[int],
     widths: str = "powers",
 ) -> tuple[ScaledGpus, ...]:
-    """The ways over numbers of GPUs.
+    """Return the ways over numbers of GPUs.
 
-    Batches tried are ``batch`` times powers of two and the curve's own. No time and no
-    number of samples is made up: a batch counts only where the profile has the samples
-    that a GPU gets, and the curve the batch.
+    Batches tried are ``batch`` times powers of two and the curve's own. Times and
+    numbers of samples are never extrapolated: a batch counts only if the profile has
+    the samples that a GPU gets, and the curve has the batch.
 
     Args:
         profile: layers and their times.
         efficiency: samples to the target by batch.
-        network_at: the network that so many GPUs have.
+        network_at: the network for a number of GPUs.
         batch: on one GPU, and of strong scaling.
-        gpus: numbers of them.
+        gpus: numbers of GPUs.
         widths: for the burst plans, as for a plan.
 
     Raises:
-        SpecError: one GPU can't run ``batch``, or the curve does not have it.
+        SpecError: one GPU cannot run ``batch``, or the curve does not have it.
     """
     found = _Scaling(profile, efficiency, network_at, batch, widths)
     return tuple(found.at(count) for count in gpus)
@@ -99,8 +99,8 @@ class _Scaling:
         if samples is None:
             low, high = efficiency.points[0].batch, efficiency.points[-1].batch
             raise SpecError(
-                f"{efficiency.name!r} tells of batches {low} to {high}, needed is "
-                f"{batch}: choose a batch among them, or measure that one too",
+                f"{efficiency.name!r} covers batches {low} to {high}, but {batch} is "
+                "needed: choose a batch within that range, or measure that one too",
                 place=".points",
             )
         seconds = sum(layer.compute_s(batch) for layer in profile.layers)

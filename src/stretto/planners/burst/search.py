@@ -2,12 +2,12 @@
 
 A chain is a shortest path over widths. A block of branches becomes one table, by the
 widths of the layers before and after it. In a block some branches take turns on the
-GPUs of the layer before it (their times add), each other has GPUs of its own (the
-longest counts), and the GPUs of all that run at once are at most those of the block.
+GPUs of the layer before it (their times add). Each other branch has its own GPUs (the
+longest counts). The GPUs of all that run at once are at most those of the block.
 
-First the last rule is left out, which gives lower bounds. Then only those entries of
-the tables that a shortest path uses are computed with it, until a shortest path has no
-other.
+Ignoring that last rule first gives lower bounds. Then only those entries of the tables
+that a shortest path uses are computed with it, until a shortest path uses only such
+entries.
 
 Arrays carry a suffix: r rows, h widths before, k widths after, p capacities.
 """
@@ -36,14 +36,14 @@ _GROUP = 6
 """Widths that are bounded together."""
 
 _LOOSE = 1.02
-"""A block of which a time is this much above its bound gets bounds for groups."""
+"""A block whose time exceeds its bound by this ratio gets bounds for groups."""
 
 _MOST_GROUPED = 256
-"""Up to this many widths they are."""
+"""Largest number of widths for which groups are bounded."""
 
 
 def shortest(problem: BurstProblem) -> tuple[float, Choice] | None:
-    """Time and choice of the fastest plan, ``None`` where none keeps the limit."""
+    """Return time and choice of the fastest plan, ``None`` if none keeps the limit."""
     return _Search(problem).solve()
 
 
@@ -55,26 +55,26 @@ class _Moves:
     out: bool = False
 
     def of(self, chain: Chain, link: int) -> _Moves:
-        """Those of one link of a chain."""
+        """Return the moves of one link of a chain."""
         return _Moves(self.into and link == 0, self.out and link == len(chain.nodes))
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """A branch's times, falling, by the GPUs it may use."""
+    """A branch's times, decreasing, by the GPUs it may use."""
 
     gpus: list[int]
     times_s: list[float]
 
     def need(self, time_s: float) -> int | None:
-        """The fewest GPUs with which it ends in time."""
+        """Return the fewest GPUs with which it ends in time."""
         at = bisect_left(self.times_s, -time_s, key=neg)
         return self.gpus[at] if at < len(self.gpus) else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """The best way through a block between two widths."""
+    """The best times through a block between two widths."""
 
     time_s: float
     home: list[int]
@@ -82,7 +82,7 @@ class _Pair:
 
     away: list[int]
     gpus: list[int]
-    """Of those that take turns together, then of each beside them."""
+    """GPUs of the branches that take turns together, then of each beside them."""
 
 
 _STAY, _MOVE = _Moves(), _Moves(into=True, out=True)
@@ -141,7 +141,7 @@ class _Search:
                 break
             if self._bound_groups(chain, tables, found, exact, loose, grouped):
                 continue
-            # A pair that brings the path above a known plan's time needs no exact time.
+            # A pair that raises the path above a known plan's time needs no exact time.
             path_s, spare_s = best_s, (known_s - best_s) + 1e-9 * best_s
             for i, head, tail in found:
                 link, table = chain.links[i], tables[i]
@@ -180,11 +180,11 @@ class _Search:
         loose: set[int],
         grouped: set[tuple[int, range, range]],
     ) -> bool:
-        """Raises the bounds of pairs and those near them; whether there was any to do.
+        """Raise the bounds of pairs and those near them; return whether any was raised.
 
         One bound for a group of pairs costs as much as the exact time of one of them,
-        so only those of the ``loose`` links are raised. Where a branch ends with a
-        block, the group has one width after it.
+        so only those of the ``loose`` links are raised. If a branch ends with a block,
+        the group has one width after it.
         """
         more = False
         if not _GROUP < self._count <= _MOST_GROUPED:
@@ -216,7 +216,7 @@ class _Search:
         tables: list[Floats | None],
         target: int,
     ) -> tuple[list[int], float]:
-        """The widths of a shortest path over the layers of the top chain."""
+        """Return the widths of a shortest path over the layers of the top chain."""
         times = [start_s]
         for i, link in enumerate(chain.links):
             node = chain.nodes[i] if i < len(chain.nodes) else target
@@ -256,10 +256,10 @@ class _Search:
         moves: _Moves,
         kept: list[Floats] | None = None,
     ) -> Floats:
-        """Times from each row's width before the chain to each width after it.
+        """Return times from each row's width before the chain to each width after it.
 
         ``caps`` are the GPUs each row has; ``None``: blocks have as many as they want.
-        ``kept`` receives the times after each layer; then the last link is left out.
+        ``kept`` receives the times after each layer; the last link is then left out.
         """
         times_rk: Floats | None = None
         closed_rh = None if caps is None else self._widths[None, :] > caps[:, None]
@@ -307,7 +307,7 @@ class _Search:
         return out_rk
 
     def _grid(self, chain: Chain) -> Ints:
-        """The numbers of GPUs that make a difference to a chain."""
+        """Return the numbers of GPUs that make a difference to a chain."""
         key = id(chain)
         if key not in self._grids:
             sizes = {0} if not chain.nodes else set(self._problem.widths)
@@ -330,14 +330,14 @@ class _Search:
     # blocks
 
     def _homes(self, block: Block) -> list[tuple[list[int], list[int]]]:
-        """Branches that take turns, and branches beside them, in every way."""
+        """Return branches that take turns and branches beside them, in every way."""
         key, count = id(block), len(block.branches)
         if key in self._ways:
             return self._ways[key]
         if count > _MOST_BRANCHES:
             layers = self._problem.profile.layers
             raise SpecError(
-                f"at most {_MOST_BRANCHES} branches may part at a layer, "
+                f"at most {_MOST_BRANCHES} branches may start at a layer, but "
                 f"{layers[block.source].name!r} has {count}: merge some of them",
                 place=".layers",
             )
@@ -351,7 +351,7 @@ class _Search:
         return ways
 
     def _block_free(self, block: Block, moves: _Moves) -> Floats:
-        """Times by both widths where capacity is left out: a lower bound."""
+        """Return times by both widths without a limit of capacity: a lower bound."""
         key = (id(block), moves)
         if key not in self._free:
             heads = np.arange(self._count)
@@ -366,7 +366,7 @@ class _Search:
     def _lanes(
         self, chain: Chain, head: range, tail: range, moves: _Moves
     ) -> tuple[_Lane, _Lane]:
-        """A branch's times between two widths in turns, and on GPUs of its own."""
+        """Return a branch's times between two widths, in turns and on its own GPUs."""
         grid, last = self._grid(chain), chain.links[-1]
         if not chain.nodes:
             ends_h = self._into_any(last, tail, grid, moves)
@@ -394,7 +394,7 @@ class _Search:
         return _Lane(gpus, found[0].tolist()), _Lane(gpus, found[1].tolist())
 
     def _firsts(self, chain: Chain, head: range, moves: _Moves) -> list[Floats]:
-        """Times of a first edge, by the width after it, in turns and to other GPUs."""
+        """Return a first edge's times by width after it, in turns and to other GPUs."""
         link = chain.links[0]
         if not isinstance(link, Edge):
             raise TypeError("the chain starts with a block")
@@ -406,7 +406,7 @@ class _Search:
     def _into_any(
         self, link: Edge | Block, tail: range, caps: Ints, moves: _Moves
     ) -> Floats:
-        """The least times of `_into` over some widths."""
+        """Return the least times of `_into` over some widths."""
         key = (id(link), tail, moves)
         if isinstance(link, Block):
             return self._into(link, tail.start, caps, moves)
@@ -417,9 +417,9 @@ class _Search:
         return self._columns[key]
 
     def _into(self, link: Edge | Block, tail: int, caps: Ints, moves: _Moves) -> Floats:
-        """A last link's times to one width, by the width before it.
+        """Return a last link's times to one width, by the width before it.
 
-        For a block by GPUs first.
+        For a block, by GPUs first.
         """
         if isinstance(link, Edge):
             return self._edge(link, moved=moves.into or moves.out).column(tail)
@@ -430,21 +430,21 @@ class _Search:
         return times_rh
 
     def _curve_at(self, chain: Chain, heads: Ints, moves: _Moves, tail: int) -> Floats:
-        """Times of a branch to one width, by its GPUs and some widths before it."""
+        """Return times of a branch to one width, by its GPUs and widths before it."""
         grid, last = self._grid(chain), chain.links[-1]
         end = moves.of(chain, len(chain.nodes))
         if not chain.nodes:
             return self._into(last, tail, grid, end)[None, heads]
         if _is_one_layer(chain):
-            # fast: what a layer may use with more GPUs is what it may use with less and
-            # one width more, so no table over the GPUs is needed.
+            # fast: what a layer may use with more GPUs is what it may use with fewer,
+            # plus one width, so no table over the GPUs is needed.
             first_hw = self._link(chain.links[0], None, heads, None, moves.of(chain, 0))
             after_w = self._node_s[chain.nodes[0]] + self._into(last, tail, grid, end)
             times_ph: Floats = np.minimum.accumulate((first_hw + after_w).T, axis=0)
             return times_ph
         key = (id(chain), moves)
         if len(heads) != self._count:
-            raise AssertionError("a curve is asked for from every width")
+            raise AssertionError("a curve is requested from every width")
         caps = np.repeat(grid, self._count)
         if key not in self._kept:
             kept: list[Floats] = []
@@ -456,7 +456,7 @@ class _Search:
         return times_r.reshape(len(grid), self._count)
 
     def _block_to(self, block: Block, moves: _Moves, tail: int) -> tuple[Ints, Floats]:
-        """Times to one width by capacity and the width before, for a block within."""
+        """Return an inner block's times to one width by capacity and width before."""
         if (id(block), moves) in self._full:
             grid, full_phk = self._full[id(block), moves]
             return grid, full_phk[:, :, tail]
@@ -478,12 +478,12 @@ class _Search:
         return self._to[key]
 
     def _before_last(self, chain: Chain, head: range, moves: _Moves) -> list[Floats]:
-        """Times by GPUs and the last layer's width, in turns and on GPUs of its own."""
+        """Return times by GPUs and last layer's width, in turns and on its own GPUs."""
         key = (id(chain), head, moves)
         if key not in self._states:
             grid = self._grid(chain)
             heads, caps = np.full(2 * len(grid), head.start), np.tile(grid, 2)
-            # fast: both kinds as rows of one array; they differ in the end links alone.
+            # fast: both kinds as rows of one array; only their end links differ.
             if isinstance(chain.links[0], Edge):
                 firsts = np.array(self._firsts(chain, head, moves))
                 rows_rh = np.repeat(firsts.T, len(grid), axis=1).T
@@ -517,10 +517,10 @@ class _Search:
         moves: _Moves,
         below_s: float = math.inf,
     ) -> _Pair:
-        """The best way through a block between two widths with ``cap`` GPUs.
+        """Return the best way through a block between two widths with ``cap`` GPUs.
 
-        Infinite where it takes ``below_s`` or longer. Of several widths each branch
-        may take the ones best for it, which gives a lower bound for all their pairs.
+        Infinite if it takes ``below_s`` or longer. Given several widths, each branch
+        may take its best ones, which gives a lower bound for all their pairs.
         """
         both = [self._lanes(chain, head, tail, moves) for chain in block.branches]
         turn_lanes, lanes = [one for one, _ in both], [other for _, other in both]
@@ -542,7 +542,7 @@ class _Search:
         return best
 
     def _block_full(self, block: Block, moves: _Moves) -> tuple[Ints, Floats]:
-        """Times by capacity and both widths, for a block within a branch."""
+        """Return times by capacity and both widths, for a block within a branch."""
         key = (id(block), moves)
         if key not in self._full:
             grid, n = self._block_grid(block), self._count
@@ -605,20 +605,20 @@ def _only(width: int) -> range:
 
 
 def _group(width: int, count: int) -> range:
-    """The widths, next to one another, that are bounded together with one."""
+    """Return the adjacent widths that are bounded together with this one."""
     start = width - width % _GROUP
     return range(start, min(start + _GROUP, count))
 
 
 def _is_one_layer(chain: Chain) -> bool:
-    """Whether a branch is one layer between two edges."""
+    """Return whether a branch is one layer between two edges."""
     return len(chain.nodes) == 1 and all(isinstance(x, Edge) for x in chain.links)
 
 
 def _longest(
     turns: list[Floats], beside: list[Floats], home: list[int], away: list[int]
 ) -> Floats:
-    """The sum of those that take turns, or the longest beside them."""
+    """Return the sum of those that take turns, or the longest beside them."""
     total = turns[home[0]]
     for b in home[1:]:
         total = total + turns[b]
@@ -628,7 +628,7 @@ def _longest(
 
 
 def _sum_of(curves: list[tuple[Ints, Floats]]) -> tuple[Ints, Floats]:
-    """Curves of branches that take turns as one curve over the GPUs they share."""
+    """Return one curve over their shared GPUs for branches that take turns."""
     if len(curves) == 1:
         return curves[0]
     grid = np.unique(np.concatenate([g for g, _ in curves]))
@@ -640,7 +640,7 @@ def _sum_of(curves: list[tuple[Ints, Floats]]) -> tuple[Ints, Floats]:
 
 
 def _together(lanes: list[_Lane]) -> _Lane:
-    """Branches that take turns as one lane."""
+    """Return branches that take turns as one lane."""
     if len(lanes) == 1:
         return lanes[0]
     if all(lane.gpus == lanes[0].gpus for lane in lanes):
@@ -657,10 +657,10 @@ def _together(lanes: list[_Lane]) -> _Lane:
 def _share(
     lanes: list[_Lane], cap: int, below_s: float
 ) -> tuple[float, list[int]] | None:
-    """The least time below ``below_s`` in which all lanes end, and each lane's GPUs.
+    """Return the least time below ``below_s`` in which all lanes end, with their GPUs.
 
-    A time is met where the GPUs that each lane needs for it are together at most
-    ``cap``. The least is a time of some lane; in each it is found by halving.
+    A time is feasible if the GPUs that all lanes need for it are together at most
+    ``cap``. The least is a time of some lane; bisection finds it in each.
     """
     best: tuple[float, list[int]] | None = None
     needs = _all_needs(lanes, math.nextafter(below_s, 0.0))
@@ -689,11 +689,11 @@ def _all_needs(lanes: list[_Lane], time_s: float) -> list[int] | None:
 
 
 def _share_all(lanes: list[tuple[Ints, Floats]], caps: Ints, least_pc: Floats) -> None:
-    """Lowers each column's times by capacity to what lanes sharing it need.
+    """Lower each column's times by capacity to what lanes sharing it need.
 
     The GPUs that all lanes need together fall with the time they are given. In the
-    order of all lanes' times the number of a lane's own that are past tells what it
-    needs, so one sort per column gives each time's capacity.
+    order of all lanes' times, a lane's need follows from how many of its own times have
+    passed, so one sort per column gives each time's capacity.
     """
     if len(lanes) == 1:
         ((grid, curve),) = lanes
@@ -712,7 +712,7 @@ def _share_all(lanes: list[tuple[Ints, Floats]], caps: Ints, least_pc: Floats) -
         sizes = np.append(too_many, grid[::-1])
         needs_ct += sizes[own[order_ct].cumsum(axis=1)]
         begin += len(grid)
-    # Of the times that need the same the least comes last and stays.
+    # Among times with the same need the least comes last and is kept.
     found_cp = np.full((len(times_ct), len(caps) + 1), np.inf)
     at_ct = np.searchsorted(caps, needs_ct[:, ::-1])
     found_cp[np.arange(len(times_ct))[:, None], at_ct] = times_ct[:, ::-1]

@@ -36,7 +36,7 @@ class Block:
 class Chain:
     """Layers ``nodes`` one after another, ``links[i]`` leading to ``nodes[i]``.
 
-    There is one link more, to what stands after the chain; its ends are not in it.
+    One more link leads to the layer after the chain; the ends are not part of it.
     """
 
     nodes: tuple[int, ...]
@@ -54,15 +54,15 @@ class Tree:
 
 
 def parse(profile: LayerProfile) -> Tree:
-    """The series-parallel structure of a profile's layers, in O(V + E).
+    """Return the series-parallel structure of a profile's layers, in O(V + E).
 
-    Repeatedly a layer with one edge in and one out becomes a part of one longer edge,
+    Repeatedly, a layer with one edge in and one out becomes part of one longer edge,
     and edges between the same two layers become a block (Valdes, Tarjan and Lawler,
     SIAM J. Comput. 11(2), 1982).
 
     Raises:
         SpecError: there are several first or last layers, or the graph is not
-            series-parallel; the layers that are in the way are named.
+            series-parallel; the message names the layers in the way.
     """
     number = {layer.name: i for i, layer in enumerate(profile.layers)}
     into: list[dict[int, Chain]] = [{} for _ in profile.layers]
@@ -107,14 +107,14 @@ def _only_one(profile: LayerProfile, found: list[int], which: str) -> int:
         return found[0]
     names = ", ".join(repr(profile.layers[i].name) for i in found)
     raise SpecError(
-        f"a profile needs one {which} layer, {profile.name!r} has {len(found)}: "
+        f"a profile needs one {which} layer, but {profile.name!r} has {len(found)}: "
         f"{names}. Add a layer without computation that joins them",
         place=".layers",
     )
 
 
 def _beside(source: int, target: int, one: Chain, other: Chain) -> Chain:
-    """Two chains between the same layers as one block; blocks in them are opened."""
+    """Return two chains between the same layers as one block; open blocks in them."""
     branches: list[Chain] = []
     for chain in (one, other):
         only = chain.links[0]
