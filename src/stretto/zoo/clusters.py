@@ -1,4 +1,4 @@
-"""The papers' testbeds as clusters; what is assumed stands in their provenance."""
+"""The papers' testbeds as clusters; their provenance lists the assumptions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ASC_LINK_BYTES_PER_S = 9.43 * GBIT_BYTES
 """ASC-WFBP's published figures: section III, Eq. 3 and 7-11, Eq. 43."""
 
 ASC_INTRA_HOST_BYTES_PER_S = 4.5e9
-"""Ring bytes over the time beyond one GPU's, on one host of 4 GPUs on PCIe: BERT-Large
-at batch 8, 53.04 samples/s on 4 GPUs and 49 on one, gives 4.58 GB/s."""
+"""Ring bytes over the time beyond that of one GPU, on one host of 4 GPUs on PCIe:
+BERT-Large at batch 8, 53.04 samples/s on 4 GPUs and 49 on one, gives 4.58 GB/s."""
 
 LIBRA_RESOURCES = (128, 256, 512, 1024, 2048, 4096)
 LIBRA_ALPHA2 = 1.3445e-4
@@ -38,16 +38,16 @@ LIBRA_ALPHA2 = 1.3445e-4
 AIACC_LINK_BYTES_PER_S = 30 * GBIT_BYTES
 AIACC_STREAM_SHARE = 0.30
 AIACC_LINK_SHARE = 0.95
-"""AIACC-Training section III: one stream's share of a TCP link; many streams'."""
+"""AIACC-Training section III: shares of a TCP link that one and many streams reach."""
 
 DEEPPOOL_BYTES_PER_S = 2.66e11
 DEEPPOOL_DELAY_S = 40e-6
-"""What the DeepPool authors' planner counts for one transfer."""
+"""Costs of one transfer in the DeepPool authors' planner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Testbed:
-    """One cluster that can be made for several numbers of hosts."""
+    """One cluster that can be built for several numbers of hosts."""
 
     about: str
 
@@ -56,7 +56,7 @@ class Testbed:
     build: Callable[[str, int], Cluster]
 
     fixed: bool = False
-    """Its figures hold for its own number of hosts alone."""
+    """Whether its figures hold for its own number of hosts only."""
 
 
 def _asc(name: str, hosts: int, *, capped: bool) -> Cluster:
@@ -98,7 +98,7 @@ def _asc(name: str, hosts: int, *, capped: bool) -> Cluster:
 
 
 def libra(name: str = "libra", hosts: int = 8, *, latency_s: float = 10e-6) -> Cluster:
-    """LIBRA's testbed; its rate curves and latency are unpublished and assumed."""
+    """Return LIBRA's testbed; its unpublished rate curves and latency are assumed."""
     link = 50 * GBIT_BYTES
 
     def curve(scale: float) -> RateCurve:
@@ -130,7 +130,7 @@ def libra(name: str = "libra", hosts: int = 8, *, latency_s: float = 10e-6) -> C
 
 
 def aiacc(name: str = "aiacc", hosts: int = 4) -> Cluster:
-    """AIACC-Training's cloud hosts: 30 Gb/s TCP, of which a stream gets 30 %."""
+    """Return AIACC-Training's cloud hosts: 30 Gb/s TCP, of which a stream gets 30 %."""
     return Cluster(
         name=name,
         hosts=hosts,
@@ -248,14 +248,15 @@ _TESTBEDS = {
 }
 
 CLUSTERS = {name: testbed.about for name, testbed in _TESTBEDS.items()}
-"""Names of all clusters with what they are."""
+"""Names and descriptions of all clusters."""
 
 
 def cluster(name: str, hosts: int | None = None) -> Cluster:
-    """A paper's testbed, with its own number of hosts or another.
+    """Return a paper's testbed, with its own number of hosts or another.
 
     Raises:
-        SpecError: no testbed has this name, or it is not known at so many hosts.
+        SpecError: the name is unknown, or its figures do not hold for this number of
+            hosts.
     """
     if name not in _TESTBEDS:
         raise SpecError(f"cluster must be one of {', '.join(_TESTBEDS)}, got {name!r}")
@@ -263,6 +264,6 @@ def cluster(name: str, hosts: int | None = None) -> Cluster:
     if hosts is not None and hosts != testbed.hosts and testbed.fixed:
         raise SpecError(
             f"cluster {name} is known at {testbed.hosts} host(s) only, got {hosts}: "
-            "leave the number out"
+            "omit the number"
         )
     return testbed.build(name, testbed.hosts if hosts is None else hosts)

@@ -9,7 +9,7 @@ _BOTTLENECK = 4
 
 
 def densenet(name: str, blocks: tuple[int, ...], image_size: int) -> LayerGraph:
-    """A network of dense blocks with so many layers each."""
+    """Build a network of dense blocks with the given numbers of layers."""
     net = Builder(name, f"3x{image_size}x{image_size}")
     x = net.conv("features.conv0", image(3, image_size), 64, 7, stride=2, padding=3)
     x = net.batch_norm("features.norm0", x)

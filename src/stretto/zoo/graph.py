@@ -1,6 +1,6 @@
-"""A model's layers as plain data, and what builds them.
+"""A model's layers as plain data, and the builder that creates them.
 
-A layer knows its parameters, its multiply-accumulates and its values for one sample.
+A layer has its parameters, its multiply-accumulates and its values for one sample.
 Multiply-accumulates count convolutions, linear layers and attention products; other
 layers only move memory.
 """
@@ -22,7 +22,7 @@ ELEMENT_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One tensor that is trained, by its name in PyTorch."""
+    """One trained tensor, by its name in PyTorch."""
 
     name: str
 
@@ -30,7 +30,7 @@ class Parameter:
 
     @property
     def elements(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -51,7 +51,7 @@ class Layer:
     """Multiply-accumulates for one sample, forward."""
 
     input_elements: int
-    """Values read for one sample, parameters apart."""
+    """Values read for one sample, excluding parameters."""
 
     output_elements: int
     """Values written for one sample: the activation."""
@@ -69,9 +69,9 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGraph:
-    """A model's layers in the order of forward, with what each reads.
+    """A model's layers in the order of forward, each with its inputs.
 
-    Layers that forward passes in turn but that do not read each other are branches.
+    Consecutive layers that do not read each other are branches.
     """
 
     name: str
@@ -88,7 +88,7 @@ class LayerGraph:
 
     @property
     def elements(self) -> int:
-        """Numbers in all parameters: the model's size."""
+        """Number of elements of all parameters: the model's size."""
         return sum(p.elements for p in self.parameters)
 
     @property
@@ -99,7 +99,7 @@ class LayerGraph:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a layer gives: its index in the graph and its shape for one sample."""
+    """Output of a layer: its index in the graph and its shape for one sample."""
 
     index: int
 
@@ -107,7 +107,7 @@ class Value:
 
     @property
     def elements(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -124,7 +124,7 @@ class Builder:
         self._layers: list[Layer] = []
 
     def graph(self) -> LayerGraph:
-        """What was collected."""
+        """Return the collected graph."""
         return LayerGraph(
             name=self._name, sample=self._sample, layers=tuple(self._layers)
         )
@@ -139,7 +139,7 @@ class Builder:
         macs: int = 0,
         weights: Sequence[tuple[str, tuple[int, ...]]] = (),
     ) -> Value:
-        """One layer of any kind; ``weights`` are named within the layer."""
+        """Add a layer of any kind; ``weights`` are named within the layer."""
         self._layers.append(
             Layer(
                 name=name,
@@ -168,7 +168,7 @@ class Builder:
         groups: int = 1,
         bias: bool = False,
     ) -> Value:
-        """A two-dimensional convolution."""
+        """Add a two-dimensional convolution."""
         high, wide = _pair(kernel)
         out = _window(self._name, x, (high, wide), stride, _pair(padding))
         weight = (channels, x.shape[0] // groups, high, wide)
@@ -179,7 +179,7 @@ class Builder:
         )
 
     def batch_norm(self, name: str, x: Value) -> Value:
-        """Normalisation over the batch, then the activation function in place."""
+        """Add normalization over the batch, then the activation function in place."""
         size = (x.shape[0],)
         weights = [("weight", size), ("bias", size)]
         return self.layer("batch_norm", name, [x], x.shape, weights=weights)
@@ -194,21 +194,21 @@ class Builder:
         padding: int = 0,
         round_up: bool = False,
     ) -> Value:
-        """The largest or the mean of each window."""
+        """Add the maximum or the mean of each window."""
         pad = (padding, padding)
         out = _window(self._name, x, (kernel, kernel), stride, pad, round_up=round_up)
         return self.layer("pool", name, [x], (x.shape[0], *out))
 
     def global_pool(self, name: str, x: Value) -> Value:
-        """The mean of each channel."""
+        """Add the mean of each channel."""
         return self.layer("pool", name, [x], (x.shape[0],))
 
     def add(self, name: str, values: Sequence[Value]) -> Value:
-        """The sum of values of one shape."""
+        """Add the sum of values of one shape."""
         return self.layer("add", name, values, values[0].shape)
 
     def concat(self, name: str, values: Sequence[Value]) -> Value:
-        """Values one after another along the channels."""
+        """Add the concatenation of values along the channels."""
         channels = sum(v.shape[0] for v in values)
         return self.layer("concat", name, values, (channels, *values[0].shape[1:]))
 
@@ -221,9 +221,9 @@ class Builder:
         bias: bool = True,
         weight_shape: tuple[int, ...] | None = None,
     ) -> Value:
-        """A linear layer over the last dimension, or over all of an image.
+        """Add a linear layer over the last dimension, or over all of an image.
 
-        ``weight_shape`` is the tensor's where it is stored transposed.
+        ``weight_shape`` is the tensor's shape if it is stored transposed.
         """
         image = len(x.shape) == 3
         rows = 1 if image or len(x.shape) == 1 else math.prod(x.shape[:-1])
@@ -235,13 +235,13 @@ class Builder:
         return self.layer("linear", name, [x], shape, macs=macs, weights=weights)
 
     def layer_norm(self, name: str, x: Value) -> Value:
-        """Normalisation of each position."""
+        """Add normalization of each position."""
         size = (x.shape[-1],)
         weights = [("weight", size), ("bias", size)]
         return self.layer("layer_norm", name, [x], x.shape, weights=weights)
 
     def attention(self, name: str, query: Value, key: Value, value: Value) -> Value:
-        """Products of queries with keys, and of the weights with values."""
+        """Add products of queries with keys, and of the weights with values."""
         positions, width = query.shape
         macs = 2 * positions * key.shape[0] * width
         return self.layer(
@@ -250,12 +250,12 @@ class Builder:
 
 
 def image(channels: int, size: int) -> Value:
-    """The model's input: an image."""
+    """Return the model's input: an image."""
     return Value(-1, (channels, size, size))
 
 
 def tokens(length: int) -> Value:
-    """The model's input: a sequence of token numbers."""
+    """Return the model's input: a sequence of token numbers."""
     return Value(-1, (length,))
 
 
@@ -272,14 +272,14 @@ def _window(
     *,
     round_up: bool = False,
 ) -> tuple[int, int]:
-    """Height and width of what a sliding window gives."""
+    """Return height and width of a sliding window's output."""
     out = []
     for size, reach, pad in zip(x.shape[1:], kernel, padding, strict=True):
         room = size + 2 * pad - reach
         if room < 0:
             raise SpecError(
-                f"{model}: images are too small, {size} pixels remain where a window "
-                f"of {reach} must fit; give larger ones"
+                f"{model}: images are too small: {size} pixels remain where a window "
+                f"of {reach} must fit; use larger ones"
             )
         steps = -(-room // stride) if round_up else room // stride
         out.append(steps + 1)

@@ -1,6 +1,6 @@
 """Inception-v3 and v4: Szegedy et al., CVPR 2016 and AAAI 2017.
 
-A module is a table: each branch a chain of convolutions, which may end in a fork.
+A module is a table: each branch is a chain of convolutions, which may end in a fork.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from stretto.zoo.graph import Size, Value
 
 _Step = tuple[str, int, "Size", int]
-"""Name within the module, channels, kernel, stride; strides above 1 are not padded."""
+"""Name within the module, channels, kernel, stride; strides above 1 have no padding."""
 
 _Branch = tuple["_Step | str | tuple[_Step, ...]", ...]
-"""Steps in turn: a convolution, ``mean`` or ``reduce`` (poolings), or a fork of
-convolutions that all read the same and end the branch."""
+"""Consecutive steps: a convolution, ``mean`` or ``reduce`` (poolings), or a fork of
+convolutions that all read the same input and end the branch."""
 
 
 def inception_v3(name: str, image_size: int) -> LayerGraph:
-    """Inception-v3 without its auxiliary classifier."""
+    """Build Inception-v3 without its auxiliary classifier."""
     net = Builder(name, f"3x{image_size}x{image_size}")
     x = _conv(net, "Conv2d_1a_3x3", image(3, image_size), 32, 3, stride=2)
     x = _conv(net, "Conv2d_2a_3x3", x, 32, 3)
@@ -88,7 +88,7 @@ def _conv(
 def _step(net: Builder, module: str, x: Value, step: _Step) -> Value:
     name, channels, kernel, stride = step
     high, wide = kernel if isinstance(kernel, tuple) else (kernel, kernel)
-    # "!" after a name marks a convolution of stride 1 that is not padded.
+    # "!" after a name marks a convolution of stride 1 without padding.
     padded = stride == 1 and not name.endswith("!")
     padding = (high // 2, wide // 2) if padded else 0
     return _conv(

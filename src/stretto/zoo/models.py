@@ -21,7 +21,7 @@ class Model:
     """One architecture that can be generated."""
 
     size: int
-    """The usual height and width of its images, or tokens of its sequences."""
+    """The default height and width of its images, or number of tokens."""
 
     build: Callable[[str, int], LayerGraph]
 
@@ -50,15 +50,15 @@ MODELS = tuple(_MODELS)
 
 
 def model(name: str, size: int | None = None) -> LayerGraph:
-    """The layers of a model.
+    """Return the layers of a model.
 
     Args:
         name: one of ``MODELS``.
-        size: height and width of its images, or tokens of its sequences; the usual
-            ones where ``None``.
+        size: height and width of its images, or tokens of its sequences; ``None``: the
+            model's default.
 
     Raises:
-        SpecError: no model has this name, or the size fits none of its windows.
+        SpecError: the name is unknown, or the size is too small for its windows.
     """
     if name not in _MODELS:
         raise SpecError(f"model must be one of {', '.join(_MODELS)}, got {name!r}")

@@ -47,21 +47,21 @@ def layer_profile(
     samples: Iterable[int] = SAMPLES,
     device: str = "a100",
 ) -> LayerProfile:
-    """A model of the zoo as a layer profile, its times by roofline.
+    """Return a model of the zoo as a layer profile, its times by roofline.
 
-    A batch normalisation counts with the convolution before it where nothing else reads
-    that. A layer's backward takes twice its forward. On an A100 the times of VGG-16 and
-    Inception-v3 are scaled to published ones; between the numbers of samples of those
-    the scale is interpolated, beyond them it stays.
+    A batch normalization counts with the convolution before it if nothing else reads
+    that convolution. A layer's backward takes twice its forward. On an A100 the times
+    of VGG-16 and Inception-v3 are scaled to published ones; the scale is interpolated
+    between the published numbers of samples and constant beyond them.
 
     Args:
         name: one of `MODELS`.
-        size: height and width of images or tokens of sequences; ``None``: usual.
+        size: height and width of images or tokens of sequences; ``None``: the default.
         samples: on one device; a plan needs every number that it puts on one.
         device: one of `DEVICES`.
 
     Raises:
-        SpecError: an argument is none that is known.
+        SpecError: an argument is invalid.
     """
     graph = model(name, size)
     counts = sorted(set(samples))
@@ -117,8 +117,10 @@ def layer_profile(
 
 
 def _holders(graph: LayerGraph) -> list[int]:
-    """For each layer the one it counts with: a batch normalisation with the convolution
-    that it alone reads, others with themselves.
+    """Return for each layer the one it counts with.
+
+    A batch normalization counts with the convolution that only it reads, any other
+    layer with itself.
     """
     readers: dict[int, int] = {}
     for layer in graph.layers:
@@ -133,7 +135,7 @@ def _holders(graph: LayerGraph) -> list[int]:
 
 
 def _between(scales: dict[int, float], count: int) -> float:
-    """The scale at a number of samples, linear between the known ones."""
+    """Return the scale at a number of samples, linear between the known ones."""
     if not scales:
         return 1.0
     low = max((n for n in scales if n <= count), default=min(scales))

@@ -1,6 +1,6 @@
 """Residual networks: He et al., CVPR 2016; wide ones: Zagoruyko and Komodakis, 2016.
 
-As most libraries have them, with a block's stride on its 3x3 convolution.
+As in most libraries, a block's stride is on its 3x3 convolution.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 def resnet(
     name: str, blocks: tuple[int, ...], image_size: int, *, width: int = 64
 ) -> LayerGraph:
-    """A residual network of bottleneck blocks.
+    """Build a residual network of bottleneck blocks.
 
     Args:
-        name: what to call it.
-        blocks: how many blocks each of the four stages has.
+        name: the graph's name.
+        blocks: number of blocks of each of the four stages.
         image_size: height and width of its images.
         width: channels of the first stage's 3x3 convolutions; 128 in the wide ones.
     """

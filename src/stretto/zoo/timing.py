@@ -1,13 +1,13 @@
-r"""A model's layers with times: a workload without a measurement.
+r"""Workloads with computed times: a model's layers by roofline, without a measurement.
 
 A layer's forward takes
 
 $t = \max\left(\frac{2 \cdot MAC \cdot b}{e P}, \frac{bytes}{0.8\,B}\right) + 5\,\mu s$
 
-with $b$ samples, $P$ the device's peak and $e$ the share of it that is reached, $B$ its
-memory's rate; ``bytes`` counts what the layer reads and writes, parameters included.
-Backward takes twice as long. All layers are then scaled by one factor each for forward
-and backward, so that their sums are a measured or given time.
+with $b$ samples, $P$ the device's peak, $e$ the share of it that is reached, and $B$
+the memory's rate; ``bytes`` counts what the layer reads and writes, including
+parameters. Backward takes twice as long. One factor each for forward and backward then
+scales all layers, so that their sums match a measured or given time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LAUNCH_S = 5e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What a roofline needs to know of a device."""
+    """Figures of a device for the roofline."""
 
     name: str
 
@@ -51,7 +51,7 @@ DEVICES = {"2080ti": RTX_2080TI, "v100": V100, "a100": A100}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchor:
-    """A published time of a step on one device, which scales the roofline."""
+    """A published step time on one device, which scales the roofline."""
 
     model: str
 
@@ -68,7 +68,7 @@ class Anchor:
 
 
 def _anchor(name: str, device: str, batch: int, step_s: float, source: str) -> Anchor:
-    """A step of which forward is taken to be one third."""
+    """Return a step time of which one third is assumed to be forward."""
     return Anchor(
         model=name,
         device=device,
@@ -101,11 +101,11 @@ ANCHORS = (
     _anchor("resnet50", "v100", 64, 64 / 370, "370 images/s; forward one third"),
     _anchor("vgg16", "v100", 64, 64 / 236, "assumed 236 images/s; forward one third"),
 )
-"""Single-device times, a model's most used first."""
+"""Single-device times, each model's most used first."""
 
 
 def anchor(name: str, device: str | None = None) -> Anchor | None:
-    """The published time of a model, on a device where one is given."""
+    """Return the published time of a model, on a given device or any."""
     for known in ANCHORS:
         if known.model == name and device in (None, known.device):
             return known
@@ -113,7 +113,7 @@ def anchor(name: str, device: str | None = None) -> Anchor | None:
 
 
 def layer_times_s(graph: LayerGraph, batch: int, device: Device) -> tuple[float, ...]:
-    """Each layer's forward by the roofline, for ``batch`` samples."""
+    """Return each layer's forward by the roofline, for ``batch`` samples."""
     operations_per_s = device.reached * device.peak_flops
     bytes_per_s = _MEMORY_SHARE * device.memory_bytes_per_s
     times = []
@@ -121,7 +121,7 @@ def layer_times_s(graph: LayerGraph, batch: int, device: Device) -> tuple[float,
         moved = batch * (layer.input_elements + layer.output_elements)
         moved_bytes = ELEMENT_BYTES * moved + layer.parameter_bytes
         if layer.kind == "embedding":
-            moved_bytes = 2 * batch * layer.activation_bytes  # only the rows it picks
+            moved_bytes = 2 * batch * layer.activation_bytes  # only the rows it reads
         computing_s = 2 * layer.macs * batch / operations_per_s
         times.append(max(computing_s, moved_bytes / bytes_per_s) + _LAUNCH_S)
     return tuple(times)
@@ -136,22 +136,22 @@ def workload(
     backward_s: float | None = None,
     device: str | None = None,
 ) -> Workload:
-    """A model of the zoo as a workload, its times by roofline.
+    """Return a model of the zoo as a workload, its times by roofline.
 
     Args:
         name: one of `MODELS`.
-        size: height and width of images or tokens of sequences; ``None``: usual.
-        batch: samples on a rank; ``None``: a published time's, else 32.
-        forward_s: what forward takes; with ``backward_s`` it scales the roofline.
-        backward_s: what backward takes.
-        device: one of `DEVICES`; ``None``: a published time's, else ``v100``.
+        size: height and width of images or tokens of sequences; ``None``: the default.
+        batch: samples on a rank; ``None``: that of a published time, else 32.
+        forward_s: time of forward; with ``backward_s`` it scales the roofline.
+        backward_s: time of backward.
+        device: one of `DEVICES`; ``None``: that of a published time, else ``v100``.
 
-    Without ``forward_s`` and ``backward_s`` a published time scales the roofline, where
-    there is one for this model and device; for other batches it is scaled as the
-    roofline's own times are.
+    Without ``forward_s`` and ``backward_s``, a published time for this model and device
+    scales the roofline if there is one. For other batches the published time is scaled
+    like the roofline's own times.
 
     Raises:
-        SpecError: an argument is none that is known, or only one time is given.
+        SpecError: an argument is invalid, or only one time is given.
     """
     graph = model(name, size)
     if (forward_s is None) != (backward_s is None):
@@ -195,8 +195,9 @@ def workload(
 def _tensors(
     graph: LayerGraph, times: tuple[float, ...], forward_s: float, backward_s: float
 ) -> tuple[TensorSpec, ...]:
-    """Tensors as backward meets them: ready when their layer's backward has ended,
-    needed when its forward begins.
+    """Return tensors in the order of backward.
+
+    Each is ready when its layer's backward ends, and needed when its forward begins.
     """
     total = sum(times)
     tensors: list[TensorSpec] = []

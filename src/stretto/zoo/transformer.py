@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def bert(name: str, layers: int, width: int, length: int) -> LayerGraph:
-    """BERT with its pretraining heads; the word decoder is the embedding's tensor."""
+    """Build BERT with its pretraining heads; the word decoder shares the embedding."""
     vocabulary, positions = 30522, 512
     net = Builder(name, f"{length} tokens")
     at = "bert.embeddings"
@@ -52,7 +52,7 @@ def bert(name: str, layers: int, width: int, length: int) -> LayerGraph:
 
 
 def gpt2(name: str, layers: int, width: int, length: int) -> LayerGraph:
-    """GPT-2; what predicts the next token is the embedding's tensor."""
+    """Build GPT-2; the output layer shares the embedding's tensor."""
     vocabulary, positions = 50257, 1024
     net = Builder(name, f"{length} tokens")
     parts = [
@@ -85,10 +85,10 @@ def gpt2(name: str, layers: int, width: int, length: int) -> LayerGraph:
 
 
 def transformer(name: str, length: int) -> LayerGraph:
-    """The base Transformer with one vocabulary for source, target and output.
+    """Build the base Transformer with one vocabulary for source, target and output.
 
-    AIACC-Training's Table I gives 66.5 M parameters and 145 G operations and no
-    architecture: the vocabulary and the length here are chosen to meet these.
+    AIACC-Training's Table I gives 66.5 M parameters and 145 G operations but no
+    architecture; the vocabulary and the length here are chosen to match these.
     """
     vocabulary, width, inner, layers = 43_680, 512, 2048, 6
     net = Builder(name, f"{length} tokens")
@@ -116,7 +116,7 @@ def _embedding(net: Builder, name: str, rows: int, width: int, length: int) -> V
 
 
 def _tied_output(net: Builder, name: str, x: Value, vocabulary: int) -> Value:
-    """Scores of all words, by the embedding's own tensor."""
+    """Return scores of all words, from the embedding's own tensor."""
     length, width = x.shape
     macs = length * width * vocabulary
     return net.layer("linear", name, [x], (length, vocabulary), macs=macs)

@@ -1,4 +1,4 @@
-"""VGG: Simonyan and Zisserman, ICLR 2015, without batch normalisation."""
+"""VGG: Simonyan and Zisserman, ICLR 2015, without batch normalization."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def vgg(name: str, convolutions: tuple[int, ...], image_size: int) -> LayerGraph:
-    """VGG with so many 3x3 convolutions before each of its five poolings."""
+    """Build VGG with the given numbers of 3x3 convolutions before its five poolings."""
     net = Builder(name, f"3x{image_size}x{image_size}")
     x = image(3, image_size)
     place = 0
@@ -19,7 +19,7 @@ def vgg(name: str, convolutions: tuple[int, ...], image_size: int) -> LayerGraph
         channels = min(512, 64 << stage)
         for _ in range(count):
             x = net.conv(f"features.{place}", x, channels, 3, padding=1, bias=True)
-            place += 2  # an activation function stands between
+            place += 2  # an activation function comes between
         x = net.pool(f"features.{place}", x, 2, stride=2)
         place += 1
     # The published classifier reads 7x7 pixels; other images are averaged to that.

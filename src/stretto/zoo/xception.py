@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def xception(name: str, image_size: int) -> LayerGraph:
-    """Xception with its entry, middle and exit flow."""
+    """Build Xception with its entry, middle and exit flow."""
     net = Builder(name, f"3x{image_size}x{image_size}")
     x = net.conv("conv1", image(3, image_size), 32, 3, stride=2)
     x = net.conv("conv2", net.batch_norm("bn1", x), 64, 3)
@@ -29,7 +29,7 @@ def xception(name: str, image_size: int) -> LayerGraph:
 
 
 def _separable(net: Builder, name: str, x: Value, channels: int) -> Value:
-    """A convolution of each channel, then one over the channels of each pixel."""
+    """Add a convolution of each channel, then one over the channels of each pixel."""
     y = net.conv(f"{name}.conv1", x, x.shape[0], 3, padding=1, groups=x.shape[0])
     return net.conv(f"{name}.pointwise", y, channels, 1)
 
