@@ -111,7 +111,7 @@ def rank_with_bad_input(rank: int, size: int) -> dict[str, tuple[str, str]]:
 def test_what_can_not_be_carried_out_is_refused_on_every_rank(ranks: Any) -> None:
     everyone = ranks(rank_with_bad_input, 2)
     wanted = {
-        "ranks": ("PlanMismatch", "the plan is for 3 ranks, here are 2"),
+        "ranks": ("PlanMismatch", "the plan needs 3 ranks but the job has 2"),
         "sizes": ("PlanMismatch", "sizes or edges differ"),
         "layers": ("PlanMismatch", "layer '0.0' is not in it"),
         "plans": ("RankDisagreement", "ranks hold different plans"),
@@ -123,8 +123,8 @@ def test_what_can_not_be_carried_out_is_refused_on_every_rank(ranks: Any) -> Non
         "sample": ("SpecError", "must have shape (4,)"),
         "type": ("SpecError", "got (4,) and torch.float64"),
         "empty": ("SpecError", "no sample on any rank"),
-        "modes": ("RankDisagreement", "rank 0 came with train mode"),
-        "gradients": ("RankDisagreement", "rank 0 came with enabled gradients"),
+        "modes": ("RankDisagreement", "rank 0 called with train mode"),
+        "gradients": ("RankDisagreement", "rank 0 called with enabled gradients"),
         "new plan": ("PlanMismatch", "sizes or edges differ"),
         "steps": ("SpecError", "steps must be >= 1, got 0"),
         "norm type": ("SpecError", "norm_type must be > 0"),
@@ -343,7 +343,7 @@ def test_ranks_do_not_wait_for_one_that_stopped_with_an_error(
         assert error == "CommTimeout", refused
         assert took_s < 15
     if kind != "plan":
-        assert "the other ranks do not wait for this one any more" in later[0][1]
+        assert "the other ranks no longer wait for this one" in later[0][1]
 
 
 def test_a_rank_that_catches_a_refusal_goes_on_with_the_others(ranks: Any) -> None:

@@ -17,7 +17,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name's module when it is asked for: planning starts without torch."""
+    """Import a name's module on first use, so that planning starts without torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'stretto.burst' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"stretto.burst.{_HOMES[name]}"), name)

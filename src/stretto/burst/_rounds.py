@@ -42,7 +42,7 @@ class Rounds:
     wholes: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
 
     def run(self, count: int, rows: Tensor, *, keep: bool) -> None:
-        """One step by layers and one undivided."""
+        """Run one step by layers and one whole step."""
         clock = clock_for(rows.device)
         marks = self._by_layers(clock, count, rows)
         _drop_gradients(self.graph)
@@ -65,7 +65,7 @@ class Rounds:
         return (high - low) / median(totals)
 
     def closest(self, number: int) -> Rounds:
-        """Return as many rounds as given: those whose whole steps are closest together.
+        """Return the given number of rounds whose whole steps are closest together.
 
         Other programs only ever make a round longer, and each by another amount, so
         undisturbed rounds are the ones that agree.
@@ -87,11 +87,11 @@ class Rounds:
         return replace(self, layers=layers, wholes=wholes)
 
     def layer_s(self, name: str, count: int) -> tuple[float, float]:
-        """Medians of forward and backward."""
+        """Return medians of forward and backward."""
         return _medians(self.layers[name, count])
 
     def whole_s(self, count: int) -> tuple[float, float]:
-        """Medians of forward and backward, undivided."""
+        """Return medians of forward and backward of the whole step."""
         return _medians(self.wholes[count])
 
     def _by_layers(
@@ -115,7 +115,7 @@ class Rounds:
         for node in reversed(graph.nodes):
             start = clock.mark()
             if outputs[node.name].requires_grad:
-                # .grad of the inputs, which are leaves here, takes what flows back
+                # The inputs are leaves here; their .grad receives the gradient.
                 torch.autograd.backward(outputs[node.name], gradients[node.name])
             for name, tensor in zip(node.inputs, given[node.name], strict=True):
                 if tensor.grad is not None:
@@ -125,7 +125,7 @@ class Rounds:
         return marks
 
     def record_graphs(self, rows: Mapping[int, Tensor]) -> None:
-        """Records each layer's kernels for each number of samples.
+        """Record each layer's kernels for each number of samples.
 
         Not yet run on a GPU.
         """
@@ -154,7 +154,7 @@ class _Alone(nn.Module):
 
 
 def _cut(tensor: Tensor) -> Tensor:
-    """The tensor as a layer's input that its backward ends at."""
+    """Return the tensor as a layer's input at which its backward ends."""
     return tensor.detach().requires_grad_(
         tensor.requires_grad and tensor.is_floating_point()
     )

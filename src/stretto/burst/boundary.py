@@ -3,12 +3,12 @@
 # Note [Scale of a gradient]
 Outside a burst model a gradient belongs to this rank's own mean loss, as in DDP.
 Inside, it belongs to the mean loss over the global batch: it is this rank's gradient
-times n_r / N, where the rank has n_r of N samples. An output therefore multiplies by
-that share. An input that was computed from another burst model's output divides by
-that output's share again, so that a chain D(G(z)) applies the share once; so does an
-input computed from the parameters of an ordinary module, whose gradients DDP averages
-(share 1 / ranks). A leaf, such as images that need a gradient, gets the gradient of
-the global mean loss.
+times n_r / N, if the rank has n_r of N samples. An output therefore multiplies by that
+share. An input that was computed from another burst model's output divides by that
+output's share again, so that a chain D(G(z)) applies the share once. So does an input
+computed from the parameters of an ordinary module, whose gradients DDP averages
+(share 1 / ranks). A leaf, such as images that need a gradient, gets the gradient of the
+global mean loss.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NO_DOUBLE_BACKWARD = (
 _NO_VALUES = (
     "the loss was computed with a tensor that has no values: it was kept while the "
     "burst model was captured, for example by a forward hook of a layer that this rank "
-    "does not run. Use the model's outputs alone, which every rank gets for its samples"
+    "does not run. Use only the model's outputs, which every rank gets for its samples"
 )
 
 
@@ -74,7 +74,7 @@ _OUTPUT_NODE: Any = _Output._backward_cls  # noqa: SLF001
 
 
 def is_output(node: Any) -> bool:
-    """Whether an autograd node is the output of a burst model."""
+    """Return whether an autograd node is the output of a burst model."""
     return isinstance(node, _OUTPUT_NODE)
 
 
@@ -123,9 +123,9 @@ def require_values(grad: Tensor) -> None:
 
 
 def in_checkpoint() -> bool:
-    """Whether `torch.utils.checkpoint` will run the current forward once more.
+    """Return whether `torch.utils.checkpoint` will run the current forward again.
 
-    With ``use_reentrant=True`` it is not visible until then.
+    With ``use_reentrant=True`` this is not detectable before the second run.
     """
     if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
         return True

@@ -1,22 +1,23 @@
-"""Finds gradients and parameters that a program scales by another number on each rank.
+"""Detect gradients and parameters that a program scales differently on each rank.
 
-A rank holds the gradients of the layers that it runs, so a norm that a program computes
-over `.grad` by hand is the norm of some layers, another one on each rank. Clipping by
-it, normalizing by it, or moving parameters by `rho * grad / norm` trains a model that
-one process would not train, and where no two ranks run one layer no copies differ.
+A rank holds only the gradients of the layers that it runs. A norm that a program
+computes over `.grad` by hand is therefore the norm of some layers, different on each
+rank. Clipping by it, normalizing by it, or moving parameters by `rho * grad / norm`
+trains a different model than one process would. Where no two ranks run the same layer,
+comparing copies does not find it.
 
 # Note [Factors by rank]
 When a backward has ended, a few elements of some gradients and of their parameters are
-kept. Before an optimizer's step they are compared: a gradient whose elements all became
-c times what they were was scaled by c. Parameters are compared at the next forward, and
-what an optimizer's step changes is left out: where they moved by s times the gradient,
-s is the factor. Ranks exchange their factors with each forward.
+kept. They are compared before an optimizer's step: a gradient whose elements all became
+c times what they were was scaled by c. Parameters are compared at the next forward,
+excluding the changes of optimizer steps: if they moved by s times the gradient, s is
+the factor. Ranks exchange their factors with each forward.
 
 A program may scale some layers on purpose, such as a head that learns ten times faster,
-and those may all be on one rank. Such factors stay the same, or change on all ranks
-alike; those of norms do not. So ranks may differ, but not the growth of their factors
-since the first comparison. A rank with several factors scales by layer; then none are
-compared.
+and those may all be on one rank. Such factors are constant, or change in the same way
+on all ranks; those of norms do not. So ranks may differ, but the growth of their
+factors since the first comparison may not. A rank with several factors scales by layer;
+then no factors are compared.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ NUM_VALUES = 3
 """Numbers of this module in each exchange."""
 
 _ELEMENTS = 64
-"""Of each gradient that is looked at."""
+"""Number of elements compared in each gradient."""
 
 _GRADIENTS = 8
-"""Looked at after each backward, others in each."""
+"""Number of gradients compared after each backward; they change each time."""
 
 _EVERY_ON_ACCELERATORS = 64
-"""Number of backwards between two checks that read values back from an accelerator.
+"""Number of backward passes between two checks that read values from an accelerator.
 
 Reading waits for the device. A tensor whose version changed is always read; this
-interval is for writes through ``.data``, which change no version."""
+interval is for writes through ``.data``, which do not change the version."""
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 _OTHERS_TOLERANCE = 3e-2
@@ -65,7 +66,7 @@ Values = NDArray[np.float64]
 
 @dataclass(eq=False)
 class _Sample:
-    """One parameter, and what its gradient and values were when last looked at."""
+    """One parameter, with its gradient and values when last compared."""
 
     parameter: torch.nn.Parameter
     offset: int
@@ -76,7 +77,7 @@ class _Sample:
     is_done: bool = False
     """Whether a step has used the gradient."""
     first: torch.Tensor = field(init=False)
-    """The gradient's elements when backward had ended."""
+    """The gradient's elements when backward ended."""
 
     def __post_init__(self) -> None:
         self.first = self.grad
@@ -84,7 +85,7 @@ class _Sample:
 
 @final
 class Changes:
-    """What one model's gradients and parameters went through on this rank."""
+    """Changes of one model's gradients and parameters on this rank."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -92,7 +93,7 @@ class Changes:
         self.reset()
 
     def reset(self, *, is_on: bool | None = None) -> None:
-        """Forget all; with ``is_on`` look from now on, or no more."""
+        """Forget everything; ``is_on`` enables or disables comparing from now on."""
         self.is_on = self.is_on if is_on is None else is_on
         self._samples: list[_Sample] = []
         self._turn = 0
@@ -102,18 +103,18 @@ class Changes:
         self._tolerance = 0.0
         self._before: dict[str, dict[int, float]] = {}
 
-    # What happens on this rank.
+    # Events on this rank.
 
     @torch.no_grad()
     def backward_begins(self) -> None:
-        """Look at gradients that a program changed and did not use yet."""
+        """Compare gradients that a program changed and has not used yet."""
         if self.is_on:
             self.look_at_gradients()
             self._samples = []
 
     @torch.no_grad()
     def backward_ended(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Keep some elements of the gradients that have come."""
+        """Keep some elements of the gradients that have arrived."""
         if not self.is_on:
             return
         held = [p for p in parameters if _is_readable(p)]
@@ -140,12 +141,12 @@ class Changes:
 
     @torch.no_grad()
     def look_at_gradients(self) -> None:
-        """Note by what gradients were scaled since they were last looked at."""
+        """Record by what gradients were scaled since they were last compared."""
         self._look_at_gradients(None)
 
     @torch.no_grad()
     def gradients_were_scaled(self) -> None:
-        """Leave out what all ranks have just done alike."""
+        """Exclude a scaling that all ranks have just applied."""
         for sample in self._samples:
             grad = sample.parameter.grad
             if (
@@ -158,7 +159,7 @@ class Changes:
 
     @torch.no_grad()
     def before_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Look at the gradients that an optimizer will use."""
+        """Compare the gradients that an optimizer will use."""
         if self.is_on:
             self._state = _STEPPED
             used = {id(p) for p in parameters}
@@ -167,7 +168,7 @@ class Changes:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Leave out what an optimizer's step changed."""
+        """Exclude changes by an optimizer's step."""
         for sample in self._samples:
             self._keep_values(sample)
 
@@ -225,11 +226,11 @@ class Changes:
             or self._turn % _EVERY_ON_ACCELERATORS == 0
         )
 
-    # What ranks exchange.
+    # The exchange between ranks.
 
     @torch.no_grad()
     def next_values(self) -> list[int]:
-        """Return numbers to exchange: `NUM_VALUES`."""
+        """Return `NUM_VALUES` numbers to exchange."""
         if self.is_on:
             self._look_at_parameters()
         tolerance = self._tolerance or _OTHERS_TOLERANCE
@@ -242,7 +243,7 @@ class Changes:
         return [flags + 27 * coarse, as_int(scale), as_int(move)]
 
     def require_alike(self, rows: Sequence[Sequence[int]]) -> None:
-        """Compare what the ranks exchanged; alike on all ranks.
+        """Compare the numbers that the ranks exchanged, the same on all ranks.
 
         Raises:
             RankDisagreement: on every rank, with the factors.
@@ -255,7 +256,7 @@ class Changes:
         if stepped and waited:
             name_all = self._ranks.name_all
             raise RankDisagreement(
-                f"{name_all(stepped)} took an optimizer's step with the last "
+                f"{name_all(stepped)} took an optimizer step with the last "
                 f"gradients, {name_all(waited)} did not. Decide whether to step from "
                 "values that are the same on all ranks, such as the norm that "
                 "torch.nn.utils.clip_grad_norm_ returns or model.grad_norm()"
@@ -299,15 +300,15 @@ class Changes:
         raise RankDisagreement(
             f"{what} by different factors on different ranks: {by_rank}. A rank has "
             "the gradients of the layers that it runs, so a norm over them is not the "
-            "model's. To clip use torch.nn.utils.clip_grad_norm_, whose norm is that "
-            "of all ranks; for other uses take the norm from model.grad_norm() or "
-            "torch.nn.utils.get_total_norm, called on all ranks. For other rates by "
-            "layer use the optimizer's parameter groups"
+            "model's. To clip, use torch.nn.utils.clip_grad_norm_, whose norm is over "
+            "all ranks; for other uses, take the norm from model.grad_norm() or "
+            "torch.nn.utils.get_total_norm, called on all ranks. For learning rates by "
+            "layer, use the optimizer's parameter groups"
         )
 
 
 _MOVE_TOLERANCE = 1e-2
-"""A small move of a large parameter is rounded much."""
+"""Rounding is large when a large parameter moves by little."""
 
 
 def _is_readable(parameter: torch.nn.Parameter) -> bool:
@@ -343,10 +344,10 @@ def _numbers(tensor: torch.Tensor) -> Values:
 def _factor(
     before: Values, now: Values, values: Values, tolerance: float
 ) -> float | None:
-    """Return by what a gradient was scaled; ``None`` if it can't be known.
+    """Return the factor by which a gradient was scaled; ``None`` if it is unknown.
 
-    Besides by a factor it may have changed by a weight decay, or in less than half of
-    its elements by a limit on values.
+    A weight decay may have changed it as well, and a limit on values fewer than half of
+    its elements.
     """
     if np.array_equal(before, now):
         return 1.0 if before.any() else None
@@ -377,7 +378,7 @@ def _factor(
 
 
 def _move(before: Values, now: Values, grad: Values, epsilon: float) -> float | None:
-    """Return s where a parameter moved by s times its gradient, or its square's times.
+    """Return s if a parameter moved by s times its gradient, or times its square's.
 
     The second is what adaptive sharpness-aware minimization does.
     """
@@ -403,7 +404,7 @@ def _move(before: Values, now: Values, grad: Values, epsilon: float) -> float | 
 def _summary(
     factors: list[float], tolerance: float, *, plain: float | None
 ) -> tuple[int, float]:
-    """Return how many factors there are but the plain one, and the one."""
+    """Return how many factors there are besides the plain one, and the plain one."""
     known = [f for f in factors if math.isfinite(f) and f]
     if not known:
         return _NONE, 0.0

@@ -1,8 +1,8 @@
-"""Where a rank's time goes in a step: layers, waiting, everything else.
+"""Measure how a rank spends a step: layers, waiting, everything else.
 
-One thing at a time has the clock: what begins takes it from what had it. Layers'
-backward needs no end of its own this way: autograd runs layers in reverse order, so a
-layer's ends where the next thing begins.
+One timer runs at a time; starting one stops the previous. So a layer's backward needs
+no explicit end: autograd runs layers in reverse order, and a layer's backward ends
+where the next timer starts.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 FORWARD, BACKWARD = "forward", "backward"
 OTHER = ("", "other")
-"""Loss, optimizer, the user's own code: whatever is no layer and no waiting."""
+"""Loss, optimizer, the user's own code: everything except layers and waiting."""
 
 WAITS = ("redistribution", "batch norm", "synchronisation", "counts")
 """What a rank waits for: samples or their gradients, statistics, a layer's gradients
-over its ranks, the shares that all ranks came with."""
+over its ranks, the shares of all ranks."""
 
 
 @final
 class StepClock:
-    """Adds up seconds by layer and pass, and by what is waited for."""
+    """Adds up seconds by layer and pass, and by kind of wait."""
 
     def __init__(self, now: Callable[[], float] = perf_counter) -> None:
         self._now = now
@@ -37,28 +37,28 @@ class StepClock:
         self.waited_s: dict[str, float] = defaultdict(float)
 
     def begin(self, layer: str, part: str) -> None:
-        """A layer's forward or backward begins, and what had the clock ends."""
+        """Start the timer of a layer's forward or backward; stop the previous one."""
         now_s = self._now()
         if self._has is not None:
             self.spent_s[self._has] += now_s - self._since_s
         self._has, self._since_s = (layer, part), now_s
 
     def other(self) -> None:
-        """No layer any more."""
+        """Start the timer of everything else."""
         self.begin(*OTHER)
 
     def stop(self) -> None:
-        """Nothing has the clock until the next beginning."""
+        """Stop all timers until the next one starts."""
         self.other()
         self._has = None
 
     def stamp(self, output: torch.Tensor, layer: str) -> None:
-        """Lets a layer's backward begin when the gradient of its output is there."""
+        """Start a layer's backward timer when its output's gradient arrives."""
         if output.requires_grad:
             output.register_hook(lambda _grad: self.begin(layer, BACKWARD))
 
     def wait(self, what: str, finish: Callable[[], Any]) -> None:
-        """Waits, and counts that for the waiting alone."""
+        """Wait, and count the time as waiting only."""
         before_s = self._now()
         try:
             finish()

@@ -1,10 +1,11 @@
-"""What one rank does in a forward with given shares: each layer's turn, decided once.
+"""The schedule of one rank's forward for given shares, computed once.
 
 # Note [Layers passed over]
-A rank outside a layer's ranks has neither samples nor parameters of it. It takes no
-turn: what would have to reach it in backward is handed on to the next layer, and only
-where samples arrive again is a tensor made. Moves in which a rank neither sends nor
-receives do not exist for it. The rest keep their order, on which no two ranks differ.
+A rank outside a layer's ranks has neither its samples nor its parameters. It does not
+run the layer: anything that backward must reach there is passed on to the next layer,
+and a tensor is made only where samples arrive again. Moves in which a rank neither
+sends nor receives are left out of its schedule. The rest keep their order, which is the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ class Turn:
     step: LayerStep
 
     samples: Numbers
-    """The rank's, in the order of its rows."""
+    """The rank's samples, in the order of its rows."""
 
     is_passed: bool
-    """Whether the rank is none of the layer's, see Note [Layers passed over]."""
+    """Whether the rank is outside the layer's ranks, see Note [Layers passed over]."""
 
     takes: tuple[tuple[str, int | None], ...]
-    """What it reads: the layer, and the number of its move where this rank has one."""
+    """Its inputs: the layer, and the number of its move if this rank takes part."""
 
     starts: tuple[int, ...]
     """Moves of its output in which this rank takes part."""
@@ -44,8 +45,8 @@ class Turn:
     """Samples of each of the layer's ranks."""
 
     is_tied: bool
-    """Whether samples moved before it, so that backward must come by whatever it does:
-    others wait for the gradients' way."""
+    """Whether samples moved before it, so that backward must always pass through it:
+    other ranks wait for the gradients."""
 
 
 @final
@@ -60,14 +61,14 @@ class Course:
     output_takes: int | None
 
     moves: tuple[tuple[int, Transfer, str], ...]
-    """Those in which this rank takes part: number, rows, the layer they come from."""
+    """Moves in which this rank takes part: number, rows, the layer they come from."""
 
     num_numbers: int
     """Moves of all ranks, for tags."""
 
 
 def course_of(steps: Steps, layouts: Layouts, rank: int) -> Course:
-    """One rank's turns where the ranks come with these shares."""
+    """Return one rank's schedule for these shares."""
     rows: list[tuple[Width | None, tuple[tuple[int, Width | None], ...]]]
     rows = [(None, steps.input_starts)]
     rows += [(step.width, step.starts) for step in steps.layers]

@@ -1,8 +1,9 @@
-"""Random numbers that follow a sample, not the rank on which it happens to be.
+"""Random numbers that depend on a sample, not on the rank that computes it.
 
 A sample's mask comes from a generator seeded by the model's seed, the step, the module
-and the sample's number in the global batch: so every plan and number of ranks drops the
-same, and so does one process. It is another mask than ``torch.manual_seed`` would give.
+and the sample's number in the global batch. So every plan and number of ranks drops the
+same values, and so does one process. The mask differs from that of
+``torch.manual_seed``.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 Dropout = nn.modules.dropout._DropoutNd  # noqa: SLF001
 
 _ALPHA = -1.7580993408473766
-"""What self-normalising networks drop to (Klambauer et al., 2017)."""
+"""Value to which self-normalizing networks drop (Klambauer et al., 2017)."""
 
 
 @final
 class Draws:
-    """What random numbers of a forward follow from."""
+    """State from which the random numbers of a forward are derived."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -37,11 +38,11 @@ class Draws:
         self.samples: Numbers | None = None
         """The numbers of the running layer's samples on this rank."""
         self.is_still = False
-        """Whether dropout modules run as they are, for a comparison."""
+        """Whether dropout modules run unchanged, for a comparison."""
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """Let dropout modules run as they are and no step be counted meanwhile."""
+        """Let dropout modules run unchanged and count no step."""
         step, self.is_still = self.step, True
         try:
             yield
@@ -49,7 +50,7 @@ class Draws:
             self.step, self.is_still = step, False
 
     def seeds(self, name: str) -> list[int]:
-        """One for each sample of the running layer."""
+        """Return one seed for each sample of the running layer."""
         assert self.samples is not None  # noqa: S101
         text = f"{self.seed}/{self.step}/{name}"
         base = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
@@ -61,7 +62,7 @@ class Draws:
 
 @final
 class DropoutDraw:
-    """One dropout module: stands for its ``forward``."""
+    """Replaces the ``forward`` of one dropout module."""
 
     def __init__(self, module: Any, name: str, draws: Draws) -> None:
         self.module = module
@@ -69,7 +70,7 @@ class DropoutDraw:
         self.draws = draws
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What the module gives, with each sample's own mask."""
+        """Return the module's output, with each sample's own mask."""
         if self.draws.is_still:
             made: Tensor = type(self.module).forward(self.module, x)
             return made
@@ -80,7 +81,7 @@ class DropoutDraw:
         if len(seeds) != x.shape[0]:
             raise StrettoError(
                 f"{self.name!r} drops from a tensor of {x.shape[0]} rows where its "
-                f"layer has {len(seeds)} samples: samples' masks can't be told apart. "
+                f"layer has {len(seeds)} samples: samples' masks can't be separated. "
                 "Put the dropout where the first dimension is the batch"
             )
         kept = self._kept(x, 1.0 - p, seeds)
@@ -94,7 +95,7 @@ class DropoutDraw:
         return out
 
     def _kept(self, x: Tensor, chance: float, seeds: list[int]) -> Tensor:
-        """1 where a value stays; one for each value, or for each channel."""
+        """Return 1 where a value is kept; one for each value, or for each channel."""
         shape = x.shape
         if not isinstance(self.module, (nn.Dropout, nn.AlphaDropout)):
             shape = torch.Size((*x.shape[:2], *(1 for _ in x.shape[2:])))
@@ -106,14 +107,14 @@ class DropoutDraw:
 
 
 def dropouts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The dropout modules within a layer."""
+    """Yield the dropout modules within a layer."""
     for name, part in module.named_modules():
         if isinstance(part, Dropout):
             yield name, part
 
 
 def draws_otherwise(module: nn.Module) -> bool:
-    """Whether a layer draws random numbers other than by dropout modules."""
+    """Return whether a layer draws random numbers other than by dropout modules."""
     return isinstance(module, fx.GraphModule) and any(
         node.meta.get("draws") for node in module.graph.nodes
     )
@@ -122,9 +123,9 @@ def draws_otherwise(module: nn.Module) -> bool:
 def one_by_one(
     module: nn.Module, inputs: list[Tensor], name: str, draws: Draws
 ) -> Tensor:
-    """A layer's output, each sample computed alone under its own seed.
+    """Return a layer's output, with each sample computed alone under its own seed.
 
-    Slow, and right whatever the layer draws: for attention with dropout inside.
+    Slow, but correct for anything the layer draws: for attention with inner dropout.
     """
     device = inputs[0].device
     devices = [device] if device.type == "cuda" else []

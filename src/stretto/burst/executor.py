@@ -1,11 +1,11 @@
-"""`BurstParallel`: trains a module with each layer on as many ranks as its plan says.
+"""`BurstParallel`: train a module with each layer on as many ranks as its plan says.
 
 # Note [How a rank's loss counts]
 Each rank calls the model with its share of the global batch and computes the mean loss
-over that share, as with DDP. Where rank r has n_r of N samples, the gradient of its
-output is multiplied by n_r / N (`boundary.mark_output`), and each layer's gradients are
-added over its ranks: that is the gradient of the mean loss over all N samples, whatever
-the shares. What the loss takes from a parameter directly is weighted the same way.
+over that share, as with DDP. If rank r has n_r of N samples, the gradient of its output
+is multiplied by n_r / N (`boundary.mark_output`), and each layer's gradients are added
+over its ranks. The sum is the gradient of the mean loss over all N samples, for any
+shares. The loss's direct use of a parameter is weighted in the same way.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # no
 BUCKET_BYTES = 4 * 2**20
 
 _LOOSE = "(none)"
-"""In place of a layer, for parameters that no layer uses."""
+"""Takes the place of a layer for parameters that no layer uses."""
 
 _NO_COPY = (
     "a BurstParallel holds connections and can't be copied or pickled: call refresh() "
@@ -87,7 +87,7 @@ _NO_COPY = (
 )
 
 _MOST_GRAPHS = 8
-"""Captures that are kept: of training, evaluation, under autocast or without."""
+"""Number of captures to keep: of training, evaluation, with autocast or without."""
 
 _PARALLEL = frozenset(
     (
@@ -98,49 +98,49 @@ _PARALLEL = frozenset(
 """Classes that can't be inside a burst model."""
 
 _EXTRA = "_extra_state"
-"""Under which ``state_dict`` keeps what ``get_extra_state`` returns."""
+"""Key under which ``state_dict`` keeps the result of ``get_extra_state``."""
 
 _MOST_SYNCS = 4
-"""Sets of trained parameters whose buffers are kept: a GAN freezes and unfreezes one
-model in every step."""
+"""Number of sets of trained parameters whose buffers are kept: a GAN freezes and
+unfreezes one model in every step."""
 
 
 @final
 class BurstParallel(nn.Module):
-    """A module whose layers run on the ranks that a `BurstPlan` gives them.
+    """A module whose layers run on the ranks that a `BurstPlan` assigns to them.
 
-    Used as DDP is: each rank passes its share of the global batch, gets the outputs of
-    these samples and computes the mean loss over them; shares may differ and may be
-    empty. After ``backward()`` a rank has gradients of the layers that it runs, those
-    of the mean loss over the global batch; others' are ``None``, and optimizers pass
-    them over. Every rank must call forward and backward equally often.
+    Use it like DDP: each rank passes its share of the global batch, gets the outputs of
+    these samples and computes the mean loss over them. Shares may differ and may be
+    empty. After ``backward()`` a rank has gradients of the layers that it runs: those
+    of the mean loss over the global batch. Gradients of other layers are ``None``, and
+    optimizers skip them. Every rank must call forward and backward equally often.
 
     Args:
-        module: reads and gives tensors with a row for each sample.
+        module: takes and returns tensors with a row for each sample.
         plan: made for this module's layers by `stretto burst plan`, or its file.
-        example_inputs: ``forward``'s arguments, of which only shapes and types count;
+        example_inputs: ``forward``'s arguments, of which only shapes and types matter;
             ``None``: those of the first forward.
         example_kwargs: further arguments of ``forward``, by name.
         process_group: the ranks; ``None``: all of the job.
         batch_norm: ``"sync"``: statistics of all samples, as one process computes
-            them. ``"local"``: of each rank's samples alone, which is another
-            computation for every plan; of the running ones those of a layer's first
-            rank are kept.
-        seed: dropout masks follow from it, the step, and a sample's number in the
+            them. ``"local"``: of each rank's own samples, which is a different
+            computation for every plan; running statistics are those of a layer's first
+            rank.
+        seed: dropout masks depend on it, the step, and a sample's number in the
             global batch, whatever the plan.
         timeout_s: how long to wait for another rank; ``None``: as the process group.
-        bucket_bytes: gradients sent together.
-        lanes: connections for gradients at the same time.
+        bucket_bytes: bytes of gradients sent together.
+        lanes: number of connections that send gradients at the same time.
         verify: before training, compute one small step with random rows on the ranks
             and in one process, and compare outputs, gradients and buffers. It takes
             about two steps' time and a copy of the module's memory on each rank.
 
     Raises:
         PlanMismatch: the plan is for another model or for more ranks.
-        StrettoError: on all ranks, the step that ``verify`` asks for differs from one
-            process's.
-        RankDisagreement: ranks came with different models, plans or settings.
-        SpecError: the module can't be split into layers, or an argument is wrong.
+        StrettoError: on all ranks, the step of ``verify`` differs from that of one
+            process.
+        RankDisagreement: ranks passed different models, plans or settings.
+        SpecError: the module can't be split into layers, or an argument is invalid.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class BurstParallel(nn.Module):
         )
         self._links.elsewhere = self._agreement.others_wait
         self._clock = StepClock()
-        # The graph of a last forward may keep the links; their connections end here.
+        # The last forward's graph may keep the links alive; close connections here.
         ended = weakref.finalize(self, self._links.close)
         ended.atexit = False
         weak = weakref.ref(self._links)
@@ -209,8 +209,8 @@ class BurstParallel(nn.Module):
         self._structure = Structure(module)
         self._reached = Reached(self._structure.parameters)
         self._graphs: list[LayerGraph] = []
-        """Captures of the model; the first is the plan's, others follow what changed
-        since: the mode, autocast, what its code reads."""
+        """Captures of the model. The first is the plan's; others were made after a
+        change of the mode, autocast, or values that its code reads."""
 
         self._recaptures = 0
         self._patterns: dict[tuple[bool, ...], dict[LayerGraph, Steps]] = {}
@@ -226,10 +226,10 @@ class BurstParallel(nn.Module):
         if example_inputs is not None or example_kwargs is not None:
             self._set_up(example_inputs or (), example_kwargs or {})
 
-    # Setting up.
+    # Setup.
 
     def _together(self, purpose: str, make: Callable[[], _Made]) -> _Made:
-        """Return what ``make`` gives if it fails on no rank. A meeting of all ranks.
+        """Return the result of ``make`` if it fails on no rank. Collective.
 
         Raises:
             RankDisagreement: it failed on another rank.
@@ -250,8 +250,8 @@ class BurstParallel(nn.Module):
     def _compare(
         self, purpose: str, values: Mapping[str, str], trouble: Exception | None
     ) -> None:
-        """Meet all ranks. With trouble of its own this rank raises nothing here."""
-        # There are none yet at the first meeting.
+        """Compare all ranks. A rank with an error of its own raises nothing here."""
+        # There are no connections yet at the first comparison.
         links: Links | None = vars(self).get("_links")
         try:
             with contextlib.ExitStack() as stack:
@@ -290,7 +290,7 @@ class BurstParallel(nn.Module):
             try:
                 self._require_one_process()
             except BaseException:
-                self._steps = {}  # never train what was found wrong
+                self._steps = {}  # never train a model that failed verification
                 raise
 
     def _require_one_process(self) -> None:
@@ -312,22 +312,22 @@ class BurstParallel(nn.Module):
             with self._training(), self._freshness.opened():
                 trial = Trial(self.module, graph, own, self._links, seed)
                 mine = trial.difference(examples, self._forward.draws, run)
-            self._freshness.is_stale = False  # all values are back
+            self._freshness.is_stale = False  # all values are restored
             self._changes.reset()
             texts = self._agreement.gather("verify a burst-parallel model", mine)
             rank, text = next(((i, t) for i, t in enumerate(texts) if t), (0, ""))
             if not text:
                 return
         raise StrettoError(
-            f"verify=True found that the first step by this plan is not one process's: "
-            f"{text} on {self._ranks.name(rank)}. Train {type(self.module).__name__} "
-            "with DistributedDataParallel, and report the model to stretto: its "
-            "capture is wrong"
+            f"verify=True found that the first step of this plan differs from one "
+            f"process: {text} on {self._ranks.name(rank)}. Train "
+            f"{type(self.module).__name__} with DistributedDataParallel, and report "
+            "the model to stretto: its capture is wrong"
         )
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[None]:
-        """Put the module into train mode meanwhile."""
+        """Put the module into train mode temporarily."""
         was = [(part, part.training) for part in self.module.modules()]
         try:
             if not self.module.training:  # as train() would
@@ -339,19 +339,19 @@ class BurstParallel(nn.Module):
                 part.training = flag
 
     def _capture(self) -> LayerGraph:
-        """Capture the model as it trains, which the plan is made for."""
+        """Capture the model in train mode, for which the plan is made."""
         assert self._example is not None  # noqa: S101
         with self._training(), self._freshness.opened():
             graph = capture(self.module, *self._example)
             return graph.joined([entry.layer for entry in self.plan.layers])
 
     def _capture_as_is(self, ambient: Ambient) -> LayerGraph:
-        """Capture the model in its present modes and state."""
+        """Capture the model in its current modes and state."""
         assert self._example is not None  # noqa: S101
         begin = time.monotonic()
         with self._freshness.opened():
-            # Rounding to fewer bits hides what the proof looks for; it has been given
-            # without autocast.
+            # Low precision hides the differences that the check looks for; the model
+            # was already checked without autocast.
             graph = capture(
                 self.module,
                 *self._example,
@@ -359,7 +359,7 @@ class BurstParallel(nn.Module):
                 verify=not ambient.autocast,
             )
         names = [entry.layer for entry in self.plan.layers]
-        # There may be fewer layers: some are read in training alone.
+        # There may be fewer layers: some run in training only.
         same = set(names) == {node.name for node in graph.nodes}
         if self.module.training or same:
             try:
@@ -369,21 +369,21 @@ class BurstParallel(nn.Module):
                 changed = next((name for name in found if name), "autocast")
                 raise PlanMismatch(
                     f"{changed!r} changed after the burst model was built, and the "
-                    "model now has other layers than its plan: make such changes "
+                    "model now has different layers than its plan: make such changes "
                     "before building BurstParallel, and plan again"
                 ) from exc
         unknown = [n.name for n in graph.nodes if n.name not in self._widths]
         if unknown:
             raise PlanMismatch(
-                f"layer {unknown[0]!r} runs in evaluation alone, so the plan does not "
-                "place it: let the module run the same layers in both modes"
+                f"layer {unknown[0]!r} runs in evaluation only, so it is missing from "
+                "the plan: let the module run the same layers in both modes"
             )
         self._recaptures += 1
         if self._recaptures in (8, 64, 512):
             _log.warning(
                 "stretto: the burst model was captured again %d times, the last in "
-                "%.2g s, because %r had changed, which its forward reads: pass what "
-                "changes in each step as an input tensor or keep it in a buffer",
+                "%.2g s, because %r, which its forward reads, had changed: pass values "
+                "that change in each step as an input tensor or keep them in a buffer",
                 self._recaptures,
                 time.monotonic() - begin,
                 self._graphs[-1].outdated() or "a mode",
@@ -399,7 +399,7 @@ class BurstParallel(nn.Module):
         *,
         more: str = "",
     ) -> None:
-        """Requires that all ranks have come with the same model, plan and settings."""
+        """Require that all ranks pass the same model, plan and settings."""
         if self._ranks.size > 1:
             digest = "none" if graph is None else graph.digest
             operations = "none" if graph is None else graph.semantics
@@ -466,7 +466,7 @@ class BurstParallel(nn.Module):
         self._use_trained(self._structure.trained())
 
     def _use_trained(self, trained: tuple[bool, ...]) -> None:
-        """Follow which parameters need a gradient; local to this rank."""
+        """Update which parameters need a gradient; local to this rank."""
         is_on = True
         if self._sync is not None:
             is_on = self._sync.is_on
@@ -547,7 +547,7 @@ class BurstParallel(nn.Module):
         return self._steps[graph]
 
     def _graph_now(self) -> LayerGraph:
-        """Return the capture that fits the present modes; local to this rank."""
+        """Return the capture for the current modes; local to this rank."""
         ambient = Ambient.now(self._device_used)
         for graph in self._graphs:
             if graph.ambient == ambient and graph.outdated() is None:
@@ -565,26 +565,26 @@ class BurstParallel(nn.Module):
         return graph
 
     def _trouble(self) -> StrettoError | None:
-        """Return why the model can't run as it is now."""
+        """Return the reason why the model can't run now."""
         changed = self._structure.changed()
         if changed is None:
             return None
         return StrettoError(
             f"{changed!r} was replaced or moved after the burst model was built, which "
-            "goes on with what it had: build BurstParallel again after changing the "
+            "still uses the old one: build BurstParallel again after changing the "
             "module"
         )
 
     # Running.
 
-    # torch.compile runs the model as it is.
+    # torch.compile runs the model uncompiled.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output for this rank's share of the global batch.
+        """Return the module's output for this rank's share of the global batch.
 
         Raises:
             SpecError: a sample has another shape or type than the example's.
-            RankDisagreement: ranks came in different modes, or one with bad input.
+            RankDisagreement: ranks called in different modes, or one had invalid input.
             CommTimeout: a rank was lost, or stopped with an error of its own.
         """
         try:
@@ -621,7 +621,7 @@ class BurstParallel(nn.Module):
     def _ready_steps(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Steps, StrettoError | None]:
-        """The steps of the next forward, and why it can't run."""
+        """Return the steps of the next forward, and the reason if it can't run."""
         if not self._steps:
             self._set_up(args, kwargs)
         trouble = self._trouble()
@@ -637,7 +637,7 @@ class BurstParallel(nn.Module):
     def _through_layers(
         self, steps: Steps, batch: Tensor, trouble: StrettoError | None
     ) -> Tensor:
-        """The layers' output for this rank's packed rows, ready for backward."""
+        """Return the layers' output for this rank's packed rows, ready for backward."""
         self._cut_short()
         self._links.refusals.next_step()
         self._mover.settle()
@@ -697,9 +697,9 @@ class BurstParallel(nn.Module):
     def _packed(
         self, graph: LayerGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, StrettoError | None]:
-        """The input as one tensor; where arguments are wrong a scalar, and the error.
+        """Return the input as one tensor; a scalar and the error if it is invalid.
 
-        Each input tensor is marked by itself: one may come from another burst model
+        Each input tensor is marked separately: one may come from another burst model
         while another is a leaf.
         """
         try:
@@ -711,7 +711,7 @@ class BurstParallel(nn.Module):
             return torch.zeros(()), exc
 
     def _refuse_callers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse wrappers and transforms around the model.
+        """Reject wrappers and transforms around the model.
 
         Raises:
             StrettoError: naming the wrapper or transform.
@@ -740,7 +740,7 @@ class BurstParallel(nn.Module):
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """Tell the others where this rank can't end the step."""
+        """Inform the other ranks if this rank can't finish the step."""
         try:
             yield
         except Exception as exc:
@@ -749,9 +749,9 @@ class BurstParallel(nn.Module):
             raise
 
     def _output_backward(self, grad: Tensor, *, known: bool) -> None:
-        """Note that backward comes from the model's output, with its gradient.
+        """Record that backward comes from the model's output, with its gradient.
 
-        ``known``: whether the outputs' own hooks note which of them it comes from.
+        ``known``: whether the outputs' own hooks record which of them it comes from.
         """
         with self._inside():
             require_values(grad)
@@ -776,7 +776,7 @@ class BurstParallel(nn.Module):
             self._sync.arrived(parameter)
 
     def _direct_gradient(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
-        """Take the gradient of the loss's own use of a parameter.
+        """Store the gradient of the loss's own use of a parameter.
 
         Raises:
             StrettoError: not every rank runs the parameter's layer.
@@ -788,7 +788,7 @@ class BurstParallel(nn.Module):
         if self._width_of[id(parameter)] != (0, self._ranks.size):
             raise StrettoError(
                 f"the loss uses a parameter of layer {self._layer_of[id(parameter)]!r} "
-                "by itself, but not every rank runs this layer: use the optimizer's "
+                "directly, but not every rank runs this layer: use the optimizer's "
                 "weight_decay, or after backward() add the penalty's gradient to "
                 ".grad where that is not None, or give the layer all ranks"
             )
@@ -817,7 +817,7 @@ class BurstParallel(nn.Module):
         self._timings.step_ended()
 
     def _cut_short(self) -> None:
-        """Clears what a backward left that an exception ended."""
+        """Clear the state of a backward that an exception ended."""
         if self._queued and self._sync is not None:
             self._queued = False
             error = StrettoError("its backward was ended by an exception")
@@ -829,9 +829,9 @@ class BurstParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it gradients add up on each rank; the next backward sends them.
+        """Accumulate gradients on each rank; the next backward outside sends them.
 
-        Samples move between layers all the same.
+        Samples still move between layers.
         """
         if self._sync is None:
             raise StrettoError("no_sync needs example_inputs, or a first forward")
@@ -846,8 +846,8 @@ class BurstParallel(nn.Module):
     def refresh(self, *optimizers: Optimizer) -> None:
         """Give this rank the parameters and buffers of layers that it does not run.
 
-        Every rank must call it, after the optimizer's step. With optimizers their
-        states come too, so that ``optimizer.state_dict()`` is whole.
+        Every rank must call it, after the optimizer's step. If optimizers are passed,
+        their states are sent too, so that ``optimizer.state_dict()`` is complete.
         """
         if not self._steps:
             return
@@ -860,13 +860,13 @@ class BurstParallel(nn.Module):
         self._freshness.refreshed(optimizers)
 
     def _meet_to_refresh(self, optimizers: int) -> None:
-        """Meet all ranks before anything is sent. Collective.
+        """Check that all ranks make this call before anything is sent. Collective.
 
-        Gloo ends the process where one rank's message has another size than its
-        peer's, such as a forward's and a refresh's.
+        Gloo ends the process if one rank's message has another size than its peer's,
+        such as those of a forward and a refresh.
 
         Raises:
-            CommTimeout: some ranks do something else.
+            CommTimeout: some ranks make another call.
             RankDisagreement: ranks pass different numbers of optimizers.
         """
         if self._ranks.size == 1:
@@ -900,9 +900,9 @@ class BurstParallel(nn.Module):
             params.bring_gradients(self._links, self._graphs[0], roots)
 
     def _require_equal_copies(self) -> None:
-        """Compare some of every parameter that several ranks hold. Collective.
+        """Compare a sample of every parameter that several ranks hold. Collective.
 
-        And what gradients were scaled by since the last forward.
+        Also compare the factors of gradients since the last forward.
         """
         values = self._replicas.all_values()
         if values or self._changes.is_on:
@@ -913,7 +913,7 @@ class BurstParallel(nn.Module):
             self._changes.require_alike(rows)
 
     def _require_nothing_else(self, optimizers: tuple[Optimizer, ...]) -> None:
-        """Require that optimizers differ by rank in their ``state`` alone. A meeting.
+        """Require that optimizers differ by rank only in their ``state``. Collective.
 
         Raises:
             StrettoError: on all ranks, naming what differs.
@@ -929,29 +929,29 @@ class BurstParallel(nn.Module):
             return
         raise StrettoError(
             f"{found[0]} differs between {self._ranks.name_all((0, found[1]))}: only "
-            "what an optimizer keeps in optimizer.state comes to other ranks. Keep it "
-            "there by parameter, or set it to the same value on all ranks"
+            "the values in optimizer.state are sent to other ranks. Keep it there by "
+            "parameter, or set it to the same value on all ranks"
         )
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the module's whole state; every rank must call it."""
+        """Return the module's complete state; every rank must call it."""
         self.refresh()
         return self.module.state_dict()
 
     def apply_plan(self, plan: BurstPlan | str | Path, *optimizers: Optimizer) -> None:
         """Follow another plan from the next forward on; every rank must call it.
 
-        Layers that a rank runs from now on come to it with their parameters, buffers,
-        gradients and the optimizers' states: those given, and those that have taken a
-        step. Of an optimizer what it keeps in its ``state`` comes; other values must be
+        A rank receives the parameters, buffers, gradients and optimizer states of the
+        layers that it now runs. This covers the given optimizers and those that have
+        taken a step. Only an optimizer's ``state`` is sent; its other values must be
         the same on all ranks. Call it between a backward and the next forward.
 
         Raises:
-            PlanMismatch: it is for another model or more ranks; the old one stays.
-            RankDisagreement: ranks came with different plans or optimizers.
+            PlanMismatch: it is for another model or more ranks; the old one is kept.
+            RankDisagreement: ranks passed different plans or optimizers.
             StrettoError: an optimizer keeps something besides its ``state`` that
                 differs by rank, or gradients of `no_sync` were not sent yet; the old
-                plan stays.
+                plan is kept.
         """
         given, purpose = plan, "begin to apply a burst plan"
         self._links.refusals.withdraw()
@@ -982,7 +982,7 @@ class BurstParallel(nn.Module):
             raise
         names = self._graphs[0]
         same = [n.name for n in names.nodes] == [n.name for n in graph.nodes]
-        if not same:  # other layers are joined: bring all, by the old plan
+        if not same:  # other layers are joined: send everything, by the old plan
             roots = {name: first for name, (first, _) in old.items()}
             self._bring(roots, every, "bringing parameters")
             self._bring_gradients(roots)
@@ -1004,7 +1004,7 @@ class BurstParallel(nn.Module):
         """Scale all gradients so that their norm together is at most ``max_norm``.
 
         The same as `torch.nn.utils.clip_grad_norm_` on ``parameters()``. Every rank
-        must call it; the norm before is returned.
+        must call it. Returns the norm before scaling.
         """
         if not self._steps:
             raise StrettoError("there are no gradients before the first forward")
@@ -1019,7 +1019,7 @@ class BurstParallel(nn.Module):
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of all gradients of the model; every rank must call it.
 
-        For what is scaled by hand. A norm over this rank's `.grad` is not the model's:
+        Use it for scaling by hand. A norm over this rank's `.grad` is not the model's:
         other layers' gradients are on other ranks.
 
         Raises:
@@ -1032,24 +1032,24 @@ class BurstParallel(nn.Module):
         held = list(self.module.parameters())
         return torch_calls.joint_norm(held, [self], float(norm_type))
 
-    # What PyTorch's functions ask, see `torch_calls`.
+    # The interface for PyTorch's functions, see `torch_calls`.
 
     @property
     def order(self) -> int:
-        """A number by which every rank sorts its models alike."""
+        """A number by which every rank sorts its models in the same order."""
         return self._agreement.serial
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether a parameter is the model's, and ranks differ in what they know."""
+        """Return whether a parameter is the model's, and ranks hold different ones."""
         return self._ranks.size > 1 and id(parameter) in self._width_of
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank is the first that holds the parameter's gradient."""
+        """Return whether this rank is the first that holds the parameter's gradient."""
         width = self._width_of.get(id(parameter))
         return width is not None and width[0] == self._ranks.rank
 
     def is_whole(self) -> bool:
-        """Whether every rank runs every layer."""
+        """Return whether every rank runs every layer."""
         return all(width == (0, self._ranks.size) for width in self._widths.values())
 
     def reduce_number(self, value: Tensor, operation: Any, place: str) -> None:
@@ -1058,10 +1058,11 @@ class BurstParallel(nn.Module):
             self._links.reduce_number(value, operation)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer of the model's parameters takes a step.
+        """Record that an optimizer of the model's parameters takes a step.
 
         Raises:
-            StrettoError: it reads all gradients together, and ranks hold some each.
+            StrettoError: it reads all gradients together, and each rank holds only
+            some.
         """
         if isinstance(optimizer, torch.optim.LBFGS) and not self.is_whole():
             raise StrettoError(
@@ -1075,14 +1076,14 @@ class BurstParallel(nn.Module):
         )
 
     def after_step(self) -> None:
-        """Note that an optimizer of the model's parameters has taken a step."""
+        """Record that an optimizer of the model's parameters has taken a step."""
         self._changes.after_step()
 
     def before_backward(self, losses: Iterable[Tensor]) -> None:
-        """Look at what a backward begins from.
+        """Check the tensors from which a backward starts.
 
         Raises:
-            StrettoError: at an activation that a forward hook kept.
+            StrettoError: one depends on an activation that a forward hook kept.
         """
         name = kept_behind(losses)
         if name is not None:
@@ -1095,11 +1096,11 @@ class BurstParallel(nn.Module):
                 )
 
     def look_at_gradients(self) -> None:
-        """Note what the program did to gradients until now."""
+        """Record what the program has done to gradients so far."""
         self._changes.look_at_gradients()
 
     def gradients_were_scaled(self) -> None:
-        """Note that gradients have just been scaled alike on all ranks."""
+        """Record that gradients have just been scaled equally on all ranks."""
         self._changes.gradients_were_scaled()
 
     def __deepcopy__(self, _memo: Any) -> Any:
@@ -1108,28 +1109,28 @@ class BurstParallel(nn.Module):
     def __reduce_ex__(self, _protocol: Any) -> Any:
         raise StrettoError(_NO_COPY)
 
-    # Measuring.
+    # Measurement.
 
     def measure(self, steps: int) -> None:
-        """Times layers in the next ``steps`` steps, see `measured` and `waiting`."""
+        """Time layers in the next ``steps`` steps, see `measured` and `waiting`."""
         if steps < 1:
             raise SpecError(f"steps must be >= 1, got {steps}")
         self._timings.start(steps)
 
     def measured(self) -> list[LayerTiming]:
-        """Each layer's median times on this rank; layers not run here are left out."""
+        """Return each layer's median times on this rank, for the layers it runs."""
         return self._timings.layers()
 
     def waiting(self) -> dict[str, float]:
-        """Seconds of a measured step in which this rank had nothing to compute.
+        """Return seconds of a measured step in which this rank had nothing to compute.
 
-        By what it waited for, medians; ``total`` is that of their sum.
+        By kind of wait, medians; ``total`` is the median of their sum.
         """
         return self._timings.waiting()
 
     @property
     def widths(self) -> dict[str, Width]:
-        """Each layer's ranks: the first, and how many. Empty before a first forward."""
+        """Ranks of each layer: first and number. Empty before the first forward."""
         return dict(self._widths)
 
 
@@ -1147,7 +1148,7 @@ def _checked(
     bucket_bytes: int,
     lanes: int,
 ) -> BurstPlan:
-    """The plan, if the arguments are valid."""
+    """Return the plan, if the arguments are valid."""
     if batch_norm not in KINDS:
         raise SpecError(
             f"batch_norm must be one of {', '.join(KINDS)}, got {batch_norm!r}"
@@ -1166,7 +1167,7 @@ def _is_ended(links: weakref.ref[Links]) -> bool:
 
 @final
 class _DirectHook:
-    """Receives what reaches a parameter itself, not by way of a layer."""
+    """Receives gradients that reach a parameter directly, not through a layer."""
 
     is_stretto = True
 
@@ -1176,7 +1177,7 @@ class _DirectHook:
         self._parameter = weakref.ref(parameter)
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
-        """Return what autograd shall add to ``.grad``."""
+        """Return the gradient that autograd must add to ``.grad``."""
         model, parameter = self._model(), self._parameter()
         if grad is None:
             return None
@@ -1203,7 +1204,7 @@ def _is_transformed(tensor: Tensor) -> bool:
 def _accept_module_names(
     burst: nn.Module, state: dict[str, Any], prefix: str, *_more: Any
 ) -> None:
-    """Let ``load_state_dict`` take `full_state_dict`, whose names are the module's."""
+    """Let ``load_state_dict`` accept `full_state_dict`, with the module's names."""
     inner = burst.get_submodule("module")
     known = {name for name, _ in inner.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in inner.named_buffers(remove_duplicate=False)}

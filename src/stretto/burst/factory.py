@@ -1,4 +1,4 @@
-"""A user's model by the name of the function that makes it."""
+"""Load a user's model by the name of the function that makes it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def made_by(
     Callable[..., Any] | None,
     Callable[..., Any] | None,
 ]:
-    """Model, example inputs, loss and what makes an optimizer; the last two may lack.
+    """Return model, example inputs, loss and what makes an optimizer (or None).
 
     Example inputs are given as positional arguments and keyword arguments.
 
     Raises:
-        SpecError: there is no such function, or it returns something else.
+        SpecError: the function is missing, or it returns something else.
     """
     where, _, function = name.rpartition(":")
     if not where or not function:
@@ -50,7 +50,7 @@ def made_by(
     if not isinstance(model, nn.Module) or not isinstance(inputs, (tuple, dict)):
         raise SpecError(
             f"{name} must return a torch.nn.Module and its inputs as a tuple, or as a "
-            f"dictionary of keyword arguments, it returned {type(model).__name__} and "
+            f"dictionary of keyword arguments; it returned {type(model).__name__} and "
             f"{type(inputs).__name__}"
         )
     given = ((), inputs) if isinstance(inputs, dict) else (inputs, {})

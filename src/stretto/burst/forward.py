@@ -1,9 +1,9 @@
-"""One forward: each layer's turn on this rank, with samples moved in between.
+"""Run one forward: each layer on this rank, with samples moved in between.
 
 # Note [Outputs without a gradient]
-Backward ends at a layer that gives whole numbers or a mask. Where floats moved to its
-ranks, other ranks wait for the gradients' way; so backward comes by at that layer's
-inputs from the next layer on the same rank that reads it.
+Backward ends at a layer that returns integers or a mask. If floats moved to its ranks,
+other ranks wait for their gradients. So backward passes through that layer's inputs
+from the next layer on the same rank that reads it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _PASSED = (BatchNorm, Dropout)
 
 Held = Tensor | tuple[Tensor, ...]
-"""What a rank holds of a layer's output: its rows; or, of a layer that it passes over,
-what backward has to come by."""
+"""A rank's part of a layer's output: its rows; or, for a layer that it does not run,
+the tensors that backward must pass through."""
 
 
 @final
@@ -65,14 +65,14 @@ class Forward:
         self._norms: dict[LayerNode, list[NormSync]] = {}
         self._stands_for: dict[LayerGraph, dict[Any, Any]] = {}
         self._graph: LayerGraph | None = None
-        """That of the running forward."""
-        # Backward passes through it where a rank has no parameters of its own.
+        """The number of the running forward."""
+        # Backward passes through it if a rank has no parameters of its own.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     def prepare(
         self, graph: LayerGraph, widths: Mapping[str, Width], batch_norm: str
     ) -> None:
-        """Make ready for a graph's layers."""
+        """Prepare a graph's layers."""
         stands: dict[Any, Any] = {}
         for node in graph.nodes:
             for name, part in dropouts_of(node.module):
@@ -97,7 +97,7 @@ class Forward:
         self._stands_for[graph] = stands
 
     def forget(self, graph: LayerGraph) -> None:
-        """Drop what `prepare` made for a graph."""
+        """Drop everything that `prepare` made for a graph."""
         del self._stands_for[graph]
         for node in graph.nodes:
             del self._norms[node]
@@ -111,7 +111,7 @@ class Forward:
         input_needs: bool,
         stamp: bool,
     ) -> Tensor:
-        """The output for this rank's share.
+        """Return the output for this rank's share.
 
         ``input_needs``: whether any rank's input needs a gradient; ``stamp``: whether
         layers are timed.
@@ -179,7 +179,7 @@ class Forward:
         extra: tuple[Tensor, ...],
         needs: bool,  # noqa: FBT001
     ) -> Tensor:
-        """A layer's output on one of its ranks; backward comes by at ``extra`` too."""
+        """Return a layer's output on one of its ranks; tie it to ``extra`` too."""
         node = turn.step.node
         if not len(turn.samples):
             return self._without(turn.step, [*given, extra], needs)
@@ -207,7 +207,7 @@ class Forward:
         inputs: list[Held],
         needs: bool,  # noqa: FBT001
     ) -> Tensor:
-        """A layer's output on one of its ranks that has no samples of it."""
+        """Return a layer's output on one of its ranks that has no samples of it."""
         if step.node.keeps_state:
             self._advance(step.node)
         norms = [norm for norm in self._norms[step.node] if norm.is_synced]
@@ -224,7 +224,7 @@ class Forward:
         """Let a layer without samples change its state as the other ranks' copies do.
 
         It runs on one row of zeros, whose output is dropped; batch norms and dropouts
-        pass by.
+        are skipped.
         """
         assert self._graph is not None  # noqa: S101
         kinds = {n.name: (n.output_shape, n.output_dtype) for n in self._graph.nodes}
@@ -255,7 +255,7 @@ class Forward:
         *,
         passed: Callable[[], None] | None = None,
     ) -> Tensor:
-        """What a rank holds of a layer's output, as a tensor."""
+        """Return a rank's part of a layer's output, as a tensor."""
         if isinstance(held, Tensor):
             return held
         return absent(
@@ -274,10 +274,10 @@ class Forward:
 
     @contextlib.contextmanager
     def _standing(self, graph: LayerGraph) -> Iterator[None]:
-        """Batch norms and dropouts behave as the layers' ranks need, for one forward.
+        """Replace batch norms and dropouts as the layers' ranks need, for one forward.
 
-        As an attribute of the module, which goes before its class's ``forward``: the
-        user's module is the same again afterwards.
+        The replacement is an attribute of the module, which takes precedence over its
+        class's ``forward``; the user's module is restored afterwards.
         """
         stands = self._stands_for[graph]
         for module, stand in stands.items():
@@ -298,7 +298,7 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def _ways_of(inputs: list[Held]) -> tuple[Tensor, ...]:
-    """What backward has to come by behind a layer's inputs, each once."""
+    """Return the tensors that backward must pass through behind a layer's inputs."""
     found: dict[int, Tensor] = {}
     for held in inputs:
         for tensor in (held,) if isinstance(held, Tensor) else held:

@@ -1,13 +1,14 @@
-"""Guards a rank's values of layers that it does not run against being read.
+"""Guard a rank's values of layers that it does not run against being read.
 
-Their values are those of an earlier refresh. Where they are not current, reading them
-raises, whatever reads: ``state_dict``, the module itself, an exponential average.
+Their values are those of an earlier refresh. If they are not current, every read
+raises: by ``state_dict``, the module itself, or an exponential average.
 
 # Note [Guarded parameters]
 The class of such a parameter is replaced by a subclass whose ``__torch_function__``
-sees every operation. Overwriting a value and asking for shapes, types and gradients is
-allowed, so that optimizers and ``load_state_dict`` work. Buffers that forward changes,
-such as running statistics, are guarded in the same way; others stay what they are.
+intercepts every operation. Overwriting a value and asking for shapes, types and
+gradients is allowed, so that optimizers and ``load_state_dict`` work. Buffers that
+forward changes, such as running statistics, are guarded in the same way; other buffers
+are not.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _READING = tuple(
     getattr(torch.Tensor, name).__get__
     for name in ("data", "T", "mT", "H", "mH", "real", "imag")
 )
-"""Attributes that give values; all others give facts about the tensor."""
+"""Attributes that return values; all others return facts about the tensor."""
 
 _FACTS = frozenset(
     (
@@ -55,7 +56,7 @@ _WRITES = frozenset(
 
 @final
 class Freshness:
-    """Watches one module on one rank."""
+    """Tracks whether one module's values on one rank are current."""
 
     def __init__(
         self, module: nn.Module, ranks: Ranks, tell: Callable[[StrettoError], None]
@@ -65,14 +66,14 @@ class Freshness:
         self._own: tuple[nn.Parameter, ...] = ()
         self._foreign: tuple[str, ...] = ()
         self._guarded: list[tuple[torch.Tensor, type[torch.Tensor]]] = []
-        """Each with its own class."""
+        """Each guarded tensor with its own class."""
         self._guard, self._buffer_guard = _guards_of(self)
         self._own_versions = -1
         self._open = 0
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.is_stale = False
-        """Whether values may have changed since others' parameters came."""
+        """Whether values may have changed since the other ranks' parameters arrived."""
         for part in module.modules():
             part.register_state_dict_pre_hook(_Callback(self, "check"))
         module.register_load_state_dict_post_hook(_Callback(self, "loaded"))
@@ -82,7 +83,7 @@ class Freshness:
         own: Sequence[torch.Tensor],
         foreign: Sequence[tuple[str, Sequence[torch.Tensor]]],
     ) -> None:
-        """Note what layers run here hold, and the other layers with what they hold.
+        """Record the tensors of layers that run here, and other layers with theirs.
 
         Of buffers only those that forward changes.
         """
@@ -99,14 +100,14 @@ class Freshness:
                     self._guarded.append((tensor, kind))
 
     def release(self) -> None:
-        """Make the guarded tensors usual ones again."""
+        """Make the guarded tensors ordinary ones again."""
         for tensor, kind in self._guarded:
             tensor.__class__ = kind
         self._guarded = []
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Allow reading, for what brings or captures parameters."""
+        """Allow reading, for code that sends or captures parameters."""
         self._open += 1
         try:
             yield
@@ -114,21 +115,22 @@ class Freshness:
             self._open -= 1
 
     def refreshed(self, optimizers: Sequence[Optimizer] = ()) -> None:
-        """Note that all parameters, and these optimizers' states, have come."""
+        """Record that all parameters, and these optimizers' states, have arrived."""
         self.is_stale = False
         self._own_versions = self._versions()
         for optimizer in optimizers:
             self._stepped.discard(optimizer)
 
     def changed(self) -> None:
-        """Note that layers' values may differ from now on from what this rank holds.
+        """Record that layers' values may now differ from those that this rank holds.
 
-        Called alike on all ranks, for a rank may hold nothing that changes.
+        Called at the same time on all ranks, because a rank may hold nothing that
+        changes.
         """
         self.is_stale |= self._ranks.size > 1
 
     def loaded(self, missing: Sequence[str]) -> None:
-        """Note that a state was loaded; only a whole one makes all values current."""
+        """Record that a state was loaded; only a complete one makes values current."""
         if missing:
             return
         self.is_stale = False
@@ -165,7 +167,7 @@ class Freshness:
             ) from None
 
     def _told(self, text: str) -> StrettoError:
-        """An error that the other ranks know of, see `stretto.burst.refusals`."""
+        """Return an error of which the other ranks are informed (`burst.refusals`)."""
         error = StrettoError(text)
         self._tell(error)
         return error
@@ -176,7 +178,7 @@ class Freshness:
     # Optimizers.
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer of these parameters takes a step."""
+        """Record that an optimizer of these parameters takes a step."""
         self._stepped.add(optimizer)
         self.changed()
         if all(known is not optimizer for known in self.optimizers()):
@@ -188,10 +190,10 @@ class Freshness:
         return [found for known in self._optimizers if (found := known()) is not None]
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Require that an optimizer's state is whole.
+        """Require that an optimizer's state is complete.
 
         Raises:
-            StrettoError: it lacks the current state of a layer.
+            StrettoError: the current state of a layer is missing.
         """
         if self._foreign and not self._open and optimizer in self._stepped:
             raise self._told(
@@ -202,13 +204,13 @@ class Freshness:
 
 
 def _guards_of(freshness: Freshness) -> tuple[Any, Any]:
-    """Return classes of parameters and buffers whose values are read when current."""
+    """Return classes of parameters and buffers that may be read only when current."""
     ref = weakref.ref(freshness)
 
     def guarded(
         _cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Operands of other models come to the first one's class too.
+        # Operands of other models also reach the first one's class.
         for kind in _read(func, types, args, kwargs):
             owner = kind.stretto_owner()
             if owner is not None:
@@ -242,7 +244,7 @@ def _guards_of(freshness: Freshness) -> tuple[Any, Any]:
             return found
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            # A plain tensor; saving is no other than reading.
+            # A plain tensor; saving counts as reading.
             return self.detach().__reduce_ex__(protocol)
 
     GuardedParameter.__name__ = GuardedParameter.__qualname__ = "Parameter"
@@ -257,7 +259,7 @@ def _read(func: Any, types: Any, args: Any, kwargs: Any) -> list[Any]:
         if name == "__get__" or name in _FACTS:
             return []
         if name in _WRITES:
-            # Batch norms load a counter that is missing in a state from itself.
+            # If a counter is missing from a state, batch norms load it from itself.
             given = (*args[1:], *(kwargs or {}).values())
             types = [type(arg) for arg in given if arg is not args[0]]
     return [kind for kind in types if hasattr(kind, "stretto_owner")]
@@ -265,7 +267,7 @@ def _read(func: Any, types: Any, args: Any, kwargs: Any) -> list[Any]:
 
 @final
 class _Callback:
-    """Calls a method while its object lives; a copied module's calls nothing."""
+    """Calls a method while its object exists; a copied module's copy calls nothing."""
 
     def __init__(self, target: Freshness | None, method: str) -> None:
         self._target = None if target is None else weakref.ref(target)

@@ -24,13 +24,13 @@ INPUT = "input"
 """The name under which layers read the model's input."""
 
 JOINED = "+"
-"""Between the names of layers that were joined into one."""
+"""Separates the names of layers that were joined into one."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerNode:
-    """One layer: tensors with a row for each sample in, one such tensor out."""
+    """One layer: takes tensors with a row for each sample, returns one such tensor."""
 
     name: str
 
@@ -38,7 +38,7 @@ class LayerNode:
     """Layers whose outputs it takes, in the order of its arguments, or `INPUT`."""
 
     module: nn.Module
-    """Called with its inputs it gives its output. It holds the original's parameters,
+    """Returns the layer's output for its inputs. It holds the original's parameters,
     buffers and submodules themselves, under their names in the original."""
 
     parameter_names: tuple[str, ...]
@@ -49,7 +49,7 @@ class LayerNode:
     parameter_bytes: int
 
     output_shape: tuple[int, ...]
-    """Of one sample."""
+    """Shape of one sample."""
 
     output_dtype: torch.dtype
 
@@ -58,12 +58,12 @@ class LayerNode:
     has_dropout: bool
 
     keeps_state: bool
-    """Whether each training forward changes buffers in a way that samples have no part
-    in, such as a spectral norm's."""
+    """Whether each training forward changes buffers independently of the samples, as a
+    spectral norm does."""
 
     @property
     def has_batch_norm(self) -> bool:
-        """Whether it normalises over the batch."""
+        """Whether it normalizes over the batch."""
         return self.num_batch_norms > 0
 
     @property
@@ -75,10 +75,10 @@ class LayerNode:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerGraph:
-    """A model's layers in an order in which they can run; the last gives its output.
+    """A model's layers in an order in which they can run; the last returns its output.
 
-    One layer alone reads the model's input. The graph is that of the modes in which the
-    model was when it was captured, and of what its code read then; see `outdated`.
+    Only one layer reads the model's input. The graph holds for the modes of the model
+    at capture, and for the values that its code read then; see `outdated`.
     """
 
     name: str
@@ -86,7 +86,7 @@ class LayerGraph:
     nodes: tuple[LayerNode, ...]
 
     input_shape: tuple[int, ...]
-    """Of one sample."""
+    """Shape of one sample."""
 
     input_dtype: torch.dtype
 
@@ -96,12 +96,12 @@ class LayerGraph:
 
     @property
     def arguments(self) -> Arguments:
-        """How a call's arguments become the one tensor that layers read."""
+        """Packs a call's arguments into the one tensor that layers read."""
         return self._traced.arguments
 
     @property
     def results(self) -> Results:
-        """How the last layer's output becomes the model's."""
+        """Unpacks the last layer's output into the model's."""
         return self._traced.results
 
     @property
@@ -110,7 +110,7 @@ class LayerGraph:
         return self._traced.ambient
 
     def outdated(self) -> str | None:
-        """Return what forward read and has changed since the capture, or None."""
+        """Return a value that forward read and that changed since, or None."""
         return self._traced.watch.changed()
 
     def require_count(self, count: int) -> None:
@@ -119,7 +119,7 @@ class LayerGraph:
         It is recorded again for the first few numbers and for any larger one.
 
         Raises:
-            SpecError: it does something else: the line is named.
+            SpecError: it does something else; the message names the line.
         """
         self._traced.counts_known.require(count)
 
@@ -130,7 +130,7 @@ class LayerGraph:
 
     @cached_property
     def semantics(self) -> str:
-        """A digest of all operations and their constants, the same on all ranks."""
+        """Digest of all operations and their constants, the same on all ranks."""
         text = "\n".join(self._traced.semantics)
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -141,7 +141,7 @@ class LayerGraph:
 
     @property
     def output(self) -> str:
-        """The layer that gives the model's output."""
+        """Name of the layer that returns the model's output."""
         return self.nodes[-1].name
 
     @property
@@ -151,7 +151,7 @@ class LayerGraph:
 
     @cached_property
     def digest(self) -> str:
-        """That of this model's layer profile: of names, edges and sizes."""
+        """Digest of this model's layer profile: of names, edges and sizes."""
         return digest_of(
             (
                 node.name,
@@ -163,13 +163,13 @@ class LayerGraph:
         )
 
     def joined(self, names: Iterable[str]) -> LayerGraph:
-        """The same model with some layers joined, as a profile or a plan names them.
+        """Return the same model with layers joined, as a profile or a plan names them.
 
         A joined layer's name is that of its layers with ``+`` between.
 
         Raises:
             PlanMismatch: the names are not those of this model's layers.
-            SpecError: layers that can't be one are joined.
+            SpecError: the joined layers can't be one layer.
         """
         wanted = list(names)
         if wanted == [node.name for node in self.nodes]:
@@ -189,7 +189,7 @@ class LayerGraph:
         return _build(self._traced, list(given), self.name, given)
 
     def _mismatch(self, name: str) -> PlanMismatch:
-        what = "is missing or stands twice" if name in self.by_name else "is not in it"
+        what = "is missing or duplicate" if name in self.by_name else "is not in it"
         return PlanMismatch(
             f"the profile or plan is of another model than this {self.name}, with "
             f"{len(self.nodes)} layers from {self.nodes[0].name!r} to {self.output!r}: "
@@ -205,24 +205,25 @@ def capture(
     verify: bool = True,
     ambient: Ambient | None = None,
 ) -> LayerGraph:
-    """The layers of a module, by recording its forward on tensors without values.
+    """Return a module's layers by recording its forward on tensors without values.
 
     A layer is one module or operation that multiplies by parameters or matrices, with
-    the activations, normalisations, poolings and reshapings that follow it. Where
-    branches join there is a layer for the join. What must stay on one rank because a
-    tensor between has no row for each sample is one layer: attention's heads.
+    the activations, normalizations, poolings and reshapings that follow it. Where
+    branches join there is a layer for the join. Operations that must run on one rank,
+    because a tensor between them has no row for each sample, are one layer: attention's
+    heads.
 
     Args:
-        module: reads and gives tensors with a row for each sample.
+        module: takes and returns tensors with a row for each sample.
         example_inputs: the positional arguments of its ``forward``; of tensors only
-            shapes but for the number of samples count, and types.
+            types and shapes matter, except for the number of samples.
         kwargs: further arguments of ``forward``.
         verify: whether to compute with the layers and compare them with the module.
         ambient: the modes around the calls; ``None``: gradients, and no autocast.
 
     Raises:
-        SpecError: the module can't be traced or split so: the line of its code that is
-            in the way is named.
+        SpecError: the module can't be traced or split; the message names the line of
+            its code that prevents it.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     with (ambient or Ambient()).set(device):
@@ -235,7 +236,7 @@ def capture(
 
 
 def norm_calls(node: LayerNode) -> list[str]:
-    """The batch norms that a layer calls, in order."""
+    """Return the batch norms that a layer calls, in order."""
     graph = node.module.graph
     assert isinstance(graph, fx.Graph)  # noqa: S101
     return [name for op in graph.nodes for name in op.meta.get("norms", ())]

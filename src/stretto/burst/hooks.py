@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def before(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as the model's pre-hooks return them."""
+    """Return the arguments as the model's pre-hooks return them."""
     with_kwargs = module._forward_pre_hooks_with_kwargs  # noqa: SLF001
     for key, hook in list(module._forward_pre_hooks.items()):  # noqa: SLF001
         call: Any = hook
@@ -29,7 +29,7 @@ def before(
 def after(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """The output as the model's hooks return it."""
+    """Return the output as the model's hooks return it."""
     with_kwargs = module._forward_hooks_with_kwargs  # noqa: SLF001
     for key, hook in list(module._forward_hooks.items()):  # noqa: SLF001
         call: Any = hook

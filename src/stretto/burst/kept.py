@@ -1,11 +1,12 @@
-"""Refuses a loss on an activation that a forward hook inside the model has kept.
+"""Reject a loss on an activation that a forward hook inside the model has kept.
 
 # Note [Activations that hooks keep]
 Such a tensor is inside the model, where gradients are of the mean loss over the global
-batch and other ranks wait for them in turn. A gradient that enters there, and not by
-one of the model's outputs, lacks the rank's weight and may leave other ranks waiting.
-So each forward marks the autograd nodes of what hooks see, and before each backward the
-graph behind the loss is searched for these marks, as far as the models' outputs.
+batch and other ranks wait for them in order. A gradient that enters there, and not
+through one of the model's outputs, lacks the rank's weight and may leave other ranks
+waiting. So each forward marks the autograd nodes of tensors that hooks see. Before each
+backward, the graph behind the loss is searched for these marks, up to the models'
+outputs.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _MARK = "stretto.burst.kept"
 
 @contextlib.contextmanager
 def marked(module: nn.Module, entry: Any) -> Iterator[bool]:
-    """Mark what forward hooks of a module's parts see while its layers run.
+    """Mark tensors that forward hooks of a module's parts see while its layers run.
 
     ``entry`` is the autograd node of the model's input, which is outside. Yields
     whether there are such hooks.
     """
     handles: list[Any] = []
-    # Not the whole model's own: these see its outputs.
+    # Except the whole model's own hooks, which see its outputs.
     for name, part in module.named_modules():
         if part is module or not (part._forward_hooks or part._forward_pre_hooks):  # noqa: SLF001
             continue

@@ -1,14 +1,15 @@
-"""Which rank holds which samples of the global batch, and what moves between layers.
+"""Place the samples of the global batch on ranks, and plan the moves between layers.
 
 Samples are numbered over the global batch in the order of the ranks' shares: rank 0's
-first. A layout says for each rank the numbers of its samples, in the order of its rows.
+first. A layout gives for each rank the numbers of its samples, in the order of its
+rows.
 
 # Note [Samples stay where they are]
-A narrower layer's ranks keep the samples that they have, and the others' are dealt out
-to them; so between widths only the difference moves, which is what plans are priced
-with. The layout of a set of ranks depends on nothing but the shares, so that all ways
-to a layer bring the same samples to the same ranks: that of ranks f to f+g-1 is made
-from that of one rank more, down from all ranks.
+A narrower layer's ranks keep the samples that they have, and the other ranks' samples
+are dealt out to them. So only the difference moves between widths, which is the cost
+that plans assume. The layout of a set of ranks depends only on the shares, so that all
+paths to a layer bring the same samples to the same ranks: the layout of ranks f to
+f+g-1 is made from that of one rank more, starting from all ranks.
 """
 
 from __future__ import annotations
@@ -26,36 +27,36 @@ if TYPE_CHECKING:
 Numbers = NDArray[np.int64]
 
 Rows = slice | tuple[int, ...]
-"""Rows of a rank's tensor: together as a slice, or one by one."""
+"""Rows of a rank's tensor: a slice if they are contiguous, else a list."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """What one rank does when samples move from one layout to another.
+    """One rank's part when samples move from one layout to another.
 
-    A peer's rows stand in ascending order of the samples' numbers on both sides.
+    A peer's rows are in ascending order of the samples' numbers on both sides.
     """
 
     kept: tuple[tuple[Rows, Rows], ...]
-    """Rows before and after of what stays."""
+    """Rows before and after of the samples that stay."""
 
     sends: tuple[tuple[int, Rows], ...]
-    """Peer and rows before."""
+    """Peer and rows before the move."""
 
     receives: tuple[tuple[int, Rows], ...]
-    """Peer and rows after."""
+    """Peer and rows after the move."""
 
     num_before: int
 
     num_after: int
 
     back: Transfer | None = None
-    """The way of the gradients; ``None`` in that itself."""
+    """The gradients' move back; ``None`` in a move back itself."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether the rank has no sample before and none after."""
+        """Whether the rank has no samples before and after."""
         return not self.num_before and not self.num_after
 
 
@@ -63,7 +64,7 @@ class Transfer:
 class Layouts:
     """The layouts of one global batch.
 
-    ``shares`` are the numbers of samples that each rank came with.
+    ``shares`` are the numbers of samples that each rank passed.
     """
 
     def __init__(self, shares: Sequence[int]) -> None:
@@ -83,10 +84,10 @@ class Layouts:
         return sum(self.shares)
 
     def samples(self, ranks: tuple[int, int] | None) -> tuple[Numbers, ...]:
-        """Each rank's samples where a layer runs on ``ranks``: the first, and how many.
+        """Return each rank's samples if a layer runs on ``ranks``: the first, how many.
 
-        ``None`` is the layout in which the ranks came with them. A layer's ranks have
-        numbers of samples that differ by at most one, the first ranks more.
+        ``None`` is the layout in which the ranks passed them. Numbers of samples of a
+        layer's ranks differ by at most one; the first ranks have more.
         """
         if ranks not in self._found:
             self._found[ranks] = self._dealt(ranks)
@@ -121,7 +122,7 @@ class Layouts:
         target: tuple[int, int] | None,
         rank: int,
     ) -> Transfer | None:
-        """What a rank does between two layouts; ``None`` where nothing moves at all."""
+        """Return a rank's part between two layouts; ``None`` if nothing moves."""
         key = (source, target, rank)
         if key not in self._transfers:
             self._transfers[key] = _transfer(
@@ -174,7 +175,7 @@ def _one_way(
 
 
 def _rows(numbers: Numbers, some: Numbers) -> Rows:
-    """Where in a rank's samples some of them stand."""
+    """Return the positions of some samples among a rank's samples."""
     order = np.argsort(numbers, kind="stable")
     at = order[np.searchsorted(numbers, some, sorter=order)]
     if len(at) and np.array_equal(at, np.arange(at[0], at[0] + len(at))):

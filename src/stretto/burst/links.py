@@ -1,8 +1,8 @@
 """The connections of a burst-parallel model: among all ranks, and among a layer's.
 
 All of them are lanes of the runtime, opened when a plan is applied, in one order on
-every rank. Among all ranks: one for moving samples, and one on the CPU for the numbers
-that every forward begins with. Among the ranks of each width: lanes for gradients, and
+every rank. All ranks share one lane for moving samples, and one on the CPU for the
+numbers that start every forward. The ranks of each width share lanes for gradients, and
 one for the statistics of batch norms, which must not queue behind gradients.
 """
 
@@ -71,7 +71,7 @@ class Links:
         self._groups: dict[Width, GroupLinks] = {}
         self.desk = FailureDesk(ranks, self._abort, key=lambda: f"burst/{serial}")
         self.elsewhere: Callable[[], str] = str
-        """Tells what other ranks came to that this one did not."""
+        """Reports errors of other ranks in this one."""
         weak = weakref.ref(self)
         self.refusals = Refusals(ranks, serial, lambda text: _stop(weak, text))
         self._moves: Any = None
@@ -89,10 +89,10 @@ class Links:
         return pool
 
     def open(self, widths: Iterable[Width]) -> None:
-        """Opens what the widths need; every rank must pass the same.
+        """Open the connections for the widths; every rank must pass the same.
 
         Raises:
-            CommTimeout: a rank did not come.
+            CommTimeout: a rank did not connect.
         """
         for first, size in sorted(set(widths)):
             inside = first <= self.ranks.rank < first + size
@@ -110,14 +110,13 @@ class Links:
                 self._groups[first, size] = GroupLinks(pool, ranks, lanes=self._lanes)
 
     def group(self, width: Width) -> GroupLinks | None:
-        """The lanes of a width; ``None`` where there is nobody to talk to."""
+        """Return the lanes of a width; ``None`` if it has only one rank."""
         return self._groups.get(width)
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
-        """What every rank passed, by rank: equally many on all.
+        """Return the numbers that each rank passed, by rank; all pass equally many.
 
-        Sent from each rank to every other at once where ranks are few, see
-        `MOST_DIRECT`.
+        If there are few ranks, each sends directly to every other, see `MOST_DIRECT`.
         """
         if self._numbers is None:
             return [numbers]
@@ -135,14 +134,14 @@ class Links:
         return rows
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Gives every rank what ``root`` has in a contiguous tensor."""
+        """Give every rank ``root``'s values of a contiguous tensor."""
         if self._moves is not None and tensor.numel():
-            # As bytes: backends do not know every type.
+            # As bytes: backends do not support every type.
             whole = tensor.detach().view(-1).view(torch.uint8)
             self._moves.broadcast([whole], _broadcast_options(root)).wait()
 
     def reduce_number(self, value: torch.Tensor, operation: Any) -> None:
-        """All-reduces a tensor over all ranks in place."""
+        """All-reduce a tensor over all ranks in place."""
         if self._moves is not None:
             self._moves.allreduce([value], _reduce_options(operation)).wait()
 
@@ -152,7 +151,7 @@ class Links:
         receives: list[tuple[int, torch.Tensor]],
         tag: int,
     ) -> tuple[list[Any], list[Any]]:
-        """Starts sending and receiving; what to wait for, one each.
+        """Start sending and receiving; return the works to wait for.
 
         ``tag`` pairs a peer's send with this rank's receive.
         """
@@ -160,8 +159,8 @@ class Links:
         if self._backend != "nccl":
             got = [lane.recv([rows], peer, tag) for peer, rows in receives]
             return [lane.send([rows], peer, tag) for peer, rows in sends], got
-        # Not yet run on a GPU. NCCL pairs sends and receives by order alone; within one
-        # group none waits for another, and the group is waited for as one.
+        # Not yet run on a GPU. NCCL pairs sends and receives only by order; within one
+        # group they do not wait for each other, and the group is awaited as one.
         if not sends and not receives:
             return [], []
         lane._start_coalescing()  # noqa: SLF001
@@ -174,10 +173,10 @@ class Links:
 
     @contextlib.contextmanager
     def guard(self, place: str) -> Iterator[None]:
-        """Makes the failure of communication the model's one error.
+        """Turn a failure of communication into the model's one error.
 
         Raises:
-            CommTimeout: naming the place and who is gone.
+            CommTimeout: naming the place and the lost ranks.
         """
         if self.desk.error is not None:
             raise self.desk.error
@@ -189,8 +188,8 @@ class Links:
             own = self.refusals.given_up()
             if own and self.desk.error is None:
                 self.desk.error = CommTimeout(
-                    f"{self.ranks.name(self.ranks.rank)}: {place} can't end: the other "
-                    "ranks do not wait for this one any more, after an error of its "
+                    f"{self.ranks.name(self.ranks.rank)}: {place} can't finish: the "
+                    "other ranks no longer wait for this one, after an error of its "
                     f"own: {own}"
                 )
             is_first = self.desk.error is None

@@ -1,7 +1,7 @@
-"""The layer profile of a real module: how long each layer takes for how many samples.
+"""Measure the layer profile of a real module: each layer's time by number of samples.
 
 Every layer runs in its place between the others, forward and backward, so caches and
-allocations are those of a step; the layers' sum is checked against undivided steps of
+allocations are those of a step. The sum over layers is checked against whole steps of
 the same round.
 """
 
@@ -33,15 +33,16 @@ if TYPE_CHECKING:
     MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 WITHIN_RATIO = 0.10
-"""So far the layers' sum may be from the whole step's time; beyond, they are scaled."""
+"""Allowed difference between the layers' sum and the whole step; beyond it, layer times
+are scaled."""
 
 MOST_REPEATS = 8
-"""On a busy machine up to this many times the rounds are run, and those that agree
+"""On a busy machine, rounds are repeated up to this many times, and those that agree
 best are used."""
 
 LEAST_LAYER_S = 50e-6
-"""A layer that takes less for the most samples is joined with a neighbour: calling it
-takes about as long as what it does."""
+"""A layer that takes less for the most samples is joined with a neighbor: calling it
+takes about as long as its work."""
 
 
 def profile(
@@ -61,29 +62,29 @@ def profile(
     max_spread_ratio: float = 0.35,
     cuda_graphs: bool = True,
 ) -> LayerProfile:
-    """Times of each layer for the samples that a GPU gets of ``batch`` on every width.
+    """Return each layer's times for the samples that a GPU gets of ``batch``, by width.
 
-    The module's parameters, buffers and gradients are as before afterwards.
+    The module's parameters, buffers and gradients are unchanged afterwards.
 
     Args:
         module: on the device to measure, in ``train`` mode.
-        example_inputs: its arguments; where samples are fewer than needed, the others
-            are made from them.
+        example_inputs: its arguments; if they have too few samples, more are generated
+            from them.
         batch: samples of a step over all GPUs.
         gpus: the most GPUs a layer may get.
         kwargs: further arguments of ``forward``.
         widths: the numbers of GPUs a layer may get, as for a plan.
-        loss: of the output; its time is counted to the last layer. Where absent, the
-            sum of the mean squares of the output's floating tensors.
-        optimizer: makes one for some parameters; what it takes for each layer's is
-            ``update_s``. 0 where absent.
-        name: the profile's; the module's class where absent.
+        loss: computed from the output; its time counts with the last layer. Default:
+            the sum of the mean squares of the output's floating-point tensors.
+        optimizer: makes one for some parameters; its time for each layer's parameters
+            is ``update_s``, which is 0 by default.
+        name: the profile's; by default the module's class.
         repetitions: rounds that count; medians are taken. More are run while they
             differ too much.
         warmup: rounds before them.
         least_layer_s: a chain's layers are joined until none takes less.
-        max_spread_ratio: the largest distance between the whole step's quartiles
-            against its median, over rounds.
+        max_spread_ratio: limit of the whole step's interquartile range over its median,
+            over rounds.
         cuda_graphs: on CUDA replay each layer as a graph, so that launches do not
             count. Not yet run on a GPU.
 
@@ -152,9 +153,9 @@ def steps_of(
     loss: Loss | None = None,
     **_others: Any,
 ) -> Iterator[tuple[Callable[[int], None], tuple[int, ...]]]:
-    """What computes as one of so many ranks, forward and backward; and these numbers.
+    """Yield a function that computes as one rank of a width, and the widths.
 
-    Takes what `profile` takes. The module is as before afterwards.
+    Takes the arguments of `profile`. The module is unchanged afterwards.
     """
     numbers = widths_of(widths, gpus, batch)
     arguments = Arguments(tuple(example_inputs), dict(kwargs or {}))
@@ -177,11 +178,11 @@ def _packed_rows(arguments: Arguments, given: list[Tensor], count: int) -> Tenso
 
 
 def _rows(example: Tensor, count: int) -> Tensor:
-    """So many samples, those beyond the example's like them and each another.
+    """Return ``count`` samples; those beyond the example's are varied copies of them.
 
-    A sample given again is turned round along each of its sides. With the same few
-    samples over and over a processor foresees every branch: pooling 64 images made of
-    two took half the time that 64 images take.
+    A repeated sample is flipped along each of its sides. If the same few samples repeat
+    over and over, a processor predicts every branch: pooling 64 images made from two
+    took half the time of pooling 64 different images.
     """
     draw = random.Random(0)
     rows = list(example.detach()[:count])
@@ -202,8 +203,8 @@ def _mean_square(output: Any) -> Tensor:
     floats = [t for t in tensors_in(output) if t.is_floating_point()]
     if not floats:
         raise SpecError(
-            "the model gives no tensor of floating point numbers: pass a loss that "
-            "takes its output"
+            "the model returns no floating-point tensor: pass a loss that takes its "
+            "output"
         )
     total: Tensor = torch.stack([t.float().square().mean() for t in floats]).sum()
     return total
@@ -211,12 +212,12 @@ def _mean_square(output: Any) -> Tensor:
 
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Puts back what training steps change: values, gradients, random state."""
+    """Restore what training steps change: values, gradients, random state."""
     tensors = [*module.parameters(), *module.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
     gradients = [parameter.grad for parameter in module.parameters()]
     for parameter in module.parameters():
-        parameter.grad = None  # else backward would add to what is to be put back
+        parameter.grad = None  # otherwise backward would add to the saved gradient
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     with torch.random.fork_rng([d.index or 0 for d in devices]):
         try:
@@ -232,7 +233,7 @@ def _restored(module: nn.Module) -> Iterator[None]:
 def _joined(
     graph: LayerGraph, rows: Tensor, loss: Loss, warmup: int, least_s: float
 ) -> LayerGraph:
-    """The graph with layers of a chain joined where one is too short to be timed."""
+    """Return the graph with layers joined where one is too short to be timed."""
     trial = Rounds(graph, None, loss)
     for n in range(warmup + 3):
         trial.run(len(rows), rows, keep=n >= warmup)
@@ -245,7 +246,7 @@ def _joined(
 def _names_joined(
     graph: LayerGraph, time_s: dict[str, float], least_s: float
 ) -> list[str]:
-    """Names of layers, short ones joined with the shorter neighbour of their chain."""
+    """Return names of layers, short ones joined with the shorter chain neighbor."""
     before = {node.name: [i for i in node.inputs if i != INPUT] for node in graph.nodes}
     while True:
         after: dict[str, list[str]] = {name: [] for name in before}
@@ -266,7 +267,7 @@ def _names_joined(
         new = f"{one}{JOINED}{two}"
         time_s[new] = time_s[one] + time_s[two]
         inputs = before.pop(one)
-        # In the place of the second: what it reads stands before, and keeps to.
+        # Takes the place of the second: its inputs come before and stay there.
         before = {
             (new if name == two else name): (
                 inputs if name == two else [new if r == two else r for r in reads]
@@ -281,7 +282,7 @@ def _update_times(
     device: torch.device,
     repetitions: int,
 ) -> dict[str, float]:
-    """The optimizer's time for each layer's parameters, by an optimizer of its own."""
+    """Return the optimizer's time for each layer's parameters, each with its own."""
     if optimizer is None:
         return {}
     clock = clock_for(device)
@@ -298,7 +299,7 @@ def _update_times(
             start = clock.mark()
             made.step()
             times.append((start, clock.mark()))
-        # The first two make the optimizer's state.
+        # The first two create the optimizer's state.
         found[node.name] = median(clock.seconds(*pair) for pair in times[2:])
         for parameter in parameters:
             parameter.grad = None
@@ -308,7 +309,7 @@ def _update_times(
 def _whole_steps(
     timed: Rounds, optimizer: MakeOptimizer, inputs: Tensor, *, rounds: int, warmup: int
 ) -> list[float]:
-    """Whole training steps, as a script takes them: gradients freed to updates made."""
+    """Time whole training steps as a script runs them, from zero_grad to the update."""
     assert timed.whole is not None  # noqa: S101 - only trial rounds lack it
     parameters = [
         p
@@ -349,9 +350,9 @@ def _profile_of(
     if spreads[worst] > max_spread_ratio:
         raise NoisyProfile(
             f"steps of {worst} samples differ by {spreads[worst]:.0%} of their median "
-            f"(quartiles) in the best of {MOST_REPEATS} times as many rounds, at most "
-            f"{max_spread_ratio:.0%} are allowed: stop what else runs on this machine, "
-            "ask for more repetitions, or allow a larger spread"
+            f"(quartiles) in the best of {MOST_REPEATS} times as many rounds; at most "
+            f"{max_spread_ratio:.0%} are allowed: stop other programs on this machine, "
+            "increase the repetitions, or allow a larger spread"
         )
     scale = {
         count: factor if abs(1 / factor - 1) > WITHIN_RATIO else 1.0

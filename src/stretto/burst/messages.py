@@ -1,9 +1,9 @@
-"""What the executor's own calls take on the ranks that will train.
+"""Measure the cost of the executor's own calls on the ranks that will train.
 
-Samples are moved round in a ring, from each rank to the next, with the executor's own
-calls; between them ranks are idle, as most are in a step. Counted is the time that the
-calling thread spends, not what it waits for; apart from it the processor time of the
-process's other threads, which are the connections'.
+Samples move around a ring, from each rank to the next, with the executor's own calls.
+Ranks are idle between them, as most are in a step. The measured time is that of the
+calling thread, without its waits; the processor time of the process's other threads,
+which serve the connections, is counted separately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SIZES_BYTES = (4 * 2**10, 256 * 2**10)
-"""Of messages; what one byte more takes is the difference by the difference."""
+"""Message sizes; the cost of one more byte is the slope between them."""
 
 _COPIED_BYTES = 8 * 2**20
 _PAUSE_S = 2e-3
@@ -37,7 +37,7 @@ _PAUSE_S = 2e-3
 def measure_host(
     group: dist.ProcessGroup, device: torch.device, *, repetitions: int = 40
 ) -> HostCosts:
-    """The ranks' costs of calling communication, the same on all. Collective.
+    """Return the ranks' costs of calling communication, the same on all. Collective.
 
     Raises:
         CommTimeout: a rank was lost.
@@ -87,13 +87,13 @@ def measure_host(
         behind_s=behind_s,
         behind_s_per_byte=behind_s_per_byte,
         copy_s_per_byte=median(row[2] for row in every) / _COPIED_BYTES,
-        # Who comes last waits least.
+        # The last rank to arrive waits least.
         exchange_s=median(min(each) for each in rounds) if rounds else 0.0,
     )
 
 
 def _line(small_s: float, large_s: float) -> tuple[float, float]:
-    """Seconds of no bytes, and of each byte, from those of both sizes."""
+    """Return seconds of no bytes, and of each byte, from those of both sizes."""
     per_byte = max(0.0, large_s - small_s) / (SIZES_BYTES[1] - SIZES_BYTES[0])
     return max(0.0, small_s - per_byte * SIZES_BYTES[0]), per_byte
 
@@ -107,9 +107,10 @@ def _message_s(
     ready: Callable[[], None],
     repetitions: int,
 ) -> tuple[float, float]:
-    """Seconds of one message, sent or received: the calling thread's, and the others'.
+    """Return seconds of one message: the calling thread's, and the other threads'.
 
-    Of the first the median, of the others, whose clock is coarser, the mean.
+    It is sent or received. The first is a median; the others' clock is coarser, so the
+    second is a mean.
     """
     if size == 1:
         return 0.0, 0.0
@@ -136,7 +137,7 @@ def _message_s(
 
 
 def _copy_s(device: torch.device, repetitions: int) -> float:
-    """Median seconds of copying a gradient's bytes; what is queued is waited for."""
+    """Return the median seconds to copy a gradient's bytes, including queued work."""
     source = torch.zeros(_COPIED_BYTES // 4, device=device)
     target = torch.empty_like(source)
     found = []

@@ -1,6 +1,6 @@
 """Batch norm over all samples of a layer, which are on several ranks.
 
-PyTorch's `SyncBatchNorm` runs on accelerators alone, and on every rank of its group.
+PyTorch's `SyncBatchNorm` runs only on accelerators, and on every rank of its group.
 Here ranks may hold unequal numbers of samples, or none: mean and variance are those of
 the whole batch, as one process would compute them, and so are the running ones.
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from stretto.burst.links import GroupLinks, Links
 
 KINDS = ("sync", "local")
-"""Over all samples of the layer, or over those of each rank alone."""
+"""Over all samples of the layer, or over those of each rank separately."""
 
 BatchNorm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
 
 
 @final
 class NormSync:
-    """One batch norm of a layer on several ranks: stands for its ``forward``."""
+    """Replaces the ``forward`` of one batch norm of a layer on several ranks."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class NormSync:
         return bool(self.norm.training or self.norm.running_mean is None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What the norm gives, as one process with all samples."""
+        """Return the norm's output, as one process with all samples computes it."""
         norm = self.norm
         if not self.is_synced:
             given: Tensor = type(norm).forward(norm, x)
@@ -64,12 +64,12 @@ class NormSync:
         return out
 
     def absent(self, device: torch.device) -> None:
-        """Takes part without samples, which the others' statistics wait for."""
+        """Take part without samples; the other ranks' statistics wait for it."""
         if self.is_synced:
             self.statistics(None, self._kind(), device)
 
     def absent_back(self, device: torch.device) -> None:
-        """Takes part in backward without samples."""
+        """Take part in backward without samples."""
         zeros = torch.zeros(
             2 * self.norm.num_features, dtype=self._kind(), device=device
         )
@@ -82,7 +82,7 @@ class NormSync:
     def statistics(
         self, x: Tensor | None, kind: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor, int]:
-        """Mean and variance by channel over all ranks, and the number of values."""
+        """Return mean and variance by channel over all ranks, and the value count."""
         channels = self.norm.num_features
         mine = torch.zeros(2 * channels + 1, dtype=kind, device=device)
         if x is not None:
@@ -90,7 +90,7 @@ class NormSync:
             var, mean = torch.var_mean(x.to(kind), dims, correction=0)
             mine[:channels] = mean
             mine[channels:-1] = var
-            # Rows may be more than samples, where a model folds other dimensions in.
+            # There may be more rows than samples if a model folds other dimensions in.
             mine[-1] = x.numel() // channels
         rows = [torch.empty_like(mine) for _ in range(self.group.size)]
         with self.links.guard(self.place):
@@ -124,7 +124,7 @@ class NormSync:
         running.mul_(1 - share).add_(unbiased.to(running.dtype), alpha=share)
 
     def add(self, sums: Tensor) -> None:
-        """Adds sums over the layer's ranks in place."""
+        """Add sums over the layer's ranks in place."""
         with self.links.guard(self.place):
             work = self.group.norms.allreduce([sums])
             self.clock.wait("batch norm", work.wait)
@@ -184,5 +184,5 @@ class _Normalise(torch.autograd.Function):
 
 
 def accumulate_type(kind: torch.dtype) -> torch.dtype:
-    """The type statistics are computed in."""
+    """Return the type in which statistics are computed."""
     return torch.float64 if kind == torch.float64 else torch.float32

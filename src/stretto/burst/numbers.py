@@ -1,4 +1,4 @@
-"""Floating-point numbers as integers, which ranks exchange."""
+"""Convert floating-point numbers to integers for the exchange between ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What an optimizer keeps besides its ``state``, which must be the same on all ranks.
+"""Find what an optimizer keeps outside its ``state``, which must be equal on all ranks.
 
-`BurstParallel` brings the entries of ``optimizer.state`` from rank to rank. What an
-optimizer keeps elsewhere, in its parameter groups or its own attributes, stays on each
-rank. As long as it is the same everywhere nothing is lost.
+`BurstParallel` sends the entries of ``optimizer.state`` from rank to rank. Values that
+an optimizer keeps elsewhere, in its parameter groups or its own attributes, stay on
+each rank. Nothing is lost as long as they are the same everywhere.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _LATER = frozenset(("state", "param_groups", "defaults"))
 
 
 def kept_outside(optimizers: Iterable[Optimizer]) -> dict[str, str]:
-    """Return digests of what optimizers keep besides their state, by where.
+    """Return digests of what optimizers keep outside their state, by place.
 
-    Functions, hooks and what every optimizer has of ``torch.optim`` are left out.
+    Functions, hooks and the standard attributes of ``torch.optim`` are left out.
     """
     found: dict[str, str] = {}
     for number, optimizer in enumerate(optimizers):

@@ -1,7 +1,7 @@
-"""Brings parameters that live on some ranks to others.
+"""Send parameters from the ranks that hold them to others.
 
-A rank trains the layers that it runs. Of others it has what they were at first, or when
-they were last brought here; their gradients are ``None``, so optimizers pass them over.
+A rank trains the layers that it runs. Other layers have their initial values on it, or
+those last sent to it; their gradients are ``None``, so optimizers skip them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def tensors_of(node: LayerNode) -> list[Tensor]:
-    """A layer's parameters and buffers, in one order on all ranks."""
+    """Return a layer's parameters and buffers, in one order on all ranks."""
     return [*node.module.parameters(), *node.module.buffers()]
 
 
 def trained_and_changed(node: LayerNode) -> list[Tensor]:
-    """A layer's parameters, and the buffers that its forward changes."""
+    """Return a layer's parameters, and the buffers that its forward changes."""
     if node.keeps_state:
         return tensors_of(node)
     found: list[Tensor] = list(node.module.parameters())
@@ -43,7 +43,7 @@ def trained_and_changed(node: LayerNode) -> list[Tensor]:
 def bring(
     links: Links, graph: LayerGraph, roots: Mapping[str, int], place: str
 ) -> None:
-    """Gives all ranks the parameters and buffers that each layer's root has."""
+    """Give all ranks the parameters and buffers of each layer's root."""
     for node in graph.nodes:
         if node.name in roots:
             where = f"{place} of layer {node.name!r}"
@@ -54,7 +54,7 @@ def bring(
 def bring_tensors(
     links: Links, tensors: Iterable[Tensor], root: int, place: str
 ) -> None:
-    """Give all ranks the values that ``root`` has of some tensors."""
+    """Give all ranks ``root``'s values of some tensors."""
     if links.ranks.size == 1:
         return
     for tensor in tensors:
@@ -67,7 +67,7 @@ def bring_tensors(
 
 @torch.no_grad()
 def bring_gradients(links: Links, graph: LayerGraph, roots: Mapping[str, int]) -> None:
-    """Give all ranks the gradients that each layer's root has."""
+    """Give all ranks the gradients of each layer's root."""
     if links.ranks.size == 1:
         return
     for node in graph.nodes:
@@ -93,7 +93,7 @@ def bring_states(
     optimizers: Sequence[Optimizer],
     device: torch.device,
 ) -> None:
-    """Gives all ranks what optimizers keep of each layer's parameters on its root."""
+    """Give all ranks the optimizer states of each layer's parameters on its root."""
     if links.ranks.size == 1:
         return
     for optimizer in optimizers:
@@ -136,7 +136,7 @@ def _broadcast_states(
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiplies this rank's gradients."""
+    """Multiply this rank's gradients."""
     grads = [p.grad for p in parameters if p.grad is not None]
     for grad in grads:
         grad.mul_(factor.to(grad.dtype))

@@ -1,12 +1,12 @@
-"""Which parameters a backward reaches, by the outputs that it comes from.
+"""Track which parameters a backward reaches, by the outputs that it starts from.
 
 # Note [Outputs that no loss uses]
 Layers pass one tensor, so a model's outputs leave the last layer as one, and the
-gradient of an output that no rank's loss uses is zero there. Layers behind that output
-alone would get zero gradients, where one process leaves ``.grad`` at None: an optimizer
-with weight decay or momentum would still move their parameters. Which parameters are
-behind which output is known from the check of the capture; which outputs a backward
-came from is noted on each rank and joined over the ranks when it ends.
+gradient of an output that no rank's loss uses is zero there. Layers behind only that
+output would get zero gradients, where one process leaves ``.grad`` at None: an
+optimizer with weight decay or momentum would still move their parameters. The check of
+the capture finds which parameters are behind which output. Each rank records from which
+outputs a backward starts, and the ranks join these records when it ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def parameters_behind(
     """Return for each output the names of the parameters that it is computed from.
 
     Parameters that autograd does not show, such as frozen ones, count as behind every
-    output. ``None``: an ``autograd.Function``, which may hide any, is in the way.
+    output. ``None``: an ``autograd.Function``, which may hide any, is in between.
     """
     names = {id(parameter): name for name, parameter in parameters}
     shown = [_behind(output, names) for output in outputs]
@@ -62,7 +62,7 @@ def _behind(output: Tensor, names: dict[int, str]) -> frozenset[str] | None:
 
 @final
 class Reached:
-    """The parameters that backwards have reached since gradients were last sent."""
+    """Parameters that backward passes have reached since gradients were last sent."""
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._ids = [id(parameter) for _, parameter in parameters]
@@ -72,7 +72,7 @@ class Reached:
         self._is_on = False
 
     def watch(self, results: Results) -> Callable[[int], Callable[[Tensor], None]]:
-        """Return what gives the hook of an output, by its number.
+        """Return the function that makes the hook of an output, by its number.
 
         Every rank calls it for the same forwards.
         """
@@ -85,15 +85,15 @@ class Reached:
             self._mask[self._numbers[name]] = 1
 
     def arrived_at_all(self) -> None:
-        """Note a backward from an output with every parameter behind it."""
+        """Record a backward from an output with every parameter behind it."""
         self._mask.fill_(1)
 
     def arrived_at(self, parameter: nn.Parameter) -> None:
-        """Note that a loss uses a parameter by itself."""
+        """Record that a loss uses a parameter directly."""
         self._mask[self._of_id[id(parameter)]] = 1
 
     def join(self, reduce: Callable[[Tensor, Any], None], device: torch.device) -> None:
-        """Join what this backward has reached on all ranks. Collective."""
+        """Join the parameters reached on all ranks. Collective."""
         if self._is_on:
             mask = self._mask.to(device)
             reduce(mask, dist.ReduceOp.MAX)
@@ -110,10 +110,10 @@ class Reached:
         )
 
     def reset(self) -> None:
-        """Begin again: gradients were sent, or dropped."""
+        """Start again: gradients were sent or dropped."""
         self._mask.zero_()
 
 
 def differ(results: Results) -> bool:
-    """Whether some parameter is behind one output of a model and not another."""
+    """Return whether a parameter is behind one output of a model but not another."""
     return len(set(results.behind or ())) > 1

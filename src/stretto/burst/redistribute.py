@@ -1,17 +1,17 @@
-"""Moves samples between layers on different ranks, and their gradients back.
+"""Move samples between layers on different ranks, and their gradients back.
 
 # Note [Two functions for one move]
-A move is begun where the samples come into being and waited for where they are used, so
-that ranks compute other branches meanwhile: `_Begin` and `_End`. Backward mirrors that:
-`_End` begins the gradients' way back, `_Begin` waits for them. Autograd runs what is
-ready in the reverse of the order in which forward ran, so every rank begins and ends
+A move begins where the samples are computed and is awaited where they are used, so that
+ranks compute other branches meanwhile: `_Begin` and `_End`. Backward mirrors that:
+`_End` begins the gradients' way back, `_Begin` waits for them. Autograd runs ready
+nodes in the reverse of the order in which forward ran. So every rank begins and ends
 its moves in one order, that of the layers, in forward and in its reverse in backward:
-no two ranks can wait for each other. Ranks without samples carry tensors of no rows
-through the same functions, so that backward comes by on them too.
+no two ranks can wait for each other. Ranks without samples pass tensors of no rows
+through the same functions, so that backward runs on them too.
 
-Sent and received directly: gathering 4 ranks' 64 KiB to 8 MiB on one took 0.31 / 1.0 /
-18 ms this way and 0.5 / 2.5 / 24 ms by an all-to-all (loopback, two busy cores), in
-which, besides, ranks take part that have nothing to move.
+Samples are sent and received directly: gathering 4 ranks' 64 KiB to 8 MiB on one took
+0.31 / 1.0 / 18 ms this way and 0.5 / 2.5 / 24 ms by an all-to-all (loopback, two busy
+cores), which also involves ranks that have nothing to move.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 _TAGS = 2**30
-"""Fewer than this; Gloo's tags have 32 bits."""
+"""Upper limit of tags; Gloo's have 32 bits."""
 
 
 @final
 class _Pending:
-    """A move on its way on this rank."""
+    """A move in progress on this rank."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class _Pending:
         self._coming = coming
 
     def finish(self) -> None:
-        """Waits until the rows are here."""
+        """Wait until the rows have arrived."""
         for work, place, rows in self._coming:
             work.wait()
             if rows is not None:
@@ -69,7 +69,7 @@ class Mover:
     def begin(
         self, rows: torch.Tensor, transfer: Transfer, tag: int, layer: str
     ) -> _Pending:
-        """Starts a move of ``rows``; ``tag`` tells moves at the same time apart."""
+        """Start a move of ``rows``; ``tag`` distinguishes simultaneous moves."""
         rows = rows.contiguous()
         after = rows.new_empty((transfer.num_after, *rows.shape[1:]))
         for here, there in transfer.kept:
@@ -80,7 +80,7 @@ class Mover:
             sent, coming = self._links.post(buffers, places, tag)
         for work, (_, buffer) in zip(sent, buffers, strict=True):
             self._in_flight.append((work, buffer, _version(buffer), layer))
-        # Rows that do not stand together arrive in a tensor of their own.
+        # Rows that are not contiguous arrive in a separate tensor.
         return _Pending(
             after,
             [
@@ -92,16 +92,16 @@ class Mover:
         )
 
     def end(self, pending: _Pending, layer: str) -> torch.Tensor:
-        """The rows, when they are here."""
+        """Return the rows, once they have arrived."""
         with self._links.guard(f"the redistribution of layer {layer!r}"):
             self._clock.wait("redistribution", pending.finish)
         return pending.after
 
     def settle(self) -> None:
-        """Waits until everything sent has left.
+        """Wait until everything sent has left.
 
         Raises:
-            StrettoError: a layer wrote into its output while that was being sent.
+            StrettoError: a layer wrote into its output while it was being sent.
         """
         in_flight, self._in_flight = self._in_flight, []
         for work, buffer, version, layer in in_flight:
@@ -115,25 +115,25 @@ class Mover:
                 )
 
     def drop(self) -> None:
-        """Waits no more for what is in flight: backward was cut short.
+        """Stop waiting for rows in flight: backward was aborted.
 
-        It may still be on its way to a rank that is behind, so it is kept until it has
-        left. What nobody asks for any more is never taken for something else, because
-        each forward has tags of its own.
+        They may still be on their way to a slower rank, so they are kept until they
+        have left. Unclaimed rows are never mistaken for others, because each forward
+        has its own tags.
         """
         self._left = [row for row in self._left if not row[0].is_completed()]
         self._left += self._in_flight
         self._in_flight = []
 
     def next_tags(self, count: int) -> int:
-        """The first tag of a forward that needs ``count``."""
+        """Return the first tag of a forward that needs ``count``."""
         self._forwards += 1
         return self._forwards * count % _TAGS
 
 
 @final
 class Move:
-    """One output's way to the ranks of a layer that reads it, in one forward."""
+    """The move of one output to the ranks of a layer that reads it, in one forward."""
 
     def __init__(
         self, mover: Mover, transfer: Transfer, *, tag: int, layer: str
@@ -147,7 +147,7 @@ class Move:
         self._ended: torch.Tensor | None = None
 
     def begin(self, rows: torch.Tensor, anchor: torch.Tensor | None) -> None:
-        """Starts it; ``anchor`` where a gradient comes back, on all ranks alike."""
+        """Start it; with ``anchor`` a gradient comes back, on all ranks or on none."""
         self._begun = (
             _Begin.apply(rows, anchor, self)  # type: ignore[no-untyped-call]
             if anchor is not None and torch.is_grad_enabled()
@@ -155,7 +155,7 @@ class Move:
         )
 
     def end(self) -> torch.Tensor:
-        """The rows that this rank has afterwards, for the first or a later reader."""
+        """Return this rank's rows after the move, for the first or a later reader."""
         begun, self._begun = self._begun, None
         if begun is not None:
             assert self.pending is not None  # noqa: S101
@@ -168,12 +168,12 @@ class Move:
         return self._ended
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
-        """Begins the way of the samples."""
+        """Begin moving the samples."""
         self.pending = self.mover.begin(rows, self.transfer, self.tag, self.layer)
         return self.pending.after
 
     def back(self, grad: torch.Tensor) -> None:
-        """Begins the way of the gradients."""
+        """Begin moving the gradients back."""
         assert self.transfer.back is not None  # noqa: S101
         self.pending = self.mover.begin(
             grad, self.transfer.back, self.tag + 1, self.layer
@@ -201,19 +201,20 @@ class _End(torch.autograd.Function):
     def forward(ctx: Any, begun: torch.Tensor, move: Move) -> Any:
         ctx.move = move
         move.mover.end(move.pending, move.layer)  # type: ignore[arg-type]
-        # Rows arrived in what `_Begin` gave; as a view layers could not work in place.
+        # Rows arrived in the output of `_Begin`; layers could not modify a view in
+        # place.
         ctx.mark_dirty(begun)
         return begun
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.move.back(grads[0])
-        # Only a token: what comes back has another rank's number of rows.
+        # Only a token: the real gradient has another rank's number of rows.
         return grads[0], None
 
 
 class _Tie(torch.autograd.Function):
-    """The output, with backward going on to all inputs whatever the layer did."""
+    """Returns the output, with backward continuing to all inputs in any case."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *inputs: torch.Tensor) -> Any:
@@ -226,7 +227,7 @@ class _Tie(torch.autograd.Function):
 
 
 class _Absent(torch.autograd.Function):
-    """No rows, where a layer has none on this rank; backward passes by."""
+    """Returns no rows on a rank that has none of a layer; backward passes through."""
 
     @staticmethod
     def forward(
@@ -250,10 +251,10 @@ class _Absent(torch.autograd.Function):
 
 
 def tied(output: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """A layer's output, whose backward comes by at all inputs.
+    """Tie a layer's output to every input, so that backward always visits them.
 
-    A layer that detaches an input, or does not use it, would else end backward on its
-    ranks before the gradients' way to others, who wait for them.
+    A layer that detaches an input, or does not use it, would otherwise end backward on
+    its ranks before it sends the gradients that other ranks wait for.
     """
     found: torch.Tensor = _Tie.apply(output, *inputs)  # type: ignore[no-untyped-call]
     return found
@@ -267,9 +268,9 @@ def absent(
     *,
     passed: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """A layer's output on a rank that has no samples of it.
+    """Return a layer's output on a rank that has no samples of it.
 
-    ``passed`` is called when backward comes by.
+    ``passed`` is called when backward passes through.
     """
     found: torch.Tensor = _Absent.apply(  # type: ignore[no-untyped-call]
         shape, dtype, device, passed, *inputs
@@ -282,5 +283,5 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def rows_of(rows: Rows) -> slice | list[int]:
-    """Rows as an index of a tensor: a view where they stand together."""
+    """Return rows as an index of a tensor: a view if they are contiguous."""
     return rows if isinstance(rows, slice) else list(rows)

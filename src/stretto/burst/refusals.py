@@ -1,14 +1,14 @@
-"""A rank that refuses a call tells the ranks that would wait for it.
+"""Inform waiting ranks when a rank rejects a call.
 
 # Note [What others learn of a refusal]
-A read of values that are not current, or an error in forward or backward, is raised on
-the rank where it happens, whose program may catch it. The other ranks wait for that
-rank in their next collective and would do so until the time-out. So the rank leaves its
-error in the store. An error inside a step means that what the others wait for in this
-step never comes: they end at once. Any other error they give `GRACE_S` seconds, because
-the rank may go on; its next call withdraws what it left. Ending means to close the
-model's connections and to raise one error that names the rank and its error. Nothing
-is asked of the store before a wait has lasted `_POLL_S` seconds.
+A read of values that are not current, or an error in forward or backward, raises on the
+rank where it happens, whose program may catch it. The other ranks wait for that rank in
+their next collective and would do so until the timeout. So the rank writes its error to
+the store. An error inside a step means that the data that the others wait for in this
+step never arrives: they stop at once. For any other error they wait `GRACE_S` seconds,
+because the rank may continue; its next call withdraws the error. Stopping means to
+close the model's connections and to raise one error that names the rank and its error.
+The store is not queried before a wait has lasted `_POLL_S` seconds.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from stretto.runtime.agreement import Ranks
 
 GRACE_S = 30.0
-"""A rank that has refused something may take so long until its next call."""
+"""Seconds that a rank may take until its next call after it rejected something."""
 
 _POLL_S = 0.5
 
 
 @final
 class Refusals:
-    """What this rank refused, and a watch on the others while it waits."""
+    """This rank's rejected calls, and a watch on the others while it waits."""
 
     def __init__(self, ranks: Ranks, serial: int, stop: Callable[[str], None]) -> None:
         self._ranks = ranks
@@ -54,10 +54,10 @@ class Refusals:
                 daemon=True,
             ).start()
 
-    # On the rank that refuses.
+    # On the rank that rejects.
 
     def tell(self, error: BaseException, *, inside: bool = False) -> None:
-        """Tell the other ranks of an error; ``inside`` a step it ends that step."""
+        """Publish an error to the other ranks; ``inside`` a step, it ends that step."""
         if self._ranks.size == 1:
             return
         text = (str(error) or type(error).__name__).splitlines()[0]
@@ -71,14 +71,14 @@ class Refusals:
                 self._is_told = True
 
     def withdraw(self) -> None:
-        """Note that this rank goes on."""
+        """Record that this rank continues."""
         if self._is_told:
             self._is_told = False
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(f"outside/{self._ranks.rank}")
 
     def given_up(self) -> str:
-        """Return the error for which the others wait for this rank no longer."""
+        """Return the error after which the other ranks stopped waiting for this one."""
         if not self._own:
             return ""
         with contextlib.suppress(RuntimeError):
@@ -94,7 +94,7 @@ class Refusals:
 
     @contextlib.contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Look after the others' refusals meanwhile."""
+        """Watch for the other ranks' errors during a wait."""
         before, self._since = self._since, (perf_counter(), place)
         try:
             yield
@@ -102,7 +102,7 @@ class Refusals:
             self._since = before
 
     def look(self) -> None:
-        """End a wait for a rank that has refused what is waited for."""
+        """End a wait for a rank that has rejected the awaited call."""
         since = self._since
         if since is None or perf_counter() - since[0] < _POLL_S:
             self._seen.clear()
@@ -114,7 +114,7 @@ class Refusals:
             if text is not None and self._since is since:
                 self._store.set(f"ended/{rank}", text)
                 self._stop(
-                    f"{self._ranks.name(self._ranks.rank)}: {since[1]} can't end, "
+                    f"{self._ranks.name(self._ranks.rank)}: {since[1]} can't finish, "
                     f"because {self._ranks.name(rank)} stopped with an error of its "
                     f"own: {text}"
                 )

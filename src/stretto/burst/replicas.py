@@ -1,9 +1,9 @@
-"""Checks that the ranks of a layer hold the same parameters, a little at a time.
+"""Check that the ranks of a layer hold the same parameters, a few at a time.
 
 Ranks of a layer get the same gradients, so their copies stay equal as long as every
-rank takes the same steps. A norm over one rank's gradients, an exponential average or
-a learning rate that differs by rank lets them drift apart, and the model that trains
-is then no model at all. Each forward compares a few values of one layer.
+rank takes the same steps. A norm over one rank's gradients, an exponential average or a
+learning rate that differs by rank lets them drift apart; the result is then not a
+consistent model. Each forward compares a few values of one layer.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _VALUES = 4096
 
 _EVERY = {"cpu": 1}
 _EVERY_ON_ACCELERATORS = 64
-"""Reading values back waits for the device."""
+"""Interval of checks on accelerators, where reading values waits for the device."""
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
-"""Ranks with other processors may round an optimizer's step differently."""
+"""Tolerance: ranks with other processors may round an optimizer's step differently."""
 _OTHERS_TOLERANCE = 1e-2
 
 
@@ -49,7 +49,7 @@ class Replicas:
         self._turn = 0
 
     def watch(self, graph: LayerGraph, widths: Mapping[str, Width]) -> None:
-        """Compare these layers from now on; called alike on every rank."""
+        """Compare these layers from now on; every rank must pass the same."""
         self._turn = 0
         self._rows = []
         for node in graph.nodes:
@@ -62,7 +62,7 @@ class Replicas:
                 self._rows.append((node.name, widths[node.name], held))
 
     def next_values(self) -> tuple[int, int]:
-        """Return two numbers to exchange, which differ where copies do."""
+        """Return two numbers to exchange, which differ if copies do."""
         self._turn += 1
         row = self._row()
         if row is None:
@@ -72,7 +72,7 @@ class Replicas:
         return self._values(row, position % len(held), position // len(held))
 
     def require_equal(self, values: Sequence[tuple[int, int]]) -> None:
-        """Compare what the ranks exchanged.
+        """Compare the numbers that the ranks exchanged.
 
         Raises:
             RankDisagreement: on every rank, naming the layer and the ranks.
@@ -91,7 +91,7 @@ class Replicas:
         ]
 
     def require_all_equal(self, rows: Sequence[Sequence[int]]) -> None:
-        """Compare what the ranks exchanged of `all_values`.
+        """Compare the ranks' numbers from `all_values`.
 
         Raises:
             RankDisagreement: on every rank, naming the layer and the ranks.
@@ -139,7 +139,7 @@ class Replicas:
 
 
 def _chunk_of(tensor: torch.Tensor, position: int) -> torch.Tensor:
-    """Return some consecutive rows of a tensor, others at each position."""
+    """Return some consecutive rows of a tensor, different ones at each position."""
     whole = tensor.detach()
     if whole.dim() == 0:
         return whole.double()

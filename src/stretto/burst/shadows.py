@@ -1,16 +1,16 @@
-"""Leaf tensors that layers compute with in place of their parameters.
+"""Leaf tensors with which layers compute in place of their parameters.
 
 # Note [Two gradients of one parameter]
-A loss may also use a parameter by itself: an L2 penalty, a temperature. What backward
-brings through the layers is added over the ranks, already weighted; what it brings
-directly belongs to this rank's loss and must be weighted first. Autograd adds both
+A loss may also use a parameter directly: an L2 penalty, a temperature. The gradients
+that arrive through the layers are added over the ranks, already weighted; a direct
+gradient belongs to this rank's loss and must be weighted first. Autograd adds both
 before any hook sees them, so layers compute with a shadow: another leaf on the same
 storage. The layers' gradient arrives in the shadow, the direct one in the parameter.
 
 # Note [Hooks hold nothing]
 Garbage collection does not see what autograd's hooks hold. A hook on a tensor that held
-its model would keep the model, its threads and its connections until the process ends,
-so hooks refer to models and parameters weakly.
+its model would keep the model, its threads and its connections until the process ends.
+Hooks therefore refer to models and parameters weakly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MODEL_GONE = (
     "backward: the burst model of this loss was deleted before its backward, so its "
-    "gradients have nowhere to go. Keep the model until backward has ended."
+    "gradients can't be delivered. Keep the model until backward has ended."
 )
 
 
@@ -85,7 +85,7 @@ class Shadows:
         return shadow
 
     def grad(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return what the layers' backward brought for a parameter."""
+        """Return the gradient of a parameter that arrived through the layers."""
         found = self._by_id.get(id(parameter))
         return None if found is None else found[1].grad
 

@@ -1,4 +1,4 @@
-"""What every forward begins with: the ranks exchange and compare a few numbers."""
+"""The start of every forward: the ranks exchange and compare a few numbers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from stretto.errors import StrettoError
 
 _KEPT = 8
-"""Global batches whose layouts are kept: of the usual step, of the last of an epoch, of
-an evaluation's."""
+"""Number of global batches whose layouts are kept: of the usual step, of the last of an
+epoch, of an evaluation."""
 
 
 NUM_NUMBERS = 9 + NUM_VALUES
@@ -36,7 +36,7 @@ _BAD_SAMPLE, _TROUBLE = -1, -2
 
 @final
 class Shares:
-    """Exchanges the ranks' shares, and keeps what follows from them."""
+    """Exchanges the ranks' shares, and keeps the layouts derived from them."""
 
     def __init__(self, links: Links, clock: StepClock) -> None:
         self._links = links
@@ -63,17 +63,18 @@ class Shares:
             graph: the layers that run.
             batch: this rank's samples.
             is_training: the model's mode.
-            step: how many training forwards there were.
+            step: number of training forwards so far.
             trained: a number for the set of parameters that need a gradient.
-            operations: a number for what the layers compute.
+            operations: a number for the layers' operations.
             replicas: compares a layer's copies.
-            changes: compares what was done to gradients and parameters.
-            trouble: why this rank can't go on; the others are informed.
+            changes: compares the changes of gradients and parameters.
+            trouble: the error that prevents this rank's forward; the other ranks are
+                informed.
 
         Raises:
             SpecError: a sample has another shape or type than the example's.
-            RankDisagreement: ranks differ in mode, parameters, step, or in what their
-                gradients were scaled by, or one of them has bad input.
+            RankDisagreement: ranks differ in mode, parameters, step, or in the factors
+                of their gradients, or one of them has invalid input.
             CommTimeout: a rank was lost.
         """
         fits = (
@@ -122,7 +123,7 @@ class Shares:
         bad = [rank for rank, share in enumerate(shares) if share == _TROUBLE]
         if bad:
             raise RankDisagreement(
-                f"{name_all(bad)} can't go on, for the reason in its own error. Change "
+                f"{name_all(bad)} can't continue; see the error there. Change "
                 "the model in the same way on every rank."
             )
         bad = [rank for rank, share in enumerate(shares) if share < 0]
@@ -135,7 +136,7 @@ class Shares:
             on = [rank for rank, row in enumerate(rows) if row[i]]
             if 0 < len(on) < len(rows):
                 raise RankDisagreement(
-                    f"{name_all(on)} came with {what}, others without. Let all ranks "
+                    f"{name_all(on)} called with {what}, others without. Let all ranks "
                     "train or evaluate at the same time."
                 )
         if len({row[4] for row in rows}) > 1:
@@ -153,7 +154,7 @@ class Shares:
         other = [rank for rank, row in enumerate(rows) if row[8] != rows[0][8]]
         if other:
             raise RankDisagreement(
-                f"{name_all(other)} and {name_all([0])} would compute with other "
+                f"{name_all(other)} and {name_all([0])} would compute with different "
                 "operations: a mode, a flag, autocast or a value that forward reads "
                 "differs. Change the model in the same way on every rank."
             )
@@ -167,7 +168,7 @@ class Shares:
         return self._layouts[shares]
 
     def course(self, steps: Steps, layouts: Layouts) -> Course:
-        """This rank's turns in a forward with such shares."""
+        """Return this rank's schedule of a forward with these shares."""
         key = (id(steps), layouts.shares)
         if key not in self._courses:
             rank = self._links.ranks.rank
@@ -178,5 +179,5 @@ class Shares:
         return self._courses[key]
 
     def forget_courses(self) -> None:
-        """Another plan is followed from now on."""
+        """Drop the schedules, because the plan changes."""
         self._courses.clear()

@@ -1,4 +1,4 @@
-"""A captured model made ready to run: what each layer needs, decided once."""
+"""Execution plan of a captured model: what each layer needs, computed once."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerStep:
-    """One layer's turn in a forward."""
+    """Execution of one layer in a forward."""
 
     node: LayerNode
 
     width: Width
 
     takes: tuple[tuple[str, int | None], ...]
-    """What it reads: the layer, and the number of its move if it has to move."""
+    """Its inputs: the layer, and the number of its move if it has to move."""
 
     starts: tuple[tuple[int, Width | None], ...]
     """Moves of its output: number, and the ranks it goes to."""
 
     last_of: tuple[str, ...]
-    """What it reads as the last."""
+    """Inputs of which it is the last reader."""
 
     trains: bool
     """Whether it or a layer before it has a parameter that needs a gradient."""
 
     is_alone: bool
-    """Whether its samples are computed one by one, for random numbers of its own."""
+    """Whether samples are computed one by one, because it draws random numbers."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Steps:
-    """All layers' turns."""
+    """Execution of all layers."""
 
     graph: LayerGraph
 
@@ -68,35 +68,35 @@ class Steps:
 
 
 def widths_of(plan: BurstPlan, graph: LayerGraph, ranks: int) -> dict[str, Width]:
-    """Each layer's ranks.
+    """Return each layer's ranks.
 
     Raises:
         PlanMismatch: the plan is for another model, or for more ranks.
     """
     if plan.gpus > ranks:
         raise PlanMismatch(
-            f"the plan is for {plan.gpus} ranks, here are {ranks}: plan for {ranks} "
-            f"with `stretto burst plan --gpus {ranks}`, or start more"
+            f"the plan needs {plan.gpus} ranks but the job has {ranks}: re-plan for "
+            f"{ranks} with `stretto burst plan --gpus {ranks}`, or start {plan.gpus}"
         )
     names = [entry.layer for entry in plan.layers]
     if names != [node.name for node in graph.nodes]:
         odd = sorted(set(names) ^ {node.name for node in graph.nodes})
-        what = f": {odd[0]!r} is in one alone" if odd else " in another order"
+        what = f": {odd[0]!r} is in only one" if odd else " in another order"
         raise PlanMismatch(
             f"the plan's layers are not those of this {graph.name}{what}. Run "
             "`stretto burst profile` and plan again"
         )
     if plan.profile_digest != graph.digest:
         raise PlanMismatch(
-            f"the plan was made for a model with digest {plan.profile_digest}, this "
-            f"{graph.name} has {graph.digest}: sizes or edges differ. Run "
+            f"the plan was made for a model with digest {plan.profile_digest}, but "
+            f"this {graph.name} has {graph.digest}: sizes or edges differ. Run "
             "`stretto burst profile` and plan again"
         )
     return {entry.layer: (entry.first_gpu, entry.gpus) for entry in plan.layers}
 
 
 def steps_of(graph: LayerGraph, widths: Mapping[str, Width]) -> Steps:
-    """The layers' turns under a plan.
+    """Return the execution of all layers under a plan.
 
     Raises:
         SpecError: a layer mixes samples in a way that can't be split over ranks.
@@ -156,7 +156,7 @@ def steps_of(graph: LayerGraph, widths: Mapping[str, Width]) -> Steps:
 
 
 def _require_samples_alone(node: LayerNode) -> None:
-    """Refuses what can't be computed sample by sample, as random numbers need."""
+    """Reject layers that can't run sample by sample, as random numbers require."""
     what = "updates a buffer in forward" if node.keeps_state else ""
     for part in node.module.modules():
         if isinstance(part, BatchNorm) and (part.training or part.running_mean is None):
@@ -185,7 +185,7 @@ def _refuse_functional_norms(node: LayerNode) -> None:
             for op in part.graph.nodes:
                 if op.op == "call_function" and op.target in norms:
                     raise SpecError(
-                        f"layer {node.name!r} normalises over the batch by a function, "
+                        f"layer {node.name!r} normalizes over the batch by a function, "
                         "whose statistics can't be those of all ranks: use a "
                         "torch.nn.BatchNorm module"
                     )

@@ -1,4 +1,4 @@
-"""Notices modules and parameters that were replaced after a model was built."""
+"""Detect modules and parameters that were replaced after a model was built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @final
 class Structure:
-    """A module's submodules and parameters as they were."""
+    """A module's submodules and parameters at the time of building."""
 
     def __init__(self, module: nn.Module) -> None:
         self._rows: list[tuple[dict[str, Any], str, Any, str]] = []

@@ -1,7 +1,7 @@
-"""Adds a layer's gradients over the ranks that ran it, while backward goes on.
+"""Add a layer's gradients over the ranks that ran it, while backward continues.
 
-As in data parallel training gradients are copied into buckets as they arrive, and a
-full bucket goes to a lane; the buckets of one set of ranks go in one order on all of
+As in data-parallel training, gradients are copied into buckets as they arrive, and a
+full bucket goes to a lane. The buckets of one set of ranks go in one order on all of
 them. Gradients are added, not averaged: each rank's loss is already weighted with its
 share of the global batch.
 
@@ -55,14 +55,14 @@ class _Slot:
         self.ready = False
         self.before: Tensor | None = None
         self.shown: tuple[Tensor, int] | None = None
-        """What ``.grad`` showed after `no_sync`, and its version."""
+        """Value of ``.grad`` after `no_sync`, and its version."""
         self.view: Tensor
         self.mark: Tensor
 
 
 @final
 class _Bucket:
-    """Gradients sent together, and after them one mark each: whether it has one."""
+    """Gradients sent together, each followed by a mark: whether the rank has one."""
 
     def __init__(
         self, place: str, slots: list[_Slot], lane: Any, group: _Group
@@ -97,7 +97,7 @@ class _Group:
 
 @final
 class GradientSync:
-    """Synchronises the gradients of one rank's layers."""
+    """Synchronizes the gradients of one rank's layers."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class GradientSync:
     # While backward runs.
 
     def begin(self) -> None:
-        """Drop what `no_sync` kept where the user has dropped or zeroed ``.grad``.
+        """Drop what `no_sync` kept if the user has dropped or zeroed ``.grad``.
 
         Raises:
             StrettoError: a gradient was changed in another way since `no_sync`.
@@ -185,7 +185,7 @@ class GradientSync:
             )
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        """The layers' gradient of a parameter is complete on this rank."""
+        """Record that the layers' gradient of a parameter is complete on this rank."""
         slot = self._slots.get(id(parameter))
         if not self.is_on or slot is None or slot.bucket is None:
             return
@@ -194,10 +194,10 @@ class GradientSync:
         self._launch_ready(slot.bucket.group)
 
     def add_direct(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Add what the loss's own use of a parameter gave, weighted.
+        """Add the weighted gradient of the loss's direct use of a parameter.
 
         Raises:
-            StrettoError: the parameter's gradient is on its way already.
+            StrettoError: the parameter's gradient is being sent already.
         """
         held = self._shadows.grad(parameter)
         self._shadows.set_grad(parameter, grad if held is None else held + grad)
@@ -214,7 +214,7 @@ class GradientSync:
         self._fill(slot)
 
     def absent(self, layer: str) -> None:
-        """Backward passed a layer of which this rank has no samples."""
+        """Record that backward passed a layer of which this rank has no samples."""
         if not self.is_on:
             return
         for slot in self._by_layer.get(layer, ()):
@@ -252,7 +252,7 @@ class GradientSync:
     # When backward has ended.
 
     def finish(self, unreached: Container[int] = ()) -> None:
-        """Send what is left, wait for all of it and add the sums to ``.grad``.
+        """Send the rest, wait for everything and add the sums to ``.grad``.
 
         ``unreached`` are ids of parameters that no loss of any rank depends on: they
         get no gradient.
@@ -291,7 +291,7 @@ class GradientSync:
 
     @torch.no_grad()
     def _deliver(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        """Add a whole gradient to ``.grad``, by way of the parameter's own hooks.
+        """Add a complete gradient to ``.grad``, through the parameter's own hooks.
 
         Autograd does not call them: it never reaches the parameter itself.
         """
@@ -323,7 +323,7 @@ class GradientSync:
             self._holds_own = True
 
     def reset(self) -> None:
-        """Make ready for the next backward after one that was cut short."""
+        """Prepare for the next backward after one that was aborted."""
         self._shadows.clear()
         for slot in self._slots.values():
             if slot.shown is not None and slot.parameter.grad is slot.shown[0]:

@@ -1,4 +1,4 @@
-"""What a rank measured of its steps: layers' times, and time with nothing to do."""
+"""A rank's measurements of its steps: layers' times, and idle time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @final
 class Timings:
-    """Collects a number of steps from the clock."""
+    """Collects times of a number of steps from the clock."""
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
@@ -31,7 +31,7 @@ class Timings:
         return self._left > 0
 
     def start(self, steps: int) -> None:
-        """Forgets what was measured, and measures ``steps`` steps from now on."""
+        """Discard measurements, and measure the next ``steps`` steps."""
         self._left = steps
         self._layers, self._waits = {}, []
         self._clear()
@@ -41,11 +41,11 @@ class Timings:
         self._clock.waited_s.clear()
 
     def forward_ended(self, samples: Mapping[str, int]) -> None:
-        """Notes how many samples of each layer this rank had."""
+        """Record how many samples of each layer this rank had."""
         self._samples = dict(samples)
 
     def step_ended(self) -> None:
-        """Backward has ended: one step more."""
+        """Count a step: backward has ended."""
         if self._left:
             self._clock.stop()
             for key, spent_s in self._clock.spent_s.items():
@@ -55,7 +55,7 @@ class Timings:
         self._clear()
 
     def layers(self) -> list[LayerTiming]:
-        """Medians of the layers that this rank ran, in their order."""
+        """Return medians of the layers that this rank ran, in their order."""
         found = []
         for layer, samples in self._samples.items():
             forward = self._layers.get((layer, FORWARD))
@@ -72,7 +72,7 @@ class Timings:
         return found
 
     def waiting(self) -> dict[str, float]:
-        """Median seconds of a step by what was waited for, and of their sum."""
+        """Return median seconds of a step by kind of wait, and of their sum."""
         kinds = sorted({kind for wait in self._waits for kind in wait})
         found = {
             kind: statistics.median(wait.get(kind, 0.0) for wait in self._waits)

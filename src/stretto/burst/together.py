@@ -1,8 +1,8 @@
-"""How much ranks slow each other when they compute at once.
+"""Measure how much ranks slow each other when they compute at once.
 
 Ranks on one host share its memory, and in an emulated cluster its processors. Steps of
-one rank alone and of several at once take turns, so that a machine whose speed drifts
-does not pass for one whose ranks disturb each other.
+one rank alone and of several at once alternate, so that a machine whose speed drifts is
+not mistaken for one whose ranks slow each other.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def slowdowns(
     *,
     repetitions: int = 10,
 ) -> tuple[Slowdown, ...]:
-    """The slowest rank's time at several ranks at once, against one's alone.
+    """Return the slowest rank's time with several ranks at once, relative to one alone.
 
-    Collective. ``step`` computes as one of so many ranks does; ``widths`` are the
-    numbers of ranks, those above 1 are measured.
+    Collective. ``step`` computes as one rank of a width does; ``widths`` are the
+    numbers of ranks, of which those above 1 are measured.
     """
     clock = clock_for(device)
     rank, size = dist.get_rank(group), dist.get_world_size(group)

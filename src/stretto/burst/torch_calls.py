@@ -1,10 +1,10 @@
-"""What PyTorch's own functions must know of burst-parallel models.
+"""Make PyTorch's own functions aware of burst-parallel models.
 
-A rank holds gradients of the layers that it runs. `GradScaler` and `clip_grad_norm_`
-look at all gradients together, so they would decide otherwise on each rank. Installed
-once, these wrappers join what the ranks see where burst parameters are involved, and
-leave everything else to PyTorch. Every rank must make these calls in the same order, as
-it must call the model.
+A rank holds only the gradients of the layers that it runs. `GradScaler` and
+`clip_grad_norm_` read all gradients together, so they would decide differently on each
+rank. Installed once, these wrappers join the ranks' values where burst parameters are
+involved, and leave everything else to PyTorch. Every rank must make these calls in the
+same order, as it must call the model.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """What the wrappers need of a burst-parallel model."""
+    """The interface of a burst-parallel model that the wrappers need."""
 
     @property
     def order(self) -> int:
-        """A number by which every rank sorts its models alike."""
+        """A number by which every rank sorts its models in the same order."""
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether the parameter belongs to the model."""
+        """Return whether the parameter belongs to the model."""
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank is the first that holds the parameter's gradient."""
+        """Return whether this rank is the first that holds the parameter's gradient."""
 
     def is_whole(self) -> bool:
-        """Whether every rank runs every layer."""
+        """Return whether every rank runs every layer."""
 
     def reduce_number(self, value: Tensor, operation: Any, place: str) -> None:
         """All-reduce a number over the model's ranks in place."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer of the model's parameters takes a step."""
+        """Record that an optimizer of the model's parameters takes a step."""
 
     def after_step(self) -> None:
-        """Note that an optimizer of the model's parameters has taken a step."""
+        """Record that an optimizer of the model's parameters has taken a step."""
 
     def before_backward(self, losses: Iterable[Tensor]) -> None:
-        """Look at what a backward begins from."""
+        """Check the tensors from which a backward starts."""
 
     def look_at_gradients(self) -> None:
-        """Note what the program did to gradients until now."""
+        """Record what the program has done to gradients so far."""
 
     def gradients_were_scaled(self) -> None:
-        """Note that gradients have just been scaled alike on all ranks."""
+        """Record that gradients have just been scaled equally on all ranks."""
 
 
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -78,21 +78,21 @@ _numbers = itertools.count(1)
 
 
 def add(model: Model) -> None:
-    """Let the wrappers know a model, and install them once."""
+    """Register a model with the wrappers, and install them once."""
     _models.add(model)
     if _installed.acquire(blocking=False):  # never released: installed for good
         _install()
 
 
 def look_before_backward() -> None:
-    """Let models look at what each backward begins from, from now on."""
+    """Let models check the start of each backward, from now on."""
     if _looking.acquire(blocking=False):  # never released, as above
         autograd: Any = torch.autograd
         autograd._engine_run_backward = _looked_at(autograd._engine_run_backward)  # noqa: SLF001
 
 
 def backward_ended(model: Model) -> None:
-    """Note that this model's backward is the last one."""
+    """Record that this model's backward is the last one."""
     _backwards[model] = next(_numbers)
 
 
@@ -178,9 +178,9 @@ def _noted_norm(get_norm: Any) -> Any:
             return get_norm(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
         held = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         total: Tensor = get_norm(held, norm_type, False, foreach)  # noqa: FBT003
-        if not held:  # this rank holds none; the others' come into this number
+        if not held:  # this rank holds no gradients; the others' enter this number
             total = total.to(torch.get_default_dtype())
-        # Which parameters these gradients belong to is known only to the caller.
+        # Only the caller knows which parameters these gradients belong to.
         _last.norm = (total, float(norm_type), error_if_nonfinite)
         return total
 
@@ -203,7 +203,7 @@ def _joined_clip(get_norm: Any, clip: Any) -> Any:
         one = isinstance(parameters, Tensor)
         held = [parameters] if one else list(parameters)
         models = _models_of(held)
-        if not held:  # of parameters with a gradient this rank has none
+        if not held:  # this rank holds none of the parameters' gradients
             models = [model for model, _ in _models_of_gradients([])]
         for model in models:
             model.look_at_gradients()
@@ -211,7 +211,7 @@ def _joined_clip(get_norm: Any, clip: Any) -> Any:
             total = joint_norm(held, models, norm_type)
             total_norm.copy_(total)
         if error_if_nonfinite and not bool(torch.isfinite(total_norm)):
-            # PyTorch's own words.
+            # PyTorch's own message.
             get_norm([total_norm], norm_type, True, foreach)  # noqa: FBT003
         clip(held, max_norm, total_norm, foreach)
         for model in models:
@@ -245,7 +245,7 @@ def _joined_norm(get_norm: Any) -> Any:
             float(norm_type),
             device,
         ).to(held[0].dtype if held else torch.get_default_dtype())
-        if error_if_nonfinite:  # PyTorch's own words
+        if error_if_nonfinite:  # PyTorch's own message
             get_norm([total], norm_type, True, foreach)  # noqa: FBT003
         return total
 
@@ -257,8 +257,9 @@ def _models_of_gradients(
 ) -> list[tuple[Model, dict[int, Tensor]]]:
     """Return the models whose gradients are among tensors, and these by their ids.
 
-    Only those whose ranks differ in what they hold. A rank that runs no layer with a
-    gradient comes with none; it joins for the last backward's of which it has none.
+    Only those whose ranks hold different gradients. A rank that runs no layer with a
+    gradient passes none; it takes part for the models of the last backward of which it
+    holds none.
     """
     partial = sorted(
         (m for m in list(_models) if not m.is_whole()), key=lambda model: model.order

@@ -1,10 +1,10 @@
-"""`BurstParallel(verify=True)`: one small step on the ranks against one process.
+"""`BurstParallel(verify=True)`: compare one small step on the ranks with one process.
 
 Every rank computes a few random rows with the module itself, then all compute them with
 the captured layers on the layers' ranks. Outputs, the gradients of the layers that a
-rank runs, and these layers' buffers after the step must be the same but for rounding.
-Parameters are perturbed meanwhile and random draws are constants, as in
-`stretto.burst.tracing.trial`; everything is as before afterwards.
+rank runs, and these layers' buffers after the step must be the same except for
+rounding. Meanwhile parameters are perturbed and random draws are constants, as in
+`stretto.burst.tracing.trial`; everything is restored afterwards.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from stretto.burst.links import Links
 
 SEEDS = (1, 2)
-"""A step counts as wrong only with both: rounding may flip a unit in one of them."""
+"""A step is wrong only if it exceeds both: rounding may flip a unit in one of them."""
 
 _LEAST = 1e-2
-"""Of the model's largest gradient: below it a gradient may be nothing but rounding."""
+"""Relative to the model's largest gradient; smaller gradients may be mere rounding."""
 
 
 def require_comparable(graph: LayerGraph, batch_norm: str) -> None:
-    """Require that one process with the whole batch computes what the ranks shall.
+    """Require that one process with the whole batch computes the same as the ranks.
 
     Raises:
-        SpecError: batch norms use the statistics of each rank's samples alone.
+        SpecError: batch norms use the statistics of each rank's own samples.
     """
     if batch_norm == "sync":
         return
@@ -53,14 +53,14 @@ def require_comparable(graph: LayerGraph, batch_norm: str) -> None:
         if any(isinstance(part, BatchNorm) for part in node.module.modules()):
             raise SpecError(
                 f"verify=True compares with one process, and layer {node.name!r} has a "
-                'batch norm that batch_norm="local" computes otherwise on purpose: '
+                'batch norm that batch_norm="local" computes differently on purpose: '
                 'use batch_norm="sync", or leave verify out'
             )
 
 
 @final
 class Trial:
-    """A small step's rows, and what one process makes of them.
+    """A small step's rows, and one process's results for them.
 
     Args:
         module: with equal parameters and buffers on all ranks.
@@ -95,8 +95,8 @@ class Trial:
         """Return what differs from one process, or nothing. Collective.
 
         Args:
-            examples: the model's input tensors, of which rows are made.
-            draws: the executor's, to hold its dropout still.
+            examples: the model's input tensors, from which rows are made.
+            draws: the executor's, to hold its dropout constant.
             run: the executor's forward of this rank's packed rows.
 
         Raises:
@@ -126,13 +126,13 @@ class Trial:
                 return trouble
             output = run(packed[self._mine])
             if self._cotangent is not None:
-                # The executor weights what enters a rank by its share of the batch.
+                # The executor weights a rank's gradients by its share of the batch.
                 weight = sum(self._shares) / max(1, len(output))
                 output.backward(self._cotangent[self._mine] * weight)
             return self._compared(output)
 
     def _packed(self, examples: Sequence[Tensor]) -> Tensor:
-        """The rows of the first rank's example, the same on all ranks."""
+        """Return the rows of the first rank's example, the same on all ranks."""
         number = sum(self._shares)
         rows = [self._numbers.rows(e.detach(), number) for e in examples]
         packed = self._graph.arguments.packing.pack(rows).contiguous()
@@ -205,7 +205,7 @@ class Trial:
 
     @contextlib.contextmanager
     def _changed_values(self) -> Iterator[None]:
-        """Parameters are perturbed and have neither gradients nor hooks meanwhile."""
+        """Perturb parameters and remove their gradients and hooks temporarily."""
         parameters = list(self._module.parameters())
         every = [*parameters, *self._module.buffers()]
         with torch.no_grad():
@@ -230,12 +230,12 @@ class Trial:
                 for held, hooks in every_hooks:
                     ours = dict(held)
                     held.clear()
-                    # Keys are counted up: by them the order is as before.
+                    # Keys count up, so they preserve the order.
                     held.update(sorted({**ours, **hooks}.items()))
 
 
 def _user_hooks(parameter: Tensor) -> list[tuple[Any, dict[int, Any]]]:
-    """A parameter's hooks that are not the executor's, with what holds them."""
+    """Return a parameter's hooks except the executor's, with what holds them."""
     found = []
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         held = getattr(parameter, name, None)
@@ -259,7 +259,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _differs(found: Tensor, wanted: Tensor, largest: float) -> float:
-    """The largest difference, relative; infinite where they can't be compared."""
+    """Return the largest relative difference; infinite if they can't be compared."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return float("inf")
     if found.is_complex():

@@ -137,7 +137,7 @@ def test_joined_layers_are_the_model_too():
     [
         (lambda names: names[1:], "'features.0' is missing"),
         (lambda names: ["other", *names], "'other' is not in it"),
-        (lambda names: [*names, names[0]], "missing or stands twice"),
+        (lambda names: [*names, names[0]], "missing or duplicate"),
     ],
 )
 def test_names_of_another_model_are_refused(change, message):

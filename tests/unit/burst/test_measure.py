@@ -140,7 +140,7 @@ def test_a_busy_machine_makes_profile_repeat(monkeypatch):
 
 
 def test_rounds_that_differ_too_much_are_refused():
-    with pytest.raises(NoisyProfile, match="stop what else runs"):
+    with pytest.raises(NoisyProfile, match="stop other programs"):
         profile(vgg(), (torch.randn(2, 3, 16, 16),), batch=2, gpus=1, warmup=0,
                 repetitions=3, max_spread_ratio=0.0)  # fmt: skip
     with pytest.raises(SpecError, match="repetitions must be >= 2"):
@@ -194,7 +194,7 @@ def test_a_new_number_of_samples_is_added(chain):
 
 
 def test_times_of_another_model_are_refused(chain):
-    with pytest.raises(PlanMismatch, match="'other', which 'random' lacks"):
+    with pytest.raises(PlanMismatch, match="'other', which is missing from 'random'"):
         updated(chain, [timing("other", 1, 1.0, 1.0)])
 
 

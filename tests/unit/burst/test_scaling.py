@@ -88,7 +88,7 @@ def test_what_was_not_measured_has_no_figure(vgg):
     (row,) = burst.scale(vgg, some, batch=64, gpus=(8,))
     assert row.ways["weak"] is None  # 512 samples
     assert row.ways["batch-optimal"].batch <= 256
-    with pytest.raises(SpecError, match="batches 64 to 256, needed is 32"):
+    with pytest.raises(SpecError, match="batches 64 to 256, but 32 is needed"):
         burst.scale(vgg, some, batch=32, gpus=(8,))
     with pytest.raises(SpecError, match="was profiled for 1 to 256 samples"):
         burst.scale(vgg, CRITICAL, batch=512, gpus=(8,))
@@ -144,7 +144,7 @@ def test_curves_are_read_from_both_kinds_of_file(tmp_path):
         table.write_text(text)
         with pytest.raises(SpecError, match=message):
             SampleEfficiency.load(table)
-    with pytest.raises(SpecError, match="can't be read"):
+    with pytest.raises(SpecError, match="cannot be read"):
         SampleEfficiency.load(tmp_path / "none.csv")
 
 

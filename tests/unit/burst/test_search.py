@@ -332,5 +332,5 @@ def test_an_unreachable_limit_names_the_nearest_that_can_be_met(seed):
     problem, oracle = case(rng, shape, gpus=4, batch=4, widths="all", limit=0.05)
     best = min(amp for _, _, amp, _ in oracle.every())
     assert nearest_limit(problem) == pytest.approx(best, rel=1e-9)
-    with pytest.raises(Infeasible, match=r"nearest limit that one keeps is [\d.]+"):
+    with pytest.raises(Infeasible, match=r"nearest feasible limit is [\d.]+"):
         plan(problem)

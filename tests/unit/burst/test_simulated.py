@@ -311,7 +311,7 @@ def test_a_limit_is_kept_on_a_cluster_too():
 def test_plans_and_clusters_that_do_not_fit_are_refused():
     some = profile(layer("a"))
     chosen = plan(some, 4, 8, (0, 4))
-    with pytest.raises(SpecError, match="for 4 ranks, 'four' has 2"):
+    with pytest.raises(SpecError, match="needs 4 ranks, but 'four' has 2"):
         burst.simulate(some, chosen, cluster(2))
     with pytest.raises(PlanMismatch, match="Run `stretto burst plan` again"):
         burst.simulate(profile(layer("b")), chosen, cluster())

@@ -90,8 +90,8 @@ def test_files_from_before_updates_and_whole_steps_are_read(tmp_path):
     ("build", "message"),
     [
         (lambda: profile(), "at least one layer"),
-        (lambda: profile(layer("a"), layer("a")), "stands at layers"),
-        (lambda: profile(layer("a", "b"), layer("b")), "stands before it"),
+        (lambda: profile(layer("a"), layer("a")), "is a duplicate of layers"),
+        (lambda: profile(layer("a", "b"), layer("b")), "comes before it"),
         (lambda: layer("a", "b", "b"), "must not repeat"),
         (lambda: layer("a", times=()), "at least one time"),
         (lambda: layer("a", times=((2, 1.0), (1, 1.0))), "samples must ascend"),
@@ -225,7 +225,7 @@ def test_a_limit_that_none_keeps_ends_with_3_and_the_nearest(stored):
     done = run(*usual, "1.01")
     assert isinstance(done.exception, Infeasible)
     assert done.exception.exit_code == 3
-    limit = re.search(r"keeps is ([\d.]+?)\.? ", f"{done.exception} ").group(1)
+    limit = re.search(r"feasible limit is ([\d.]+?)\.? ", f"{done.exception} ").group(1)
     again = run(*usual, limit)
     assert again.exit_code == 0, again.output
 

@@ -1,1 +1,1 @@
-"""From a module to operations, and from operations to layers."""
+"""Convert a module to operations, and operations to layers."""

@@ -1,4 +1,4 @@
-"""Tells which layers have a backward that is not torch's own."""
+"""Detect layers whose backward is not torch's own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HOOKS = (
 
 
 def has_own_backward(node: LayerNode) -> bool:
-    """Whether a layer's backward may do more than derive torch's operations.
+    """Return whether a layer's backward may do more than derive torch's operations.
 
     Derivatives are linear in the gradient that comes in, and mix samples only where
     forward does. An ``autograd.Function``, an operation of another library or a hook

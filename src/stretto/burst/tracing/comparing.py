@@ -1,10 +1,11 @@
-"""What differs between recordings of two batches: sizes that follow the batch.
+"""Compare recordings of two batches to find sizes that follow the batch.
 
 # Note [Numbers of samples]
-A forward may decide by how many samples there are. A capture holds for the numbers with
-which it was recorded: two at construction, chosen so that a limit between them, or
-whether the number is even, shows; and each further number of samples of a global batch
-when it first comes, the first few of them and each that is larger than all before.
+A forward may branch on the number of samples. A capture holds for the numbers with
+which it was recorded. These are two at construction, chosen to reveal a limit between
+them or a test for even numbers. Each further number of samples of a global batch is
+recorded when it first occurs: the first few of them, and each that is larger than all
+before.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BATCHES = (7, 1008)
-"""Two numbers of samples: what differs between them in this ratio follows the batch."""
+"""Two numbers of samples: a difference in this ratio follows the batch."""
 
 _MOST_COUNTS = 8
-"""Other numbers of samples that are recorded, unless larger than all before."""
+"""Limit of other numbers of samples to record, unless larger than all before."""
 
 _SHAPING = {
     "affine_grid",
@@ -74,7 +75,7 @@ class Count:
 def compare(
     first: Recording, second: Recording, batches: tuple[int, int] | None
 ) -> list[Any]:
-    """Each record's arguments, with `Count` where a number follows the batch.
+    """Return each record's arguments, with `Count` where a number follows the batch.
 
     ``batches`` are the recordings' numbers of samples, ``None`` if they are the same.
 
@@ -107,12 +108,12 @@ def compare(
 def _differs(one: Record, batches: tuple[int, int] | None) -> SpecError:
     if batches is not None:
         return SpecError(
-            f"{one.place}: what runs here depends on the number of samples: a layer's "
-            "work must not depend on how many samples run beside one"
+            f"{one.place}: what runs here depends on the number of samples: a layer "
+            "must compute each sample in the same way for any number of samples"
         )
     return SpecError(
         f"{one.place}: what runs here differs from call to call (a counter, a "
-        "schedule, or a random decision), and would be fixed as it was at capture: "
+        "schedule, or a random decision), and would stay as it was at capture: "
         "pass it as an input tensor, or change the model outside of forward"
     )
 
@@ -137,7 +138,7 @@ def _joined(
         parts = [_joined(a, b, at, batches) for a, b in zip(one, two, strict=True)]
         if hasattr(one, "_fields"):
             return type(one)(*parts)
-        # A torch.Size takes numbers alone.
+        # A torch.Size accepts only numbers.
         return tuple(parts) if isinstance(one, torch.Size) else type(one)(parts)
     if isinstance(one, dict):
         if list(one) != list(two):
@@ -171,25 +172,25 @@ def _number(
         raise SpecError(
             f"{at.place}: uses the number of samples as a number ({one} for "
             f"{batches[0]} samples, {two} for {batches[1]}), which mixes samples: it "
-            "is another on each rank. Leave what depends on the batch to the loss"
+            "differs on each rank. Leave what depends on the batch to the loss"
         )
     if one * batches[1] != two * batches[0] or one % batches[0]:
         raise SpecError(
             f"{at.place}: a size follows the number of samples, but not as a multiple "
-            "of it: a layer's work must not depend on how many samples run beside one"
+            "of it: a layer must compute each sample in the same way for any number"
         )
     name = str(getattr(at.target, "__name__", at.target))
     if name not in _SHAPING and not (is_end and name == "__getitem__"):
         raise SpecError(
             f"{at.place}: {name} uses the number of samples as a number, which mixes "
-            "samples: it is another on each rank. Leave what depends on the batch to "
+            "samples: it differs on each rank. Leave what depends on the batch to "
             "the loss"
         )
     return Count(one // batches[0])
 
 
 def follows(one: int, two: int, batches: tuple[int, int] = BATCHES) -> bool | None:
-    """Whether a number follows the batch; ``None`` where it does so in no ratio."""
+    """Return whether a number follows the batch; ``None``: it does, in no ratio."""
     if one == two:
         return False
     if one * batches[1] == two * batches[0]:
@@ -209,7 +210,7 @@ class Counts:
         self._again = again
 
     def require(self, count: int) -> None:
-        """Record the forward of another number of samples where that is due.
+        """Record the forward of another number of samples if it is due.
 
         Raises:
             SpecError: it does something else than for those of the capture.
@@ -236,6 +237,6 @@ def _require_shapes(one: Record, two: Record, batches: tuple[int, int]) -> None:
             raise SpecError(
                 f"{one.place}: gives {tuple(tensor.shape)} for {batches[0]} samples "
                 f"and {tuple(other.shape)} for {batches[1]}, which is no multiple: it "
-                "treats some samples in another way than others, and these may be on "
-                "other ranks. Treat every sample alike"
+                "treats some samples differently from others, and these may be on "
+                "other ranks. Treat all samples the same"
             )

@@ -1,4 +1,4 @@
-"""Tensors without values in the place of a module's parameters and buffers."""
+"""Replace a module's parameters and buffers with tensors without values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors into which an operation writes."""
+    """Yield the tensors into which an operation writes."""
     for i, argument in enumerate(func._schema.arguments):  # noqa: SLF001
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -37,15 +37,15 @@ _SCANS = {
     torch.ops.aten.cummin,
     torch.ops.aten.logcumsumexp,
 }
-"""What gives for a row something of all before it."""
+"""Operations that compute a row from all rows before it."""
 
 
 @final
 class Mode(FakeTensorMode):
-    """Fake tensors, seeing operations that draw random numbers.
+    """Fake tensors that intercept operations that draw random numbers.
 
-    Asking a fake tensor for its device, which kernels do several times for each call,
-    is answered directly.
+    Kernels ask a fake tensor for its device several times in each call, so that
+    question is answered directly.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Mode(FakeTensorMode):
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if self._inside:  # an operation of which another consists
+        if self._inside:  # a part of another operation
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         recorder = self.recorder
         if recorder is not None:
@@ -79,7 +79,7 @@ class Mode(FakeTensorMode):
 def swapped(
     modules: Iterable[tuple[str, nn.Module]], make: Callable[[Tensor], Tensor]
 ) -> Iterator[dict[str, Tensor]]:
-    """Modules hold other parameters and buffers meanwhile, which are yielded by name.
+    """Give modules other parameters and buffers temporarily; yield these by name.
 
     Those that modules share stay shared.
     """
@@ -105,7 +105,7 @@ def swapped(
 
 
 def held_by(root: nn.Module) -> dict[str, Tensor | None]:
-    """Every parameter and buffer that modules hold now, by name."""
+    """Return every parameter and buffer that modules hold now, by name."""
     return {
         f"{prefix}.{name}" if prefix else name: tensor
         for prefix, part in root.named_modules()
@@ -126,14 +126,14 @@ class Fakes:
         self._shared = Counter(storage_of(t) for t in held.values() if _is_plain(t))
 
     def trained(self) -> dict[int, str]:
-        """The memory of each parameter, with its name."""
+        """Return the memory of each parameter, with its name."""
         return {
             storage_of(self.of(parameter)): name
             for name, parameter in self._root.named_parameters()
         }
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A tensor's twin without values."""
+        """Return a tensor's twin without values."""
         if id(tensor) not in self._made:
             self._made[id(tensor)] = tensor, self._make(tensor)
         return self._made[id(tensor)][1]
@@ -141,7 +141,7 @@ class Fakes:
     def _make(self, tensor: Tensor) -> Tensor:
         if not _is_plain(tensor) or self._shared[storage_of(tensor)] != 1:
             return self.mode.from_tensor(tensor)
-        # The same by hand, which takes a tenth of the time.
+        # Does the same by hand, in a tenth of the time.
         empty = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
         )
@@ -155,7 +155,7 @@ class Fakes:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is a dense leaf that alone fills its storage."""
+    """Return whether a tensor is a dense leaf that alone fills its storage."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
@@ -171,5 +171,5 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tells a tensor's memory from that of others."""
+    """Return an identifier of a tensor's memory."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001

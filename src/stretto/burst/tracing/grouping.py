@@ -1,4 +1,4 @@
-"""Which operations make a layer, and each layer as a module."""
+"""Group operations into layers, and make each layer a module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def groups_of(traced: Traced) -> list[Group]:
-    """The operations of each layer."""
+    """Return the operations of each layer."""
     joined = _Joined(traced)
     _regions(traced, joined)
     _share(traced, joined)
@@ -33,14 +33,14 @@ def groups_of(traced: Traced) -> list[Group]:
         g for g in groups if any(traced.source in _reads(traced, op) for op in g)
     ]
     if len(readers) > 1:
-        # One layer must hand the input out: an operation that gives it unchanged.
+        # One layer must pass the input on: an operation that returns it unchanged.
         _add_stem(traced)
         return groups_of(traced)
     return groups
 
 
 class _Joined:
-    """Disjoint sets of operations, each known by its first."""
+    """Disjoint sets of operations, each identified by its first."""
 
     def __init__(self, traced: Traced) -> None:
         self._order = {op: i for i, op in enumerate(traced.ops)}
@@ -72,10 +72,10 @@ def _users(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _regions(traced: Traced, joined: _Joined) -> None:
-    """Joins what lies between a tensor without a row per sample and where it is used.
+    """Join all operations between a tensor without a row per sample and its uses.
 
-    All ways from such an operation to the output meet again at its immediate
-    post-dominator; the first one with rows ends the layer. O(V E) at worst.
+    All paths from such an operation to the output meet again at its immediate
+    post-dominator; the first one with rows ends the layer. O(V E) in the worst case.
     """
     users = _users(traced)
     order = {op: i for i, op in enumerate(traced.ops)}
@@ -98,7 +98,7 @@ def _regions(traced: Traced, joined: _Joined) -> None:
 
 
 def _after(traced: Traced, users: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, Any]:
-    """Where all ways from an operation to the output meet again."""
+    """Return where all paths from an operation to the output meet again."""
     order = {op: i for i, op in enumerate(traced.ops)}
     after: dict[fx.Node, fx.Node | None] = {}
     for op in reversed(traced.ops):
@@ -110,7 +110,7 @@ def _after(traced: Traced, users: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node,
 
 
 def _share(traced: Traced, joined: _Joined) -> None:
-    """Joins the operations that read one parameter, with all between them.
+    """Join the operations that read one parameter, with all between them.
 
     A parameter belongs to one layer, because layers may run on different ranks.
     """
@@ -122,7 +122,7 @@ def _share(traced: Traced, joined: _Joined) -> None:
 
 
 def _random(traced: Traced, joined: _Joined) -> None:
-    """Joins the operations that read the same random numbers."""
+    """Join the operations that read the same random numbers."""
     readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for op in traced.ops:
         for node in _fixed_of(traced, op):
@@ -132,7 +132,7 @@ def _random(traced: Traced, joined: _Joined) -> None:
 
 
 def _fixed_of(traced: Traced, op: fx.Node) -> Iterator[fx.Node]:
-    """The fixed operations that an operation reads, directly or not."""
+    """Yield the fixed operations that an operation reads, directly or not."""
     work, seen = list(op.all_input_nodes), set()
     while work:
         node = work.pop()
@@ -200,10 +200,10 @@ def _between(
 
 
 def _contract(traced: Traced, joined: _Joined) -> None:
-    """Joins operations that cost little with their only neighbour.
+    """Join operations of low cost with their only neighbor.
 
-    The first group that can be joined is, until none can. Joining one changes what is
-    possible for it and for those that read it alone, so these are looked at again.
+    The first possible join is made, until none is possible. A join changes what is
+    possible for the group and for those that read only it, so these are checked again.
     """
     links = _Links(traced, joined)
     order = {op: i for i, op in enumerate(traced.ops)}
@@ -217,8 +217,8 @@ def _contract(traced: Traced, joined: _Joined) -> None:
         (one,) = links.before[group]
         if len(links.behind[one]) != 1 or links.are_apart(one, group):
             continue  # or the output goes elsewhere too
-        # What follows a layer and costs little belongs to it; so does what comes
-        # before one, but a join stays where its branches end.
+        # Operations of low cost belong to the layer before them, or else to the one
+        # after; but a join stays where its branches end.
         follows = group not in links.heavy
         leads = one not in links.heavy and len(links.before[one]) < 2
         if not (follows or leads) or group in links.reads_input:
@@ -232,7 +232,7 @@ def _contract(traced: Traced, joined: _Joined) -> None:
 
 
 class _Links:
-    """What each group, known by its first operation, reads and is."""
+    """Inputs and properties of each group, identified by its first operation."""
 
     def __init__(self, traced: Traced, joined: _Joined) -> None:
         self.before: dict[fx.Node, set[fx.Node]] = {}
@@ -262,13 +262,13 @@ class _Links:
                     self.behind[one].add(two)
 
     def are_apart(self, one: fx.Node, two: fx.Node) -> bool:
-        """Whether one draws random numbers and the other can't run sample by sample."""
+        """Return whether one draws random numbers and the other mixes samples."""
         return (one in self._draws and two in self._whole) or (
             two in self._draws and one in self._whole
         )
 
     def merge(self, one: fx.Node, two: fx.Node, made: fx.Node) -> fx.Node:
-        """Note that a group was joined with the only one that reads it."""
+        """Record that a group was joined with the only one that reads it."""
         before, behind = self.before.pop(one), self.behind.pop(two)
         del self.before[two], self.behind[one]
         self.before[made], self.behind[made] = before, behind
@@ -283,7 +283,7 @@ class _Links:
 
 
 def _reads(traced: Traced, op: fx.Node) -> list[fx.Node]:
-    """The tensors that an operation reads and that come from the input."""
+    """Return the tensors that an operation reads and that come from the input."""
     before, source = traced.before, traced.source
     return [n for n in op.all_input_nodes if n in before or n is source]
 
@@ -307,10 +307,10 @@ def _add_stem(traced: Traced) -> None:
 
 
 def ordered(traced: Traced, groups: list[Group]) -> list[Group]:
-    """The layers in an order in which they can run.
+    """Return the layers in an order in which they can run.
 
     Raises:
-        SpecError: they can't: one layer would have to wait for itself.
+        SpecError: no such order exists: one layer would have to wait for itself.
     """
     number = {op: i for i, group in enumerate(groups) for op in group}
     order = {op: i for i, op in enumerate(traced.ops)}
@@ -339,7 +339,7 @@ def names_of(
     *,
     reserved: str,
 ) -> list[str]:
-    """A name for each layer: of its first module that multiplies, or of its first."""
+    """Return a name for each layer: of its first module that multiplies, or first."""
     taken, names = {reserved}, []
     for group in groups:
         modules = [op for op in group if op.op == "call_module"]
@@ -356,7 +356,7 @@ def names_of(
 
 
 def output_of(traced: Traced, group: Group, name: str) -> fx.Node:
-    """The one operation of a layer that others read.
+    """Return the only operation of a layer that others read.
 
     Raises:
         SpecError: there are several, or it has no row for each sample.
@@ -375,8 +375,8 @@ def output_of(traced: Traced, group: Group, name: str) -> fx.Node:
         )
     if given[0] not in traced.rows:
         raise SpecError(
-            f"{place_of(given[0])}: the first dimension of what layer {name!r} gives "
-            "must be the batch"
+            f"{place_of(given[0])}: the first dimension of the output of layer "
+            f"{name!r} must be the batch"
         )
     return given[0]
 
@@ -384,12 +384,12 @@ def output_of(traced: Traced, group: Group, name: str) -> fx.Node:
 def module_of(
     traced: Traced, group: Group, result: fx.Node
 ) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """A layer as a module of its own, and what it reads, in the order of arguments."""
+    """Return a layer as a module, and what it reads, in the order of arguments."""
     return _Copy(traced, group).module(result)
 
 
 class _Copy:
-    """Copies a layer's operations, and what they need that is fixed, to a graph."""
+    """Copies a layer's operations, and the fixed ones that they need, to a graph."""
 
     def __init__(self, traced: Traced, group: Group) -> None:
         self._traced, self._group = traced, group
@@ -414,7 +414,7 @@ class _Copy:
         self._graph.output(self._copies[result])
         root = self._traced.root
         module = fx.GraphModule(root, self._graph)
-        # Not by train(): submodules keep the mode that the user gave them.
+        # Not by train(): submodules keep the mode that the user set.
         module.training = root.training
         return module, self._read
 
@@ -423,14 +423,14 @@ class _Copy:
         return self._emit(op)
 
     def _emit(self, node: fx.Node) -> fx.Node:
-        """Copies an operation, within the modes that the model set around it."""
+        """Copy an operation, within the modes that the model set around it."""
         for before in node.all_input_nodes:
             self._of(before)
         self._into(node.meta.get("context") or Context())
         return self._graph.node_copy(node, self._of)
 
     def _into(self, context: Context) -> None:
-        """Leaves the modes that are set and sets others."""
+        """Leave the modes that are set and set others."""
         if context == self._context:
             return
         for entered in reversed(self._entered):
@@ -443,7 +443,7 @@ class _Copy:
         self._context = context
 
     def _out_of_place(self, op: fx.Node) -> None:
-        """What other operations may read too is copied before it is written to.
+        """Copy a tensor that other operations may read before it is written to.
 
         A tensor computed in this layer, and not a part of another, is written itself.
         """
@@ -481,14 +481,14 @@ class _Copy:
 
 
 def enter_no_grad() -> Any:
-    """Begin a part without gradients and return what ends it."""
+    """Begin a part without gradients and return a function that ends it."""
     mode = torch.no_grad()
     mode.__enter__()
     return mode
 
 
 def enter_autocast(device: str, dtype: torch.dtype, enabled: Any, cache: Any) -> Any:
-    """Begin an autocast region and return what ends it."""
+    """Begin an autocast region and return a function that ends it."""
     mode = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
     mode.__enter__()
     return mode
@@ -500,7 +500,7 @@ def leave_mode(mode: Any) -> None:
 
 
 def parameters_of(traced: Traced, op: fx.Node) -> Iterator[nn.Parameter]:
-    """The parameters that an operation reads, itself or through what is fixed."""
+    """Yield the parameters that an operation reads, directly or through fixed ones."""
     if op.op == "call_module":
         yield from traced.root.get_submodule(str(op.target)).parameters()
     for node in _fixed_of(traced, op):
@@ -514,13 +514,13 @@ def parameters_of(traced: Traced, op: fx.Node) -> Iterator[nn.Parameter]:
 
 
 def count_batch_norms(module: nn.Module) -> int:
-    """How often a layer normalises over the batch."""
+    """Return how often a layer normalizes over the batch."""
     kind = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
     return sum(isinstance(part, kind) for part in module.modules())
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Whether a layer drops at random."""
+    """Return whether a layer drops at random."""
     kind = nn.modules.dropout._DropoutNd  # noqa: SLF001
     return any(
         isinstance(part, kind)

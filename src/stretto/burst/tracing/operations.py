@@ -1,14 +1,13 @@
-"""A module's operations with what each gives, and which of them make a layer.
+"""A module's operations with their results, and which of them form a layer.
 
-A traced operation gives one of two: a *fixed* value, the same whatever the input (a
-parameter, a mask); or a tensor computed from the input. Only the latter are places
-where samples can move from one set of ranks to another, and of these only those with a
-row for each sample.
+A traced operation returns one of two: a *fixed* value, the same for any input (a
+parameter, a mask); or a tensor computed from the input. Samples can move from one set
+of ranks to another only at the latter, and only at those with a row for each sample.
 
 # Note [What follows the batch]
 The module is recorded for two numbers of samples, and twice for one of them. A number
-that differs in the ratio of the batches follows the batch; anything else that differs
-is a decision or a value that layers on other ranks would not repeat, and is refused.
+that differs in the ratio of the batches follows the batch. Anything else that differs
+is a decision or a value that layers on other ranks would not repeat, and is rejected.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ NORMS = (
     nn.GroupNorm,
     nn.RMSNorm,
 )
-"""Modules with parameters that cost little and so follow what they normalise."""
+"""Modules with parameters that cost little and so follow the layer they normalize."""
 
 _HEAVY = {
     functional.linear,
@@ -97,29 +96,29 @@ class Traced:
     root: fx.GraphModule
 
     ops: list[fx.Node]
-    """Those that give tensors computed from the input, in order; the last gives the
-    model's output."""
+    """Operations that return tensors computed from the input, in order; the last
+    returns the model's output."""
 
     source: fx.Node
     """The input."""
 
     before: dict[fx.Node, list[fx.Node]]
-    """For each of ``ops`` those of ``ops`` that it reads."""
+    """For each of ``ops``, those of ``ops`` that it reads."""
 
     values: dict[fx.Node, Any]
-    """What fixed operations that are no tensors give: numbers, sizes, types."""
+    """Results of fixed operations that are not tensors: numbers, sizes, types."""
 
     counts: dict[fx.Node, int]
     """For a count that follows the batch: its value for one sample."""
 
     rows: set[fx.Node]
-    """Those of ``ops`` that give one tensor with a row for each sample."""
+    """Those of ``ops`` that return one tensor with a row for each sample."""
 
     shapes: dict[fx.Node, tuple[tuple[int, ...], torch.dtype]]
-    """Of the source and of those in ``rows``: shape of a sample, and type."""
+    """Shape of a sample, and type, of the source and of those in ``rows``."""
 
     module: nn.Module
-    """What was traced."""
+    """The traced module."""
 
     arguments: Arguments
 
@@ -132,7 +131,7 @@ class Traced:
     """The modes in which it was recorded."""
 
     watch: Watch
-    """What its forward read of plain state."""
+    """Plain state that its forward read."""
 
     counts_known: Counts
     """The numbers of samples for which its forward does this."""
@@ -147,12 +146,12 @@ class Traced:
 def trace(
     module: nn.Module, example_inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> Traced:
-    """The operations of a module on an input like the example.
+    """Return the operations of a module on an input like the example.
 
     Raises:
         SpecError: an input or output has no row for each sample, or layers would not
-            repeat what the module does; the line of its code that is in the way is
-            named.
+            repeat what the module does; the message names the line of its code that
+            prevents it.
     """
     _refuse_scripted(module)
     arguments = Arguments(tuple(example_inputs), dict(kwargs or {}))
@@ -182,7 +181,7 @@ def trace(
         f"{name} {_digest_of(build.held(name))}"
         for name in sorted(_constants_of(first, module))
     ]
-    # Outputs' types follow autocast, and ranks must agree in what travels.
+    # Outputs' types follow autocast, and ranks must agree on the types they send.
     semantics.append(f"autocast {Ambient.now(arguments.device).autocast}")
     traced = _classify(
         module, build, semantics, arguments, found[0], reads.watch(), counts
@@ -193,7 +192,7 @@ def trace(
 
 
 def _refuse_scripted(module: nn.Module) -> None:
-    """Refuses modules of TorchScript, whose parts can't be watched or replaced."""
+    """Reject modules of TorchScript, whose parts can't be watched or replaced."""
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             owner, _, key = name.rpartition(".")
@@ -201,13 +200,13 @@ def _refuse_scripted(module: nn.Module) -> None:
             what = f"module {name!r}" if name else "the model"
             raise SpecError(
                 f"{line}{what} was made by torch.jit.script or torch.jit.trace, whose "
-                "layers and parameters are not seen from outside: use the module from "
+                "layers and parameters are not visible: use the module from "
                 "which it was made"
             )
 
 
 def _line_of(one: Record, module: nn.Module) -> str:
-    """An operation and its constants, the same text in every process."""
+    """Return an operation and its constants, the same text in every process."""
     target = one.target if isinstance(one.target, str) else _qualified(one.target)
     text = f"{target} {one.args} {one.kwargs} {one.context}"
     if one.kind == "call_module":
@@ -218,7 +217,7 @@ def _line_of(one: Record, module: nn.Module) -> str:
 
 
 def _constants_of(recording: Recording, module: nn.Module) -> set[str]:
-    """Tensors that operations read and that are no parameters or buffers."""
+    """Return tensors that operations read and that are not parameters or buffers."""
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     leaves = (
@@ -230,7 +229,7 @@ def _constants_of(recording: Recording, module: nn.Module) -> set[str]:
 
 
 def _digest_of(value: Any) -> str:
-    """A digest of a tensor's values, the same in every process."""
+    """Return a digest of a tensor's values, the same in every process."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     plain = value.detach().cpu().contiguous()
@@ -260,10 +259,10 @@ def _recordings(
     arguments: Arguments,
     reads: Reads,
 ) -> tuple[Recording, Recording]:
-    """Record a call with each batch, having compared a second call with the first.
+    """Record a call with each batch, after comparing a second call with the first.
 
-    The second call is of the other batch. Where it differs in more than sizes, three
-    calls tell whether it does so because of the batch or from call to call.
+    The second call is of the other batch. If it differs in more than sizes, three calls
+    determine whether it differs because of the batch or from call to call.
     """
     fakes = Fakes(module)
 
@@ -318,7 +317,7 @@ def _once(
     distributions: Any = torch.distributions.Distribution
     before, checked = _generators(), distributions._validate_args  # noqa: SLF001
     try:
-        # Their checks of arguments read values; a run on values makes them still.
+        # Their argument checks read values; a run on values disables them.
         distributions.set_default_validate_args(value=False)
         found = record(module, run, (shape, dtype, device), fakes, reads)
     except SpecError:
@@ -347,7 +346,7 @@ def _once(
 
 
 def _generators() -> tuple[Any, Any]:
-    """The states of Python's and NumPy's own random numbers."""
+    """Return the states of Python's and NumPy's own random numbers."""
     return random.getstate(), np.random.get_state()  # noqa: NPY002 - users' is watched
 
 
@@ -368,7 +367,7 @@ def _where_drawn(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str:
-    """The line that draws, found by a second recording that watches each line."""
+    """Return the line that draws, found by a recording that watches each line."""
     before = _generators()
     found: list[str] = []
 
@@ -394,7 +393,7 @@ def _where_drawn(
 
 @contextmanager
 def keep_attributes(module: nn.Module) -> Iterator[None]:
-    """What forward assigns to attributes of modules is undone."""
+    """Undo forward's assignments to attributes of modules."""
     kept = [(part, dict(part.__dict__)) for part in module.modules()]
     try:
         yield
@@ -407,7 +406,7 @@ def keep_attributes(module: nn.Module) -> Iterator[None]:
 def _refuse_counted(
     module: nn.Module, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    """Refuses values that forward reads and changes in every call."""
+    """Reject values that forward reads and changes in every call."""
     for name, value in after.items():
         was = before.get(name, value)
         if was != value and was == was:
@@ -419,7 +418,7 @@ def _refuse_counted(
 
 
 def _refuse_stored(module: nn.Module) -> None:
-    """Refuses tensors that forward keeps in attributes: they are of one call."""
+    """Reject tensors that forward keeps in attributes: they belong to one call."""
     for name, part in module.named_modules():
         if type(part).__module__.startswith("torch.nn"):
             continue
@@ -455,13 +454,13 @@ class _Build:
         self._number = 0
 
     def root(self) -> fx.GraphModule:
-        """All operations as one module that holds the original's parts."""
+        """Return all operations as one module that holds the original's parts."""
         root = fx.GraphModule(self._targets, self.graph, type(self._module).__name__)
         root.training = self._module.training
         return root
 
     def node(self, name: Ref | Fixed) -> fx.Node:
-        """The node of a tensor."""
+        """Return the node of a tensor."""
         if name not in self._nodes:
             if isinstance(name, Fixed):
                 made = self.graph.get_attr(name.name)
@@ -477,14 +476,14 @@ class _Build:
         return self._nodes[name]
 
     def held(self, name: str) -> Any:
-        """A tensor or object that the module holds, or that belongs to no module."""
+        """Return a tensor or object that the module holds, or that no module holds."""
         if name in self._constants:
             return self._constants[name]
         path, _, last = name.rpartition(".")
         return getattr(self._module.get_submodule(path), last)
 
     def add(self, one: Record, two: Record, args: Any, kwargs: Any) -> None:
-        """Adds an operation; ``two`` is the same with the other batch."""
+        """Add an operation; ``two`` is the same with the other batch."""
         number, self._number = self._number, self._number + 1
         dropout = self._dropout(one, args, kwargs)
         if dropout is not None:
@@ -519,7 +518,7 @@ class _Build:
             self.shapes[made] = (tensor, two.tensors[path])
 
     def _dropout(self, one: Record, args: Any, kwargs: Any) -> nn.Module | None:
-        """A dropout function as a module, so that masks follow samples."""
+        """Return a dropout function as a module, so that masks follow samples."""
         kind = _DROPOUTS.get(one.target)
         if kind is None or one.kind != "call_function":
             return None
@@ -559,7 +558,7 @@ class _Build:
 
 
 def _is_importable(target: Any) -> bool:
-    """Whether generated code can call a function of torch by its qualified name."""
+    """Return whether generated code can call a torch function by its qualified name."""
     if (getattr(target, "__module__", None) or "").partition(".")[0] != "torch":
         return True  # fx refers to the object itself
     try:
@@ -711,7 +710,7 @@ def _is_constant(node: fx.Node, build: _Build, ops: set[fx.Node]) -> bool:
 
 
 def _require_all_rows_written(traced: Traced, node: fx.Node) -> None:
-    """Refuse ``h[6:] = 0``: which samples these are is another matter on each rank."""
+    """Reject ``h[6:] = 0``: each rank would write other samples."""
     if node.target is not set_item or node.args[0] not in traced.rows:
         return
     index: Any = node.args[1]
@@ -723,25 +722,25 @@ def _require_all_rows_written(traced: Traced, node: fx.Node) -> None:
         return
     raise SpecError(
         f"{place_of(node)}: writes into some samples by their place in the batch, and "
-        "these may be on other ranks. Treat every sample alike"
+        "these may be on other ranks. Treat all samples the same"
     )
 
 
 def _require_same_for_all(node: fx.Node, build: _Build) -> None:
-    """A fixed operation must not draw what all samples share."""
+    """Require that a fixed operation draws nothing that all samples share."""
     if not node.meta.get("draws"):
         return
     one, two = build.shapes.get(node, (None, None))
     if one is None or one.dim() < 1 or one.shape[0] == two.shape[0]:
         raise SpecError(
             f"{place_of(node)}: draws random numbers that all samples share, which "
-            "would be others on each rank: draw them for each sample, with a first "
+            "would differ on each rank: draw them for each sample, with a first "
             "dimension that is the batch"
         )
 
 
 def _row(traced: Traced, node: fx.Node, value: Tensor, other: Tensor) -> None:
-    """Notes whether a tensor has a row for each sample."""
+    """Record whether a tensor has a row for each sample."""
     sides = [follows(v, w) for v, w in zip(value.shape, other.shape, strict=True)]
     if not any(side is not False for side in sides):
         raise SpecError(
@@ -753,8 +752,8 @@ def _row(traced: Traced, node: fx.Node, value: Tensor, other: Tensor) -> None:
         raise SpecError(
             f"{place_of(node)}: {node.name!r} gives {tuple(value.shape)} for "
             f"{BATCHES[0]} samples and {tuple(other.shape)} for {BATCHES[1]}, which "
-            "is no multiple: it treats some samples in another way than others, and "
-            "these may be on other ranks. Treat every sample alike"
+            "is no multiple: it treats some samples differently from others, and "
+            "these may be on other ranks. Treat all samples the same"
         )
     if value.shape[0] == BATCHES[0] and sides == [True, *(False for _ in sides[1:])]:
         traced.rows.add(node)
@@ -762,7 +761,10 @@ def _row(traced: Traced, node: fx.Node, value: Tensor, other: Tensor) -> None:
 
 
 def is_heavy(node: fx.Node, root: fx.GraphModule) -> bool:
-    """Whether an operation starts a layer: it multiplies by parameters or matrices."""
+    """Return whether an operation starts a layer.
+
+    It does if it multiplies by parameters or matrices.
+    """
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         own = next(module.parameters(), None) is not None
@@ -772,9 +774,9 @@ def is_heavy(node: fx.Node, root: fx.GraphModule) -> bool:
 
 @contextmanager
 def given_momenta(module: nn.Module) -> Iterator[None]:
-    """Batch norms whose average is cumulative have a number for their momentum.
+    """Give batch norms with a cumulative average a number for their momentum.
 
-    They would compute it from how many batches there were, which no fake tensor knows.
+    They would compute it from the number of batches, which a fake tensor does not have.
     """
     norms = [
         part

@@ -1,4 +1,4 @@
-"""Several tensors with a row for each sample as one, so that layers pass one tensor.
+"""Pack several tensors with a row for each sample into one, because layers pass one.
 
 Floats become the widest type among them, which is exact; integers beside floats keep
 their bits. Gradients flow through floats.
@@ -33,21 +33,21 @@ class Part:
     """One tensor's place in a row."""
 
     shape: tuple[int, ...]
-    """Of one sample."""
+    """Shape of one sample."""
 
     dtype: torch.dtype
 
     start: int
 
     length: int
-    """In numbers of the packed type."""
+    """Range of numbers of the packed type."""
 
     as_bits: bool
 
 
 @final
 class Packing:
-    """Where tensors of given shapes and types are in one; a single one stays itself."""
+    """Places of tensors of given shapes and types in one; a single one is unchanged."""
 
     def __init__(
         self, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]], what: str
@@ -93,8 +93,8 @@ class Packing:
             return False
         if dtype.is_complex or dtype.itemsize % self.dtype.itemsize:
             raise SpecError(
-                f"{what} of types {dtype} and {self.dtype} can't travel together: "
-                f"convert the one to int64 or {self.dtype} outside of the model"
+                f"{what} of types {dtype} and {self.dtype} can't be packed together: "
+                f"convert one of them to int64 or {self.dtype} outside of the model"
             )
         return True
 
@@ -104,7 +104,7 @@ class Packing:
         return len(self.parts) == 1
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The tensors as one."""
+        """Return the tensors as one."""
         if self.is_one:
             return tensors[0]
         rows = []
@@ -120,7 +120,7 @@ class Packing:
         packed: Tensor,
         hook_of: Callable[[int], Callable[[Tensor], None]] | None = None,
     ) -> list[Tensor]:
-        """The tensors again; ``hook_of`` gives a hook for the gradient of each."""
+        """Return the tensors; ``hook_of`` gives a hook for the gradient of each."""
         if self.is_one:
             return [packed]
         found = []
@@ -150,7 +150,7 @@ def _count(shape: tuple[int, ...]) -> int:
 
 @final
 class Arguments:
-    """Which of a model's arguments are tensors with rows, and what the others are."""
+    """Which of a model's arguments are tensors with rows, and the values of others."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
@@ -159,8 +159,8 @@ class Arguments:
         tensors = [leaves[i] for i in self._places]
         if not tensors:
             raise SpecError(
-                "a model must have an input tensor with a row for each sample, got "
-                "none: pass one in example_inputs"
+                "a model must have an input tensor with a row for each sample, but "
+                "there is no tensor: pass one in example_inputs"
             )
         for tensor in tensors:
             if tensor.dim() < 1:
@@ -179,10 +179,10 @@ class Arguments:
         self.device = tensors[0].device
 
     def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A call's input tensors as one.
+        """Return a call's input tensors as one.
 
         Raises:
-            SpecError: other arguments are not those of the example.
+            SpecError: other arguments differ from those of the example.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [v for v in leaves if isinstance(v, Tensor)]
@@ -208,18 +208,18 @@ class Arguments:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call's arguments with each tensor changed."""
+        """Return a call's arguments with each tensor changed."""
         found: tuple[tuple[Any, ...], dict[str, Any]]
         found = pytree.tree_map_only(Tensor, change, (args, kwargs))
         return found
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors among a call's arguments, in the order of packing."""
+        """Return the tensors among a call's arguments, in the order of packing."""
         leaves, _ = pytree.tree_flatten((args, kwargs))
         return [v for v in leaves if isinstance(v, Tensor)]
 
     def unpack(self, packed: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call's arguments."""
+        """Return a call's arguments."""
         leaves = list(self._others)
         for i, tensor in zip(self._places, self.packing.unpack(packed), strict=True):
             leaves[i] = tensor
@@ -251,10 +251,10 @@ class Results:
             )
         self.packing: Packing | None = None
         self.behind: tuple[frozenset[str], ...] | None = None
-        """For each tensor the parameters that it is computed from, by their names."""
+        """For each tensor, names of the parameters that it is computed from."""
 
     def packed(self, output: Any, rows: int) -> Tensor:
-        """The result's tensors as one; the first call notes their shapes."""
+        """Return the result's tensors as one; the first call records their shapes."""
         tensors = tensors_in(output)
         for tensor in tensors:
             if tensor.dim() < 1 or tensor.shape[0] != rows:
@@ -269,7 +269,7 @@ class Results:
         packed: Tensor,
         hook_of: Callable[[int], Callable[[Tensor], None]] | None = None,
     ) -> Any:
-        """The result as the model gives it.
+        """Return the result as the model gives it.
 
         ``hook_of`` gives a hook for the gradient of each of several tensors.
         """
@@ -282,12 +282,12 @@ class Results:
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """The tensors of a model's result, in the order of packing."""
+    """Return the tensors of a model's result, in the order of packing."""
     return [v for v in _taken_apart(output)[0] if isinstance(v, Tensor)]
 
 
 def _taken_apart(output: Any) -> tuple[list[Any], Any]:
-    """Leaves, and what makes the output from others in their place."""
+    """Return the leaves, and a function that rebuilds the output from other leaves."""
     if hasattr(output, "to_tuple") and isinstance(output, dict):
         kind, keys = type(output), list(output)
         parts = [_taken_apart(output[key]) for key in keys]
@@ -302,7 +302,7 @@ def _taken_apart(output: Any) -> tuple[list[Any], Any]:
 
         return [leaf for leaves, _ in parts for leaf in leaves], rebuild
     leaves, spec = pytree.tree_flatten(output)
-    # What is no plain value, such as a cache, is for a caller that goes on with it.
+    # Other objects, such as a cache, are meant for a caller that continues with them.
     kept = [
         v if v is None or isinstance(v, (Tensor, int, float, str)) else None
         for v in leaves

@@ -1,10 +1,10 @@
-"""Refuses what depends on a sample's place in the batch.
+"""Reject operations that depend on a sample's place in the batch.
 
 # Note [Places]
-A tensor made of the number of samples alone, such as ``arange(batch)``, is made on each
-rank for its own samples. That is right where all its rows are equal, and for the places
-themselves, which count rows from zero wherever they are: as an index, in the layer in
-which they are made. What such an index does is checked by computing. Anything else,
+A tensor made only from the number of samples, such as ``arange(batch)``, is made on
+each rank for its own samples. That is correct if all its rows are equal, and for the
+places themselves, which count rows from zero on every rank: as an index, in the layer
+in which they are made. A computation checks the effect of such an index. Anything else,
 such as ``arange(batch) >= 6``, means certain samples of the global batch.
 """
 
@@ -21,7 +21,7 @@ from stretto.errors import SpecError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-_ALIKE, _PLACES, _OTHER = "alike", "places", "other"
+_ALIKE, _PLACES, _OTHER = "equal", "places", "other"
 
 _INDEXING = {
     "__getitem__",
@@ -41,24 +41,24 @@ _INDEXING = {
     "take",
     "take_along_dim",
 }
-"""What reads places and gives none."""
+"""Operations that read places and do not return any."""
 
 _MOST_NUMBERS = 1 << 22
 _FEWEST, _MOST = 8, 4099
-"""Samples for which such a tensor is computed, so that it has not too many numbers."""
+"""Samples for which such a tensor is computed; limits its size."""
 
 
 def place_of(node: fx.Node) -> str:
-    """Where in the user's code an operation stands, as ``file:line``."""
+    """Return the place of an operation in the user's code, as ``file:line``."""
     found = node.meta.get("place")
     return str(found) if found else f"operation {node.name!r}"
 
 
 def depends_on_place(node: fx.Node) -> SpecError:
-    """The error of an operation that means certain samples of a batch."""
+    """Return the error of an operation that depends on certain samples of a batch."""
     return SpecError(
         f"{place_of(node)}: {node.name!r} depends on a sample's place in the batch, "
-        "and samples have other places on each rank. Treat every sample alike"
+        "and samples have other places on each rank. Treat all samples the same"
     )
 
 
@@ -70,16 +70,17 @@ def places_in(
 ) -> set[fx.Node]:
     """Return those of ``ops`` whose rows are places, for an index that reads them.
 
-    What follows the batch and not the samples must have rows alike, or be places.
+    A tensor that follows the batch and not the samples must have equal rows, or be
+    places.
 
     Args:
         root: holds all operations.
         ops: those computed from the input.
-        shapes: what operations give with each of `BATCHES`.
+        shapes: results' shapes for each of `BATCHES`.
         counts: nodes that are a number of samples, with its value for one.
 
     Raises:
-        SpecError: naming the line of one that has not.
+        SpecError: naming the line of a tensor that violates this.
     """
     known = set(ops)
     order = {node: i for i, node in enumerate(root.graph.nodes)}
@@ -105,7 +106,7 @@ def places_in(
                 root, node, sorted(behind, key=order.__getitem__), counts, count
             )
             if value is None:
-                continue  # the layers' check will tell
+                continue  # the layers' check reports it
             kinds = {_kind_of(value, i, count, each) for i, each in sides}
             if _OTHER in kinds:
                 raise depends_on_place(node)
@@ -137,7 +138,7 @@ def _value(
     counts: Mapping[fx.Node, int],
     count: int,
 ) -> Tensor | None:
-    """What fixed operations give for a number of samples."""
+    """Return the results of fixed operations for a number of samples."""
     run = fx.Interpreter(root)
     try:
         with torch.no_grad():
@@ -153,7 +154,7 @@ def _value(
 
 
 def _kind_of(value: Tensor, side: int, count: int, each: int) -> str:
-    """How rows differ along a side that follows the batch."""
+    """Return how rows differ along a side that follows the batch."""
     if value.shape[side] != count * each:
         return _OTHER
     flat = value.movedim(side, 0).reshape(count * each, -1)

@@ -1,14 +1,14 @@
-"""Checks captured layers by computing: are they the model, and does no row see another?
+"""Check captured layers by computing: do they equal the model, and keep rows apart?
 
 # Note [What is checked]
-On random inputs and perturbed parameters, twice with other numbers: the layers one
-after another give the outputs and gradients of the module itself; and each layer on
-some of the rows, in another order, and on the rest gives these rows of its output and
-of its inputs' gradients, with parameters' gradients that add up. A backward that is not
-torch's own is also checked with large and small gradients and many rows. Parameters are
-perturbed because an effect may vanish behind a zero at initialization. Batch norms use
-fixed statistics for the second check, and random numbers are replaced by constants: the
-executor joins the first over ranks and draws the second by sample.
+Random inputs and perturbed parameters are used, twice with other numbers. The layers
+one after another must return the outputs and gradients of the module itself. Each layer
+on some of the rows, in another order, and on the rest must return these rows of its
+output and of its inputs' gradients, with parameters' gradients that add up. A backward
+that is not torch's own is also checked with large and small gradients and many rows.
+Parameters are perturbed because an effect may vanish behind a zero at initialization.
+Batch norms use fixed statistics for the second check, and random numbers are replaced
+by constants: the executor joins the first over ranks and draws the second by sample.
 """
 
 from __future__ import annotations
@@ -52,19 +52,20 @@ _EVERY = tuple(range(_ROWS))
 
 _WIDE, _WIDEST, _WIDE_NUMBERS = 13, 1009, 1 << 16
 _WIDEST_BACK = 4099
-"""Rows of the check with many of them: so many that all have about these numbers."""
+"""Limits on the rows of the check with many of them. Tensors of small rows get enough
+rows to hold about ``_WIDE_NUMBERS`` numbers."""
 
 _SCALES = (1e4, 1e-4)
-"""Of gradients into a backward that may treat large or small ones otherwise."""
+"""Scales of gradients, because a backward may treat large or small ones differently."""
 
 _MOST_INPUT = 1e3
-"""Larger inputs, such as words' numbers beside floats, say nothing of rounding."""
+"""Larger inputs, such as word numbers beside floats, are ignored for rounding."""
 
 _Found = tuple[Tensor, list[Tensor | None], dict[int, Tensor]]
 """A layer's output, and gradients of its inputs and of its parameters."""
 
 _Twins = tuple[Tensor, Tensor]
-"""A parameter and the leaf in its place."""
+"""A parameter and the leaf that replaces it."""
 
 
 def require_equal(
@@ -122,7 +123,7 @@ class _Check:
         largest: float | None = None,
         rounding: float = 0.0,
     ) -> bool:
-        """Whether values are equal but for rounding, relative to the largest."""
+        """Return whether values are equal up to rounding, relative to the largest."""
         found, wanted = found.detach(), wanted.detach()
         if found.shape != wanted.shape or found.dtype != wanted.dtype:
             return False
@@ -138,7 +139,7 @@ class _Check:
         return bool(torch.allclose(found, wanted, rtol=0.0, atol=limit, equal_nan=True))
 
     def run(self) -> SpecError | None:
-        """Where samples are mixed, if they are."""
+        """Return the error if samples are mixed."""
         parts: dict[int, tuple[str, nn.Module]] = {}
         for name, part in self._module.named_modules():
             parts[id(part)] = (name, part)
@@ -203,7 +204,7 @@ class _Check:
     def _layers(
         self, packed: Tensor
     ) -> tuple[dict[str, Tensor], dict[int, Tensor], dict[str, Tensor]]:
-        """Every layer's output, gradients by parameter, and of layers' outputs."""
+        """Return layers' outputs, gradients by parameter and of layers' outputs."""
         from stretto.burst.graph import INPUT
 
         values = {INPUT: packed}
@@ -242,7 +243,7 @@ class _Check:
         return values, grads, cotangents
 
     def _require_in_twins(self, node: LayerNode, twins: dict[int, _Twins]) -> None:
-        """Require that gradients reach what forward computed with, and that alone."""
+        """Require that gradients reach exactly the tensors that forward used."""
         if any(tensor.grad is not None for tensor, _ in twins.values()):
             op = next((n for n in _graph_of(node).nodes if n.meta.get("place")), None)
             place = "" if op is None else f"{place_of(op)}: "
@@ -262,9 +263,9 @@ class _Check:
         name = self._graph.name
         if not self._near(found, wanted):
             raise SpecError(
-                f"the layers captured of {name} give other outputs than {name} itself: "
+                f"the captured layers of {name} give other outputs than {name} itself: "
                 "its forward does something that is not captured, such as reading or "
-                "changing state that is no tensor of it. Please report the model"
+                "changing state that is not one of its tensors. Please report the model"
             )
         largest = max(
             (float(g.abs().max()) for g in whole if g is not None and g.numel()),
@@ -278,7 +279,7 @@ class _Check:
                 zero if have is None else have, zero if want is None else want, largest
             ):
                 raise SpecError(
-                    f"the layers captured of {name} give parameter "
+                    f"the captured layers of {name} give parameter "
                     f"{named[id(parameter)]!r} another gradient than {name} itself: "
                     "its forward does something that is not captured. Please report "
                     "the model"
@@ -347,9 +348,9 @@ class _Check:
         cotangents: dict[str, Tensor],
         full: _Found,
     ) -> SpecError | None:
-        """Where gradients of many rows, each of a few kinds, are not those of its kind.
+        """Return where many rows of a few kinds have other gradients than their kind.
 
-        Parameters' gradients are the sum of what each row gives alone.
+        Parameters' gradients are the sum of those of each row alone.
         """
         rows = self._wide_rows(node, values, full[0], _WIDEST_BACK)
         try:
@@ -376,9 +377,9 @@ class _Check:
     def _wide(
         self, node: LayerNode, values: dict[str, Tensor], full: Tensor
     ) -> SpecError | None:
-        """Where many rows, each of a few kinds, are not each the row of its kind.
+        """Return where many rows, each of a few kinds, differ from their kind's row.
 
-        What reaches further than `_ROWS` rows does not show with so few.
+        An effect that reaches further than `_ROWS` rows does not show with so few.
         """
         taken = [values[name] for name in node.inputs]
         rows = self._wide_rows(node, values, full, _WIDEST)
@@ -421,7 +422,7 @@ class _Check:
         values: dict[str, Tensor],
         cotangents: dict[str, Tensor],
     ) -> float:
-        """How far gradients may be apart that are sums of terms that cancel."""
+        """Return the tolerance for gradients that are sums of canceling terms."""
         given = cotangents.get(node.name)
         if given is None or not _has_gradient(given):
             return 0.0
@@ -464,9 +465,9 @@ class _Check:
             place = place if op is None else f"{place_of(op)}: {place}"
         way = " in backward" if backward else ""
         return SpecError(
-            f"{place}: it mixes samples{way}: what it gives for one depends on which "
-            "others run beside it, and these may be on other ranks. Keep the batch as "
-            "the first dimension and leave what depends on other samples to the loss"
+            f"{place}: it mixes samples{way}: its output for one sample depends on "
+            "others, which may be on other ranks. Keep the batch as the first "
+            "dimension, and compute what depends on other samples in the loss"
         )
 
     def _fails(
@@ -475,15 +476,15 @@ class _Check:
         text = (str(error).splitlines() or [type(error).__name__])[0]
         return SpecError(
             f"{self._line(node, values)}: fails on some of the samples where it works "
-            f"on {_ROWS} ({type(error).__name__}: {text}): a rank may have one sample "
-            "alone. Keep the batch as the first dimension, and name the dimensions "
+            f"on {_ROWS} ({type(error).__name__}: {text}): a rank may have only one "
+            "sample. Keep the batch as the first dimension, and name the dimensions "
             "of squeeze()"
         )
 
     def _line(
         self, node: LayerNode, values: dict[str, Tensor], rows: Sequence[int] = ()
     ) -> str:
-        """The first operation of a layer that gives other rows for some of them."""
+        """Return the first operation of a layer that gives other rows for some."""
         orders = (rows,) if rows else (_SOME, _REST)
         full = self._trace(node, values, tuple(range(_ROWS)))
         for order in orders:
@@ -589,7 +590,7 @@ def _as_real(tensor: Tensor) -> Tensor:
 
 
 def _twin(twins: dict[int, _Twins], tensor: Tensor) -> Tensor:
-    """Another leaf with a parameter's values, as the executor uses; see `Shadows`."""
+    """Return another leaf with a parameter's values, as in the executor (`Shadows`)."""
     if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
         return tensor
     twins[id(tensor)] = tensor, nn.Parameter(tensor.detach())
@@ -599,7 +600,7 @@ def _twin(twins: dict[int, _Twins], tensor: Tensor) -> Tensor:
 def _gradients(
     output: Tensor, cotangent: Tensor, tensors: list[Tensor]
 ) -> list[Tensor | None]:
-    """Gradients by ``backward``, which reentrant checkpointing needs."""
+    """Compute gradients by ``backward``, which reentrant checkpointing requires."""
     with Calm():  # a checkpoint or a function may draw again
         torch.autograd.backward(output, cotangent)
     found = [
@@ -625,7 +626,7 @@ def _largest(tensor: Tensor | None) -> float:
 
 @contextlib.contextmanager
 def _fresh_buffers(module: nn.Module) -> Iterator[None]:
-    """What forward writes into buffers is written into copies."""
+    """Redirect forward's writes into buffers to copies."""
     undo = []
     memo: dict[int, Tensor] = {}
     try:
@@ -646,7 +647,7 @@ def _fresh_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fixed_norms(parts: Any) -> Iterator[None]:
-    """Batch norms use their running statistics, or none."""
+    """Let batch norms use their running statistics, or none."""
     norms: list[Any] = [part for _, part in parts if isinstance(part, BatchNorm)]
     try:
         for norm in norms:

@@ -1,11 +1,11 @@
-"""What forward read of plain state, so that a change of it is noticed.
+"""Record the plain state that forward reads, to detect a change of it.
 
 # Note [A capture is valid while what it read is unchanged]
 A recorded forward holds the outcome of every decision that Python made in it. Such a
-decision depends on what the code read: attributes of modules (a mode, a schedule's
-counter, a configuration's flag), plain globals, and the modes around the call. While a
-forward is recorded, each attribute that is read of a module is noted; a capture can be
-used again as long as all of them have the values that they had.
+decision depends on the values that the code read: attributes of modules (a mode, a
+schedule's counter, a configuration's flag), plain globals, and the modes around the
+call. Each attribute that is read of a module while a forward is recorded is noted; a
+capture can be used again as long as all of them have the values that they had.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 _OF_LAYERS = ("training", "p", "dropout")
-"""What changes the meaning of one of torch's own modules, which run as they are."""
+"""Attributes that change the meaning of torch's own modules, which run as they are."""
 
 _ATOMS = (
     type(None),
@@ -55,10 +55,10 @@ _DEPTH = 3
 
 @contextlib.contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Leave `torch.inference_mode`, with the grad mode as it is.
+    """Leave `torch.inference_mode`, with the grad mode unchanged.
 
-    For what is computed once and used by later forwards and backwards, which inference
-    tensors can't be.
+    For values that are computed once and used by later forwards and backwards, which
+    inference tensors do not allow.
     """
     grad = torch.is_grad_enabled()
     with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
@@ -107,7 +107,7 @@ class Ambient:
 
 @final
 class _Same:
-    """Equal to itself alone: an object that is compared by identity."""
+    """Equal only to itself: an object that is compared by identity."""
 
     __slots__ = ("held",)
 
@@ -122,7 +122,7 @@ class _Same:
 
 
 def _frozen(value: Any, depth: int = _DEPTH) -> Any:
-    """Return what can be compared with the same of a later moment."""
+    """Return a value that can be compared with a later one."""
     if isinstance(value, _ATOMS):
         return type(value), value
     if depth and isinstance(value, (list, tuple, set, frozenset)):
@@ -145,7 +145,7 @@ def _frozen_items(held: Mapping[Any, Any], depth: int) -> Any:
 
 
 def _has_fields(value: Any) -> bool:
-    """Whether an object is a plain record, such as a configuration."""
+    """Return whether an object is a plain record, such as a configuration."""
     if isinstance(value, (nn.Module, Tensor, type, types.ModuleType)):
         return False
     return not callable(value) and isinstance(getattr(value, "__dict__", None), dict)
@@ -155,14 +155,14 @@ def _has_fields(value: Any) -> bool:
 @dataclass(frozen=True, slots=True)
 class _Row:
     held: Any
-    """Where the value is: the ``__dict__`` of a module, class or file."""
+    """Place of the value: the ``__dict__`` of a module, class or file."""
 
     key: str
 
     value: Any
 
     frozen: Any
-    """``None`` where identity decides."""
+    """``None`` if identity decides."""
 
     name: str
 
@@ -183,7 +183,7 @@ class Watch:
         self._rows = rows
 
     def changed(self) -> str | None:
-        """Return the name of a value that is another now, or None."""
+        """Return the name of a value that has changed, or None."""
         for row in self._rows:
             if not row.holds():
                 return row.name
@@ -192,7 +192,7 @@ class Watch:
 
 @final
 class Reads:
-    """Notes what is read of a model's modules."""
+    """Records which attributes of a model's modules are read."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -203,7 +203,7 @@ class Reads:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Note each attribute that is read meanwhile."""
+        """Record each attribute that is read meanwhile."""
         found, known = self._found, self._modules
         read = object.__getattribute__
 
@@ -215,7 +215,7 @@ class Reads:
         kind: Any = nn.Module
         kind.__getattribute__ = note
         before = sys.gettrace()
-        # Unlike a profile function it is called for Python's functions alone.
+        # Unlike a profile function it is called only for Python functions.
         sys.settrace(self._called)
         try:
             yield
@@ -224,9 +224,9 @@ class Reads:
             del kind.__getattribute__
 
     def _called(self, frame: types.FrameType, _event: str, _arg: Any) -> None:
-        """Note a function of the user's that forward calls, see `_add_helpers`.
+        """Record a function of the user's that forward calls, see `_add_helpers`.
 
-        What it returns, nothing, says that the function's lines are not traced.
+        It returns None so that the function's lines are not traced.
         """
         code = frame.f_code
         if id(code) in self._codes:  # equal code may be another function's
@@ -237,7 +237,7 @@ class Reads:
             self._helpers.append((code, frame.f_globals))
 
     def plain(self) -> dict[str, Any]:
-        """Return what was read and is a plain value now, by name."""
+        """Return plain values that were read, as they are now, by name."""
         found = {}
         for number, key in self._found:
             name, part = self._modules[number]
@@ -304,11 +304,11 @@ class Reads:
                         add(held, key, f"{function.__module__}.{key}")
 
     def _add_helpers(self, add: Any) -> None:
-        """Add what the functions that forward called name outside of themselves.
+        """Add names from outside that functions called by forward use.
 
-        Globals, attributes of imported modules and of classes, and what a function
-        closes over, where these are plain; of installed packages numbers and texts
-        alone. Cells are found by the functions that have the code.
+        These are globals, attributes of imported modules and of classes, and values
+        that a function closes over, if they are plain; of installed packages only
+        numbers and texts. Cells are found by the functions that have the code.
         """
         for code, held in self._helpers:
             is_state = _is_state if _INSTALLED.isdisjoint(_folders(code)) else _is_plain
@@ -324,7 +324,7 @@ class Reads:
                 elif is_state(value):
                     add(held, key, f"{held.get('__name__')}.{key}")
         closing = [code for code, _ in self._helpers if code.co_freevars]
-        # One search for all: it goes through every object of the process.
+        # One search for all: it visits every object of the process.
         for function in gc.get_referrers(*closing) if closing else ():
             if not isinstance(function, types.FunctionType):
                 continue
@@ -338,13 +338,13 @@ class Reads:
 
 @final
 class _Cell:
-    """What a function closes over, read as a dictionary is."""
+    """A variable that a function closes over, read like a dictionary."""
 
     def __init__(self, cell: types.CellType) -> None:
         self._cell = cell
 
     def get(self, _key: str, missing: Any = None) -> Any:
-        """Return what the cell holds."""
+        """Return the content of the cell."""
         try:
             return self._cell.cell_contents
         except ValueError:  # not set yet
@@ -363,7 +363,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_state(value: Any) -> bool:
-    """Whether a value is plain, or a container or record of such."""
+    """Return whether a value is plain, or a container or record of such."""
     if _is_plain(value) or isinstance(value, (list, tuple, set, dict)):
         return True
     return _has_fields(value) and not type(value).__module__.startswith(
@@ -372,6 +372,6 @@ def _is_state(value: Any) -> bool:
 
 
 def _is_layer(part: nn.Module) -> bool:
-    """Whether it is one of torch's own that runs as it is; containers are not."""
+    """Return whether it is a torch module that runs as it is; containers are not."""
     place = type(part).__module__
     return place.startswith("torch.nn.modules") and not place.endswith("container")

@@ -1,11 +1,12 @@
-"""Records the tensor operations of one forward, with every size concrete.
+"""Record the tensor operations of one forward, with every size concrete.
 
 # Note [How a module is recorded]
-The module's own Python runs, on tensors without storage. A function mode sees each call
-of a torch function; calls of ``torch.nn`` modules and of ``autograd.Function`` are
-intercepted and recorded as one operation, so that their hooks, state and backward stay
-their own. Sizes and decisions are plain numbers, as in a usual run; what follows the
-number of samples is found by comparing records of two batches, see ``operations``.
+The module's own Python code runs, on tensors without storage. A function mode
+intercepts each call of a torch function. Calls of ``torch.nn`` modules and of
+``autograd.Function`` are intercepted and recorded as one operation, so that their
+hooks, state and backward are unchanged. Sizes and decisions are plain numbers, as in a
+usual run; comparing the records of two batches finds those that follow the number of
+samples, see ``operations``.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _REFUSED = {
 @final
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor that an earlier operation gave: its number, and where in its result."""
+    """A tensor from an earlier operation: its number, and the place in its result."""
 
     number: int
 
@@ -98,15 +99,15 @@ class Record:
     kwargs: dict[str, Any]
 
     place: str
-    """Where in the user's code it is, as ``file:line``."""
+    """Place in the user's code, as ``file:line``."""
 
     context: Context
 
     tensors: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
-    """What it gives, without values, by its place in the result."""
+    """Its results, without values, by place in the result."""
 
     draws: bool = False
-    """Whether it draws random numbers, dropout modules aside."""
+    """Whether it draws random numbers other than by dropout modules."""
 
     writes: int | None = None
     """The position of the argument into which it writes."""
@@ -131,14 +132,14 @@ class Recording:
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.constants: dict[str, Any] = {}
-        """Tensors and other objects that belong to no module, by a made-up name."""
+        """Tensors and other objects that belong to no module, by a generated name."""
 
         self.output: Any = None
         """The forward's result, with `Ref` for tensors."""
 
 
 def place_in(error: BaseException, otherwise: str) -> str:
-    """The last line of an error's trace that is the user's."""
+    """Return the last line of an error's trace that is the user's."""
     found = otherwise
     trace = error.__traceback__
     while trace is not None:
@@ -150,12 +151,12 @@ def place_in(error: BaseException, otherwise: str) -> str:
 
 
 def is_user(file: str) -> bool:
-    """Whether a file is neither PyTorch's nor ours."""
+    """Return whether a file is neither PyTorch's nor stretto's."""
     return not file.startswith((_TORCH, _OWN, "<")) and "contextlib" not in file
 
 
 def line_setting(module: nn.Module, name: str) -> str:
-    """The last line of a class that assigns or extends an attribute, if it is found."""
+    """Return the last line of a class that assigns or extends an attribute, if any."""
     found = ""
     for kind in reversed(type(module).__mro__):
         if kind.__module__.startswith(("torch", "builtins")):
@@ -184,7 +185,7 @@ def _place() -> str:
 
 
 def is_leaf(module: nn.Module, root: nn.Module) -> bool:
-    """Whether a module is one operation: one of torch's own, or one with hooks."""
+    """Return whether a module is one operation: torch's own, or one with hooks."""
     if isinstance(module, torch.jit.ScriptModule):
         return True
     if module is root:
@@ -209,14 +210,14 @@ _active: list[Recorder] = []
 
 
 def note_inputs(arguments: Any) -> None:
-    """Tell the running recorder the tensors with which the model is called."""
+    """Pass the model's input tensors to the running recorder."""
     for recorder in _active[-1:]:
         recorder.inputs = {id(t) for t in pytree.tree_leaves(arguments)}
 
 
 @final
 class Recorder(TorchFunctionMode):
-    """Notes what runs while it is entered."""
+    """Records operations while it is entered."""
 
     def __init__(
         self,
@@ -255,14 +256,14 @@ class Recorder(TorchFunctionMode):
     # Tensors.
 
     def knows(self, tensor: Tensor, ref: Ref | Fixed) -> None:
-        """Gives a tensor a name."""
+        """Give a tensor a name."""
         self._refs[id(tensor)] = ref
         if isinstance(ref, Fixed):
             self._held.add(storage_of(tensor))
         self._alive.append(tensor)
 
     def ref(self, tensor: Tensor, place: str) -> Ref | Fixed:
-        """A tensor's name."""
+        """Return a tensor's name."""
         found = self._refs.get(id(tensor))
         if found is not None:
             self._require_current(tensor, place)
@@ -278,8 +279,8 @@ class Recorder(TorchFunctionMode):
     def _constant(self, tensor: Tensor, place: str) -> Fixed:
         if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
             raise SpecError(
-                f"{place}: reads a tensor that needs a gradient and is no parameter of "
-                "the model: make it a torch.nn.Parameter of a module"
+                f"{place}: reads a tensor that needs a gradient but is not a parameter "
+                "of the model: make it a torch.nn.Parameter of a module"
             )
         for name, value in self.recording.constants.items():
             if value is tensor:
@@ -297,8 +298,8 @@ class Recorder(TorchFunctionMode):
         if written is not None and written[0] != id(tensor) and number < written[2]:
             raise SpecError(
                 f"{written[1]}: writes in place into memory that {place} reads through "
-                "another tensor: which layers see it is not known. Write it as an "
-                "operation that gives a new tensor"
+                "another tensor: it is unknown which layers see it. Write it as an "
+                "operation that returns a new tensor"
             )
 
     # Operations.
@@ -306,7 +307,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs a function, and notes it unless a recorded module runs it."""
+        """Run a function, and record it unless a recorded module runs it."""
         kwargs = kwargs or {}
         if self._depth:
             return func(*args, **kwargs)
@@ -339,9 +340,9 @@ class Recorder(TorchFunctionMode):
         return self.operation(kind, target, func, args, kwargs)
 
     def _asks_for_gradient(self, func: Any, name: str, args: Any, kwargs: Any) -> bool:
-        """Whether a call says of a computed tensor that it needs a gradient.
+        """Return whether a call requests a gradient of a computed tensor.
 
-        No other gradient depends on it, and nobody else holds the tensor.
+        No other gradient depends on it, and nothing else holds the tensor.
         """
         value = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
         is_set = name == "__set__" and func.__self__.__name__ == "requires_grad"
@@ -370,7 +371,7 @@ class Recorder(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Runs something as one operation and notes it."""
+        """Run something as one operation and record it."""
         self._depth += 1
         try:
             return self._operation(kind, target, call, args, kwargs, _place())
@@ -475,7 +476,7 @@ class Recorder(TorchFunctionMode):
         return value
 
     def _fake(self, value: Any) -> Any:
-        """Tensors with values that belong to no module, as those without."""
+        """Replace tensors with values that belong to no module by fake ones."""
         if isinstance(value, Tensor):
             if isinstance(value, FakeTensor):
                 return value
@@ -497,7 +498,7 @@ class Recorder(TorchFunctionMode):
     def module(
         self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        """Runs a module, as one operation where it is a leaf."""
+        """Run a module, as one operation if it is a leaf."""
         if self._depth:
             if (
                 module.training
@@ -506,8 +507,8 @@ class Recorder(TorchFunctionMode):
             ):
                 raise SpecError(
                     f"{_place()}: {type(module).__name__} is in a checkpoint inside a "
-                    "module that has hooks, which would compute otherwise when it is "
-                    "run again: remove the hooks or the checkpoint"
+                    "module that has hooks, which would compute something else when it "
+                    "runs again: remove the hooks or the checkpoint"
                 )
             if isinstance(module, BatchNorm):
                 self._norms.append(self._modules.get(id(module), ""))
@@ -527,14 +528,14 @@ class Recorder(TorchFunctionMode):
         if getattr(module, "scale_grad_by_freq", False):
             raise SpecError(
                 f"{place}: {type(module).__name__} with scale_grad_by_freq divides a "
-                "word's gradient by how often it is in the batch, which ranks do not "
-                "know of each other. Leave out scale_grad_by_freq"
+                "word's gradient by its count in the batch, which one rank "
+                "does not know. Leave out scale_grad_by_freq"
             )
 
         _require_own_forwards(module, self._modules[id(module)])
 
         def run(*more: Any, **named: Any) -> Any:
-            # Counted as within itself: a norm or dropout is noted as such.
+            # Counted as within itself: a norm or dropout is recorded as such.
             buffers = _buffers(module)
             versions = [_version(b) for _, b, _ in buffers]
             before = set(self._memory_written)
@@ -553,7 +554,7 @@ class Recorder(TorchFunctionMode):
     def function(
         self, call: Callable[..., Any], kind: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Runs an ``autograd.Function`` as one operation."""
+        """Run an ``autograd.Function`` as one operation."""
         if self._depth:
             if kind is torch.utils.checkpoint.CheckpointFunction:
                 raise SpecError(
@@ -568,7 +569,7 @@ class Recorder(TorchFunctionMode):
         )
 
     def drew(self, operator: Any, args: Any, kwargs: Any) -> None:
-        """Notes that random numbers were drawn."""
+        """Record that random numbers were drawn."""
         if torch.initial_seed() != _SEED:
             raise SpecError(
                 f"{_place()}: draws random numbers after forward set a seed or a state "
@@ -591,12 +592,12 @@ class Recorder(TorchFunctionMode):
         self._draws += 1
 
     def scans(self, tensor: Tensor, dim: int) -> None:
-        """Notes a running sum, product or extreme along a dimension."""
+        """Record a running sum, product or extreme along a dimension."""
         if self._depth and tensor.dim():
             self._scanned.append((tensor.shape[dim], _place()))
 
     def wrote(self, tensors: Iterable[Tensor]) -> None:
-        """Notes that an operation writes into tensors, wherever it is called."""
+        """Record that an operation writes into tensors, wherever it is called."""
         for tensor in tensors:
             storage = storage_of(tensor)
             self._memory_written.add(storage)
@@ -615,15 +616,15 @@ class Recorder(TorchFunctionMode):
         )
 
     def autocast_entered(self, entry: tuple[str, torch.dtype, bool, bool]) -> None:
-        """The module begins an autocast region."""
+        """Record that the module begins an autocast region."""
         self._autocast.append(entry)
 
     def autocast_left(self) -> None:
-        """The module ends an autocast region."""
+        """Record that the module ends an autocast region."""
         self._autocast.pop()
 
     def finish(self, output: Any) -> Recording:
-        """What was recorded, with the forward's result."""
+        """Return the recording, with the forward's result."""
         self.recording.output = output
         return self.recording
 
@@ -634,7 +635,7 @@ def apply_function(kind: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _method_of(func: Any) -> str | None:
-    """The name under which ``torch.Tensor`` has a function as a method.
+    """Return the name under which ``torch.Tensor`` has a function as a method.
 
     It may differ from the function's own: ``__pow__`` is a function named ``pow``.
     """
@@ -664,7 +665,7 @@ def _buffers(module: nn.Module) -> list[tuple[str, Tensor, nn.Module]]:
 
 
 def _require_known_state(owner: nn.Module, name: str, place: str) -> None:
-    """Only norms and parametrizations may change buffers in forward."""
+    """Require that only norms and parametrizations change buffers in forward."""
     if isinstance(owner, BatchNorm):
         return
     kind = type(owner).__module__
@@ -680,9 +681,9 @@ def _require_known_state(owner: nn.Module, name: str, place: str) -> None:
 
 
 def _require_own_forwards(module: nn.Module, name: str) -> None:
-    """Refuse a batch norm or dropout of the user's inside a module that has hooks.
+    """Reject a user-defined batch norm or dropout inside a module that has hooks.
 
-    Elsewhere its operations are recorded. Here torch's forward would take its place.
+    Elsewhere its operations are recorded. Here torch's forward would replace it.
     """
     for path, part in module.named_modules():
         if not isinstance(part, (BatchNorm, Dropout)):
@@ -703,7 +704,7 @@ def _require_own_forwards(module: nn.Module, name: str) -> None:
 
 
 def require_rows(given: Any, batch: int, place: str) -> None:
-    """Refuse to drop from a tensor that has no row for each sample."""
+    """Reject a dropout of a tensor that has no row for each sample."""
     if not isinstance(given, Tensor) or given.shape[:1] == (batch,):
         return
     raise SpecError(
@@ -750,13 +751,13 @@ _original: list[Callable[..., Any]] = []
 
 
 def applied(kind: Any, args: Any, kwargs: Any, _cell: Any) -> Any:
-    """Serves `torch.autograd.Function.apply` while a forward is recorded."""
+    """Serve `torch.autograd.Function.apply` while a forward is recorded."""
     return _active[-1].function(_original[-1], kind, args, kwargs)
 
 
 @contextlib.contextmanager
 def _patched(recorder: Recorder) -> Iterator[None]:
-    """Calls of modules, functions and autocast pass by the recorder.
+    """Route calls of modules, functions and autocast through the recorder.
 
     The code of ``Function.apply`` is exchanged rather than the attribute, because
     programs keep bound ``apply`` methods.
@@ -822,10 +823,10 @@ def record(
     fakes: Fakes,
     reads: Reads | None = None,
 ) -> Recording:
-    """Record what ``run`` does with an input of such a shape, in the modes set now.
+    """Record what ``run`` does with an input of a shape, in the current modes.
 
-    ``run`` gets the input and returns the output's tensors, as a tree. What it reads of
-    plain state is added to ``reads``.
+    ``run`` gets the input and returns the output's tensors, as a tree. The plain state
+    that it reads is added to ``reads``.
     """
     mode = fakes.mode
     shape, dtype, device = source

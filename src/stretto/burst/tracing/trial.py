@@ -1,7 +1,7 @@
-"""Random rows, perturbed parameters and steady draws, to compute with a captured model.
+"""Random rows, perturbed parameters and constant draws for runs of a captured model.
 
 Parameters are perturbed because an effect may vanish behind a zero at initialization;
-what the model draws itself is replaced by constants.
+the model's own random numbers are replaced by constants.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""By how much values may differ, relative to the largest."""
+"""Tolerance of values, relative to the largest."""
 
 COARSE = 5e-2
-"""The same where something computes with fewer than 32 bits."""
+"""The same if something computes with fewer than 32 bits."""
 
 _DROPOUTS = {
     functional.dropout,
@@ -104,7 +104,7 @@ def _gumbel_softmax(
     eps: float = 1e-10,
     dim: int = -1,
 ) -> Tensor:
-    """Torch's with constant noise."""
+    """Compute torch's function with constant noise."""
     soft = (logits / tau).softmax(dim)
     if not hard:
         return soft
@@ -115,7 +115,7 @@ def _gumbel_softmax(
 
 @final
 class Numbers:
-    """Random numbers that follow a seed alone, whatever the device and type."""
+    """Random numbers that depend only on a seed, whatever the device and type."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -131,7 +131,7 @@ class Numbers:
         return made.to(device=like.device, dtype=like.dtype)
 
     def rows(self, example: Tensor, number: int) -> Tensor:
-        """Return so many random rows such as the example's."""
+        """Return ``number`` random rows like the example's."""
         count = max(1, len(example))
         order = [
             int(torch.randint(count, (), generator=self._generator))
@@ -166,12 +166,12 @@ class Numbers:
         return self.normal(rows.shape, rows) * (spread if spread > 0 else 1.0)
 
     def order(self, kinds: int, number: int) -> list[int]:
-        """Return so many random numbers below ``kinds``."""
+        """Return ``number`` random numbers below ``kinds``."""
         found = torch.randint(kinds, (number,), generator=self._generator)
         return [int(kind) for kind in found]
 
     def noise_for(self, tensor: Tensor) -> Tensor:
-        """Return what a parameter is perturbed by: a tenth of its usual value."""
+        """Return a parameter's perturbation: a tenth of its usual value."""
         noise = self.normal(tensor.shape, tensor)
         scale = tensor.abs().mean() if tensor.numel() else tensor.new_zeros(())
         if not bool(torch.isfinite(scale)):
@@ -181,7 +181,7 @@ class Numbers:
 
 @contextlib.contextmanager
 def without_inner_dropout(module: nn.Module) -> Iterator[None]:
-    """Modules that drop within one call of torch do not."""
+    """Disable dropout in modules that drop within one call of torch."""
     kept = [
         (part, part.dropout)
         for part in module.modules()
