@@ -114,6 +114,20 @@ class Board:
         """
         return self._meet(message, answer, WORK_S, None)
 
+    def meet_or_end(self, message: Any, answer: Callable[[list[Any]], Any]) -> Any:
+        """Have rank 0 answer all ranks' messages, where a failure must not wait.
+
+        The store keeps one answer to a meeting, so every rank gets the same. After
+        connections were closed, ranks can't take another step as they are.
+
+        Raises:
+            Ended: a rank failed or did not arrive; tuning ends here.
+        """
+        try:
+            return self.meet(message, answer)
+        except Stopped as exc:
+            raise Ended(str(exc)) from exc
+
     def most(self, *values: float) -> tuple[float, ...]:
         """Return the maximum over all ranks of each value."""
 
@@ -262,6 +276,10 @@ class Board:
     def _next_key(self) -> str:
         self._number += 1
         return f"{self._step}/{self._number}"
+
+
+class Ended(Stopped):
+    """Tuning ends at this meeting, and every rank gets this from it."""
 
 
 class Refused(StrettoError):

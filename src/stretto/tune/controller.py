@@ -44,7 +44,7 @@ from stretto.errors import Infeasible, SpecError, StrettoError
 from stretto.planners.base import predicted_s, with_prediction
 from stretto.schema import Plan, codec, tensors_digest
 from stretto.schema.tuning import Tuning, TuningEvent
-from stretto.tune.board import Board, Refused, Stopped, reason_of
+from stretto.tune.board import Board, Ended, Refused, Stopped, reason_of
 from stretto.tune.drift import WINDOW_STEPS, Change, Watch
 from stretto.tune.forced import (
     FORCED_STEP_S,
@@ -254,6 +254,10 @@ class AutoPlan:
         self._plan_gate()
         try:
             self._act(found)
+        except Ended as exc:
+            # Lanes may be closed: no step may use them.
+            self._drop(str(exc))
+            return
         except Stopped as exc:
             self._failed = str(exc)
         except Exception as exc:  # noqa: BLE001 - the others must learn of it

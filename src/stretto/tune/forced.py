@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Final, final
 
+from stretto.errors import NoisyProfile
 from stretto.planners import get as planner_named
 from stretto.planners.base import with_prediction
 from stretto.schema import Bucket, Cluster, Plan, TensorSpec, Workload
@@ -89,7 +90,7 @@ class ForcedLook:
         self._board.meet(self._rows, len)
         self._profile.stop()
         _, trouble = probe_lanes(self._model, PROBE_S, some_bulk=True)
-        self._board.meet(trouble, len)
+        self._board.meet_or_end(trouble, _require_no_trouble)
         workload, cluster = workload_of(self._model), _cluster(self._board.size)
         return Seen(
             workload=workload,
@@ -146,6 +147,13 @@ class ForcedTrials:
 
     def abandon(self) -> None:
         """End the trials; there is nothing to release."""
+
+
+def _require_no_trouble(troubles: list[dict[str, Any] | None]) -> int:
+    for rank, found in enumerate(troubles):
+        if found is not None and not found["alike"]:
+            raise NoisyProfile(f"rank {rank}: {found['why']}")
+    return len(troubles)
 
 
 def plans_of(model: DistributedDataParallel) -> list[Plan]:

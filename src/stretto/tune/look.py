@@ -285,7 +285,7 @@ class Look:
             samples, trouble = probe_lanes(
                 self._model, times * budget_s, some_bulk=some_bulk
             )
-            found = self._board.meet(
+            found = self._board.meet_or_end(
                 trouble, partial(self._plan_on_rank_0, workload, samples, bulk)
             )
             if "retry" not in found:
