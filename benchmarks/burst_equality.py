@@ -285,7 +285,7 @@ def from_float64(kind: str, rate: float, options: argparse.Namespace) -> dict:
 
 
 def worst_grads(model: nn.Module, reference: nn.Module) -> tuple[float, float]:
-    """Relative to the largest of all, and to the largest of each tensor."""
+    """Return differences relative to the largest of all, and of each tensor."""
     pairs = [
         (p.grad, q.grad)
         for p, q in zip(model.parameters(), reference.parameters(), strict=True)

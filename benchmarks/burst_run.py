@@ -188,7 +188,7 @@ def at_speed(profile, drift):
 
 
 def cores() -> float:
-    """The ranks are processes on one machine, and share its cores."""
+    """Return the cores, which ranks share as processes on one machine."""
     return float(len(os.sched_getaffinity(0)))
 
 

@@ -24,7 +24,7 @@ MAX_GROUPS = 10
 
 
 def synthetic(number: int) -> Workload:
-    """A third of the tensors large, the rest tiny; 240 MB in total."""
+    """Return a workload: a third of the tensors large, the rest tiny; 240 MB."""
     rng = random.Random(500)
     backward_s = 0.18
     ready = sorted(rng.random() * backward_s for _ in range(number - 1))

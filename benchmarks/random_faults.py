@@ -214,7 +214,7 @@ def built(module: Any, job: str, size: int) -> tuple[Any, Any]:
 
 
 def burst(module: Any, size: int) -> Any:
-    """Every other layer on all ranks, the rest on the first."""
+    """Use every other layer on all ranks, the rest on the first rank."""
     import copy
 
     import torch

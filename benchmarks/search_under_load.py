@@ -55,7 +55,7 @@ MEASURE_TIMEOUT_S = 300
 
 @contextlib.contextmanager
 def busy_loops(seed: int) -> Iterator[None]:
-    """Processes that use one core each, started and stopped at random times."""
+    """Run processes that use one core each, started and stopped at random times."""
     done = threading.Event()
 
     def one(number: int) -> None:

@@ -26,7 +26,7 @@ _THEIRS = "\x00"
 
 
 def theirs(text: str) -> str:
-    """The script's own text inside generated text: its names are not generated ones."""
+    """Mark the script's own text in generated text: its names are not generated."""
     return f"{_THEIRS}{text}{_THEIRS}"
 
 

@@ -108,7 +108,7 @@ def _logging(work: Work) -> cst.CSTNode:
 
 
 def _seeds_apart(work: Work, at: cst.CSTNode) -> None:
-    """From the first epoch on each rank draws its own dropout, noise and so on."""
+    """Seed each rank differently from the first epoch on, for dropout and noise."""
     work.before(at, "if RANK > 0:\n    torch.manual_seed(torch.initial_seed() + RANK)")
     work.done(
         at,

@@ -322,7 +322,7 @@ class StepObserver:
     # -- a step's record ---------------------------------------------------
 
     def _find_owners(self) -> list[tuple[str, ...]]:
-        """For each parameter, the modules that own it under any name."""
+        """Return, for each parameter, the modules that own it under any name."""
         owners: dict[int, list[str]] = {id(p): [] for p in self._parameters}
         for prefix, module in self.model.named_modules(remove_duplicate=True):
             for parameter in module.parameters(recurse=False):

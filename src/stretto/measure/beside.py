@@ -141,7 +141,7 @@ class CollectiveBench(AbstractContentionBench):
             torch.cuda.synchronize(self._device)
 
     def _compute(self) -> float:
-        """The load's time; on CUDA its stream's, not communication's."""
+        """Return the load's time; on CUDA its stream's, not communication's."""
         if not self._cuda:
             begin = perf_counter()
             for _ in range(self._units):

@@ -300,7 +300,7 @@ class _Inception:
         ], (320, 384, 384, 384, 384, 192)
 
     def _both(self, channels: int) -> nn.Module:
-        """A 1x3 and a 3x1 convolution side by side."""
+        """Return a 1x3 and a 3x1 convolution side by side."""
         before = self.of(channels)
         return _Mixed(
             self._row(before, (channels, (1, 3), (0, 1))),

@@ -66,8 +66,10 @@ def _table_1() -> list[Figure]:
 
 
 def _measured_network() -> BurstNetwork:
-    """Transfers as the authors count them, and each layer's gradients by a ring with
-    the times of all-reduces measured on such machines.
+    """Return the network with all-reduces as measured on such machines.
+
+    Transfers are as the authors count them. Each layer's gradients use a ring with the
+    measured times.
     """
     cluster = zoo.cluster("deeppool")
     fit = cluster.allreduce
@@ -217,7 +219,7 @@ def _order_of_widths() -> Correction:
         defect="bestAmp starts infinite: the first width is always accepted, then a "
         "feasible but slower one refused",
         reading=(
-            "the fastest feasible width; if there is none, the smallest amplification"
+            "the fastest feasible width, otherwise that of the smallest amplification"
         ),
         shown="limit 2; h = 1: amp 5, 10 s; h = 2: amp 1.2, 12 s: printed chooses h = "
         f"{taken}, correct is h = {right}",

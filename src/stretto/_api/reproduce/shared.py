@@ -71,7 +71,7 @@ def instance(sizes: Sequence[float], ready: Sequence[float]) -> Workload:
 
 
 def unit_cluster(gamma: tuple[float, ...] = (1.0, 1.5)) -> Cluster:
-    """Start-up 1 s, 1 s a unit; the link does not bind."""
+    """Return a cluster with a start-up of 1 s and 1 s per unit on a fast link."""
     link = Link(latency_s=0.5, bandwidth_bytes_per_s=100 * UNIT_BYTES)
     return Cluster(
         name="example",
