@@ -118,4 +118,4 @@ def test_a_backend_that_plans_do_not_know_is_left_to_ddp() -> None:
     assert done.stdout == "torch.Size([2, 2]) None\n", done.stderr
     lines = [line for line in done.stderr.splitlines() if "DDP's rule is kept" in line]
     assert len(lines) == 1
-    assert "here are fake and cpu" in lines[0]
+    assert "uses fake and cpu" in lines[0]
