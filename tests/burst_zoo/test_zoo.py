@@ -76,7 +76,7 @@ def test_a_change_on_one_rank_is_one_error_on_all(kind: str, pool: Any) -> None:
         assert "mixes samples" in found[1][1][1]
     else:
         assert names == {"RankDisagreement"}
-        assert "other operations" in found[0][1][1]
+        assert "different operations" in found[0][1][1]
 
 
 def test_a_model_that_is_gone_leaves_no_threads(pool: Any) -> None:

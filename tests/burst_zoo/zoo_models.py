@@ -1317,6 +1317,7 @@ class Scheduled(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
+        _advance(None, 0)  # a rank may have trained another case before
         self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
         self.kind = kind
         self.epoch, self.weights, self.options = 0, [1.0, 1.0], Options()
@@ -2120,3 +2121,120 @@ class TakesDictionary(nn.Module):
 
 
 __all__ = ["CASES", "Case", "contextlib"]
+
+
+class Guarded(nn.Module):
+    """A linear layer between two others, with a norm beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(5, 4)
+        self.norm = nn.BatchNorm1d(5)
+        self.register_buffer("mean", torch.zeros(5))
+
+    def between(self, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(torch.tanh(self.first(x))))
+
+
+@refused(vectors(6), "is not used, but it updates the module's buffers")
+def norm_whose_output_is_not_used() -> nn.Module:
+    class Model(Guarded):
+        def between(self, h: Tensor) -> Tensor:
+            self.norm(h)
+            return h
+
+    return Model()
+
+
+@refused(vectors(6), "is not used, but it updates the module's buffers")
+def norm_used_in_evaluation_alone() -> nn.Module:
+    class Model(Guarded):
+        def between(self, h: Tensor) -> Tensor:
+            z = self.norm(h)
+            return h if self.training else z
+
+    return Model()
+
+
+@refused(vectors(6), "writes into the buffer 'mean' of another")
+def hook_that_writes_another_modules_buffer() -> nn.Module:
+    model = Guarded()
+
+    def note(_module: Any, _args: Any, given: Tensor) -> None:
+        with torch.no_grad():
+            model.mean.mul_(0.9).add_(given.mean(0), alpha=0.1)
+
+    model.first.register_forward_hook(note)
+    return model
+
+
+@refused(vectors(6), "update its statistics twice")
+def norm_in_a_reentrant_checkpoint() -> nn.Module:
+    class Model(Guarded):
+        def between(self, h: Tensor) -> Tensor:
+            return checkpoint(self.norm, h, use_reentrant=True)
+
+    return Model()
+
+
+@refused(vectors(6), "share memory", names_line=False)
+def parameters_that_share_memory() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4, bias=False))
+    model[2].weight = nn.Parameter(model[0].weight.data[:4])
+    return model
+
+
+@right(vectors(6))
+def batch_norm_function_with_fixed_statistics() -> nn.Module:
+    class Model(Guarded):
+        def between(self, h: Tensor) -> Tensor:
+            return functional.batch_norm(
+                h, self.mean, self.mean + 2, self.norm.weight, self.norm.bias
+            )
+
+    return Model()
+
+
+@right(vectors(6))
+def weight_standardized_by_batch_norm() -> nn.Module:
+    class Model(Guarded):
+        def between(self, h: Tensor) -> Tensor:
+            weight = functional.batch_norm(
+                self.second.weight.reshape(1, 4, -1), None, None, training=True
+            )
+            return h + functional.linear(h, weight.reshape(4, 5)).sum(1, keepdim=True)
+
+    return Model()
+
+
+@refused(vectors(6), "call the model once before", names_line=False)
+def hooks_installed_in_the_first_forward() -> nn.Module:
+    class Model(Guarded):
+        installed = False
+
+        def between(self, h: Tensor) -> Tensor:
+            if not self.installed:
+                self.installed = True
+                self.second.register_forward_hook(lambda _m, _a, given: given * 2)
+            return h
+
+    return Model()
+
+
+@refused(vectors(6), "keeps a tensor in its attribute 'cache'")
+def cache_in_a_dictionary() -> nn.Module:
+    class Model(Guarded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache: dict[str, Tensor] = {}
+
+        def between(self, h: Tensor) -> Tensor:
+            if "one" not in self.cache:
+                self.cache["one"] = torch.ones(5)
+            return h * self.cache["one"]
+
+    return Model()

@@ -249,3 +249,16 @@ def test_samples_that_are_compared_with_each_other_are_listed(line):
 def test_products_within_a_sample_are_not_listed(line):
     said = opened(convert(step_of(line, "4")))
     assert not any("compares the samples" in s for s in said), said
+
+
+def test_a_call_of_main_on_the_line_of_its_if_is_expanded():
+    body = (
+        HEAD + "for epoch in range(2):\n    for (x,) in DataLoader(data, 4):\n" + STEP
+    )
+    lines = [f"    {line}" if line else "" for line in body.splitlines()[3:]]
+    call = 'if __name__ == "__main__": main()\n'
+    source = "\n".join([*body.splitlines()[:3], "def main():", *lines, call])
+    after = convert(source).after
+    assert 'if __name__ == "__main__":\n    join_ranks()\n' in after
+    assert "    main()\n    dist.destroy_process_group()\n" in after
+    compile(after, "train.py", "exec")

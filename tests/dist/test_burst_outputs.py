@@ -82,6 +82,7 @@ def train(model: Any, mine: Any) -> list[list[bool]]:
         else:
             inner = model.module
         inner.second.requires_grad_(step != 2)
+        inner.trunk.requires_grad_(step != 0)  # frozen when the model is built
         for number, names in enumerate(uses):
             x = mine(torch.randn(BATCH, 6, generator=draw))
             rows = mine(torch.arange(BATCH))
@@ -101,6 +102,8 @@ def heads_on_ranks(rank: int, size: int, widths: Widths, shares: str) -> Any:
     torch.manual_seed(0)
     ours, theirs = Heads(), Heads()
     theirs.load_state_dict(ours.state_dict())
+    for model in (ours, theirs):
+        model.trunk.requires_grad_(requires_grad=False)
     example = torch.zeros(2, 6)
     plan = plan_of(ours, example, lambda i: widths[i % len(widths)], size)
     model = BurstParallel(ours, plan, example_inputs=(example,))

@@ -107,7 +107,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
                 plan = Plan.load(plan)
             except StrettoError as exc:
                 self._trouble, plan = exc, None
-        self._counts_steps = automatic
+        self._counts_steps = self._plans_itself = automatic
         super().__init__(module, *args, plan=plan, **kwargs)
         self._on_settled = on_settled
         if not negotiates:  # its state is by bucket
@@ -174,6 +174,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         As `stretto.runtime.DistributedDataParallel.apply_plan`, whose errors it raises.
         """
         super().apply_plan(plan)
+        self._plans_itself = False
         self._stop_tuning("a plan was applied by hand")
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
@@ -187,8 +188,9 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         super()._register_builtin_comm_hook(comm_hook_type)
 
     def _stop_tuning_for_hook(self) -> None:
-        if self._auto is not None and not self._auto.settled:
-            self._restore_rule()  # the plan used for measuring must not be kept
+        if self._plans_itself:
+            # The hook was written for DDP's buckets: PowerSGD on Gloo hangs with more.
+            self._restore_rule()
         self._stop_tuning("a communication hook was registered")
 
     def _stop_tuning(self, reason: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import time
@@ -851,7 +852,7 @@ class BurstParallel(nn.Module):
         """
         if not self._steps:
             return
-        self._meet_to_refresh(len(optimizers))
+        self._meet_to_refresh(optimizers)
         self._require_equal_copies()
         if optimizers:
             self._require_nothing_else(optimizers)
@@ -859,7 +860,7 @@ class BurstParallel(nn.Module):
         self._bring(roots, optimizers, "bringing parameters")
         self._freshness.refreshed(optimizers)
 
-    def _meet_to_refresh(self, optimizers: int) -> None:
+    def _meet_to_refresh(self, optimizers: tuple[Optimizer, ...]) -> None:
         """Check that all ranks make this call before anything is sent. Collective.
 
         Gloo ends the process if one rank's message has another size than its peer's,
@@ -874,9 +875,15 @@ class BurstParallel(nn.Module):
         if self._links.desk.error is not None:
             raise self._links.desk.error
         self._links.refusals.withdraw()
-        purpose = f"refresh a burst model with {optimizers} optimizers"
+        purpose = f"refresh a burst model with {len(optimizers)} optimizers"
+        # States are sent by parameter, so each optimizer must hold the same ones.
+        held = [
+            sum(len(group["params"]) for group in optimizer.param_groups)
+            for optimizer in optimizers
+        ]
+        counts = ", ".join(map(str, held)) or "none"
         try:
-            self._compare(purpose, {}, None)
+            self._compare(purpose, {"the optimizers' parameters": counts}, None)
         except CommTimeout as exc:
             self._links.end(
                 f"{exc} Every rank must call refresh() and full_state_dict(), as "
@@ -1157,6 +1164,7 @@ def _checked(
         if value < 1:
             raise SpecError(f"{name} must be >= 1, got {value}")
     _refuse_nested(module)
+    _refuse_overlaps(module)
     return _loaded(plan)
 
 
@@ -1189,12 +1197,42 @@ class _DirectHook:
 def _refuse_nested(module: nn.Module) -> None:
     for name, part in module.named_modules():
         kinds = {kind.__name__ for kind in type(part).__mro__}
+        if "OptimizedModule" in kinds:
+            where = f"its submodule {name!r}" if name else "the module"
+            raise SpecError(
+                f"{where} was compiled by torch.compile(...), whose operations can't "
+                "be seen: pass the module as it was before"
+            )
         if found := sorted(kinds & _PARALLEL):
             where = f"its submodule {name!r}" if name else "the module"
             raise SpecError(
                 f"{where} is a {found[0]}, which moves gradients between ranks itself: "
                 "pass the plain module to BurstParallel"
             )
+
+
+def _refuse_overlaps(module: nn.Module) -> None:
+    """Reject parameters that share memory: each would be updated by its own ranks."""
+    rows = sorted(
+        (p.device.type, p.untyped_storage().data_ptr(), *_extent(p), name)
+        for name, p in module.named_parameters()
+        if p.numel() and p.layout == torch.strided and not p.is_meta
+    )
+    for one, two in itertools.pairwise(rows):
+        if one[:2] == two[:2] and two[2] < one[3]:
+            raise SpecError(
+                f"parameters {one[4]!r} and {two[4]!r} share memory, which ranks that "
+                "run one of them can't keep the same: use one nn.Parameter in both "
+                "places, or compute the one from the other in forward"
+            )
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one behind its last."""
+    first = int(tensor.storage_offset())
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    last = first + sum((int(side) - 1) * int(stride) for side, stride in sides)
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 def _is_transformed(tensor: Tensor) -> bool:

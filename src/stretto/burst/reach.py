@@ -4,8 +4,8 @@
 Layers pass one tensor, so a model's outputs leave the last layer as one, and the
 gradient of an output that no rank's loss uses is zero there. Layers behind only that
 output would get zero gradients, where one process leaves ``.grad`` at None: an
-optimizer with weight decay or momentum would still move their parameters. The check of
-the capture finds which parameters are behind which output. Each rank records from which
+optimizer with weight decay or momentum would still move their parameters. The capture
+finds which parameters are behind which output. Each rank records from which
 outputs a backward starts, and the ranks join these records when it ends.
 """
 
@@ -17,47 +17,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from stretto.burst.tracing.packing import Results
-
-
-def parameters_behind(
-    outputs: Iterable[Tensor], parameters: Iterable[tuple[str, Tensor]]
-) -> tuple[frozenset[str], ...] | None:
-    """Return for each output the names of the parameters that it is computed from.
-
-    Parameters that autograd does not show, such as frozen ones, count as behind every
-    output. ``None``: an ``autograd.Function``, which may hide any, is in between.
-    """
-    names = {id(parameter): name for name, parameter in parameters}
-    shown = [_behind(output, names) for output in outputs]
-    if None in shown:
-        return None
-    sets = [found for found in shown if found is not None]
-    others = frozenset(names.values()).difference(*sets)
-    return tuple(found | others for found in sets)
-
-
-def _behind(output: Tensor, names: dict[int, str]) -> frozenset[str] | None:
-    found: set[str] = set()
-    seen: set[Any] = set()
-    left: list[Any] = [output.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, BackwardCFunction):
-            return None
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) in names:
-            found.add(names[id(leaf)])
-        left += [behind for behind, _ in node.next_functions]
-    return frozenset(found)
 
 
 @final

@@ -178,14 +178,35 @@ def _operations(node: LayerNode) -> list[fx.Node]:
     return list(graph.nodes)
 
 
+_TRAINING = 5
+"""Position of ``training`` among the arguments of batch norm functions."""
+
+
 def _refuse_functional_norms(node: LayerNode) -> None:
     norms = (nn.functional.batch_norm, torch.batch_norm)
     for part in node.module.modules():
         if isinstance(part, fx.GraphModule):
             for op in part.graph.nodes:
-                if op.op == "call_function" and op.target in norms:
+                if op.op != "call_function" or op.target not in norms:
+                    continue
+                given = op.args[_TRAINING] if len(op.args) > _TRAINING else False
+                if op.kwargs.get("training", given) and _reads_samples(op):
                     raise SpecError(
-                        f"layer {node.name!r} normalizes over the batch by a function, "
-                        "whose statistics can't be those of all ranks: use a "
-                        "torch.nn.BatchNorm module"
+                        f"{place_of(op)}: layer {node.name!r} normalizes over the "
+                        "batch by a function, whose statistics can't be those of all "
+                        "ranks: use a torch.nn.BatchNorm module"
                     )
+
+
+def _reads_samples(op: fx.Node) -> bool:
+    """Return whether an operation's input is computed from the layer's inputs."""
+    seen: set[fx.Node] = set()
+    left = list(op.all_input_nodes)
+    while left:
+        node = left.pop()
+        if node.op == "placeholder":
+            return True
+        if node not in seen:
+            seen.add(node)
+            left += node.all_input_nodes
+    return False

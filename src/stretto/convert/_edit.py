@@ -187,14 +187,28 @@ class _Apply(cst.CSTTransformer):
         new = super().on_leave(original_node, updated_node)
         for how in self._changes.get(original_node, ()):
             new = how(new)
+        if isinstance(original_node, cst.SimpleStatementSuite):
+            return self._expanded(original_node, new)
         first = list(self._before.get(original_node, ()))
         last = self._after.get(original_node, [])
-        if not first and not last:
-            return new
+        if isinstance(original_node, cst.BaseSmallStatement) or not (first or last):
+            return new  # its suite adds what is before and after it
         if first and isinstance(new, cst.CSTNode):
             first[0], new = _with_cell_mark(first[0], new)
         middle = [new] if isinstance(new, cst.CSTNode) else []
         return cst.FlattenSentinel([*first, *middle, *last])
+
+    def _expanded(self, original: cst.SimpleStatementSuite, new: Any) -> Any:
+        """Return ``if x: y()`` as an indented block where statements are added."""
+        if not any(s in self._before or s in self._after for s in original.body):
+            return new
+        body: list[Any] = []
+        for old, small in zip(original.body, new.body, strict=True):
+            line = small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)
+            body += self._before.get(old, [])
+            body.append(cst.SimpleStatementLine(body=[line]))
+            body += self._after.get(old, [])
+        return cst.IndentedBlock(body=body)
 
 
 def _with_cell_mark(ours: Any, theirs: Any) -> tuple[Any, Any]:

@@ -117,6 +117,8 @@ class DistributedDataParallel(TorchDDP):
         arguments = arguments_of(module, args, kwargs)
         self._ignored = ignored_names(module, arguments)
         self._unplannable = why_unplannable(arguments)
+        self._built_parameters: Any = None
+        self._built_names: Any = None
         self._trained: list[tuple[TensorRow, nn.Parameter]] | None = None
         # Attributes that a subclass sets before it calls this constructor.
         self._counts_steps = self.__dict__.get("_counts_steps", False)
@@ -427,6 +429,22 @@ class DistributedDataParallel(TorchDDP):
             finally:
                 self.find_unused_parameters = find_unused
 
+    # DDP reads the module once. What is replaced, moved, renamed or removed in it later
+    # changes nothing for its Reducer, and so nothing for a new one.
+
+    def _build_params_for_reducer(self) -> Any:
+        if self._built_parameters is None:
+            parent: Any = super()
+            self._built_parameters = parent._build_params_for_reducer()  # noqa: SLF001
+        return self._built_parameters
+
+    def _build_debug_param_to_name_mapping(self, parameters: Any) -> Any:
+        if self._built_names is None:
+            parent: Any = super()
+            build = parent._build_debug_param_to_name_mapping  # noqa: SLF001
+            self._built_names = build(parameters)
+        return self._built_names
+
     @contextlib.contextmanager
     def _as_constructed(self) -> Iterator[None]:
         """Make parameters require gradients as when the model was built.
@@ -434,17 +452,14 @@ class DistributedDataParallel(TorchDDP):
         DDP's Reducer keeps the parameters that it was built with, even if some are
         frozen or unfrozen later; a new Reducer must keep the same ones.
         """
-        trained = {id(p) for _, p in self._table(self.module)}
-        changed = [
-            p for p in self.module.parameters() if p.requires_grad != (id(p) in trained)
-        ]
+        frozen = [p for _, p in self._table(self.module) if not p.requires_grad]
         try:
-            for p in changed:
-                p.requires_grad_(not p.requires_grad)
+            for p in frozen:
+                p.requires_grad_(True)  # noqa: FBT003 - as PyTorch's
             yield
         finally:
-            for p in changed:
-                p.requires_grad_(not p.requires_grad)
+            for p in frozen:
+                p.requires_grad_(False)  # noqa: FBT003 - as PyTorch's
 
     def _stand_alone(self) -> None:
         """With one rank, remove the Reducer's hooks: there is nothing to reduce.
@@ -810,6 +825,8 @@ class DistributedDataParallel(TorchDDP):
         attributes.update(_observer=None, _observer_handles=[], _step_watch=None)
         attributes["_waiting_plan"] = self.plan
         for name in (
+            "_built_parameters",
+            "_built_names",
             "_trained",
             "_plan",
             "_planned",
@@ -828,6 +845,7 @@ class DistributedDataParallel(TorchDDP):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._built_parameters = self._built_names = None
         self._trained = None
         self._plan = None
         self._planned = None

@@ -151,7 +151,7 @@ class ForcedTrials:
 
 def _require_no_trouble(troubles: list[dict[str, Any] | None]) -> int:
     for rank, found in enumerate(troubles):
-        if found is not None and not found["alike"]:
+        if found is not None and not found["equal"]:
             raise NoisyProfile(f"rank {rank}: {found['why']}")
     return len(troubles)
 

@@ -315,7 +315,7 @@ class Look:
     ) -> dict[str, Any]:
         """Return the encoded cluster and plans, or why the probe must be repeated."""
         failed = [(rank, found) for rank, found in enumerate(troubles) if found]
-        if len(failed) == len(troubles) and all(found["alike"] for _, found in failed):
+        if len(failed) == len(troubles) and all(found["equal"] for _, found in failed):
             return {"retry": failed[0][1]["why"]}  # too short a budget
         if failed or samples is None:
             # A lost connection mostly results from another rank's failure.
@@ -374,11 +374,11 @@ def probe_lanes(
             contention=budget_s >= CONTENTION_FROM_S,
         )
     except SpecError as exc:  # too short a budget: all ranks agreed on that
-        trouble = {"why": reason_of(exc), "alike": True, "lost": False}
+        trouble = {"why": reason_of(exc), "equal": True, "lost": False}
     except Exception as exc:  # noqa: BLE001 - all ranks learn of it
         trouble = {
             "why": reason_of(exc),
-            "alike": False,
+            "equal": False,
             "lost": is_communication_error(exc),
         }
         for pool in (agreement, lanes):

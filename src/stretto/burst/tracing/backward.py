@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from stretto.burst.tracing.reads import HOOKS
 from stretto.burst.tracing.recorder import apply_function
 
 if TYPE_CHECKING:
@@ -15,13 +16,6 @@ if TYPE_CHECKING:
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # noqa: SLF001
 
 _TORCH_OPS = ("aten::", "prims::", "prim::")
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 def has_own_backward(node: LayerNode) -> bool:
@@ -55,6 +49,6 @@ def _has_own(module: torch.nn.Module) -> bool:
         forward = getattr(type(part), "forward", None)
         if not (getattr(forward, "__module__", None) or "").startswith("torch.nn."):
             return True
-        if any(getattr(part, hooks) for hooks in _HOOKS):
+        if any(getattr(part, hooks) for hooks in HOOKS):
             return True
     return False

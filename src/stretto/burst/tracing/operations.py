@@ -13,11 +13,13 @@ is a decision or a value that layers on other ranks would not repeat, and is rej
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import operator
 import random
 import re
 import sys
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,11 +31,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from stretto.burst.tracing.behind import behind_outputs
 from stretto.burst.tracing.comparing import BATCHES, Count, Counts, compare, follows
 from stretto.burst.tracing.fakes import Fakes
 from stretto.burst.tracing.packing import Arguments, Results
 from stretto.burst.tracing.places import place_of, places_in
-from stretto.burst.tracing.reads import Ambient, Reads, Watch
+from stretto.burst.tracing.reads import HOOKS, Ambient, Reads, Watch
 from stretto.burst.tracing.recorder import (
     SOURCE,
     Fixed,
@@ -188,6 +191,9 @@ def trace(
     )
     traced.places = places_in(traced.root, traced.ops, build.shapes, build.counts)
     traced.rows -= traced.places
+    traced.results.behind = behind_outputs(
+        traced.root, traced.results, build.shapes, module
+    )
     return traced
 
 
@@ -265,9 +271,12 @@ def _recordings(
     determine whether it differs because of the batch or from call to call.
     """
     fakes = Fakes(module)
+    hooks = _hooks_in(module)
 
     def once(batch: int) -> Recording:
-        return _once(module, run, (batch, *shape), arguments, fakes, reads)
+        found = _once(module, run, (batch, *shape), arguments, fakes, reads)
+        _refuse_new_hooks(module, hooks)
+        return found
 
     with (
         contextlib.suppress(SpecError),
@@ -393,14 +402,33 @@ def _where_drawn(
 
 @contextmanager
 def keep_attributes(module: nn.Module) -> Iterator[None]:
-    """Undo forward's assignments to attributes of modules."""
+    """Undo forward's changes to attributes of modules, and to containers in them."""
     kept = [(part, dict(part.__dict__)) for part in module.modules()]
+    contents: dict[int, tuple[Any, Any]] = {}
+    for _, attributes in kept:
+        for value in attributes.values():
+            _keep_contents(value, contents)
     try:
         yield
     finally:
         for part, attributes in kept:
             part.__dict__.clear()
             part.__dict__.update(attributes)
+        for container, content in contents.values():
+            container.clear()
+            if isinstance(container, (list, deque)):
+                container.extend(content)
+            else:
+                container.update(content)
+
+
+def _keep_contents(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
+    """Copy the contents of a container, and of the containers in it."""
+    if not isinstance(value, (dict, list, set, deque)) or id(value) in contents:
+        return
+    contents[id(value)] = (value, copy.copy(value))
+    for inner in list(value.values() if isinstance(value, dict) else value):
+        _keep_contents(inner, contents)
 
 
 def _refuse_counted(
@@ -414,6 +442,26 @@ def _refuse_counted(
                 f"forward of {type(module).__name__} changes its attribute {name!r} in "
                 "each call and reads it, which layers on other ranks would not: count "
                 "calls outside of the model, and set the attribute between steps"
+            )
+
+
+def _hooks_in(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Return the keys of all hooks, by the module that has them."""
+    return {
+        name: tuple(tuple(getattr(part, kind)) for kind in HOOKS)
+        for name, part in module.named_modules()
+    }
+
+
+def _refuse_new_hooks(module: nn.Module, before: dict[str, tuple[Any, ...]]) -> None:
+    """Reject a forward that registers hooks: layers run without that forward."""
+    for name, keys in _hooks_in(module).items():
+        if before.get(name, keys) != keys:
+            raise SpecError(
+                f"forward of {type(module).__name__} registers or removes hooks of its "
+                f"submodule {name!r}, which layers on other ranks would not: call the "
+                "model once before you profile it and before you build the burst "
+                "model, so that they are in place"
             )
 
 
@@ -607,8 +655,23 @@ def _graph_of(module: nn.Module, first: Recording, other: Recording) -> _Build:
     build.graph.output(build.node(first.output))
     for node in reversed(list(build.graph.nodes)):
         if node.op not in ("output", "placeholder") and not node.users:
+            _require_no_state(node, build)
             build.graph.erase_node(node)
     return build
+
+
+def _require_no_state(node: fx.Node, build: _Build) -> None:
+    """Reject an operation without users that would update statistics or buffers."""
+    changes = bool(node.meta.get("keeps_state"))
+    for name in node.meta.get("norms", ()):
+        norm = build.held(name)
+        changes |= bool(norm.training and norm.track_running_stats)
+    if changes:
+        raise SpecError(
+            f"{node.meta['place']}: the output of {node.target} is not used, but it "
+            "updates the module's buffers in each call. Layers that no output depends "
+            "on are not run: leave out the call, or use its output"
+        )
 
 
 def _classify(

@@ -22,11 +22,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from stretto.burst.reach import parameters_behind
 from stretto.burst.tracing.backward import has_own_backward
 from stretto.burst.tracing.fakes import swapped
 from stretto.burst.tracing.operations import keep_attributes
-from stretto.burst.tracing.packing import tensors_in
 from stretto.burst.tracing.places import place_of
 from stretto.burst.tracing.recorder import BatchNorm, place_in
 from stretto.burst.tracing.trial import (
@@ -177,14 +175,10 @@ class _Check:
         args, kwargs = self._graph.arguments.unpack(packed)
         with _fresh_buffers(self._module), Calm():
             output = self._module.forward(*args, **kwargs)
-            results = self._graph.results
-            wanted = results.packed(output, len(packed))
+            wanted = self._graph.results.packed(output, len(packed))
             parameters = self._trained()
             if not wanted.requires_grad:
                 return wanted, [None for _ in parameters]
-            results.behind = parameters_behind(
-                tensors_in(output), self._module.named_parameters()
-            )
             self._cotangent = self._cotangent_of(wanted)
             grads = _gradients(wanted, self._cotangent, parameters)
         return wanted, grads

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
@@ -279,7 +279,7 @@ class Reads:
                         add(vars(kind), key, name)
                         break
         for prefix, part in self._modules.values():
-            for key in _HOOKS[2:] if part is self._root else _HOOKS:
+            for key in HOOKS[2:] if part is self._root else HOOKS:
                 if part is self._root or not _is_layer(part):
                     add(vars(part), key, f"the hooks of {prefix or 'the model'}")
         self._add_globals(add)

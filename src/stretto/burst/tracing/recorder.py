@@ -30,7 +30,7 @@ from stretto.burst.tracing.fakes import held_by, storage_of, swapped
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator
 
     from stretto.burst.tracing.fakes import Fakes
     from stretto.burst.tracing.reads import Reads
@@ -246,6 +246,7 @@ class Recorder(TorchFunctionMode):
         self._autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self._fakes: dict[int, Tensor] = {}
         self._trained = trained
+        self._in_reentrant = 0
         """Parameters' names by their memory."""
         self._held: set[int] = set()
         """The memory of what modules hold, and of constants."""
@@ -506,9 +507,9 @@ class Recorder(TorchFunctionMode):
                 and in_checkpoint()
             ):
                 raise SpecError(
-                    f"{_place()}: {type(module).__name__} is in a checkpoint inside a "
-                    "module that has hooks, which would compute something else when it "
-                    "runs again: remove the hooks or the checkpoint"
+                    f"{_place()}: {type(module).__name__} is in a checkpoint, which "
+                    "runs it again in backward: it would update its statistics twice "
+                    "or draw other masks. Move it out of the checkpoint"
                 )
             if isinstance(module, BatchNorm):
                 self._norms.append(self._modules.get(id(module), ""))
@@ -525,6 +526,17 @@ class Recorder(TorchFunctionMode):
         if id(module) not in self._modules or not is_leaf(module, self._root):
             return call(module, *args, **kwargs)
         place = _place()
+        if (
+            self._in_reentrant
+            and isinstance(module, BatchNorm)
+            and module.training
+            and module.track_running_stats
+        ):
+            raise SpecError(
+                f"{place}: {type(module).__name__} is in a checkpoint, which runs it "
+                "again in backward: it would update its statistics twice. Move it out "
+                "of the checkpoint"
+            )
         if getattr(module, "scale_grad_by_freq", False):
             raise SpecError(
                 f"{place}: {type(module).__name__} with scale_grad_by_freq divides a "
@@ -545,11 +557,25 @@ class Recorder(TorchFunctionMode):
                 if _version(buffer) != version or new:
                     _require_known_state(owner, name, place)
                     self._keeps_state |= not isinstance(owner, BatchNorm)
+            own = {storage_of(buffer) for _, buffer, _ in buffers}
+            self._require_no_writes(self._memory_written - before - own, place)
             return result
 
         return self.operation(
             "call_module", self._modules[id(module)], run, args, kwargs
         )
+
+    def _require_no_writes(self, storages: Container[Any], place: str) -> None:
+        """Reject what hooks of a module write into buffers of other modules."""
+        for name, buffer, owner in _buffers(self._root):
+            if storage_of(buffer) in storages:
+                where = self._modules.get(id(owner), "")
+                full = f"{where}.{name}" if where else name
+                raise SpecError(
+                    f"{place}: a hook or the code of a module writes into the buffer "
+                    f"{full!r} of another in forward: ranks would differ in it, as "
+                    "each sees other samples. Update it outside of the model"
+                )
 
     def function(
         self, call: Callable[..., Any], kind: Any, args: Any, kwargs: Any
@@ -563,7 +589,11 @@ class Recorder(TorchFunctionMode):
                 )
             return call(kind, *args, **kwargs)
         if kind is torch.utils.checkpoint.CheckpointFunction:
-            return args[0](*args[2:])
+            self._in_reentrant += 1
+            try:
+                return args[0](*args[2:])
+            finally:
+                self._in_reentrant -= 1
         return self.operation(
             "call_function", apply_function, call, (kind, *args), kwargs
         )
