@@ -117,8 +117,7 @@ class DistributedDataParallel(TorchDDP):
         arguments = arguments_of(module, args, kwargs)
         self._ignored = ignored_names(module, arguments)
         self._unplannable = why_unplannable(arguments)
-        self._built_parameters: Any = None
-        self._built_names: Any = None
+        self._built: Any = None
         self._trained: list[tuple[TensorRow, nn.Parameter]] | None = None
         # Attributes that a subclass sets before it calls this constructor.
         self._counts_steps = self.__dict__.get("_counts_steps", False)
@@ -414,11 +413,11 @@ class DistributedDataParallel(TorchDDP):
 
     def _rebuild_reducer(self, planned: PlannedGroup | None, plan: Plan | None) -> None:
         """Give the model a new Reducer; the old one keeps its hooks."""
-        ddp: Any = self
         self._planned, self._plan = planned, plan
         with self._as_constructed():
-            parameters, expect_sparse = ddp._build_params_for_reducer()  # noqa: SLF001
-            names = ddp._build_debug_param_to_name_mapping(parameters)  # noqa: SLF001
+            # DDP reads the module once. What is replaced, moved, renamed or removed in
+            # it later changes nothing for its Reducer, and so nothing for a new one.
+            parameters, expect_sparse, names = self._built
             find_unused = self.find_unused_parameters
             # A static graph does not search for unused parameters, and here has none.
             self.find_unused_parameters = find_unused and not self._gradients_come_once
@@ -428,22 +427,6 @@ class DistributedDataParallel(TorchDDP):
                 )
             finally:
                 self.find_unused_parameters = find_unused
-
-    # DDP reads the module once. What is replaced, moved, renamed or removed in it later
-    # changes nothing for its Reducer, and so nothing for a new one.
-
-    def _build_params_for_reducer(self) -> Any:
-        if self._built_parameters is None:
-            parent: Any = super()
-            self._built_parameters = parent._build_params_for_reducer()  # noqa: SLF001
-        return self._built_parameters
-
-    def _build_debug_param_to_name_mapping(self, parameters: Any) -> Any:
-        if self._built_names is None:
-            parent: Any = super()
-            build = parent._build_debug_param_to_name_mapping  # noqa: SLF001
-            self._built_names = build(parameters)
-        return self._built_names
 
     @contextlib.contextmanager
     def _as_constructed(self) -> Iterator[None]:
@@ -634,6 +617,8 @@ class DistributedDataParallel(TorchDDP):
     # Overridden methods of DDP.
 
     def _ddp_init_helper(self, *arguments: Any) -> None:
+        if self._built is None:
+            self._built = arguments[:3]
         if self._numerics is not None:
             self._numerics.renewed(views=self.gradient_as_bucket_view)
         parent: Any = super()
@@ -825,8 +810,7 @@ class DistributedDataParallel(TorchDDP):
         attributes.update(_observer=None, _observer_handles=[], _step_watch=None)
         attributes["_waiting_plan"] = self.plan
         for name in (
-            "_built_parameters",
-            "_built_names",
+            "_built",
             "_trained",
             "_plan",
             "_planned",
@@ -845,7 +829,7 @@ class DistributedDataParallel(TorchDDP):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._built_parameters = self._built_names = None
+        self._built = None
         self._trained = None
         self._plan = None
         self._planned = None

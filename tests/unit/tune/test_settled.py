@@ -97,4 +97,4 @@ def test_the_demo_says_where_its_bound_does_not_hold() -> None:
     assert bound_notes(0.26, 0.25) == ()
     (note,) = bound_notes(0.5, 0.25)
     assert "2.0 times as busy" in note
-    assert "do not hold" in note
+    assert "are invalid" in note
