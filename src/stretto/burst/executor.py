@@ -44,7 +44,7 @@ from stretto.burst.kept import kept_behind, marked
 from stretto.burst.links import Links, Width
 from stretto.burst.norm import KINDS
 from stretto.burst.optimizers import first_difference, kept_outside
-from stretto.burst.reach import Reached, differ
+from stretto.burst.reach import Reached
 from stretto.burst.redistribute import Mover
 from stretto.burst.replicas import Replicas
 from stretto.burst.shadows import MODEL_GONE, Shadows
@@ -614,7 +614,7 @@ class BurstParallel(nn.Module):
         output = self._through_layers(steps, batch, trouble)
         results = steps.graph.results
         hook_of = None
-        if differ(results):
+        if results.behind is not None:
             hook_of = self._reached.watch(results)
         found = results.unpack(output, hook_of)
         return hooks.after(self.module, args, kwargs, found)
@@ -682,7 +682,10 @@ class BurstParallel(nn.Module):
             output = mark_output(
                 output,
                 self._share,
-                partial(self._output_backward, known=differ(steps.graph.results)),
+                partial(
+                    self._output_backward,
+                    known=steps.graph.results.behind is not None,
+                ),
                 [p for p in self._own_parameters() if p.requires_grad],
             )
         if self._timings.is_on:

@@ -40,7 +40,7 @@ class Reached:
 
         Every rank calls it for the same forwards.
         """
-        self._is_on |= differ(results)
+        self._is_on = True
         return lambda number: partial(self._arrived, results, number)
 
     def _arrived(self, results: Results, number: int, _grad: Tensor) -> None:
@@ -76,8 +76,3 @@ class Reached:
     def reset(self) -> None:
         """Start again: gradients were sent or dropped."""
         self._mask.zero_()
-
-
-def differ(results: Results) -> bool:
-    """Return whether a parameter is behind one output of a model but not another."""
-    return len(set(results.behind or ())) > 1

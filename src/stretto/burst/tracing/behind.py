@@ -29,8 +29,8 @@ def behind_outputs(
     """Return for each output the parameters that it is computed from, by name.
 
     Parameters that no operation shows to be behind an output, such as those that an
-    ``autograd.Function`` reads by itself, count as behind each. ``None``: there is one
-    output.
+    ``autograd.Function`` reads by itself, count as behind each. ``None``: the same
+    parameters are behind all outputs.
     """
     packing = results.packing
     if packing is None or packing.is_one:
@@ -43,7 +43,8 @@ def behind_outputs(
     names = {id(p): name for name, p in module.named_parameters()}
     found = [_behind(part, root, shapes, names) for part in parts]
     others = frozenset(names.values()).difference(*found)
-    return tuple(frozenset(some | others) for some in found)
+    behind = tuple(frozenset(some | others) for some in found)
+    return behind if len(set(behind)) > 1 else None
 
 
 def _behind(
