@@ -23,8 +23,12 @@ NETWORK = ("--mode", "namespaces", "--hosts", 4, "--link", "800mbit")
 STEPS = 44
 """Enough for a second profile, where the machine is busy."""
 
-LONG = 140
-"""By then tuning has settled, whatever the noise: it takes about 100 steps at most."""
+SHORT = 60
+"""Enough for the speed and the losses of plain DDP."""
+
+LONG = 400
+"""By then tuning has settled: its last comparison waits until what was lost before is a
+small share of the time trained, about 280 of these short steps."""
 
 
 @pytest.fixture
@@ -45,7 +49,7 @@ def result(done):
 
 def test_no_line_changes_and_steps_are_shorter(run, tmp_path):
     network = (*NETWORK, "--flow", "200mbit", "--")
-    theirs = result(run(*network, "python", PROGRAM, LONG))
+    theirs = result(run(*network, "python", PROGRAM, SHORT))
     kept = {
         option: tmp_path / f"{option}.out"
         for option in ("save-plan", "profile", "cluster", "trace", "report")
@@ -53,7 +57,7 @@ def test_no_line_changes_and_steps_are_shorter(run, tmp_path):
     options = [text for name, path in kept.items() for text in (f"--{name}", path)]
     done = run(*network, "stretto", "run", *options, PROGRAM, LONG)
     ours = result(done)
-    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
+    assert ours["losses"][:SHORT] == pytest.approx(theirs["losses"], rel=1e-4)
     # One flow reaches a quarter of the link; half of that gain is room for noise.
     assert ours["step_s"] < 0.6 * theirs["step_s"]
     assert "stretto: planned: " in done.stderr

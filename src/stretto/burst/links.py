@@ -192,6 +192,8 @@ class Links:
                     "other ranks no longer wait for this one, after an error of its "
                     f"own: {own}"
                 )
+            if self.desk.error is None and (why := self.refusals.explain(place)):
+                self.end(why)
             is_first = self.desk.error is None
             error = self.desk.report(place, exc)
             if is_first and (more := self.elsewhere()):

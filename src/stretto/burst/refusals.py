@@ -113,14 +113,29 @@ class Refusals:
             text = self._found(rank)
             if text is not None and self._since is since:
                 self._store.set(f"ended/{rank}", text)
-                self._stop(
-                    f"{self._ranks.name(self._ranks.rank)}: {since[1]} can't finish, "
-                    f"because {self._ranks.name(rank)} stopped with an error of its "
-                    f"own: {text}"
-                )
+                self._stop(self._because(rank, since[1], text))
                 return
 
-    def _found(self, rank: int) -> str | None:
+    def explain(self, place: str) -> str:
+        """Return why a wait failed, if another rank had rejected a call; else ``""``.
+
+        A rank whose process ends after its error closes its connections, which the
+        others may notice before they look for its error.
+        """
+        with contextlib.suppress(RuntimeError):  # the store may have ended as well
+            for rank in range(self._ranks.size):
+                text = None if rank == self._ranks.rank else self._found(rank, 0.0)
+                if text is not None:
+                    return self._because(rank, place, text)
+        return ""
+
+    def _because(self, rank: int, place: str, text: str) -> str:
+        return (
+            f"{self._ranks.name(self._ranks.rank)}: {place} can't finish, because "
+            f"{self._ranks.name(rank)} stopped with an error of its own: {text}"
+        )
+
+    def _found(self, rank: int, grace_s: float = GRACE_S) -> str | None:
         key = f"inside/{rank}"
         if self._store.check([key]):
             step, _, text = self._store.get(key).decode().partition(" ")
@@ -131,7 +146,7 @@ class Refusals:
             self._seen.pop(rank, None)
             return None
         first_s = self._seen.setdefault(rank, perf_counter())
-        if perf_counter() - first_s < min(GRACE_S, self._ranks.timeout_s):
+        if perf_counter() - first_s < min(grace_s, self._ranks.timeout_s):
             return None
         return self._store.get(key).decode()
 
