@@ -2,11 +2,12 @@
 
     .venv/bin/python benchmarks/first_steps.py [--job NAME ...]
 
-For each job four runs of 100 steps follow each other: tuned, known, known, tuned. A
-tuned run has no option and no memory of earlier runs; a known run has the first tuned
-run's plan from its first step. The cost is the tuned runs' time over that of the known
-ones, less one. Three jobs are those of the tuning benchmark, three are used nowhere
-else. Stores results/first_steps.json; jobs that were measured before are kept.
+For each job four runs of 100 steps follow each other: tuned, known, known, tuned; short
+runs repeat this cycle. A tuned run has no option and no memory of earlier runs; a known
+run has the first tuned run's plan from its first step. The cost of a cycle is its tuned
+runs' time over that of its known ones, less one; a job's cost is the median. Three jobs
+are those of the tuning benchmark, three are used nowhere else. Stores
+results/first_steps.json; jobs that were measured before are kept.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def main() -> None:
         RESULT.write_text(json.dumps(kept, indent=1) + "\n")
         print(
             f"{name}: {100 * found['lost']:.1f} % lost "
-            f"(runs {', '.join(f'{100 * x:.1f}' for x in found['lost_each'])} %), "
+            f"(cycles {', '.join(f'{100 * x:.1f}' for x in found['lost_each'])} %), "
             f"step {1e3 * found['known_step_s']:.0f} ms, {found['line']}",
             flush=True,
         )

@@ -755,3 +755,46 @@ def test_tensors_of_one_batch_may_be_optimized_in_the_step():
         "        opt.zero_grad()\n", inner + "        opt.zero_grad()\n"
     )
     assert "DistributedDataParallel(model)" in convert(source).after
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        (
+            "    if epoch: torch.save(model.state_dict(), 'm.pt')\n",
+            "    if epoch:\n        if RANK == 0:\n            torch.save(",
+        ),
+        (
+            "    # kept\n    last = epoch; torch.save(model, 'm.pt'); n = 1\n",
+            "    # kept\n    last = epoch\n    if RANK == 0:\n        torch.save(",
+        ),
+    ],
+)
+def test_a_save_that_shares_its_line_is_rank_0s(line, kept):
+    conversion = convert(TRAINING + line)
+    assert kept in conversion.after
+    assert "\n    n = 1\n" in conversion.after or "n = 1" not in line
+    assert not [n for n in conversion.notes if "writes on every rank" in n.text]
+    compile(conversion.after, "train.py", "exec")
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "sum(model(x).sum().item() for (x,) in loader)",
+        "[float(model(x).mean()) for i, (x,) in enumerate(loader)]",
+        "max({k: x.max() for k, (x,) in enumerate(iter(loader))}.values())",
+    ],
+)
+def test_a_comprehension_over_a_divided_loader_is_listed(metric):
+    conversion = convert(TRAINING + f"    print({metric})\n")
+    asked = [n for n in conversion.notes if "differs by rank" in n.text]
+    assert [n.line for n in asked if n.kind is Kind.OPEN] == [14]
+
+
+def test_a_comprehension_over_a_whole_loader_needs_no_note():
+    source = TRAINING + (
+        "test = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)\n"
+        "print(sum(model(x).sum().item() for (x,) in test))\n"
+    )
+    assert not [n for n in convert(source).notes if "differs by rank" in n.text]

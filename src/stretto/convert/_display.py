@@ -109,20 +109,17 @@ class Display:
         self.saves = self.saves or what == "torch.save" or what == "save_pretrained"
         if self._work.is_guarded(call):
             return
-        statement = self._tree.statement(call)
-        alone = (
-            isinstance(statement, cst.SimpleStatementLine)
-            and isinstance(self._tree.parent(call), cst.Expr)
-            and len(statement.body) == 1
-        )
-        if not alone:
+        small = self._tree.parent(call)
+        if not isinstance(small, cst.Expr):
             self._work.undecided(
                 call,
                 f"`{what}` writes on every rank here, where its value is also used: "
                 "put it under `if RANK == 0:`",
             )
             return
-        self._work.on_rank_0(statement)
+        line = self._tree.parent(small)
+        has_own_line = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
+        self._work.on_rank_0(line if line is not None and has_own_line else small)
         self._work.done(call, f"only rank 0 calls {what}")
 
     def convert(self) -> None:

@@ -46,6 +46,7 @@ class Work:
         """Statements that only rank 0 executes: they must not contain a collective."""
         self._changes: dict[cst.CSTNode, list[Callable[[Any], Any]]] = {}
         self._before: dict[cst.CSTNode, list[cst.CSTNode]] = {}
+        self._own_lines: set[cst.CSTNode] = set()
         self._after: dict[cst.CSTNode, list[cst.CSTNode]] = {}
         ours = {*_support.NAMES, *_support.order(), "dist", "hvd"}
         # A variable of the script may have the name of a generated function.
@@ -155,10 +156,12 @@ class Work:
         self.change(statement, indented)
 
     def on_rank_0(self, statement: cst.CSTNode) -> None:
-        """Make only rank 0 execute a statement."""
+        """Make only rank 0 execute a statement, which may share its line."""
         if any(self.tree.within(statement, other) for other in self.guarded):
             return
         self.guarded.append(statement)
+        if isinstance(statement, cst.BaseSmallStatement):
+            self._own_lines.add(statement)
         self.under(statement, "if RANK == 0")
 
     def is_guarded(self, node: cst.CSTNode) -> bool:
@@ -167,7 +170,8 @@ class Work:
 
     def result(self) -> cst.Module:
         """Return the script with all changes."""
-        out = self.tree.module.visit(_Apply(self._changes, self._before, self._after))
+        apply = _Apply(self._changes, self._before, self._after, self._own_lines)
+        out = self.tree.module.visit(apply)
         if not isinstance(out, cst.Module):
             raise TypeError("a module became something else")
         return out
@@ -179,36 +183,60 @@ class _Apply(cst.CSTTransformer):
         changes: dict[cst.CSTNode, list[Callable[[Any], Any]]],
         before: dict[cst.CSTNode, list[cst.CSTNode]],
         after: dict[cst.CSTNode, list[cst.CSTNode]],
+        own_lines: set[cst.CSTNode],
     ) -> None:
         super().__init__()
         self._changes, self._before, self._after = changes, before, after
+        self._own_lines = own_lines
+        """Small statements whose change makes a block of them."""
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         new = super().on_leave(original_node, updated_node)
+        if original_node in self._own_lines:
+            return new  # changed when its line is split
         for how in self._changes.get(original_node, ()):
             new = how(new)
         if isinstance(original_node, cst.SimpleStatementSuite):
             return self._expanded(original_node, new)
+        middle: list[Any] = [new] if isinstance(new, cst.CSTNode) else []
+        if isinstance(original_node, cst.SimpleStatementLine) and any(
+            small in self._own_lines for small in original_node.body
+        ):
+            middle = self._lines(original_node, new)
+            lines: Any = updated_node.leading_lines
+            middle[0] = middle[0].with_changes(leading_lines=lines)
         first = list(self._before.get(original_node, ()))
         last = self._after.get(original_node, [])
-        if isinstance(original_node, cst.BaseSmallStatement) or not (first or last):
+        if isinstance(original_node, cst.BaseSmallStatement):
             return new  # its suite adds what is before and after it
-        if first and isinstance(new, cst.CSTNode):
-            first[0], new = _with_cell_mark(first[0], new)
-        middle = [new] if isinstance(new, cst.CSTNode) else []
+        if not (first or last) and (not middle or middle[0] is new):
+            return new
+        if first and middle:
+            first[0], middle[0] = _with_cell_mark(first[0], middle[0])
         return cst.FlattenSentinel([*first, *middle, *last])
 
     def _expanded(self, original: cst.SimpleStatementSuite, new: Any) -> Any:
         """Return ``if x: y()`` as an indented block where statements are added."""
-        if not any(s in self._before or s in self._after for s in original.body):
+        added = (self._before, self._after, self._own_lines)
+        if not any(s in where for s in original.body for where in added):
             return new
-        body: list[Any] = []
+        return cst.IndentedBlock(body=self._lines(original, new))
+
+    def _lines(self, original: Any, new: Any) -> list[Any]:
+        """Return each statement of one line as its own, with those added to it."""
+        lines: list[Any] = []
         for old, small in zip(original.body, new.body, strict=True):
-            line = small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)
-            body += self._before.get(old, [])
-            body.append(cst.SimpleStatementLine(body=[line]))
-            body += self._after.get(old, [])
-        return cst.IndentedBlock(body=body)
+            line: Any = _line(small)
+            if old in self._own_lines:
+                for how in self._changes[old]:
+                    line = how(line)
+            lines += [*self._before.get(old, []), line, *self._after.get(old, [])]
+        return lines
+
+
+def _line(small: cst.BaseSmallStatement) -> cst.SimpleStatementLine:
+    alone = small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)
+    return cst.SimpleStatementLine(body=[alone])
 
 
 def _with_cell_mark(ours: Any, theirs: Any) -> tuple[Any, Any]:

@@ -383,6 +383,12 @@ class Job:
             anchor=anchor,
         )
 
+    def taken_by(self, node: cst.CompFor) -> list[Origin]:
+        """Return the origins of loaders that a comprehension takes batches from."""
+        scope = self.tree.function(node)
+        sources = self._sources(node.iter, scope)
+        return [o for s, inner in sources for o in self._loaders(s, inner)]
+
     def _sources(
         self, node: cst.BaseExpression, scope: Scope, depth: int = 6
     ) -> list[tuple[cst.BaseExpression, Scope]]:

@@ -13,6 +13,8 @@ from stretto.convert._flow import Origin, parameters
 from stretto.convert._tree import Scope, argument, arguments_of, dotted, found
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from stretto.convert._edit import Work
     from stretto.convert._job import Loop
 
@@ -33,7 +35,11 @@ class Loaders:
 
     def is_divided(self, loop: Loop) -> bool:
         """Return whether a loop's batches are this rank's only."""
-        return any(o.key in self._ids for o in loop.origins)
+        return self.has_divided(loop.origins)
+
+    def has_divided(self, origins: Iterable[Origin]) -> bool:
+        """Return whether the loader of one of several origins is divided."""
+        return any(o.key in self._ids for o in origins)
 
     def convert(self) -> None:
         """Divide the loaders and put ``set_epoch`` before their loops."""

@@ -79,6 +79,7 @@ class Numbers:
                 loop.node, cst.For
             ):
                 self._evaluation(loop)
+        self._comprehensions()
         for call in self._work.job.backwards:
             scope = self._tree.function(call)
             if scope is not None:
@@ -121,6 +122,18 @@ class Numbers:
                 "the loss is a sum over samples, but gradients are averaged over "
                 "ranks: multiplied by WORLD_SIZE, they equal those of the whole batch",
             )
+
+    def _comprehensions(self) -> None:
+        """List comprehensions over a divided loader, whose result differs by rank."""
+        for node in found(self._tree.module, cst.CompFor):
+            if self._loaders.has_divided(self._work.job.taken_by(node)):
+                self._work.undecided(
+                    node,
+                    f"`{self._tree.text(node).strip()[:60]}` goes through each rank's "
+                    "own batches, so its result differs by rank: write it as a `for` "
+                    "loop that adds up numbers, which is converted, or reduce the "
+                    "result over ranks",
+                )
 
     # Loops over this rank's share
 
