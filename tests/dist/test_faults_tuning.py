@@ -19,7 +19,7 @@ from torch import nn
 import stretto
 from stretto.runtime.lanes_gloo import GlooLanes
 from stretto.tune import look
-from stretto.tune.board import Board
+from stretto.tune.rank_sync import Board
 from stretto.tune.forced import SCHEDULE_VARIABLE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]

@@ -22,7 +22,7 @@ from stretto.report import (
     save as save_page,
 )
 from stretto.schema import Cluster, Plan, Timeline, Workload
-from stretto.tune.settled import BOUND_HOLDS_RATIO
+from stretto.tune.result import BOUND_HOLDS_RATIO
 from stretto.units import format_rate, format_s
 
 SETTINGS_FILE = "settings.json"

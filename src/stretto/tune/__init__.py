@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from stretto.tune.memory import PlanMemory
     from stretto.tune.options import ENSEMBLE, GUIDED, TuneOptions
     from stretto.tune.profiling import DeferredProfile, deferred_plan
-    from stretto.tune.settled import OnSettled, Settled, summary
+    from stretto.tune.result import OnSettled, Settled, summary
 
 __all__ = [
     "ENSEMBLE",

@@ -9,18 +9,18 @@ Every step trains. The phases of a run, in order:
    the search continues at 4 with the figures of that run's profile.
 3. ``LOOK``: the first steps are profiled, the network is probed, and the planner's
    plan is applied (`stretto.tune.look`).
-4. ``SEARCH``: plans are tried while training continues (`stretto.tune.trials`),
+4. ``SEARCH``: plans are tried while training continues (`stretto.tune.online_search`),
    within limits on steps and on lost time.
 5. ``CONFIRM``: all ranks have settled on the best plan; it is logged.
 6. ``WATCH``: step times are watched; a lasting change starts again at 3
-   (`stretto.tune.drift`).
+   (`stretto.tune.drift_detector`).
 
 The controller acts at the end of each reduced backward: DDP brings every rank there
-equally often. Steps are counted there, ranks meet there (`stretto.tune.board`), and
+equally often. Steps are counted there, ranks meet there (`stretto.tune.rank_sync`), and
 plans change there. Nothing is done in a forward. A failure on any rank is reported at
 the next meeting; then all ranks return to DDP's buckets together, and one log line
 gives the reason. If a run ends before 5, rank 0 saves what is known
-(`stretto.tune.unfinished`).
+(`stretto.tune.tuning_state`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ from stretto.errors import Infeasible, SpecError, StrettoError
 from stretto.planners.base import predicted_s, with_prediction
 from stretto.schema import Plan, codec, tensors_digest
 from stretto.schema.tuning import Tuning, TuningEvent
-from stretto.tune.board import Board, Ended, Refused, Stopped, reason_of
-from stretto.tune.drift import WINDOW_STEPS, Change, Watch
+from stretto.tune.drift_detector import WINDOW_STEPS, Change, Watch
 from stretto.tune.forced import (
     FORCED_STEP_S,
     ForcedLook,
@@ -61,8 +60,10 @@ from stretto.tune.memory import (
     default_path,
     topology_of,
 )
+from stretto.tune.online_search import Trials
 from stretto.tune.options import TuneOptions
 from stretto.tune.profiling import deferred_plan
+from stretto.tune.rank_sync import Board, Ended, Refused, Stopped, reason_of
 from stretto.tune.remembered import (
     ddp_step_s_at,
     decoded,
@@ -72,17 +73,16 @@ from stretto.tune.remembered import (
     seen_again,
     settled_of,
 )
-from stretto.tune.settled import OnSettled, Settled, summary
+from stretto.tune.result import OnSettled, Settled, summary
 from stretto.tune.starts import PROFILED, starts_of
-from stretto.tune.trials import Trials
-from stretto.tune.unfinished import Known, end, within
+from stretto.tune.tuning_state import Known, end, within
 from stretto.units import format_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stretto.runtime import DistributedDataParallel
-    from stretto.tune.unfinished import OnUnfinished
+    from stretto.tune.tuning_state import OnUnfinished
 
 _log = logging.getLogger(__name__)
 

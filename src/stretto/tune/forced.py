@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stretto.runtime import DistributedDataParallel
-    from stretto.tune.board import Board
+    from stretto.tune.rank_sync import Board
 
 SCHEDULE_VARIABLE = "STRETTO_TUNE_SCHEDULE"
 

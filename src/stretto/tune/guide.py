@@ -14,11 +14,11 @@ from stretto.planners.wire import narrowed
 from stretto.sim.scope import BoundScope
 from stretto.sim.step import StepModel, simulate_step
 from stretto.tune.correct import Observation, backward_s, bucket_ends_s, corrected
-from stretto.tune.space import Space
+from stretto.tune.search_space import Space
 
 if TYPE_CHECKING:
     from stretto.schema import Cluster, Plan, Timeline, Workload
-    from stretto.tune.space import Point
+    from stretto.tune.search_space import Point
 
 TRUSTED_RATIO = 0.03
 """A prediction within this ratio of the measurement corrects nothing."""

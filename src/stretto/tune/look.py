@@ -14,19 +14,19 @@ from stretto.errors import Infeasible, NoisyProfile, SpecError
 from stretto.measure import NetworkSamples, probe_network
 from stretto.runtime.presence import is_communication_error
 from stretto.schema import Cluster, CollectiveSample, Plan, Workload, codec
-from stretto.tune.board import reason_of
 from stretto.tune.profiling import (
     DEFERRED_LANES,
     DeferredProfile,
     bulk_samples,
     deferred_plan,
 )
+from stretto.tune.rank_sync import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from stretto.runtime import DistributedDataParallel
-    from stretto.tune.board import Board
+    from stretto.tune.rank_sync import Board
 
 WARMUP_STEPS = 1
 LEAST_ROWS = 3

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, final
 
 from stretto.errors import SpecError
 from stretto.schema import Cluster, Plan, Workload, codec
-from stretto.tune.likeness import Topology, chain_of, job_distance
+from stretto.tune.job_similarity import Topology, chain_of, job_distance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

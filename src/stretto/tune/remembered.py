@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stretto import planners
 from stretto.schema import Cluster, Plan, Workload, codec
 from stretto.tune.look import Seen
-from stretto.tune.settled import Settled
+from stretto.tune.result import Settled
 
 if TYPE_CHECKING:
     from stretto.tune.guide import Guide

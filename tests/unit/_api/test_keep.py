@@ -10,7 +10,7 @@ from stretto import planners
 from stretto._api.keep import Files, Keeper
 from stretto.schema import Cluster, Link, Plan, TensorSpec, Workload
 from stretto.schema.tuning import Tuning
-from stretto.tune.settled import Settled
+from stretto.tune.result import Settled
 
 if TYPE_CHECKING:
     from pathlib import Path

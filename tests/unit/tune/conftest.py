@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stretto.schema import AllReduceFit, Cluster, Link, TensorSpec, Workload
-from stretto.tune.space import Space
+from stretto.tune.search_space import Space
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stretto.tune.space import Point
+    from stretto.tune.search_space import Point
 
 MIB = 2**20
 

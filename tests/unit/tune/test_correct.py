@@ -30,7 +30,7 @@ from stretto.tune.correct import (
 
 if TYPE_CHECKING:
     from stretto.schema import Cluster, Plan, Workload
-    from stretto.tune.space import Space
+    from stretto.tune.search_space import Space
 
 
 def observed(

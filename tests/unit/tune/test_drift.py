@@ -7,7 +7,7 @@ import random
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from stretto.tune.drift import REST_STEPS, WINDOW_STEPS, Change, Watch
+from stretto.tune.drift_detector import REST_STEPS, WINDOW_STEPS, Change, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

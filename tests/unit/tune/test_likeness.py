@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.tune.likeness import (
+from stretto.tune.job_similarity import (
     Topology,
     chain_distance,
     job_distance,

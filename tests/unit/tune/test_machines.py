@@ -18,7 +18,7 @@ import pytest
 from stretto import planners
 from stretto.schema import Plan
 from stretto.tune.search import Limits, Search
-from stretto.tune.space import Point, Space
+from stretto.tune.search_space import Point, Space
 from stretto.tune.techniques import CoordinateTechnique, PredictedTechnique
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 from stretto.errors import SpecError
 from stretto.schema import codec
-from stretto.tune.likeness import Topology
+from stretto.tune.job_similarity import Topology
 from stretto.tune.memory import (
     Job,
     PlanMemory,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stretto.schema import Cluster, Workload
-    from stretto.tune.space import Space
+    from stretto.tune.search_space import Space
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stretto.schema import Cluster, Plan
-    from stretto.tune.space import Point, Space
+    from stretto.tune.search_space import Point, Space
     from stretto.tune.techniques import AbstractTechnique
 
     StepTime = Callable[[Point], float]

@@ -11,7 +11,7 @@ from stretto import planners
 from stretto.demo.driver import bound_notes
 from stretto.tune.memory import Job, Remembered
 from stretto.tune.remembered import settled_of
-from stretto.tune.settled import Settled, summary
+from stretto.tune.result import Settled, summary
 
 if TYPE_CHECKING:
     from stretto.schema import Cluster, Workload

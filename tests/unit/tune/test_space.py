@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stretto.errors import SpecError
-from stretto.tune.space import Space
+from stretto.tune.search_space import Space
 
 if TYPE_CHECKING:
     from stretto.schema import Cluster, Workload

@@ -24,7 +24,7 @@ from stretto.tune.techniques import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stretto.tune.space import Point, Space
+    from stretto.tune.search_space import Point, Space
 
     StepTime = Callable[[Point], float]
 

@@ -13,13 +13,13 @@ from stretto.tune.guide import Guide
 from stretto.tune.look import Seen
 from stretto.tune.memory import Job, PlanMemory, Remembered
 from stretto.tune.search import CONTROL, Limits, Search
-from stretto.tune.unfinished import Known, best_so_far, end
+from stretto.tune.tuning_state import Known, best_so_far, end
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from stretto.schema import Cluster, Workload
-    from stretto.tune.settled import Settled
+    from stretto.tune.result import Settled
 
 JOB = Job(
     name="small",

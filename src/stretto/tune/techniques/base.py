@@ -6,7 +6,7 @@ import abc
 from dataclasses import dataclass
 from typing import ClassVar
 
-from stretto.tune.space import Point
+from stretto.tune.search_space import Point
 
 LEAST_STEPS = 3
 """Least number of steps whose median is a score."""

@@ -10,7 +10,7 @@ from stretto.errors import SpecError
 from stretto.tune.techniques.base import AbstractTechnique, Proposal
 
 if TYPE_CHECKING:
-    from stretto.tune.space import Point, Space
+    from stretto.tune.search_space import Point, Space
 
 STARTUP_TRIALS = 8
 _WORSE_RATIO = 2.0

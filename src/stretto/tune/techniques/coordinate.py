@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, final
 from stretto.tune.techniques.base import AbstractTechnique, Proposal
 
 if TYPE_CHECKING:
-    from stretto.tune.space import Point, Space
+    from stretto.tune.search_space import Point, Space
 
 
 @final

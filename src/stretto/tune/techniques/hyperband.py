@@ -11,7 +11,7 @@ from stretto.tune.techniques.base import LEAST_STEPS, AbstractTechnique, Proposa
 if TYPE_CHECKING:
     import random
 
-    from stretto.tune.space import Point, Space
+    from stretto.tune.search_space import Point, Space
 
 MOST_STEPS = 9
 FACTOR = 3

@@ -11,7 +11,7 @@ from stretto.tune.techniques.base import AbstractTechnique, Proposal
 if TYPE_CHECKING:
     import random
 
-    from stretto.tune.space import Point, Space
+    from stretto.tune.search_space import Point, Space
 
 MEMBERS = 6
 _TRIES = 8

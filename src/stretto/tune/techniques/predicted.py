@@ -9,7 +9,7 @@ from stretto.tune.techniques.base import AbstractTechnique, Proposal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stretto.tune.space import Point, Space
+    from stretto.tune.search_space import Point, Space
 
 MOST_RATIO = 1.10
 """Points predicted to be slower than the best by more than this are not proposed ..."""

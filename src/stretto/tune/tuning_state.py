@@ -17,8 +17,8 @@ from stretto.schema.tuning import Tuning, TuningEvent
 from stretto.tune.look import Seen
 from stretto.tune.memory import Job, Remembered
 from stretto.tune.remembered import ddp_step_s_at, settled_of
+from stretto.tune.result import Settled, summary
 from stretto.tune.search import Search
-from stretto.tune.settled import Settled, summary
 from stretto.tune.techniques.base import LEAST_STEPS
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from stretto.planners.base import predicted_s
 from stretto.runtime import Recorder
 from stretto.schema import Plan, codec
 from stretto.tune.bandit import Bandit
-from stretto.tune.board import Refused
 from stretto.tune.guide import TRUSTED_RATIO
+from stretto.tune.rank_sync import Refused
 from stretto.tune.search import CONTROL, START, Search, Trial
 from stretto.tune.techniques import (
     AbstractTechnique,
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from stretto.runtime import DistributedDataParallel
     from stretto.schema import Timeline
-    from stretto.tune.board import Board
     from stretto.tune.guide import Guide
     from stretto.tune.options import TuneOptions
+    from stretto.tune.rank_sync import Board
     from stretto.tune.search import Finding
 
 _GAIN_RATIO = 0.01
