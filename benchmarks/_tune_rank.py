@@ -27,7 +27,7 @@ import stretto
 from stretto.demo.settings import DemoSettings
 from stretto.demo.worker import ALIKE, Task, Trainee
 from stretto.tune import ENSEMBLE, TuneOptions
-from stretto.tune.guide import Guide
+from stretto.tune.calibration import Guide
 
 TorchDDP = nn.parallel.DistributedDataParallel
 SETTLED_STEPS = 64

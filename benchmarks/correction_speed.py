@@ -40,9 +40,14 @@ from stretto.schema import (
     Workload,
 )
 from stretto.sim import simulate_step
-from stretto.tune import correct
-from stretto.tune.correct import Observation, backward_s, bucket_ends_s, corrected
-from stretto.tune.guide import Guide
+from stretto.tune import calibration as correct
+from stretto.tune.calibration import (
+    Guide,
+    Observation,
+    backward_s,
+    bucket_ends_s,
+    corrected,
+)
 
 NOISE_RATIO = 0.02
 

@@ -14,7 +14,7 @@ from torch import nn
 import stretto
 from stretto.errors import SpecError
 from stretto.schema import Bucket
-from stretto.tune import look
+from stretto.tune import initial_profile as look
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import stretto
 from stretto.errors import StrettoError
-from stretto.tune import TuneOptions, controller, look
+from stretto.tune import TuneOptions, controller, initial_profile as look
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 

@@ -22,7 +22,7 @@ from stretto.schema import (
     Workload,
 )
 from stretto.tune import TuneOptions
-from stretto.tune.profiling import deferred_plan
+from stretto.tune.initial_profile import deferred_plan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import stretto
 from stretto.runtime.lanes_gloo import GlooLanes
-from stretto.tune import look
+from stretto.tune import initial_profile as look
 from stretto.tune.rank_sync import Board
 from stretto.tune.forced import SCHEDULE_VARIABLE
 

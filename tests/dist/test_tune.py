@@ -14,7 +14,7 @@ from torch import nn
 
 import stretto
 from stretto.schema import Bucket, Plan
-from stretto.tune import TuneOptions, controller, look
+from stretto.tune import TuneOptions, controller, initial_profile as look
 from stretto.tune.drift_detector import REFERENCE_WINDOWS, WINDOW_STEPS
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]

@@ -19,7 +19,7 @@ import stretto
 from stretto.schema import Cluster, Plan, Workload
 from stretto.schema.tuning import Tuning
 from stretto.tune import TuneOptions
-from stretto.tune.memory import PlanMemory, Remembered
+from stretto.tune.plan_cache import PlanMemory, Remembered
 from stretto.tune.tuning_state import best_so_far
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]

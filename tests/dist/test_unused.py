@@ -14,7 +14,7 @@ import stretto
 from stretto.runtime import DistributedDataParallel
 from stretto.schema import Bucket, Plan
 from stretto.tune import TuneOptions
-from stretto.tune.profiling import deferred_plan
+from stretto.tune.initial_profile import deferred_plan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 

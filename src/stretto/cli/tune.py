@@ -13,7 +13,7 @@ from stretto.errors import SpecError
 from stretto.units import format_s
 
 if TYPE_CHECKING:
-    from stretto.tune.memory import PlanMemory, Remembered, Unreadable
+    from stretto.tune.plan_cache import PlanMemory, Remembered, Unreadable
 
 _WHERE = click.option(
     "--memory",
@@ -36,7 +36,7 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_command(path: Path | None, as_json: bool) -> None:
     """List the kept plans, newest first, and mark the unfinished ones."""
-    from stretto.tune.memory import Unreadable
+    from stretto.tune.plan_cache import Unreadable
 
     entries = _entries(path)
     broken = [entry for entry in entries if isinstance(entry, Unreadable)]
@@ -86,7 +86,7 @@ def show(number: int, path: Path | None, output: str | None, as_json: bool) -> N
 
     -o saves it for `stretto run --plan`.
     """
-    from stretto.tune.memory import Remembered
+    from stretto.tune.plan_cache import Remembered
 
     for entry in _entries(path):
         if entry.number == number:
@@ -137,7 +137,7 @@ def _memory(path: Path | None) -> PlanMemory | None:
 
     Reading must not create a file, especially if its name was mistyped.
     """
-    from stretto.tune.memory import VARIABLE, PlanMemory, default_path
+    from stretto.tune.plan_cache import VARIABLE, PlanMemory, default_path
 
     where = path or default_path()
     if where is None:

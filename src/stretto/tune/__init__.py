@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stretto.tune.controller import AutoPlan
-    from stretto.tune.memory import PlanMemory
+    from stretto.tune.initial_profile import DeferredProfile, deferred_plan
     from stretto.tune.options import ENSEMBLE, GUIDED, TuneOptions
-    from stretto.tune.profiling import DeferredProfile, deferred_plan
+    from stretto.tune.plan_cache import PlanMemory
     from stretto.tune.result import OnSettled, Settled, summary
 
 __all__ = [

@@ -8,7 +8,7 @@ Every step trains. The phases of a run, in order:
    long as they took then, it is settled. If that run ended before tuning had settled,
    the search continues at 4 with the figures of that run's profile.
 3. ``LOOK``: the first steps are profiled, the network is probed, and the planner's
-   plan is applied (`stretto.tune.look`).
+   plan is applied (`stretto.tune.initial_profile`).
 4. ``SEARCH``: plans are tried while training continues (`stretto.tune.online_search`),
    within limits on steps and on lost time.
 5. ``CONFIRM``: all ranks have settled on the best plan; it is logged.
@@ -44,27 +44,7 @@ from stretto.errors import Infeasible, SpecError, StrettoError
 from stretto.planners.base import predicted_s, with_prediction
 from stretto.schema import Plan, codec, tensors_digest
 from stretto.schema.tuning import Tuning, TuningEvent
-from stretto.tune.drift_detector import WINDOW_STEPS, Change, Watch
-from stretto.tune.forced import (
-    FORCED_STEP_S,
-    ForcedLook,
-    ForcedTrials,
-    is_forced,
-)
-from stretto.tune.guide import Guide
-from stretto.tune.look import Look, Seen
-from stretto.tune.memory import (
-    Job,
-    PlanMemory,
-    Remembered,
-    default_path,
-    topology_of,
-)
-from stretto.tune.online_search import Trials
-from stretto.tune.options import TuneOptions
-from stretto.tune.profiling import deferred_plan
-from stretto.tune.rank_sync import Board, Ended, Refused, Stopped, reason_of
-from stretto.tune.remembered import (
+from stretto.tune.cached_plans import (
     ddp_step_s_at,
     decoded,
     encoded,
@@ -73,6 +53,25 @@ from stretto.tune.remembered import (
     seen_again,
     settled_of,
 )
+from stretto.tune.calibration import Guide
+from stretto.tune.drift_detector import WINDOW_STEPS, Change, Watch
+from stretto.tune.forced import (
+    FORCED_STEP_S,
+    ForcedLook,
+    ForcedTrials,
+    is_forced,
+)
+from stretto.tune.initial_profile import Look, Seen, deferred_plan
+from stretto.tune.online_search import Trials
+from stretto.tune.options import TuneOptions
+from stretto.tune.plan_cache import (
+    Job,
+    PlanMemory,
+    Remembered,
+    default_path,
+    topology_of,
+)
+from stretto.tune.rank_sync import Board, Ended, Refused, Stopped, reason_of
 from stretto.tune.result import OnSettled, Settled, summary
 from stretto.tune.starts import PROFILED, starts_of
 from stretto.tune.tuning_state import Known, end, within

@@ -23,8 +23,12 @@ from stretto.planners import get as planner_named
 from stretto.planners.base import with_prediction
 from stretto.schema import Bucket, Cluster, Plan, TensorSpec, Workload
 from stretto.schema.cluster import Link
-from stretto.tune.look import Seen, probe_lanes
-from stretto.tune.profiling import DeferredProfile, deferred_plan
+from stretto.tune.initial_profile import (
+    DeferredProfile,
+    Seen,
+    deferred_plan,
+    probe_lanes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

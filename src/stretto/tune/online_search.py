@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 from stretto.planners.base import predicted_s
 from stretto.runtime import Recorder
 from stretto.schema import Plan, codec
-from stretto.tune.bandit import Bandit
-from stretto.tune.guide import TRUSTED_RATIO
+from stretto.tune.calibration import TRUSTED_RATIO
 from stretto.tune.rank_sync import Refused
 from stretto.tune.search import CONTROL, START, Search, Trial
 from stretto.tune.techniques import (
@@ -23,6 +22,7 @@ from stretto.tune.techniques import (
     PopulationTechnique,
     PredictedTechnique,
 )
+from stretto.tune.techniques.aiacc import Bandit
 from stretto.units import format_s
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from stretto.runtime import DistributedDataParallel
     from stretto.schema import Timeline
-    from stretto.tune.guide import Guide
+    from stretto.tune.calibration import Guide
     from stretto.tune.options import TuneOptions
     from stretto.tune.rank_sync import Board
     from stretto.tune.search import Finding

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, final
 
 from stretto.errors import SpecError
 from stretto.schema import Plan
-from stretto.tune.bandit import Bandit
 from stretto.tune.paired import Estimate, Noise, Pair, compare, estimate
 from stretto.tune.search_space import Point
+from stretto.tune.techniques.aiacc import Bandit
 from stretto.tune.techniques.base import LEAST_STEPS, Proposal
 
 if TYPE_CHECKING:

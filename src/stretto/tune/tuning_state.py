@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar, final
 
 from stretto.schema.tuning import Tuning, TuningEvent
-from stretto.tune.look import Seen
-from stretto.tune.memory import Job, Remembered
-from stretto.tune.remembered import ddp_step_s_at, settled_of
+from stretto.tune.cached_plans import ddp_step_s_at, settled_of
+from stretto.tune.initial_profile import Seen
+from stretto.tune.plan_cache import Job, Remembered
 from stretto.tune.result import Settled, summary
 from stretto.tune.search import Search
 from stretto.tune.techniques.base import LEAST_STEPS
@@ -24,7 +24,7 @@ from stretto.tune.techniques.base import LEAST_STEPS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stretto.tune.memory import PlanMemory
+    from stretto.tune.plan_cache import PlanMemory
     from stretto.tune.search import Trial
 
     OnUnfinished = Callable[[Settled | None], str]

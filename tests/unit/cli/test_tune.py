@@ -20,7 +20,7 @@ from stretto.schema import (
     TensorSpec,
     Workload,
 )
-from stretto.tune.memory import VARIABLE, VERSION, Job, PlanMemory, Remembered
+from stretto.tune.plan_cache import VARIABLE, VERSION, Job, PlanMemory, Remembered
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,7 @@ from stretto.sim import lower_bound, simulate_step
 from stretto.sim.fast import MixedModel
 from stretto.sim.replay import PlanModel
 from stretto.sim.step import StepModel
-from stretto.tune.correct import PRIOR_RATIO, _rewired
+from stretto.tune.calibration import PRIOR_RATIO, _rewired
 
 POINTS = ((1 << 10, -1.5e-4), (1 << 14, 4e-4), (1 << 18, 2e-3), (1 << 20, 0.0))
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import SpecError
-from stretto.tune.bandit import Bandit
+from stretto.tune.techniques.aiacc import Bandit
 
 ARMS = ("a", "b", "c")
 

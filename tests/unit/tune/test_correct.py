@@ -17,7 +17,7 @@ from stretto.cost.fit import constant_rate
 from stretto.errors import SpecError
 from stretto.schema import ComputeContention, Contention
 from stretto.sim.step import simulate_step
-from stretto.tune.correct import (
+from stretto.tune.calibration import (
     NOISE_RATIO,
     PRIOR_RATIO,
     RECORDED_RATIO,

@@ -9,7 +9,7 @@ import pytest
 
 from stretto import planners
 from stretto.sim.step import simulate_step
-from stretto.tune.guide import DOUBT_RATIO, MOST_BOUND_DOUBT_RATIO, Guide
+from stretto.tune.calibration import DOUBT_RATIO, MOST_BOUND_DOUBT_RATIO, Guide
 
 if TYPE_CHECKING:
     from stretto.schema import Cluster, Workload

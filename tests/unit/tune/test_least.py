@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import lsq_linear
 
-from stretto.tune.least import Least, least_squares
+from stretto.tune.calibration import Least, least_squares
 
 
 def test_linear_residuals_end_at_the_normal_equations_and_count_their_looks() -> None:

@@ -9,7 +9,7 @@ import pytest
 from stretto.cost.fit import fit_cluster
 from stretto.errors import Infeasible
 from stretto.schema import CollectiveSample
-from stretto.tune.look import more_lanes_help, plausible, tells_a_rate
+from stretto.tune.initial_profile import more_lanes_help, plausible, tells_a_rate
 
 MB = 1e6
 

@@ -13,7 +13,7 @@ import pytest
 from stretto.errors import SpecError
 from stretto.schema import codec
 from stretto.tune.job_similarity import Topology
-from stretto.tune.memory import (
+from stretto.tune.plan_cache import (
     Job,
     PlanMemory,
     Remembered,
@@ -275,7 +275,7 @@ def test_a_locked_file_is_given_up_after_a_moment(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stretto.tune.memory._LOCK_S", 0.1)
+    monkeypatch.setattr("stretto.tune.plan_cache._LOCK_S", 0.1)
     path = tmp_path / "plans.sqlite"
     PlanMemory(path, strict=True).remember(settled)
     holder = sqlite3.connect(path)

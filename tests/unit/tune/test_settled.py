@@ -9,8 +9,8 @@ import pytest
 
 from stretto import planners
 from stretto.demo.driver import bound_notes
-from stretto.tune.memory import Job, Remembered
-from stretto.tune.remembered import settled_of
+from stretto.tune.cached_plans import settled_of
+from stretto.tune.plan_cache import Job, Remembered
 from stretto.tune.result import Settled, summary
 
 if TYPE_CHECKING:

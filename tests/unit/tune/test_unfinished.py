@@ -9,9 +9,9 @@ import pytest
 
 from stretto import planners
 from stretto.schema.tuning import TuningEvent
-from stretto.tune.guide import Guide
-from stretto.tune.look import Seen
-from stretto.tune.memory import Job, PlanMemory, Remembered
+from stretto.tune.calibration import Guide
+from stretto.tune.initial_profile import Seen
+from stretto.tune.plan_cache import Job, PlanMemory, Remembered
 from stretto.tune.search import CONTROL, Limits, Search
 from stretto.tune.tuning_state import Known, best_so_far, end
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from stretto import planners
 from stretto.schema import Cluster, Plan, Workload, codec
-from stretto.tune.look import Seen
+from stretto.tune.initial_profile import Seen
 from stretto.tune.result import Settled
 
 if TYPE_CHECKING:
-    from stretto.tune.guide import Guide
-    from stretto.tune.memory import Remembered
+    from stretto.tune.calibration import Guide
+    from stretto.tune.plan_cache import Remembered
 
 
 def packed(found: Remembered) -> tuple[bytes, float, float | None, int | None]:
