@@ -27,7 +27,7 @@ import stretto
 from stretto.demo.settings import DemoSettings
 from stretto.demo.worker import ALIKE, Task, Trainee
 from stretto.tune import ENSEMBLE, TuneOptions
-from stretto.tune.calibration import Guide
+from stretto.tune.calibration import CalibratedModel
 
 TorchDDP = nn.parallel.DistributedDataParallel
 SETTLED_STEPS = 64
@@ -101,7 +101,7 @@ def block(step_s: float) -> int:
     return max(3, min(12, math.ceil(0.3 / step_s)))
 
 
-def grid(job: Job, guide: Guide, seed: int) -> tuple[list[dict], Any, float]:
+def grid(job: Job, guide: CalibratedModel, seed: int) -> tuple[list[dict], Any, float]:
     """Measure all points, and the best few again in turns; return the best of all.
 
     A point whose first counted step takes 1.3 times the best is not run any longer.
@@ -266,7 +266,7 @@ def drift(job: Job, interface: str, mbit: int) -> dict:
     changed_at = [e.step for e in story(trainee) if e.what == "changed"]
     say(f"halved: {len(settled)} settled, planned at {planned}")
     look = job.look()
-    guide = Guide(look.workload, look.cluster)
+    guide = CalibratedModel(look.workload, look.cluster)
     _rows, best_plan, _ = grid(job, guide, 1)
     after = {
         "settled again": job.planned(settled[-1].carried_out),
@@ -337,7 +337,7 @@ def main() -> None:
 
     say("looking")
     look = job.look()
-    guide = Guide(look.workload, look.cluster)
+    guide = CalibratedModel(look.workload, look.cluster)
     say(f"grid of {len(guide.space.points)} plans")
     rows, best_plan, grid_s = grid(job, guide, 0)
     say(f"best of the grid {grid_s * 1e3:.0f} ms; guided run")

@@ -42,7 +42,7 @@ from stretto.schema import (
 from stretto.sim import simulate_step
 from stretto.tune import calibration as correct
 from stretto.tune.calibration import (
-    Guide,
+    CalibratedModel,
     Observation,
     backward_s,
     bucket_ends_s,
@@ -152,7 +152,7 @@ def cases() -> list[Case]:
     jobs = [workload_of(52, 7.2e6, 0.1), workload_of(20, 14e6, 0.25)]
     for where, cluster in clusters().items():
         for workload in jobs:
-            guide = Guide(workload, cluster)
+            guide = CalibratedModel(workload, cluster)
             ddp = planners.get("ddp").plan(workload, cluster)
             points = guide.space.points
             # No plan of a planner that may change, so that cases stay the same.

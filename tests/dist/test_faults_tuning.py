@@ -19,7 +19,7 @@ from torch import nn
 import stretto
 from stretto.runtime.lanes_gloo import GlooLanes
 from stretto.tune import initial_profile as look
-from stretto.tune.rank_sync import Board
+from stretto.tune.rank_sync import RankSync
 from stretto.tune.forced import SCHEDULE_VARIABLE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -42,7 +42,7 @@ def call_is_fatal(owner: Any, name: str, number: int, how: signal.Signals) -> No
 
 
 MOMENTS = {
-    "gate": (Board, "gate", 3),
+    "gate": (RankSync, "gate", 3),
     "lane": (GlooLanes, "_make", 2),
     "probe": (look, "probe_network", 1),
 }

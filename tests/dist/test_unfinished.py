@@ -19,7 +19,7 @@ import stretto
 from stretto.schema import Cluster, Plan, Workload
 from stretto.schema.tuning import Tuning
 from stretto.tune import TuneOptions
-from stretto.tune.plan_cache import PlanMemory, Remembered
+from stretto.tune.plan_cache import PlanMemory, CachedPlan
 from stretto.tune.tuning_state import best_so_far
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
@@ -86,7 +86,7 @@ def ends_before_it_has_settled(folder: Path, rank: int) -> dict[str, Any]:
     while not over and number < MOST_STEPS:
         step(model, optimizer, number, rank)
         number += 1
-        over = model._auto._board.decision(int(knows(model)))
+        over = model._auto._sync.broadcast_int(int(knows(model)))
     before = list(lines.lines)
     del model, optimizer
     gc.collect()
@@ -146,7 +146,7 @@ def test_the_next_run_goes_on_from_the_best_plan_of_a_run_that_was_too_short(
     assert f"not written: {tmp_path / 'trace'}" in line
     assert second["short"]["lines"] == []
     (kept,) = first["kept"]
-    assert isinstance(kept, Remembered)
+    assert isinstance(kept, CachedPlan)
     assert kept.unfinished_steps == short["steps"]
     # Files hold the same, and its steps' story.
     assert Plan.load(tmp_path / "plan") == kept.plan
@@ -197,7 +197,7 @@ for step in range(200):
     # The first trial is still under way, however long its beginning took.
     search = model._auto._known.search
     enough = search is not None and len(search.trials[0].steps_s) == 3
-    if model._auto._board.decision(enough):
+    if model._auto._sync.broadcast_int(enough):
         break
 if dist.get_rank() == 0:
     print(step + 1)
@@ -233,6 +233,6 @@ def test_a_script_that_ends_in_an_error_keeps_what_is_known(tmp_path: Path) -> N
     assert f"not settled after {steps} steps; " in told[0]
     assert told[0].endswith(f"this is in {plan}")
     (entry,) = PlanMemory(memory, strict=True).all()
-    assert isinstance(entry, Remembered)
+    assert isinstance(entry, CachedPlan)
     assert entry.unfinished_steps == steps
     assert Plan.load(plan) == entry.plan

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from stretto.tune import OnSettled, Settled
+    from stretto.tune import OnSettled, TuningResult
 
 AUTO = "auto"
 DDP_RULE = "ddp"
@@ -51,7 +51,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         plan: ``"auto"`` measures the first steps and the network, plans and applies the
             plan while every step trains; ``"ddp"`` or ``None`` keeps PyTorch's own
             rule; a `Plan` or the path of a plan file is executed unchanged.
-        on_settled: Called with the `Settled` measurement and decision of ``"auto"``.
+        on_settled: Called with ``"auto"``'s result, a `TuningResult`.
         wire_dtype: With ``"auto"``, the type in which gradients may travel, narrower
             than their own: ``"float16"`` or ``"bfloat16"``. A plan has its own.
         tune: With ``"auto"``, options of the search within the run; see `TuneOptions`.
@@ -162,7 +162,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             if self._auto is not None and self._auto.done:
                 self._auto = None
 
-    def _settled(self, settled: Settled) -> None:
+    def _settled(self, settled: TuningResult) -> None:
         if self._keeper is not None:
             self._keeper.settled(settled)
         if self._on_settled is not None:
@@ -205,7 +205,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         return {**attributes, "_auto": None, "_keeper": None, "_counts_steps": False}
 
 
-def _call_weak(method: Callable[[], Any], settled: Settled) -> None:
+def _call_weak(method: Callable[[], Any], settled: TuningResult) -> None:
     found = method()
     if found is not None:
         found(settled)

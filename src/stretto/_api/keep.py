@@ -21,7 +21,7 @@ from stretto.runtime.gather import GATHER_S, RecordGathering
 from stretto.runtime.merge import merged_timeline
 from stretto.schema import Plan
 from stretto.sim.step import simulate_step
-from stretto.tune import Settled
+from stretto.tune import TuningResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +74,7 @@ class Keeper:
         self._files = files
         self._rank = rank
         self._title = title
-        self._settled: Settled | None = None
+        self._settled: TuningResult | None = None
         self._recorder: Recorder | None = None
         self._gathering: RecordGathering | None = None
         self._seen = 0
@@ -92,14 +92,14 @@ class Keeper:
             return None
         return cls(files, rank, title=title)
 
-    def settled(self, settled: Settled) -> None:
+    def settled(self, settled: TuningResult) -> None:
         """Keep the measurement and the decision."""
         if self._rank != 0:
             return
         self._settled = settled
         self._save(settled)
 
-    def _save(self, settled: Settled) -> list[str]:
+    def _save(self, settled: TuningResult) -> list[str]:
         """Write the files that show no steps; return their paths."""
         found = [
             (self._files.profile, settled.workload.save),
@@ -112,7 +112,7 @@ class Keeper:
             path for path, write in found if path is not None and _write(path, write)
         ]
 
-    def unfinished(self, so_far: Settled | None) -> str:
+    def unfinished(self, so_far: TuningResult | None) -> str:
         """Write what is known when the run ends before tuning has settled.
 
         Returns: A few words on what became of each file; empty if none was requested.
@@ -194,7 +194,7 @@ class _Subject:
 
     title: str
     plan: Plan | None
-    settled: Settled | None
+    settled: TuningResult | None
 
 
 def title_of(model: DistributedDataParallel) -> str:
@@ -262,7 +262,7 @@ def _report(
     return _with(subject.settled, _page(subject.title, method, notes), inside=True)
 
 
-def _unrecorded(title: str, found: Settled, note: str) -> DemoReport:
+def _unrecorded(title: str, found: TuningResult, note: str) -> DemoReport:
     """Make a report without measured timelines, of the plan, model and trials known."""
     method = MethodResult(
         name="stretto",
@@ -286,7 +286,9 @@ def _page(title: str, method: MethodResult, notes: Sequence[str]) -> DemoReport:
     )
 
 
-def _with(found: Settled | None, report: DemoReport, *, inside: bool) -> DemoReport:
+def _with(
+    found: TuningResult | None, report: DemoReport, *, inside: bool
+) -> DemoReport:
     """Make a report of the measurement, the decision, and the plan's predicted step.
 
     ``inside`` leaves out of that step what is outside the model, as the report's

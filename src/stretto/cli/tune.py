@@ -13,7 +13,7 @@ from stretto.errors import SpecError
 from stretto.units import format_s
 
 if TYPE_CHECKING:
-    from stretto.tune.plan_cache import PlanMemory, Remembered, Unreadable
+    from stretto.tune.plan_cache import CachedPlan, PlanMemory, Unreadable
 
 _WHERE = click.option(
     "--memory",
@@ -86,14 +86,14 @@ def show(number: int, path: Path | None, output: str | None, as_json: bool) -> N
 
     -o saves it for `stretto run --plan`.
     """
-    from stretto.tune.plan_cache import Remembered
+    from stretto.tune.plan_cache import CachedPlan
 
     for entry in _entries(path):
         if entry.number == number:
             break
     else:
         raise _unknown(number)
-    if not isinstance(entry, Remembered):
+    if not isinstance(entry, CachedPlan):
         raise SpecError(_unreadable(entry))
     if output is not None:
         entry.plan.save(output)
@@ -127,7 +127,7 @@ def forget(number: int | None, everything: bool, path: Path | None) -> None:
     click.echo(f"forgot {dropped} plan{'s' if dropped != 1 else ''}")
 
 
-def _entries(path: Path | None) -> list[Remembered | Unreadable]:
+def _entries(path: Path | None) -> list[CachedPlan | Unreadable]:
     memory = _memory(path)
     return [] if memory is None else memory.all()
 
@@ -152,7 +152,7 @@ def _memory(path: Path | None) -> PlanMemory | None:
     return None
 
 
-def _state(entry: Remembered) -> str:
+def _state(entry: CachedPlan) -> str:
     steps = entry.unfinished_steps
     return "settled" if steps is None else f"unfinished after {steps} steps"
 
@@ -168,7 +168,7 @@ def _unknown(number: int) -> SpecError:
     return SpecError(f"there is no plan {number}: see `stretto tune list`")
 
 
-def _row(entry: Remembered) -> dict[str, Any]:
+def _row(entry: CachedPlan) -> dict[str, Any]:
     plan = entry.plan
     return {
         "number": entry.number,

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from stretto.tune.initial_profile import DeferredProfile, deferred_plan
     from stretto.tune.options import ENSEMBLE, GUIDED, TuneOptions
     from stretto.tune.plan_cache import PlanMemory
-    from stretto.tune.result import OnSettled, Settled, summary
+    from stretto.tune.result import OnSettled, TuningResult, summary
 
 __all__ = [
     "ENSEMBLE",
@@ -19,23 +19,23 @@ __all__ = [
     "DeferredProfile",
     "OnSettled",
     "PlanMemory",
-    "Settled",
     "TuneOptions",
+    "TuningResult",
     "deferred_plan",
     "summary",
 ]
 
 _HOMES = {
     "AutoPlan": "controller",
-    "DeferredProfile": "profiling",
+    "DeferredProfile": "initial_profile",
     "ENSEMBLE": "options",
     "GUIDED": "options",
-    "OnSettled": "settled",
-    "PlanMemory": "memory",
-    "Settled": "settled",
+    "OnSettled": "result",
+    "PlanMemory": "plan_cache",
+    "TuningResult": "result",
     "TuneOptions": "options",
-    "deferred_plan": "profiling",
-    "summary": "settled",
+    "deferred_plan": "initial_profile",
+    "summary": "result",
 }
 
 

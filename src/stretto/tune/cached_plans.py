@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 from stretto import planners
 from stretto.schema import Cluster, Plan, Workload, codec
-from stretto.tune.initial_profile import Seen
-from stretto.tune.result import Settled
+from stretto.tune.initial_profile import ProfileResult
+from stretto.tune.result import TuningResult
 
 if TYPE_CHECKING:
-    from stretto.tune.calibration import Guide
-    from stretto.tune.plan_cache import Remembered
+    from stretto.tune.calibration import CalibratedModel
+    from stretto.tune.plan_cache import CachedPlan
 
 
-def packed(found: Remembered) -> tuple[bytes, float, float | None, int | None]:
+def packed(found: CachedPlan) -> tuple[bytes, float, float | None, int | None]:
     """Return what every rank needs to apply a remembered plan, for a broadcast."""
     plan = codec.encode(found.plan)
     return plan, found.step_s, found.ddp_step_s, found.unfinished_steps
 
 
-def settled_of(found: Remembered, now_s: float) -> Settled:
+def settled_of(found: CachedPlan, now_s: float) -> TuningResult:
     """Return a remembered plan as settled, with a step time of ``now_s``.
 
     Raises:
         Infeasible: DDP's rule has no plan for its workload.
     """
-    return Settled(
+    return TuningResult(
         workload=found.workload,
         cluster=found.cluster,
         plan=found.plan,
@@ -39,7 +39,7 @@ def settled_of(found: Remembered, now_s: float) -> Settled:
     )
 
 
-def ddp_step_s_at(found: Remembered, now_s: float) -> float | None:
+def ddp_step_s_at(found: CachedPlan, now_s: float) -> float | None:
     """Return DDP's step time at the speed at which the plan's step takes ``now_s``.
 
     Only the ratio of the two, measured in alternation, carries over: comparing an old
@@ -50,14 +50,16 @@ def ddp_step_s_at(found: Remembered, now_s: float) -> float | None:
     return found.ddp_step_s * now_s / found.step_s
 
 
-def seen_again(found: Remembered, *, planner: str, wire_dtype: str | None) -> Seen:
+def profile_again(
+    found: CachedPlan, *, planner: str, wire_dtype: str | None
+) -> ProfileResult:
     """Return the result of an earlier run's look, planned with again.
 
     Raises:
         Infeasible: the planner finds no plan.
         SpecError: the same.
     """
-    return Seen(
+    return ProfileResult(
         workload=found.workload,
         cluster=found.cluster,
         plan=planners.plan_with_wire(
@@ -68,7 +70,7 @@ def seen_again(found: Remembered, *, planner: str, wire_dtype: str | None) -> Se
     )
 
 
-def encoded(found: Settled | Seen) -> dict[str, Any]:
+def encoded(found: TuningResult | ProfileResult) -> dict[str, Any]:
     """Return measurements and plans encoded for a broadcast."""
     return {
         "workload": codec.encode(found.workload),
@@ -88,7 +90,9 @@ def decoded(parts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def nearest_point(plan: Plan, earlier: Remembered, guide: Guide) -> tuple[int, ...]:
+def nearest_point(
+    plan: Plan, earlier: CachedPlan, calibrated: CalibratedModel
+) -> tuple[int, ...]:
     """Return the point of the guide's space that is nearest to another job's plan."""
     sizes = {tensor.name: tensor.bytes for tensor in earlier.workload.tensors}
     largest = max(
@@ -97,7 +101,7 @@ def nearest_point(plan: Plan, earlier: Remembered, guide: Guide) -> tuple[int, .
     slices = statistics.median(bucket.slices for bucket in plan.buckets)
 
     def miss(point: tuple[int, ...]) -> tuple[float, ...]:
-        at: dict[str, Any] = guide.space.describe(point)
+        at: dict[str, Any] = calibrated.space.describe(point)
         return (
             float(at["family"] != "slices"),
             abs(math.log2(at["lanes"] / plan.lanes)),
@@ -105,4 +109,4 @@ def nearest_point(plan: Plan, earlier: Remembered, guide: Guide) -> tuple[int, .
             abs(math.log2(at["unit_bytes"] / max(1, largest))),
         )
 
-    return min(guide.space.points, key=miss)
+    return min(calibrated.space.points, key=miss)

@@ -48,7 +48,7 @@ _MOST_OBSERVATIONS = 4
 
 
 @final
-class Guide:
+class CalibratedModel:
     """The current workload and cluster estimates, and predictions from them."""
 
     def __init__(
@@ -329,7 +329,7 @@ def _free(cluster: Cluster) -> list[int]:
     return [i for i, name in enumerate(PRIOR_RATIO) if name not in idle]
 
 
-def _best(misses: _Misses, free: Sequence[int]) -> Least:
+def _best(misses: _Misses, free: Sequence[int]) -> FitState:
     """Return the least sum of squares found.
 
     The model has kinks in which a search gets stuck. If the result from the fit is
@@ -337,7 +337,7 @@ def _best(misses: _Misses, free: Sequence[int]) -> Least:
     Evaluating all of these costs as much as one step of a search.
     """
 
-    def search(begin: Least) -> Least:
+    def search(begin: FitState) -> FitState:
         return least_squares(
             misses, begin, free=free, most=_MOST_LOG, steps=_MOST_STEPS
         )
@@ -369,10 +369,10 @@ class _Misses:
         ]
         self.number = len(seen)
 
-    def at(self, logarithms: dict[str, float]) -> Least:
+    def at(self, logarithms: dict[str, float]) -> FitState:
         """Return the residuals for some factors, given by their logarithms."""
         theta = np.array([logarithms.get(name, 0.0) for name in PRIOR_RATIO])
-        return Least(theta=theta, rows=self(theta))
+        return FitState(theta=theta, rows=self(theta))
 
     def __call__(self, theta: Vector) -> Vector:
         factors = dict(zip(PRIOR_RATIO, np.exp(theta).tolist(), strict=True))
@@ -506,7 +506,7 @@ _GAIN_RATIO = 3e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Least:
+class FitState:
     """The end of a search."""
 
     theta: Vector
@@ -522,12 +522,12 @@ class Least:
 
 def least_squares(
     residuals: Callable[[Vector], Vector],
-    begin: Least,
+    begin: FitState,
     *,
     free: Sequence[int],
     most: float,
     steps: int,
-) -> Least:
+) -> FitState:
     r"""Run Levenberg-Marquardt from a point whose residuals are known.
 
     $\theta \leftarrow \theta - (J^T J + \lambda\, \mathrm{diag}(J^T J))^{-1} J^T r$
@@ -557,7 +557,7 @@ def least_squares(
             promised = -float(gradient @ moved + moved @ normal @ moved / 2)
             if promised <= _GAIN_RATIO * before:
                 break
-            there = Least(theta=theta, rows=residuals(theta))
+            there = FitState(theta=theta, rows=residuals(theta))
             if there.cost < here.cost:
                 here = there
                 break
@@ -567,7 +567,7 @@ def least_squares(
 
 
 def _slopes(
-    residuals: Callable[[Vector], Vector], here: Least, free: Sequence[int]
+    residuals: Callable[[Vector], Vector], here: FitState, free: Sequence[int]
 ) -> Vector:
     columns = []
     for i in free:

@@ -7,7 +7,7 @@ Every step trains. The phases of a run, in order:
 2. ``CHECK``: an equal job's plan from an earlier run is applied; if its steps take as
    long as they took then, it is settled. If that run ended before tuning had settled,
    the search continues at 4 with the figures of that run's profile.
-3. ``LOOK``: the first steps are profiled, the network is probed, and the planner's
+3. ``PROFILE``: the first steps are profiled, the network is probed, and the planner's
    plan is applied (`stretto.tune.initial_profile`).
 4. ``SEARCH``: plans are tried while training continues (`stretto.tune.online_search`),
    within limits on steps and on lost time.
@@ -50,31 +50,31 @@ from stretto.tune.cached_plans import (
     encoded,
     nearest_point,
     packed,
-    seen_again,
+    profile_again,
     settled_of,
 )
-from stretto.tune.calibration import Guide
-from stretto.tune.drift_detector import WINDOW_STEPS, Change, Watch
+from stretto.tune.calibration import CalibratedModel
+from stretto.tune.drift_detector import WINDOW_STEPS, Change, DriftDetector
 from stretto.tune.forced import (
     FORCED_STEP_S,
-    ForcedLook,
-    ForcedTrials,
+    ForcedProfiler,
+    ForcedSearch,
     is_forced,
 )
-from stretto.tune.initial_profile import Look, Seen, deferred_plan
-from stretto.tune.online_search import Trials
+from stretto.tune.initial_profile import InitialProfiler, ProfileResult, deferred_plan
+from stretto.tune.online_search import OnlineSearch
 from stretto.tune.options import TuneOptions
 from stretto.tune.plan_cache import (
+    CachedPlan,
     Job,
     PlanMemory,
-    Remembered,
     default_path,
     topology_of,
 )
-from stretto.tune.rank_sync import Board, Ended, Refused, Stopped, reason_of
-from stretto.tune.result import OnSettled, Settled, summary
+from stretto.tune.rank_sync import Ended, RankSync, Refused, Stopped, reason_of
+from stretto.tune.result import OnSettled, TuningResult, summary
 from stretto.tune.starts import PROFILED, starts_of
-from stretto.tune.tuning_state import Known, end, within
+from stretto.tune.tuning_state import TuningState, end, within
 from stretto.units import format_s
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Phase(enum.Enum):
 
     WARM_UP = "warm up"
     CHECK = "check"
-    LOOK = "look"
+    PROFILE = "profile"
     SEARCH = "search"
     CONFIRM = "confirm"
     WATCH = "watch"
@@ -144,21 +144,21 @@ class AutoPlan:
         self._options = options or TuneOptions()
         ranks = model._ranks  # noqa: SLF001
         self._rank_name = ranks.name(ranks.rank)
-        self._board = Board(ranks, serial=model._agreement.serial)  # noqa: SLF001
+        self._sync = RankSync(ranks, serial=model._agreement.serial)  # noqa: SLF001
         self._forced = is_forced()
         remembers = (
             self._options.memory
             and self._options.model
-            and self._board.rank == 0
+            and self._sync.rank == 0
             and not self._forced
         )
         self._memory = PlanMemory(default_path() if remembers else None)
-        if self._board.rank == 0:
+        if self._sync.rank == 0:
             # A fit imports it, which takes 0.25 s; import it now, not during a step.
             importlib.import_module("scipy.optimize")
-        self._known = Known(name=name)
+        self._known = TuningState(name=name)
         self._end: weakref.finalize[..., Any] | None = None
-        if self._board.rank == 0:
+        if self._sync.rank == 0:
             self._end = weakref.finalize(
                 model, end, self._known, self._memory, on_unfinished
             )
@@ -169,14 +169,14 @@ class AutoPlan:
         self._disturbed = False
         self._trained_s = 0.0
         self._hosts = 1
-        self._look: Look | ForcedLook | None = None
-        self._looked: tuple[int, float] | None = None
+        self._profiler: InitialProfiler | ForcedProfiler | None = None
+        self._profiled_from: tuple[int, float] | None = None
         """The step after which the last look began, and when."""
-        self._trials: Trials | ForcedTrials | None = None
+        self._online: OnlineSearch | ForcedSearch | None = None
         self._continues = False
         self._check_s: list[float] = []
-        self._watch: Watch | None = None
-        self._settled: Settled | None = None
+        self._watch: DriftDetector | None = None
+        self._settled: TuningResult | None = None
         self._median_s: float | None = None
         self._story: Tuning | None = None
         self.settled = False
@@ -188,7 +188,7 @@ class AutoPlan:
         """Record the end of a reduced backward; must be called on every rank."""
         if self.done or self._joining():
             return
-        if self._trials is not None and self._model.device_type == "cuda":
+        if self._online is not None and self._model.device_type == "cuda":
             # Trials compare step lengths, which the host sees only after a
             # synchronization.
             # Not yet run on a GPU.
@@ -200,9 +200,9 @@ class AutoPlan:
         if counts:
             self._trained_s += step_s
         try:
-            self._note(step_s, counts=counts)
+            self._record_step(step_s, counts=counts)
         except Exception as exc:  # noqa: BLE001 - all ranks learn of it at the gate
-            self._failed = self._failed or self._own(exc)
+            self._failed = self._failed or self._describe(exc)
         if self._known.steps >= self._next_gate:
             self._gate(step_s if counts else None)
         self._disturbed = False
@@ -215,7 +215,7 @@ class AutoPlan:
     def abandon(self, reason: str) -> None:
         """End tuning in its current state; the caller decides which plan stays."""
         self._end_parts()
-        self._tell("gave up", reason)
+        self._record("gave up", reason)
         self.settled = True
         self._finish()
 
@@ -226,53 +226,53 @@ class AutoPlan:
 
     # The meeting at the end of a step.
 
-    def _note(self, step_s: float, *, counts: bool) -> None:
+    def _record_step(self, step_s: float, *, counts: bool) -> None:
         """Record what this rank alone sees of a step."""
-        if self._phase is Phase.LOOK and self._look is not None:
-            self._look.seen(step_s, counts=counts)
-        elif self._phase is Phase.SEARCH and self._trials is not None:
-            self._trials.note(step_s if counts else math.inf)
+        if self._phase is Phase.PROFILE and self._profiler is not None:
+            self._profiler.step_ended(step_s, counts=counts)
+        elif self._phase is Phase.SEARCH and self._online is not None:
+            self._online.note(step_s if counts else math.inf)
         elif self._phase is Phase.WATCH and self._watch is not None:
             self._median_s = self._watch.add(step_s if counts else math.inf)
 
     def _gate(self, step_s: float | None) -> None:
         message: dict[str, Any] = {"step_s": step_s, "host": platform.node()}
-        if self._phase is Phase.SEARCH and self._trials is not None:
-            message["trial"] = self._trials.message()
+        if self._phase is Phase.SEARCH and self._online is not None:
+            message["trial"] = self._online.message()
         if self._phase is Phase.WATCH:
             median_s = self._median_s
             finite = median_s is not None and math.isfinite(median_s)
             message["step_s"] = median_s if finite else None
         try:
-            found = self._board.gate(
-                self._known.steps, message, self._answer, failed=self._failed
+            found = self._sync.gate(
+                self._known.steps, message, self._judge, failed=self._failed
             )
         except Stopped as exc:
-            self._drop(str(exc))
+            self._fall_back(str(exc))
             return
         self._plan_gate()
         try:
             self._act(found)
         except Ended as exc:
             # Lanes may be closed: no step may use them.
-            self._drop(str(exc))
+            self._fall_back(str(exc))
             return
         except Stopped as exc:
             self._failed = str(exc)
         except Exception as exc:  # noqa: BLE001 - the others must learn of it
             alike = isinstance(exc, StrettoError)
-            self._failed = str(exc) if alike else self._own(exc)
-            self._board.fail(self._failed)
-        if self._phase is Phase.SEARCH and self._trials is not None:
+            self._failed = str(exc) if alike else self._describe(exc)
+            self._sync.fail(self._failed)
+        if self._phase is Phase.SEARCH and self._online is not None:
             # Also on a rank that has failed since: the others arrive no earlier.
-            self._next_gate = self._known.steps + self._trials.ahead
+            self._next_gate = self._known.steps + self._online.ahead
 
     def _plan_gate(self) -> None:
         """Set the step of the next meeting, at a point that all ranks reach."""
         steps = WINDOW_STEPS if self._phase is Phase.WATCH else 1
         self._next_gate = self._known.steps + steps
 
-    def _answer(self, messages: list[Any]) -> dict[str, Any]:
+    def _judge(self, messages: list[Any]) -> dict[str, Any]:
         """Return rank 0's answer to all ranks' messages.
 
         All ranks end a reduced backward together, so rank 0's clock is enough.
@@ -281,8 +281,8 @@ class AutoPlan:
         found: dict[str, Any] = {"step_s": None if None in steps_s else steps_s[0]}
         if self._phase is Phase.WARM_UP:
             found.update(self._first_answer([message["host"] for message in messages]))
-        elif self._phase is Phase.SEARCH and self._trials is not None:
-            found["trial"] = self._trials.judge([row["trial"] for row in messages])
+        elif self._phase is Phase.SEARCH and self._online is not None:
+            found["trial"] = self._online.judge([row["trial"] for row in messages])
         return found
 
     def _act(self, found: dict[str, Any]) -> None:
@@ -293,14 +293,14 @@ class AutoPlan:
                 self._start(found["hosts"], found["offer"])
             case Phase.CHECK:
                 self._check(step_s)
-            case Phase.LOOK:
-                self._look_on()
+            case Phase.PROFILE:
+                self._profile_step()
             case Phase.SEARCH:
-                self._try_on(found["trial"])
+                self._trial_step(found["trial"])
             case Phase.CONFIRM:
                 self._confirmed()
             case Phase.WATCH:
-                self._look_out(step_s)
+                self._watch_step(step_s)
             case Phase.OVER:
                 pass
 
@@ -312,27 +312,27 @@ class AutoPlan:
         """
         now = self._model.plan
         if now is None or now.digest != plan.digest:
-            self._model._change_plan(plan, self._board.agree)  # noqa: SLF001
+            self._model._change_plan(plan, self._sync.agree)  # noqa: SLF001
 
-    def _own(self, exc: BaseException) -> str:
+    def _describe(self, exc: BaseException) -> str:
         """Return an error of this rank as it is reported to the others."""
         _log.debug("tuning failed on this rank", exc_info=exc)
         return f"{self._rank_name}: {reason_of(exc)}"
 
-    def _drop(self, reason: str) -> None:
+    def _fall_back(self, reason: str) -> None:
         """Return to DDP's buckets; all ranks call this at the end of the same step."""
         self._end_parts()
         self._model._restore_rule()  # noqa: SLF001
         self._model._release_lanes()  # noqa: SLF001
-        self._tell("gave up", reason)
+        self._record("gave up", reason)
         self.settled = True
         self._finish()
-        if self._board.rank == 0:
+        if self._sync.rank == 0:
             _log.warning("cannot make a plan, DDP's own rule stays in use: %s", reason)
 
     def _end_parts(self) -> None:
-        look, self._look = self._look, None
-        trials, self._trials = self._trials, None
+        look, self._profiler = self._profiler, None
+        trials, self._online = self._online, None
         for part in (look, trials):
             try:
                 if part is not None:
@@ -343,7 +343,7 @@ class AutoPlan:
     def _finish(self) -> None:
         self._phase = Phase.OVER
         self.done = True
-        self._keep_nothing_more()
+        self._stop_recording()
 
     # 1. The result of an earlier run.
 
@@ -351,7 +351,7 @@ class AutoPlan:
         """Return the number of hosts, and an equal job's plan if one is remembered."""
         hosts = len(set(names))
         # A cluster has the same number of ranks on each host.
-        hosts = hosts if self._board.size % hosts == 0 else self._board.size
+        hosts = hosts if self._sync.size % hosts == 0 else self._sync.size
         job = self._job(hosts)
         found = within(
             MEMORY_S, partial(self._memory.exact, job), what="reading the plan cache"
@@ -365,7 +365,7 @@ class AutoPlan:
             name=self._name,
             model=tensors_digest(rows),
             hosts=hosts,
-            ranks_per_host=self._board.size // hosts,
+            ranks_per_host=self._sync.size // hosts,
             surroundings=(
                 f"stretto {__version__}, torch {torch.__version__}, "
                 f"{self._model.device_type}, {self._model.backend}, "
@@ -377,7 +377,7 @@ class AutoPlan:
         self._hosts = hosts
         self._known.job = self._job(hosts)
         found, self._known.checked = self._known.checked, None
-        self._tell("started", "first step", ranks=self._board.size, hosts=hosts)
+        self._record("started", "first step", ranks=self._sync.size, hosts=hosts)
         self._model._rebuild_rule()  # noqa: SLF001
         if offer is not None:
             plan, step_s, ddp_step_s, unfinished_steps = offer
@@ -386,7 +386,7 @@ class AutoPlan:
                 who = "an equal job settled it"
                 if unfinished:
                     who = f"best of {unfinished_steps} steps of an equal job"
-                self._tell(
+                self._record(
                     "remembered",
                     f"{who}: {format_s(step_s)} a step then",
                     step_s=step_s,
@@ -418,7 +418,7 @@ class AutoPlan:
         if now_s > (1 + AGREES_RATIO) * then_s:
             if counted_steps == CHECK_STEPS:
                 return
-            self._tell(
+            self._record(
                 "changed",
                 f"its step now takes {format_s(now_s)}: measuring again"
                 if math.isfinite(now_s)
@@ -431,7 +431,7 @@ class AutoPlan:
             self._settle_remembered(now_s)
         elif now_s < (1 - AGREES_RATIO) * then_s:
             why = f"its step takes only {format_s(now_s)} now: measuring again"
-            self._tell("changed", why)
+            self._record("changed", why)
             self._known.stale = True
             self._profile()
         else:
@@ -443,9 +443,9 @@ class AutoPlan:
         if found is not None:
             ddp_step_s = ddp_step_s_at(found, now_s)
             offer = encoded(settled_of(found, now_s)), ddp_step_s
-        parts, ddp_step_s = self._board.shared(offer)
+        parts, ddp_step_s = self._sync.broadcast_object(offer)
         self._settle(
-            Settled(
+            TuningResult(
                 **decoded(parts), step_s=now_s, ddp_step_s=ddp_step_s, remembered=True
             )
         )
@@ -457,77 +457,77 @@ class AutoPlan:
         if found is not None:
             try:
                 offer = encoded(
-                    seen_again(
+                    profile_again(
                         found, planner=self._planner, wire_dtype=self._wire_dtype
                     )
                 )
             except (Infeasible, SpecError) as exc:
                 offer = str(exc)
-        offer = self._board.shared(offer)
+        offer = self._sync.broadcast_object(offer)
         if isinstance(offer, str):
-            self._tell("changed", f"{offer}: measuring again")
+            self._record("changed", f"{offer}: measuring again")
             self._profile()
             return
-        self._planned(Seen(**decoded(offer), probe_s=0.0))
+        self._planned(ProfileResult(**decoded(offer), probe_s=0.0))
 
     # 2. A look.
 
     def _profile(self) -> None:
         if self._forced:
-            self._look = ForcedLook(
-                self._model, self._board, change=_weakly(self._change)
+            self._profiler = ForcedProfiler(
+                self._model, self._sync, change=_weakly(self._change)
             )
         else:
-            self._look = Look(
+            self._profiler = InitialProfiler(
                 self._model,
-                self._board,
+                self._sync,
                 name=self._name,
                 planner=self._planner,
                 wire_dtype=self._wire_dtype,
                 hosts=self._hosts,
                 change=_weakly(self._change),
             )
-        self._phase = Phase.LOOK
-        self._looked = self._known.steps, perf_counter()
-        self._look.start()
+        self._phase = Phase.PROFILE
+        self._profiled_from = self._known.steps, perf_counter()
+        self._profiler.start()
         self._plan_gate()  # after a meeting, so on all ranks or none
 
-    def _look_on(self) -> None:
-        assert self._look is not None  # noqa: S101 - set where the phase begins
-        seen = self._look.go_on()
-        if seen is None:
+    def _profile_step(self) -> None:
+        assert self._profiler is not None  # noqa: S101 - set where the phase begins
+        profile = self._profiler.go_on()
+        if profile is None:
             return
-        self._look = None
-        self._tell(
+        self._profiler = None
+        self._record(
             "profiled",
             "steps with deferred communication, then the network",
-            forward_s=seen.workload.forward_s,
-            backward_s=seen.workload.backward_s,
-            probe_s=seen.probe_s,
-            flow_bytes_per_s=seen.cluster.bottleneck.flow_bytes_per_s,
-            link_bytes_per_s=seen.cluster.bottleneck.bandwidth_bytes_per_s,
+            forward_s=profile.workload.forward_s,
+            backward_s=profile.workload.backward_s,
+            probe_s=profile.probe_s,
+            flow_bytes_per_s=profile.cluster.bottleneck.flow_bytes_per_s,
+            link_bytes_per_s=profile.cluster.bottleneck.bandwidth_bytes_per_s,
         )
-        self._planned(seen)
+        self._planned(profile)
 
-    def _planned(self, seen: Seen) -> None:
-        self._known.seen = seen
-        self._tell(
+    def _planned(self, profile: ProfileResult) -> None:
+        self._known.profile = profile
+        self._record(
             "planned",
             f"{self._planner} under the fitted model",
-            plan=seen.plan.digest,
-            predicted_s=predicted_s(seen.plan),
-            ddp_predicted_s=predicted_s(seen.ddp),
+            plan=profile.plan.digest,
+            predicted_s=predicted_s(profile.plan),
+            ddp_predicted_s=predicted_s(profile.ddp),
         )
-        self._search(seen)
+        self._begin_search(profile)
 
     # 3. Trials.
 
-    def _search(self, seen: Seen) -> None:
-        settled = Settled(
-            workload=seen.workload,
-            cluster=seen.cluster,
-            plan=seen.plan,
-            ddp=seen.ddp,
+    def _begin_search(self, profile: ProfileResult) -> None:
+        settled = TuningResult(
+            workload=profile.workload,
+            cluster=profile.cluster,
+            plan=profile.plan,
+            ddp=profile.ddp,
         )
         if self._forced:
             self._try_forced()
@@ -535,41 +535,41 @@ class AutoPlan:
         if self._options.steps == 0:
             self._settle(settled)
             return
-        guide = None
+        calibrated = None
         starts: list[tuple[str, Plan]] = []
-        if self._board.rank == 0:
-            guide = Guide(
-                seen.workload,
-                seen.cluster,
+        if self._sync.rank == 0:
+            calibrated = CalibratedModel(
+                profile.workload,
+                profile.cluster,
                 planner=self._planner,
                 wire_dtype=self._wire_dtype,
             )
-            starts = self._starts(settled, guide)
+            starts = self._starts(settled, calibrated)
         seen_s = {
-            plan.digest: seen.deferred_s
+            plan.digest: profile.deferred_s
             for name, plan in starts
-            if name == PROFILED and seen.deferred_s is not None
+            if name == PROFILED and profile.deferred_s is not None
         }
         left = self._known.steps_left(self._options.steps)  # rank 0 alone knows
-        self._trials = Trials(
+        self._online = OnlineSearch(
             self._model,
-            self._board,
-            guide=guide,
+            self._sync,
+            calibrated=calibrated,
             starts=starts,
             options=replace(self._options, steps=left),
-            tell=_weakly(self._tell),
+            record=_weakly(self._record),
             baseline=settled.ddp,
             seen_s=seen_s,
-            trained_s=self._trained_since(seen, left),
-            lost_before_s=self._lost_in_look(seen),
+            trained_s=self._trained_since(profile, left),
+            lost_before_s=self._lost_in_profile(profile),
             change=_weakly(self._change),
         )
-        self._known.search = self._trials.search
+        self._known.search = self._online.search
         self._phase = Phase.SEARCH
-        if not self._trials.begin():
+        if not self._online.begin():
             self._end_trials()
 
-    def _trained_since(self, seen: Seen, steps: int) -> float:
+    def _trained_since(self, profile: ProfileResult, steps: int) -> float:
         """Return the time trained since the last search, which sets this one's budget.
 
         At most ``steps`` steps count: a search that reopens after days must not lose
@@ -577,24 +577,27 @@ class AutoPlan:
         """
         trained_s, self._trained_s = self._trained_s, 0.0
         return min(
-            trained_s, steps * (seen.workload.forward_s + seen.workload.backward_s)
+            trained_s,
+            steps * (profile.workload.forward_s + profile.workload.backward_s),
         )
 
-    def _lost_in_look(self, seen: Seen) -> float:
+    def _lost_in_profile(self, profile: ProfileResult) -> float:
         """Return the time lost since the last settled plan, compared with this plan."""
-        if self._looked is None:
+        if self._profiled_from is None:
             return 0.0
-        (step, at_s), self._looked = self._looked, None
+        (step, at_s), self._profiled_from = self._profiled_from, None
         steps = self._known.steps - step
         took_s = perf_counter() - at_s
-        return max(0.0, took_s - steps * predicted_s(seen.plan))
+        return max(0.0, took_s - steps * predicted_s(profile.plan))
 
     def _try_forced(self) -> None:
-        self._trials = ForcedTrials(self._model, self._board, _weakly(self._change))
+        self._online = ForcedSearch(self._model, self._sync, _weakly(self._change))
         self._phase = Phase.SEARCH
-        self._trials.begin()
+        self._online.begin()
 
-    def _starts(self, settled: Settled, guide: Guide) -> list[tuple[str, Plan]]:
+    def _starts(
+        self, settled: TuningResult, calibrated: CalibratedModel
+    ) -> list[tuple[str, Plan]]:
         checked = self._known.checked
         before = None
         if self._settled is not None:
@@ -603,7 +606,7 @@ class AutoPlan:
             before = checked.plan
         nearest = None
         if before is None and self._options.model:
-            nearest = self._from_the_nearest(settled, guide)
+            nearest = self._from_the_nearest(settled, calibrated)
         return starts_of(
             planned=settled.plan,
             ddp=settled.ddp,
@@ -614,14 +617,20 @@ class AutoPlan:
             profiled=self._profiled(settled),
         )
 
-    def _profiled(self, settled: Settled) -> Plan | None:
+    def _profiled(self, settled: TuningResult) -> Plan | None:
         """Return the plan of the profiled steps, whose step time is known."""
-        seen = self._known.seen
-        if seen is None or seen.deferred_s is None or self._wire_dtype is not None:
+        profile = self._known.profile
+        if (
+            profile is None
+            or profile.deferred_s is None
+            or self._wire_dtype is not None
+        ):
             return None
         return _retargeted(deferred_plan(self._model), settled)
 
-    def _from_the_nearest(self, settled: Settled, guide: Guide) -> Plan | None:
+    def _from_the_nearest(
+        self, settled: TuningResult, calibrated: CalibratedModel
+    ) -> Plan | None:
         """Return the most similar earlier job's plan, adapted to this job's tensors."""
         assert self._known.job is not None  # noqa: S101 - set where tuning starts
         found = self._memory.nearest(
@@ -630,9 +639,9 @@ class AutoPlan:
         if found is None or found[1] > ALIKE_DISTANCE:
             return None
         earlier, distance = found
-        point = nearest_point(earlier.plan, earlier, guide)
-        plan = guide.plan_of(point)
-        self._tell(
+        point = nearest_point(earlier.plan, earlier, calibrated)
+        plan = calibrated.plan_of(point)
+        self._record(
             "remembered",
             f"job {earlier.job.name!r} is similar: distance {distance:.2f}",
             distance=distance,
@@ -640,17 +649,17 @@ class AutoPlan:
         )
         return plan
 
-    def _try_on(self, found: Any) -> None:
-        assert self._trials is not None  # noqa: S101 - set where trials begin
-        if not self._trials.go_on(found):
+    def _trial_step(self, found: Any) -> None:
+        assert self._online is not None  # noqa: S101 - set where trials begin
+        if not self._online.go_on(found):
             self._end_trials()
 
     def _end_trials(self) -> None:
-        trials, self._trials = self._trials, None
+        trials, self._online = self._online, None
         assert trials is not None  # noqa: S101 - the caller ran it
         trials.abandon()
-        seen = self._known.seen
-        assert seen is not None  # noqa: S101 - trials follow a look
+        profile = self._known.profile
+        assert profile is not None  # noqa: S101 - trials follow a look
         outcome: Any = None
         if trials.search is not None:
             search = trials.search
@@ -664,9 +673,12 @@ class AutoPlan:
                     search.ended,
                     {"lost_s": search.lost_s, "trials": len(search.trials)},
                 )
-        outcome = self._board.shared(outcome)
-        settled = Settled(
-            workload=seen.workload, cluster=seen.cluster, plan=seen.plan, ddp=seen.ddp
+        outcome = self._sync.broadcast_object(outcome)
+        settled = TuningResult(
+            workload=profile.workload,
+            cluster=profile.cluster,
+            plan=profile.plan,
+            ddp=profile.ddp,
         )
         why = "no plan could be measured"
         spent: dict[str, Any] = {}
@@ -690,12 +702,12 @@ class AutoPlan:
     # 4. Settled.
 
     def _settle(
-        self, settled: Settled, *, why: str = "as measured", **spent: Any
+        self, settled: TuningResult, *, why: str = "as measured", **spent: Any
     ) -> None:
         chosen = settled.carried_out
         self._change(chosen)
         self._model.release_unused_lanes()
-        self._tell(
+        self._record(
             "settled",
             why,
             plan=chosen.digest,
@@ -706,19 +718,21 @@ class AutoPlan:
             **spent,
         )
         # Only rank 0 has the complete record, because it decides.
-        self._story = codec.decode(self._board.shared(codec.encode(self.story)), Tuning)
+        self._story = codec.decode(
+            self._sync.broadcast_object(codec.encode(self.story)), Tuning
+        )
         settled = replace(settled, story=self._story)
         self._phase = Phase.CONFIRM
         self.settled = True
-        self._keep_nothing_more()
+        self._stop_recording()
         before = self._settled
         self._settled = settled
         if self._watch is not None:
             better = before is None or before.carried_out.digest != chosen.digest
             self._watch.settled_again(settled.step_s, better=better)
         elif self._options.watch:
-            self._watch = Watch(settled.step_s)
-        if self._board.rank == 0:
+            self._watch = DriftDetector(settled.step_s)
+        if self._sync.rank == 0:
             _log.info("%s", summary(settled))
             within(
                 MEMORY_S, partial(self._keep, settled), what="writing the plan cache"
@@ -734,16 +748,16 @@ class AutoPlan:
         self._phase = Phase.WATCH
         self._plan_gate()
 
-    def _keep_nothing_more(self) -> None:
+    def _stop_recording(self) -> None:
         """Cancel the save at the end of the run; a decided plan needs none."""
         if self._end is not None:
             self._end.detach()
 
-    def _keep(self, settled: Settled) -> None:
+    def _keep(self, settled: TuningResult) -> None:
         if settled.step_s is None or self._known.job is None or settled.remembered:
             return
         self._memory.remember(
-            Remembered(
+            CachedPlan(
                 job=self._known.job,
                 plan=settled.carried_out,
                 workload=settled.workload,
@@ -753,7 +767,7 @@ class AutoPlan:
             )
         )
 
-    def _look_out(self, median_s: float) -> None:
+    def _watch_step(self, median_s: float) -> None:
         """Judge a window of steps; a value infinite on any rank is infinite on all."""
         watch = self._watch
         assert watch is not None  # noqa: S101 - set where a plan settled
@@ -764,8 +778,8 @@ class AutoPlan:
             f"steps took {format_s(change.before_s)} when it settled and take "
             f"{format_s(change.now_s)} now: searching again"
         )
-        self._tell("changed", why, before_s=change.before_s, now_s=change.now_s)
-        if self._board.rank == 0:
+        self._record("changed", why, before_s=change.before_s, now_s=change.now_s)
+        if self._sync.rank == 0:
             _log.info("%s", why)
         self._profile()
 
@@ -779,11 +793,11 @@ class AutoPlan:
     @property
     def story(self) -> Tuning:
         """All events so far with their reasons; rank 0 shares them at the end."""
-        if self._story is not None and self._board.rank != 0:
+        if self._story is not None and self._sync.rank != 0:
             return self._story
         return Tuning(name=self._name, events=tuple(self._known.events))
 
-    def _tell(self, what: str, why: str, **values: Any) -> None:
+    def _record(self, what: str, why: str, **values: Any) -> None:
         self._known.events.append(
             TuningEvent(step=self._known.steps, what=what, why=why, values=values)
         )
@@ -804,7 +818,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _retargeted(plan: Plan, settled: Settled) -> Plan | None:
+def _retargeted(plan: Plan, settled: TuningResult) -> Plan | None:
     """Return a plan with its prediction for this workload, or None if infeasible."""
     try:
         return with_prediction(

@@ -42,7 +42,7 @@ class Change:
 
 
 @final
-class Watch:
+class DriftDetector:
     """Watch step times on one rank; the caller makes the ranks agree.
 
     `add` collects a window. When it is full, the caller has all ranks agree on the

@@ -25,7 +25,7 @@ from stretto.schema import Bucket, Cluster, Plan, TensorSpec, Workload
 from stretto.schema.cluster import Link
 from stretto.tune.initial_profile import (
     DeferredProfile,
-    Seen,
+    ProfileResult,
     deferred_plan,
     probe_lanes,
 )
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stretto.runtime import DistributedDataParallel
-    from stretto.tune.rank_sync import Board
+    from stretto.tune.rank_sync import RankSync
 
 SCHEDULE_VARIABLE = "STRETTO_TUNE_SCHEDULE"
 
@@ -57,19 +57,19 @@ def is_forced() -> bool:
 
 
 @final
-class ForcedLook:
-    """Replaces `Look`: profiles and probes, then plans from fixed figures."""
+class ForcedProfiler:
+    """Profile and probe as `InitialProfiler` does, then plan from fixed figures."""
 
     def __init__(
         self,
         model: DistributedDataParallel,
-        board: Board,
+        sync: RankSync,
         *,
         change: Callable[[Plan], None],
     ) -> None:
         """Prepare; ``change`` applies a plan on all ranks or raises on all."""
         self._model = model
-        self._board = board
+        self._sync = sync
         self._change = change
         self._profile = DeferredProfile(model, aside=True)
         self._number = 0
@@ -80,23 +80,23 @@ class ForcedLook:
         self._change(deferred_plan(self._model, PROFILE_LANES))
         self._profile.start()
 
-    def seen(self, step_s: float, *, counts: bool) -> None:
+    def step_ended(self, step_s: float, *, counts: bool) -> None:
         """Record a step of this rank; the measurement decides nothing."""
         found = self._profile.reduced(step_s)
         self._number += 1
         if found is not None:
             self._rows.append(found[0])
 
-    def go_on(self) -> Seen | None:
+    def go_on(self) -> ProfileResult | None:
         """Return the fixed figures and the first plan once the look is over."""
         if self._number < PROFILED_STEPS:
             return None
-        self._board.meet(self._rows, len)
+        self._sync.meet(self._rows, len)
         self._profile.stop()
         _, trouble = probe_lanes(self._model, PROBE_S, some_bulk=True)
-        self._board.meet_or_end(trouble, _require_no_trouble)
-        workload, cluster = workload_of(self._model), _cluster(self._board.size)
-        return Seen(
+        self._sync.meet_or_end(trouble, _require_no_trouble)
+        workload, cluster = workload_of(self._model), _cluster(self._sync.size)
+        return ProfileResult(
             workload=workload,
             cluster=cluster,
             plan=with_prediction(plans_of(self._model)[0], workload, cluster),
@@ -110,17 +110,20 @@ class ForcedLook:
 
 
 @final
-class ForcedTrials:
-    """Replaces `Trials`: runs each plan for a few steps, in a fixed order."""
+class ForcedSearch:
+    """Run each plan for a few steps, in a fixed order, in place of `OnlineSearch`."""
 
     search: None = None
     ahead = 1
 
     def __init__(
-        self, model: DistributedDataParallel, board: Board, change: Callable[..., None]
+        self,
+        model: DistributedDataParallel,
+        sync: RankSync,
+        change: Callable[..., None],
     ) -> None:
-        """Prepare; ``change`` is as for `ForcedLook`."""
-        self._board = board
+        """Prepare; ``change`` is as for `ForcedProfiler`."""
+        self._sync = sync
         self._change = change
         self._plans = plans_of(model)
         self._steps = 0
@@ -143,7 +146,7 @@ class ForcedTrials:
 
     def go_on(self, found: int) -> bool:
         """Continue after a step; return whether the trials continue."""
-        self._board.shared(found)
+        self._sync.broadcast_object(found)
         self._steps += 1
         if self._steps == PLAN_STEPS:
             self._change(self._plans[1])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from stretto.runtime import DistributedDataParallel
     from stretto.runtime.recorder import BucketRow
-    from stretto.tune.rank_sync import Board
+    from stretto.tune.rank_sync import RankSync
 
 PROFILE_PLANNER = "profile"
 """The planner's name in the plan of a deferred step."""
@@ -278,7 +278,7 @@ _GROWTH = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class ProfileResult:
     """The result of a look; equal on all ranks."""
 
     workload: Workload
@@ -299,7 +299,7 @@ class Seen:
 
 
 @final
-class Look:
+class InitialProfiler:
     """Profile training steps, then probe and plan.
 
     The first step with deferred communication warms up, the next four are profiled, and
@@ -314,7 +314,7 @@ class Look:
     def __init__(
         self,
         model: DistributedDataParallel,
-        board: Board,
+        sync: RankSync,
         *,
         name: str,
         planner: str,
@@ -324,7 +324,7 @@ class Look:
     ) -> None:
         """Prepare; ``change`` applies a plan on all ranks or raises on all."""
         self._model = model
-        self._board = board
+        self._sync = sync
         self._name = name
         self._planner = planner
         self._wire_dtype = wire_dtype
@@ -360,7 +360,7 @@ class Look:
         if lanes != before:
             self._change(deferred_plan(self._model, lanes))
 
-    def seen(self, step_s: float, *, counts: bool) -> None:
+    def step_ended(self, step_s: float, *, counts: bool) -> None:
         """Record a step of this rank, as soon as it has ended.
 
         Raises:
@@ -379,7 +379,7 @@ class Look:
         if counts and self._lanes[number] == self._lanes[number - 1]:
             self._rows[str(number)] = row
 
-    def go_on(self) -> Seen | None:
+    def go_on(self) -> ProfileResult | None:
         """Continue after a step; return the result once the look is over.
 
         Raises:
@@ -392,7 +392,7 @@ class Look:
             self._apply(self._lanes[self._number - 1])
             return None
         message = {"rows": self._rows, "waits": self._waits}
-        found = self._board.meet(message, self._judge)
+        found = self._sync.meet(message, self._judge)
         if found["do"] == "extend":
             self._extended = True
             self._lanes += MORE_LANES
@@ -423,7 +423,7 @@ class Look:
             self._bulk = bulk_samples(
                 waits,
                 size_bytes=sum(row.bytes for row in self._model.tensor_table()),
-                ranks=self._board.size,
+                ranks=self._sync.size,
             )
             if not self._extended and more_lanes_help(self._bulk):
                 return {"do": "extend"}
@@ -443,7 +443,7 @@ class Look:
                 "can't be observed (a model compiled as a whole)"
             )
         workload = self._profile.merged_workload(
-            name=self._name, rows=rows, ranks=self._board.size
+            name=self._name, rows=rows, ranks=self._sync.size
         )
         step_s = statistics.median(self._steps_s)
         spread_s = workload.provenance["backward_spread_s"]
@@ -454,10 +454,10 @@ class Look:
 
     # On all ranks.
 
-    def _plan(self, workload: Workload, step_s: float) -> Seen:
+    def _plan(self, workload: Workload, step_s: float) -> ProfileResult:
         """Plan; ``step_s``, a step with its communication, is equal on all ranks."""
         bulk = [sample for sample in self._bulk if tells_a_rate(sample)]
-        some_bulk = bool(self._board.decision(len(bulk)))
+        some_bulk = bool(self._sync.broadcast_int(len(bulk)))
         steps: float = PROBE_STEPS if some_bulk else WHOLE_PROBE_STEPS
         budget_s = min(max(steps * step_s, LEAST_PROBE_S), MOST_PROBE_S)
         begin_s = perf_counter()
@@ -467,14 +467,14 @@ class Look:
             samples, trouble = probe_lanes(
                 self._model, times * budget_s, some_bulk=some_bulk
             )
-            found = self._board.meet_or_end(
+            found = self._sync.meet_or_end(
                 trouble, partial(self._plan_on_rank_0, workload, samples, bulk)
             )
             if "retry" not in found:
                 break
         if "retry" in found:
             raise NoisyProfile(found["retry"])
-        return Seen(
+        return ProfileResult(
             workload=workload,
             cluster=codec.decode(found["cluster"], Cluster),
             plan=codec.decode(found["plan"], Plan),
@@ -502,13 +502,13 @@ class Look:
         if failed or samples is None:
             # A lost connection mostly results from another rank's failure.
             rank, found = min(failed, key=lambda item: item[1]["lost"])
-            raise NoisyProfile(f"{self._board.name(rank)}: {found['why']}")
+            raise NoisyProfile(f"{self._sync.name(rank)}: {found['why']}")
         try:
             cluster = fit_cluster(
                 [*plausible(samples.collectives), *bulk],
                 name=self._name,
                 hosts=self._hosts,
-                ranks_per_host=self._board.size // self._hosts,
+                ranks_per_host=self._sync.size // self._hosts,
                 contention_samples=samples.contention,
                 provenance=samples.provenance,
             )
@@ -588,9 +588,9 @@ def more_lanes_help(samples: Sequence[CollectiveSample]) -> bool:
     Every sample transfers the same total bytes, in equal parts on its lanes.
     """
     time_s = {sample.lanes: sample.duration_s for sample in samples}
-    most = max(time_s, default=0)
-    half_s = time_s.get(most // 2)
-    return half_s is not None and half_s >= LANES_HELP_RATIO * time_s[most]
+    all_reduce_max = max(time_s, default=0)
+    half_s = time_s.get(all_reduce_max // 2)
+    return half_s is not None and half_s >= LANES_HELP_RATIO * time_s[all_reduce_max]
 
 
 def plausible(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:

@@ -12,7 +12,7 @@ from stretto.runtime import Recorder
 from stretto.schema import Plan, codec
 from stretto.tune.calibration import TRUSTED_RATIO
 from stretto.tune.rank_sync import Refused
-from stretto.tune.search import CONTROL, START, Search, Trial
+from stretto.tune.search import CONTROL, START, Search
 from stretto.tune.techniques import (
     AbstractTechnique,
     BayesTechnique,
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
     from stretto.runtime import DistributedDataParallel
     from stretto.schema import Timeline
-    from stretto.tune.calibration import Guide
+    from stretto.tune.calibration import CalibratedModel
     from stretto.tune.options import TuneOptions
-    from stretto.tune.rank_sync import Board
-    from stretto.tune.search import Finding
+    from stretto.tune.rank_sync import RankSync
+    from stretto.tune.trial import Finding, Trial
 
 _GAIN_RATIO = 0.01
 """A plan made after a correction is tried if it is predicted this much faster."""
@@ -45,12 +45,14 @@ _MOST_UNCOUNTED = 6
 """Consecutive steps that do not count (evaluations in between) before a trial ends."""
 
 
-def techniques(guide: Guide, options: TuneOptions) -> dict[str, AbstractTechnique]:
+def techniques(
+    calibrated: CalibratedModel, options: TuneOptions
+) -> dict[str, AbstractTechnique]:
     """Return the techniques named in the options, over the guide's space."""
-    space, rng = guide.space, random.Random(options.seed)
+    space, rng = calibrated.space, random.Random(options.seed)
     made: dict[str, Callable[[], AbstractTechnique]] = {
         "predicted": lambda: PredictedTechnique(
-            space, guide.point_s, doubt_ratio=lambda: guide.doubt_ratio
+            space, calibrated.point_s, doubt_ratio=lambda: calibrated.doubt_ratio
         ),
         # With a model, it descends from the model's plan.
         "coordinate": lambda: CoordinateTechnique(
@@ -65,7 +67,7 @@ def techniques(guide: Guide, options: TuneOptions) -> dict[str, AbstractTechniqu
 
 
 @final
-class Trials:
+class OnlineSearch:
     """Try plans on training steps until the search is over.
 
     Rank 0 decides. All ranks agree on each step's time (the slowest rank's) and change
@@ -75,12 +77,12 @@ class Trials:
     def __init__(
         self,
         model: DistributedDataParallel,
-        board: Board,
+        sync: RankSync,
         *,
-        guide: Guide | None,
+        calibrated: CalibratedModel | None,
         starts: Sequence[tuple[str, Plan]],
         options: TuneOptions,
-        tell: Callable[..., None],
+        record: Callable[..., None],
         baseline: Plan | None = None,
         seen_s: Mapping[str, float] | None = None,
         trained_s: float = 0.0,
@@ -89,15 +91,15 @@ class Trials:
     ) -> None:
         """Prepare trials of ``starts``, then of proposals from the options' techniques.
 
-        Only rank 0 has a ``guide``. ``tell(what, why, **values)`` records an event.
-        ``change`` applies a plan on all ranks, or raises `Refused` on all. The other
-        arguments are passed to `Search`.
+        Only rank 0 has a ``calibrated`` model. ``record(what, why, **values)`` records
+        an event. ``change`` applies a plan on all ranks, or raises `Refused` on all.
+        The other arguments are passed to `Search`.
         """
         self._model = model
-        self._board = board
-        self._guide = guide
+        self._sync = sync
+        self._calibrated = calibrated
         self._options = options
-        self._tell = tell
+        self._record = record
         self._change = change
         self._skip = 1
         self._taken: list[tuple[float | None, bool]] = []
@@ -108,8 +110,8 @@ class Trials:
         self._watching = False
         self._timelines: dict[str, Timeline] = {}
         self.search: Search | None = None
-        if board.rank == 0 and guide is not None:
-            arms = techniques(guide, options)
+        if sync.rank == 0 and calibrated is not None:
+            arms = techniques(calibrated, options)
             bandit = None
             if arms:
                 bandit = Bandit(
@@ -118,9 +120,9 @@ class Trials:
             self.search = Search(
                 starts=starts,
                 arms=arms,
-                plan_of=guide.plan_of,
-                floor_s=guide.floor_s if options.model else _no_floor,
-                bound_s=guide.bound_s if options.model else 0.0,
+                plan_of=calibrated.plan_of,
+                floor_s=calibrated.floor_s if options.model else _no_floor,
+                bound_s=calibrated.bound_s if options.model else 0.0,
                 limits=options.limits,
                 bandit=bandit,
                 baseline=baseline,
@@ -193,7 +195,7 @@ class Trials:
                 if trial is not None:
                     recorded = trial.technique == START
                     offer = codec.encode(trial.plan), recorded, self.search.ahead
-            offer = self._board.shared(offer)
+            offer = self._sync.broadcast_object(offer)
             if offer is None:
                 return False
             encoded, recorded, self.ahead = offer
@@ -237,22 +239,24 @@ class Trials:
 
     def _learn(self, trial: Trial) -> None:
         """Report a block, and correct the model by what it showed."""
-        search, guide = self.search, self._guide
-        if search is None or guide is None:
+        search, calibrated = self.search, self._calibrated
+        if search is None or calibrated is None:
             return
         timeline = None if self._recorder is None else self._recorder.timeline
         self._recorder = None
         if timeline is not None:
             self._timelines[trial.plan.digest] = timeline
         if trial.technique != CONTROL:
-            self._report(search, guide, trial)
+            self._report(search, calibrated, trial)
         elif trial.failed is not None:
-            self._tell("tried", f"cannot be measured: {trial.failed}")
+            self._record("tried", f"cannot be measured: {trial.failed}")
         for finding in search.findings():
             if self._options.model:
-                self._learn_from(search, guide, finding)
+                self._learn_from(search, calibrated, finding)
 
-    def _report(self, search: Search, guide: Guide, trial: Trial) -> None:
+    def _report(
+        self, search: Search, calibrated: CalibratedModel, trial: Trial
+    ) -> None:
         best = search.incumbent
         values: dict[str, Any] = {
             "technique": trial.technique,
@@ -270,56 +274,58 @@ class Trials:
             "credits": search.credits,
         }
         if trial.failed is not None or not trial.steps_s:
-            self._tell("tried", f"cannot be run: {trial.failed}", **values)
+            self._record("tried", f"cannot be run: {trial.failed}", **values)
             return
-        predicted = guide.plan_s(trial.plan)
+        predicted = calibrated.plan_s(trial.plan)
         why = f"{format_s(trial.step_s)} against {format_s(predicted)} predicted"
         if best is not None and best.plan.digest != trial.plan.digest:
             why += f", {format_s(best.step_s)} with the best plan"
-        self._tell("tried", why, predicted_s=predicted, **values)
+        self._record("tried", why, predicted_s=predicted, **values)
 
-    def _learn_from(self, search: Search, guide: Guide, finding: Finding) -> None:
+    def _learn_from(
+        self, search: Search, calibrated: CalibratedModel, finding: Finding
+    ) -> None:
         """Correct the model by one finding, within the time limit for corrections."""
         plan, step_s = finding.trial.plan, finding.step_s
-        error = guide.compare(plan, step_s)
+        error = calibrated.compare(plan, step_s)
         if search.paused_s > _LEARN_RATIO * self._options.steps * step_s:
             return
         # A recorded step describes the plan only if the machine ran at that speed.
         near = abs(finding.trial.step_s / step_s - 1) <= TRUSTED_RATIO
         timeline = self._timelines.pop(plan.digest, None) if near else None
         begin_s = perf_counter()
-        self._correct(search, guide, finding, timeline, error)
+        self._correct(search, calibrated, finding, timeline, error)
         search.pause(perf_counter() - begin_s)
 
     def _correct(
         self,
         search: Search,
-        guide: Guide,
+        calibrated: CalibratedModel,
         finding: Finding,
         timeline: Timeline | None,
         error: float,
     ) -> None:
         """Correct the model, and offer the plan that the planner then prefers."""
         best = search.incumbent
-        before = dict(guide.factors)
-        guide.learn(finding.trial.plan, finding.step_s, timeline)
-        if guide.factors == before:
+        before = dict(calibrated.factors)
+        calibrated.learn(finding.trial.plan, finding.step_s, timeline)
+        if calibrated.factors == before:
             return
-        search.bound_s = guide.bound_s
-        self._tell(
+        search.bound_s = calibrated.bound_s
+        self._record(
             "corrected",
             f"the prediction was {100 * error:+.1f} % off",
             error_ratio=error,
-            **guide.factors,
+            **calibrated.factors,
         )
         if best is None:
             return
-        worth_s = (1 - _GAIN_RATIO) * guide.plan_s(best.plan)
-        plan = guide.replan(below_s=worth_s)
+        worth_s = (1 - _GAIN_RATIO) * calibrated.plan_s(best.plan)
+        plan = calibrated.replan(below_s=worth_s)
         if plan is None or predicted_s(plan) >= worth_s:
             return
         if search.offer("replanned", plan):
-            self._tell(
+            self._record(
                 "planned",
                 "the corrected model has a faster plan",
                 plan=plan.digest,

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from stretto.errors import SpecError
-from stretto.tune.search import Limits
 from stretto.tune.techniques.aiacc import EXPLORATION, WINDOW
+from stretto.tune.trial import Limits
 
 TECHNIQUES = (
     "predicted",

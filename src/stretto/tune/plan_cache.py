@@ -79,7 +79,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remembered:
+class CachedPlan:
     """A settled plan, or an unfinished search's best, with its measurements."""
 
     job: Job
@@ -141,7 +141,7 @@ class PlanMemory:
         self._strict = strict
         self._unreadable: set[int] = set()
 
-    def exact(self, job: Job) -> Remembered | None:
+    def exact(self, job: Job) -> CachedPlan | None:
         """Return the plan stored for an equal job.
 
         Raises:
@@ -152,14 +152,14 @@ class PlanMemory:
 
     def nearest(
         self, workload: Workload, topology: Topology, surroundings: str
-    ) -> tuple[Remembered, float] | None:
+    ) -> tuple[CachedPlan, float] | None:
         """Return the most similar job's plan in equal surroundings, and its distance.
 
         Raises:
             SpecError: the file can't be used and ``strict`` is true.
         """
         chain = chain_of(workload)
-        best: tuple[Remembered, float] | None = None
+        best: tuple[CachedPlan, float] | None = None
         rows = self._rows("WHERE surroundings = ?", (surroundings,))
         for found in self._readable(rows):
             distance = job_distance(
@@ -170,7 +170,7 @@ class PlanMemory:
                 best = found, distance
         return best
 
-    def all(self) -> list[Remembered | Unreadable]:
+    def all(self) -> list[CachedPlan | Unreadable]:
         """Return all entries, newest first.
 
         Raises:
@@ -178,7 +178,7 @@ class PlanMemory:
         """
         return self._rows("", ())
 
-    def remember(self, entry: Remembered, *, refuted: int | None = None) -> bool:
+    def remember(self, entry: CachedPlan, *, refuted: int | None = None) -> bool:
         """Store a plan, replacing that of an equal job; return whether it was stored.
 
         An unfinished plan never replaces a settled one, unless that is number
@@ -211,8 +211,8 @@ class PlanMemory:
 
     def _rows(
         self, where: str, values: tuple[object, ...]
-    ) -> list[Remembered | Unreadable]:
-        found: list[Remembered | Unreadable] = []
+    ) -> list[CachedPlan | Unreadable]:
+        found: list[CachedPlan | Unreadable] = []
         with self._guard("look plans up"), self._open() as file:
             if file is not None:
                 added = _ADDED if _has_added(file) else "NULL"
@@ -225,7 +225,7 @@ class PlanMemory:
                 found = [_entry(row) for row in rows]
         return found
 
-    def _readable(self, rows: list[Remembered | Unreadable]) -> list[Remembered]:
+    def _readable(self, rows: list[CachedPlan | Unreadable]) -> list[CachedPlan]:
         broken = [row for row in rows if isinstance(row, Unreadable)]
         if broken and not self._unreadable:
             _log.warning(
@@ -237,7 +237,7 @@ class PlanMemory:
                 broken[0].number,
             )
         self._unreadable.update(row.number for row in broken)
-        return [row for row in rows if isinstance(row, Remembered)]
+        return [row for row in rows if isinstance(row, CachedPlan)]
 
     @contextlib.contextmanager
     def _guard(self, purpose: str) -> Iterator[None]:
@@ -301,7 +301,7 @@ def topology_of(cluster: Cluster) -> Topology:
     )
 
 
-def _keep(file: sqlite3.Connection, entry: Remembered, may_go: set[int | None]) -> bool:
+def _keep(file: sqlite3.Connection, entry: CachedPlan, may_go: set[int | None]) -> bool:
     """Store an entry unless an equal job's settled entry takes precedence.
 
     ``may_go`` are the numbers of settled entries that an unfinished one may replace.
@@ -355,7 +355,7 @@ def _has_added(file: sqlite3.Connection) -> bool:
     return any(column[1] == _ADDED for column in columns)
 
 
-def _entry(row: tuple[object, ...]) -> Remembered | Unreadable:
+def _entry(row: tuple[object, ...]) -> CachedPlan | Unreadable:
     try:
         return _remembered(row)
     except (SpecError, ValueError) as exc:
@@ -364,10 +364,10 @@ def _entry(row: tuple[object, ...]) -> Remembered | Unreadable:
         )
 
 
-def _remembered(row: tuple[object, ...]) -> Remembered:
+def _remembered(row: tuple[object, ...]) -> CachedPlan:
     number, at, name, model, hosts, per_host, around, step_s, ddp_s, *rest = row
     w, c, p, steps = rest
-    return Remembered(
+    return CachedPlan(
         job=Job(
             name=str(name),
             model=str(model),

@@ -61,7 +61,7 @@ class Stopped(StrettoError):
 
 
 @final
-class Board:
+class RankSync:
     """Collective helpers; every rank must call them in the same order.
 
     Messages are JSON; no data from another rank is executed.
@@ -128,7 +128,7 @@ class Board:
         except Stopped as exc:
             raise Ended(str(exc)) from exc
 
-    def most(self, *values: float) -> tuple[float, ...]:
+    def all_reduce_max(self, *values: float) -> tuple[float, ...]:
         """Return the maximum over all ranks of each value."""
 
         def largest(rows: list[Any]) -> list[float]:
@@ -136,11 +136,11 @@ class Board:
 
         return tuple(self.meet(list(values), largest))
 
-    def decision(self, number: int) -> int:
+    def broadcast_int(self, number: int) -> int:
         """Return rank 0's number."""
-        return int(self.shared(number))
+        return int(self.broadcast_object(number))
 
-    def shared(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's value, which consists of JSON types and bytes of text."""
         return self.meet(None, lambda _rows: value)
 

@@ -18,7 +18,7 @@ excess is within the error of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
+class TuningResult:
     """The measurements and the decision; equal on all ranks."""
 
     workload: Workload
@@ -87,10 +87,10 @@ class Settled:
         return 1 - ours.iteration_s / theirs.iteration_s
 
 
-OnSettled = Callable[[Settled], None]
+OnSettled = Callable[[TuningResult], None]
 
 
-def summary(settled: Settled) -> str:
+def summary(settled: TuningResult) -> str:
     """Return one line: the choice, its saving, and its distance from the bound."""
     parts = [_gain(settled)]
     if settled.step_s is not None and settled.bound_s is not None:
@@ -109,7 +109,7 @@ def summary(settled: Settled) -> str:
     )
 
 
-def _gain(settled: Settled) -> str:
+def _gain(settled: TuningResult) -> str:
     """Return both step times on one basis: measured in alternation, or predicted."""
     measured = settled.measured_saved_ratio
     if measured is not None:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, TypeVar, final
 
 from stretto.schema.tuning import Tuning, TuningEvent
 from stretto.tune.cached_plans import ddp_step_s_at, settled_of
-from stretto.tune.initial_profile import Seen
-from stretto.tune.plan_cache import Job, Remembered
-from stretto.tune.result import Settled, summary
+from stretto.tune.initial_profile import ProfileResult
+from stretto.tune.plan_cache import CachedPlan, Job
+from stretto.tune.result import TuningResult, summary
 from stretto.tune.search import Search
 from stretto.tune.techniques.base import LEAST_STEPS
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stretto.tune.plan_cache import PlanMemory
-    from stretto.tune.search import Trial
+    from stretto.tune.trial import Trial
 
-    OnUnfinished = Callable[[Settled | None], str]
+    OnUnfinished = Callable[[TuningResult | None], str]
     """Takes what is known when a run ends, and returns a short text on its action."""
 
 _T = TypeVar("_T")
@@ -41,7 +41,7 @@ the starting plans and the last comparison, so that short runs settle eventually
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Known:
+class TuningState:
     """The state of one model's tuning on one rank.
 
     It holds no reference to the model, so it can be saved after the model is gone.
@@ -54,13 +54,13 @@ class Known:
 
     job: Job | None = None
 
-    checked: Remembered | None = None
+    checked: CachedPlan | None = None
     """A plan of an earlier run that is or was executed in this one; rank 0 only."""
 
     stale: bool = False
     """Whether the step time of ``checked`` has changed."""
 
-    seen: Seen | None = None
+    profile: ProfileResult | None = None
 
     search: Search | None = None
     """Rank 0 only."""
@@ -81,7 +81,7 @@ class Known:
         return max(min(steps, LEAST_STEPS_LEFT), steps - self.steps_before)
 
     @property
-    def so_far(self) -> Settled | None:
+    def so_far(self) -> TuningResult | None:
         """The result if tuning had to settle now; ``None`` if nothing is known.
 
         Its ``step_s`` is ``None`` if no plan had enough steps, and it is ``remembered``
@@ -92,13 +92,13 @@ class Known:
         if best is None and self.checked is not None and not self.stale:
             found = settled_of(self.checked, self.checked.step_s)
             return replace(found, story=story)
-        if self.seen is None:
+        if self.profile is None:
             return None
-        found = Settled(
-            workload=self.seen.workload,
-            cluster=self.seen.cluster,
-            plan=self.seen.plan,
-            ddp=self.seen.ddp,
+        found = TuningResult(
+            workload=self.profile.workload,
+            cluster=self.profile.cluster,
+            plan=self.profile.plan,
+            ddp=self.profile.ddp,
             story=story,
         )
         if best is None or self.search is None:
@@ -115,8 +115,8 @@ class Known:
     def ddp_step_s(self) -> float | None:
         """DDP's step at the best plan's speed, measured now or in an earlier run."""
         best = None
-        if self.search is not None and self.seen is not None:
-            step_s = self.search.step_s_of(self.seen.ddp.digest)
+        if self.search is not None and self.profile is not None:
+            step_s = self.search.step_s_of(self.profile.ddp.digest)
             if step_s is not None:
                 return step_s
             best = best_so_far(self.search)
@@ -141,7 +141,7 @@ def best_so_far(search: Search) -> Trial | None:
 
 
 def end(
-    known: Known, memory: PlanMemory, on_unfinished: OnUnfinished | None = None
+    known: TuningState, memory: PlanMemory, on_unfinished: OnUnfinished | None = None
 ) -> None:
     """Save what is known and log it; must be called once, on rank 0 only."""
     if os.getpid() != known.pid:
@@ -155,13 +155,15 @@ def end(
         _log.warning("%s", line)
 
 
-def _end(known: Known, memory: PlanMemory, on_unfinished: OnUnfinished | None) -> str:
+def _end(
+    known: TuningState, memory: PlanMemory, on_unfinished: OnUnfinished | None
+) -> str:
     so_far = known.so_far
     kept = False
     if so_far is not None and so_far.step_s is not None and not so_far.remembered:
         assert known.job is not None  # noqa: S101 - steps were measured
         kept = memory.remember(
-            Remembered(
+            CachedPlan(
                 job=known.job,
                 plan=so_far.carried_out,
                 workload=so_far.workload,

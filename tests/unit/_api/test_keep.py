@@ -10,14 +10,14 @@ from stretto import planners
 from stretto._api.keep import Files, Keeper
 from stretto.schema import Cluster, Link, Plan, TensorSpec, Workload
 from stretto.schema.tuning import Tuning
-from stretto.tune.result import Settled
+from stretto.tune.result import TuningResult
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 @pytest.fixture
-def settled() -> Settled:
+def settled() -> TuningResult:
     workload = Workload(
         name="small",
         framework="pytorch",
@@ -34,7 +34,7 @@ def settled() -> Settled:
     cluster = Cluster(
         name="c", hosts=2, ranks_per_host=1, inter_host=link, intra_host=link
     )
-    return Settled(
+    return TuningResult(
         workload=workload,
         cluster=cluster,
         plan=planners.get("joint").plan(workload, cluster),
@@ -50,7 +50,7 @@ def files_in(folder: Path) -> Files:
 
 
 def test_what_is_known_is_written_and_the_rest_is_named(
-    tmp_path: Path, settled: Settled
+    tmp_path: Path, settled: TuningResult
 ) -> None:
     keeper = Keeper(files_in(tmp_path), 0, title="Net on 2 ranks")
     said = keeper.unfinished(settled)
@@ -75,7 +75,7 @@ def test_where_nothing_is_known_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_a_file_that_can_not_be_written_is_named(
-    tmp_path: Path, settled: Settled, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, settled: TuningResult, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = str(tmp_path / "no" / "plan")
     keeper = Keeper(Files(plan=path), 0, title="t")
@@ -84,7 +84,7 @@ def test_a_file_that_can_not_be_written_is_named(
 
 
 def test_a_run_that_ends_soon_after_settling_has_a_report_without_steps(
-    tmp_path: Path, settled: Settled, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, settled: TuningResult, caplog: pytest.LogCaptureFixture
 ) -> None:
     keeper = Keeper(files_in(tmp_path), 0, title="t")
     keeper.settled(settled)
@@ -97,7 +97,7 @@ def test_a_run_that_ends_soon_after_settling_has_a_report_without_steps(
 
 
 def test_after_its_end_was_told_nothing_more_is_said(
-    tmp_path: Path, settled: Settled, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, settled: TuningResult, caplog: pytest.LogCaptureFixture
 ) -> None:
     keeper = Keeper(files_in(tmp_path), 0, title="t")
     keeper.unfinished(settled)

@@ -20,7 +20,7 @@ from stretto.schema import (
     TensorSpec,
     Workload,
 )
-from stretto.tune.plan_cache import VARIABLE, VERSION, Job, PlanMemory, Remembered
+from stretto.tune.plan_cache import VARIABLE, VERSION, CachedPlan, Job, PlanMemory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LONG = "TransformerLanguageModelOfSomeLength"
 
 
-def settled(name: str, *, ddp_step_s: float | None) -> Remembered:
+def settled(name: str, *, ddp_step_s: float | None) -> CachedPlan:
     workload = Workload(
         name=name,
         framework="pytorch",
@@ -42,7 +42,7 @@ def settled(name: str, *, ddp_step_s: float | None) -> Remembered:
         ),
     )
     link = Link(latency_s=1e-4, bandwidth_bytes_per_s=1e8)
-    return Remembered(
+    return CachedPlan(
         job=Job(
             name=name,
             model=f"sha256:{name}",

@@ -9,7 +9,11 @@ import pytest
 
 from stretto import planners
 from stretto.sim.step import simulate_step
-from stretto.tune.calibration import DOUBT_RATIO, MOST_BOUND_DOUBT_RATIO, Guide
+from stretto.tune.calibration import (
+    DOUBT_RATIO,
+    MOST_BOUND_DOUBT_RATIO,
+    CalibratedModel,
+)
 
 if TYPE_CHECKING:
     from stretto.schema import Cluster, Workload
@@ -29,9 +33,9 @@ def slower(cluster: Cluster) -> Cluster:
     )
 
 
-def taught(workload: Workload, cluster: Cluster, truth: Cluster) -> Guide:
+def taught(workload: Workload, cluster: Cluster, truth: Cluster) -> CalibratedModel:
     """A guide that has seen three plans' steps on the true cluster."""
-    guide = Guide(workload, cluster)
+    guide = CalibratedModel(workload, cluster)
     first = planners.get("joint").plan(workload, cluster)
     points = guide.space.points
     plans = [first, *(guide.plan_of(points[i]) for i in (2, len(points) // 2))]
@@ -74,7 +78,7 @@ def test_nothing_is_planned_where_no_plan_can_be_faster(
 def test_one_wrong_prediction_is_not_forgotten_over_many_right_ones(
     workload: Workload, cluster: Cluster
 ) -> None:
-    guide = Guide(workload, cluster)
+    guide = CalibratedModel(workload, cluster)
     plans = [guide.plan_of(point) for point in guide.space.points[:7]]
     bound_s, predicted_s = guide.bound_s, guide.plan_s(plans[0])
     assert guide.floor_s(plans[0]) == pytest.approx(predicted_s / (1 + DOUBT_RATIO))
@@ -96,7 +100,7 @@ def test_the_bound_counts_the_lanes_that_a_search_may_use(
         joint = planners.get("joint", max_lanes=max_lanes)
         plan = joint.plan(workload, cluster)
         assert plan.predicted is not None
-        bounds_s.append(Guide(workload, cluster, max_lanes=max_lanes).bound_s)
+        bounds_s.append(CalibratedModel(workload, cluster, max_lanes=max_lanes).bound_s)
         assert bounds_s[-1] == pytest.approx(plan.predicted.lower_bound_s)
     # One flow reaches less than a third of the link here.
     assert bounds_s[0] > 1.5 * bounds_s[1] > 1.5 * bounds_s[2]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import lsq_linear
 
-from stretto.tune.calibration import Least, least_squares
+from stretto.tune.calibration import FitState, least_squares
 
 
 def test_linear_residuals_end_at_the_normal_equations_and_count_their_looks() -> None:
@@ -18,7 +18,7 @@ def test_linear_residuals_end_at_the_normal_equations_and_count_their_looks() ->
         looks.append(theta)
         return slopes @ theta - rows
 
-    begin = Least(theta=np.zeros(4), rows=residuals(np.zeros(4)))
+    begin = FitState(theta=np.zeros(4), rows=residuals(np.zeros(4)))
     found = least_squares(residuals, begin, free=range(4), most=5.0, steps=9)
     best = np.linalg.lstsq(slopes, rows, rcond=None)[0]
     assert found.theta == pytest.approx(best, abs=0.02)
@@ -36,7 +36,7 @@ def test_entries_stay_within_bounds_and_others_where_they_began() -> None:
         return slopes @ theta - rows
 
     start = np.array([0.0, 0.0, 0.25])
-    begin = Least(theta=start, rows=residuals(start))
+    begin = FitState(theta=start, rows=residuals(start))
     found = least_squares(residuals, begin, free=[0, 1], most=1.5, steps=20)
     assert found.theta[2] == 0.25
     free = lsq_linear(slopes[:, :2], rows - 0.25 * slopes[:, 2], bounds=(-1.5, 1.5))
@@ -48,5 +48,5 @@ def test_a_start_that_is_best_stays() -> None:
     def residuals(theta: np.ndarray) -> np.ndarray:
         return np.abs(theta) + 1.0
 
-    begin = Least(theta=np.zeros(2), rows=residuals(np.zeros(2)))
+    begin = FitState(theta=np.zeros(2), rows=residuals(np.zeros(2)))
     assert least_squares(residuals, begin, free=[0, 1], most=1.0, steps=5) is begin

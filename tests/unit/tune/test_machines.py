@@ -17,9 +17,10 @@ import pytest
 
 from stretto import planners
 from stretto.schema import Plan
-from stretto.tune.search import Limits, Search
+from stretto.tune.search import Search
 from stretto.tune.search_space import Point, Space
 from stretto.tune.techniques import CoordinateTechnique, PredictedTechnique
+from stretto.tune.trial import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

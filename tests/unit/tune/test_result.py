@@ -10,16 +10,16 @@ import pytest
 from stretto import planners
 from stretto.demo.driver import bound_notes
 from stretto.tune.cached_plans import settled_of
-from stretto.tune.plan_cache import Job, Remembered
-from stretto.tune.result import Settled, summary
+from stretto.tune.plan_cache import CachedPlan, Job
+from stretto.tune.result import TuningResult, summary
 
 if TYPE_CHECKING:
     from stretto.schema import Cluster, Workload
 
 
 @pytest.fixture
-def settled(workload: Workload, cluster: Cluster) -> Settled:
-    return Settled(
+def settled(workload: Workload, cluster: Cluster) -> TuningResult:
+    return TuningResult(
         workload=workload,
         cluster=cluster,
         plan=planners.get("joint").plan(workload, cluster),
@@ -27,7 +27,7 @@ def settled(workload: Workload, cluster: Cluster) -> Settled:
     )
 
 
-def test_measured_is_compared_with_measured(settled: Settled) -> None:
+def test_measured_is_compared_with_measured(settled: TuningResult) -> None:
     line = summary(replace(settled, step_s=0.3, ddp_step_s=0.6, bound_s=0.27))
     assert "measured step 300 ms against 600 ms with DDP's buckets (50 % saved)" in line
     assert line.endswith("90 % of the bound")
@@ -35,7 +35,7 @@ def test_measured_is_compared_with_measured(settled: Settled) -> None:
 
 
 def test_a_measured_step_is_never_compared_with_a_predicted_one(
-    settled: Settled,
+    settled: TuningResult,
 ) -> None:
     assert settled.plan.predicted is not None
     assert settled.ddp.predicted is not None
@@ -47,7 +47,7 @@ def test_a_measured_step_is_never_compared_with_a_predicted_one(
     assert "predicted with DDP's buckets" in line
 
 
-def test_where_ddp_s_buckets_stay_nothing_is_saved(settled: Settled) -> None:
+def test_where_ddp_s_buckets_stay_nothing_is_saved(settled: TuningResult) -> None:
     kept = replace(settled, plan=settled.ddp, step_s=0.34, ddp_step_s=0.34)
     line = summary(kept)
     assert line.startswith("left as DDP does it: measured step 340 ms")
@@ -69,7 +69,7 @@ def test_where_ddp_s_buckets_stay_nothing_is_saved(settled: Settled) -> None:
     ],
 )
 def test_no_step_is_more_than_the_whole_of_its_bound(
-    settled: Settled, bound_s: float, ending: str
+    settled: TuningResult, bound_s: float, ending: str
 ) -> None:
     line = summary(replace(settled, step_s=0.3, ddp_step_s=0.6, bound_s=bound_s))
     assert line.endswith(ending)
@@ -77,10 +77,10 @@ def test_no_step_is_more_than_the_whole_of_its_bound(
 
 
 def test_a_remembered_plan_saves_what_was_measured_in_turns_then(
-    settled: Settled,
+    settled: TuningResult,
 ) -> None:
     job = Job(name="j", model="m", hosts=4, ranks_per_host=1, surroundings="")
-    found = Remembered(
+    found = CachedPlan(
         job=job,
         plan=settled.plan,
         workload=settled.workload,

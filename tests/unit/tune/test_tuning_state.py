@@ -9,17 +9,18 @@ import pytest
 
 from stretto import planners
 from stretto.schema.tuning import TuningEvent
-from stretto.tune.calibration import Guide
-from stretto.tune.initial_profile import Seen
-from stretto.tune.plan_cache import Job, PlanMemory, Remembered
-from stretto.tune.search import CONTROL, Limits, Search
-from stretto.tune.tuning_state import Known, best_so_far, end
+from stretto.tune.calibration import CalibratedModel
+from stretto.tune.initial_profile import ProfileResult
+from stretto.tune.plan_cache import CachedPlan, Job, PlanMemory
+from stretto.tune.search import CONTROL, Search
+from stretto.tune.trial import Limits
+from stretto.tune.tuning_state import TuningState, best_so_far, end
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from stretto.schema import Cluster, Workload
-    from stretto.tune.result import Settled
+    from stretto.tune.result import TuningResult
 
 JOB = Job(
     name="small",
@@ -31,8 +32,8 @@ JOB = Job(
 
 
 @pytest.fixture
-def seen(workload: Workload, cluster: Cluster) -> Seen:
-    return Seen(
+def profile(workload: Workload, cluster: Cluster) -> ProfileResult:
+    return ProfileResult(
         workload=workload,
         cluster=cluster,
         plan=planners.get("joint").plan(workload, cluster),
@@ -41,16 +42,16 @@ def seen(workload: Workload, cluster: Cluster) -> Seen:
     )
 
 
-def search_of(seen: Seen) -> Search:
-    guide = Guide(seen.workload, seen.cluster)
+def search_of(profile: ProfileResult) -> Search:
+    calibrated = CalibratedModel(profile.workload, profile.cluster)
     return Search(
-        starts=[("planner", seen.plan), ("ddp", seen.ddp)],
+        starts=[("planner", profile.plan), ("ddp", profile.ddp)],
         arms={},
-        plan_of=guide.plan_of,
-        floor_s=guide.floor_s,
-        bound_s=guide.bound_s,
+        plan_of=calibrated.plan_of,
+        floor_s=calibrated.floor_s,
+        bound_s=calibrated.bound_s,
         limits=Limits(lost_ratio=1e9),
-        baseline=seen.ddp,
+        baseline=profile.ddp,
     )
 
 
@@ -73,12 +74,12 @@ def pairs(search: Search, incumbent_s: float, other_s: float) -> None:
         first = first or search.incumbent
 
 
-def earlier(seen: Seen, unfinished_steps: int | None) -> Remembered:
-    return Remembered(
+def earlier(profile: ProfileResult, unfinished_steps: int | None) -> CachedPlan:
+    return CachedPlan(
         job=JOB,
-        plan=seen.plan,
-        workload=seen.workload,
-        cluster=seen.cluster,
+        plan=profile.plan,
+        workload=profile.workload,
+        cluster=profile.cluster,
         step_s=0.2,
         ddp_step_s=0.4,
         number=1,
@@ -90,56 +91,56 @@ class Files:
     """What was given to be written."""
 
     def __init__(self) -> None:
-        self.given: list[Settled | None] = []
+        self.given: list[TuningResult | None] = []
 
-    def __call__(self, so_far: Settled | None) -> str:
+    def __call__(self, so_far: TuningResult | None) -> str:
         self.given.append(so_far)
         return "this is in plan.json"
 
 
-def test_the_best_so_far_needs_three_counted_steps(seen: Seen) -> None:
-    search = search_of(seen)
+def test_the_best_so_far_needs_three_counted_steps(profile: ProfileResult) -> None:
+    search = search_of(profile)
     assert best_so_far(search) is None
     steps(search, 0.1, 0.1)
     assert best_so_far(search) is None
     steps(search, 0.1)
     best = best_so_far(search)
     assert best is not None
-    assert best.plan is seen.plan
+    assert best.plan is profile.plan
     steps(search, 0.05, 0.05)
     assert best_so_far(search) is best
-    short = search_of(seen)
+    short = search_of(profile)
     steps(short, 0.01, 0.01, 0.01)  # the trial goes on, for its steps are short
     assert short.incumbent is None
     best = best_so_far(short)
     assert best is not None
     assert best.step_s == 0.01
-    failed = search_of(seen)
+    failed = search_of(profile)
     failed.next_trial()
     failed.fail("no memory")
     assert best_so_far(failed) is None
 
 
 def test_what_a_short_run_found_out_is_kept_as_unfinished_and_told_in_one_line(
-    seen: Seen, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    profile: ProfileResult, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
-    search = search_of(seen)
+    search = search_of(profile)
     pairs(search, 0.3, 0.2)
-    known = Known(name="small", steps=17, job=JOB, seen=seen, search=search)
+    known = TuningState(name="small", steps=17, job=JOB, profile=profile, search=search)
     known.events.append(TuningEvent(step=9, what="tried", why="", values={}))
     files = Files()
     with caplog.at_level(logging.INFO):
         end(known, memory, files)
     found = memory.exact(JOB)
     assert found is not None
-    assert found.plan == seen.ddp
+    assert found.plan == profile.ddp
     assert (found.step_s, found.ddp_step_s) == (pytest.approx(0.2), found.step_s)
     assert found.unfinished_steps == 17  # those whose backward has reduced
-    assert (found.workload, found.cluster) == (seen.workload, seen.cluster)
+    assert (found.workload, found.cluster) == (profile.workload, profile.cluster)
     (given,) = files.given
     assert given is not None
-    assert given.plan == seen.ddp
+    assert given.plan == profile.ddp
     assert given.bound_s == search.bound_s
     assert given.story is not None
     assert [event.what for event in given.story.events] == ["tried"]
@@ -154,7 +155,7 @@ def test_before_the_first_trial_nothing_is_kept_and_only_who_asked_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
-    known = Known(name="small", steps=3, job=JOB)
+    known = TuningState(name="small", steps=3, job=JOB)
     end(known, memory)
     end(known, memory, lambda _so_far: "")
     assert not caplog.records
@@ -166,27 +167,31 @@ def test_before_the_first_trial_nothing_is_kept_and_only_who_asked_is_told(
 
 
 def test_too_few_steps_for_a_trial_give_the_measurements_to_who_asked(
-    seen: Seen, tmp_path: Path
+    profile: ProfileResult, tmp_path: Path
 ) -> None:
     memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
-    search = search_of(seen)
+    search = search_of(profile)
     steps(search, 0.3)
     files = Files()
-    end(Known(name="s", steps=9, job=JOB, seen=seen, search=search), memory, files)
+    end(
+        TuningState(name="s", steps=9, job=JOB, profile=profile, search=search),
+        memory,
+        files,
+    )
     (given,) = files.given
     assert given is not None
-    assert (given.plan, given.step_s) == (seen.plan, None)
+    assert (given.plan, given.step_s) == (profile.plan, None)
     assert memory.all() == []
 
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_plan_taken_up_stands_until_its_steps_take_longer(
-    seen: Seen, tmp_path: Path, stale: bool
+    profile: ProfileResult, tmp_path: Path, stale: bool
 ) -> None:
     memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
-    settled = earlier(seen, None)
+    settled = earlier(profile, None)
     memory.remember(settled)
-    known = Known(name="s", steps=6, job=JOB, checked=settled, stale=stale)
+    known = TuningState(name="s", steps=6, job=JOB, checked=settled, stale=stale)
     files = Files()
     end(known, memory, files)
     (given,) = files.given
@@ -195,12 +200,12 @@ def test_a_plan_taken_up_stands_until_its_steps_take_longer(
     else:
         assert given is not None
         assert given.remembered
-        assert (given.plan, given.step_s) == (seen.plan, 0.2)
+        assert (given.plan, given.step_s) == (profile.plan, 0.2)
     found = memory.exact(JOB)
     assert found is not None
     assert found.unfinished_steps is None
     # The same in trials.
-    known.seen, known.search = seen, search_of(seen)
+    known.profile, known.search = profile, search_of(profile)
     steps(known.search, *[0.3] * 3)
     # It took twice the plan's step then, so it would now.
     assert known.ddp_step_s == (None if stale else pytest.approx(0.6))
@@ -212,11 +217,11 @@ def test_a_plan_taken_up_stands_until_its_steps_take_longer(
 
 
 def test_runs_that_are_each_too_short_share_one_search(
-    seen: Seen, tmp_path: Path
+    profile: ProfileResult, tmp_path: Path
 ) -> None:
     memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
-    known = Known(name="s", job=JOB, steps=39, checked=earlier(seen, 30))
-    known.seen, known.search = seen, search_of(seen)
+    known = TuningState(name="s", job=JOB, steps=39, checked=earlier(profile, 30))
+    known.profile, known.search = profile, search_of(profile)
     assert known.steps_left(100) == 70
     assert known.steps_left(40) == 24
     assert known.steps_left(10) == 10
@@ -229,25 +234,27 @@ def test_runs_that_are_each_too_short_share_one_search(
     known.stale = True
     assert known.steps_left(40) == 40
     # A settled plan's own search takes nothing from this one.
-    assert Known(name="s", checked=earlier(seen, None)).steps_left(100) == 100
+    assert TuningState(name="s", checked=earlier(profile, None)).steps_left(100) == 100
 
 
 def test_a_forked_process_and_an_error_at_the_end_are_no_trouble(
-    seen: Seen, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    profile: ProfileResult, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
-    search = search_of(seen)
+    search = search_of(profile)
     steps(search, *[0.3] * 3)
-    known = Known(name="s", steps=9, job=JOB, seen=seen, search=search, pid=1)
+    known = TuningState(
+        name="s", steps=9, job=JOB, profile=profile, search=search, pid=1
+    )
     files = Files()
     end(known, memory, files)
     assert files.given == []
     assert memory.all() == []
 
-    def fails(_so_far: Settled | None) -> str:
+    def fails(_so_far: TuningResult | None) -> str:
         raise OSError("the disk is full")
 
-    known.pid = Known(name="s").pid
+    known.pid = TuningState(name="s").pid
     end(known, memory, fails)
     (record,) = caplog.records
     assert "cannot save the unfinished tuning: the disk is full" in record.getMessage()

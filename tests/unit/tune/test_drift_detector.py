@@ -7,13 +7,13 @@ import random
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from stretto.tune.drift_detector import REST_STEPS, WINDOW_STEPS, Change, Watch
+from stretto.tune.drift_detector import REST_STEPS, WINDOW_STEPS, Change, DriftDetector
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def changes(watch: Watch, steps_s: Iterable[float]) -> list[tuple[int, Change]]:
+def changes(watch: DriftDetector, steps_s: Iterable[float]) -> list[tuple[int, Change]]:
     found = []
     for number, step_s in enumerate(steps_s, start=1):
         median_s = watch.add(step_s)
@@ -32,11 +32,11 @@ def test_noise_and_outliers_are_no_change() -> None:
     steps_s = noisy(0.1, 2000)
     for i in range(0, 2000, 13):
         steps_s[i] *= 10
-    assert changes(Watch(0.105), steps_s) == []
+    assert changes(DriftDetector(0.105), steps_s) == []
 
 
 def test_a_lasting_change_is_reported_once_within_four_windows() -> None:
-    watch = Watch(0.1)
+    watch = DriftDetector(0.1)
     found = changes(watch, [*noisy(0.1, 56), *noisy(0.2, 200)])
     assert len(found) == 1
     number, change = found[0]
@@ -46,18 +46,18 @@ def test_a_lasting_change_is_reported_once_within_four_windows() -> None:
 
 
 def test_faster_steps_are_a_change_too() -> None:
-    assert len(changes(Watch(0.2), [*noisy(0.2, 56), *noisy(0.1, 40)])) == 1
+    assert len(changes(DriftDetector(0.2), [*noisy(0.2, 56), *noisy(0.1, 40)])) == 1
 
 
 def test_a_change_that_passes_is_none() -> None:
     steps_s = []
     for _ in range(20):
         steps_s += [*noisy(0.1, 2 * WINDOW_STEPS), *noisy(0.2, WINDOW_STEPS)]
-    assert changes(Watch(0.1), steps_s) == []
+    assert changes(DriftDetector(0.1), steps_s) == []
 
 
 def test_after_a_search_in_vain_it_waits_and_longer_each_time() -> None:
-    watch = Watch(0.1)
+    watch = DriftDetector(0.1)
     reported = []
     level_s = 0.1
     for number in range(1, 6000):
@@ -76,7 +76,7 @@ def test_after_a_search_in_vain_it_waits_and_longer_each_time() -> None:
 
 
 def test_a_step_time_that_goes_back_and_forth_is_searched_for_once() -> None:
-    watch = Watch(0.1)
+    watch = DriftDetector(0.1)
     reported = 0
     for number in range(20_000):
         step_s = 0.1 if number // 150 % 2 == 0 else 0.2
@@ -90,7 +90,7 @@ def test_a_step_time_that_goes_back_and_forth_is_searched_for_once() -> None:
 
 def test_a_search_that_ended_on_a_busy_machine_is_no_reference() -> None:
     """Three steps of the search took 0.3; the machine is quiet again since."""
-    assert changes(Watch(0.3), noisy(0.1, 2000)) == []
+    assert changes(DriftDetector(0.3), noisy(0.1, 2000)) == []
 
 
 def test_on_a_machine_whose_speed_varies_alarms_are_rare() -> None:
@@ -98,7 +98,7 @@ def test_on_a_machine_whose_speed_varies_alarms_are_rare() -> None:
     alarms = 0
     for seed in range(100):
         rng = random.Random(seed)
-        watch, slow, left = Watch(0.1), False, 0
+        watch, slow, left = DriftDetector(0.1), False, 0
         for _ in range(1000):
             if left == 0:
                 slow, left = not slow, 1 + int(rng.expovariate(1 / 12))
@@ -119,13 +119,13 @@ def test_a_true_change_is_found_on_a_noisy_machine_too() -> None:
         rng = random.Random(seed)
         for _ in range(40):
             steps_s[rng.randrange(len(steps_s))] *= 4
-        alarms = changes(Watch(0.1), steps_s)
+        alarms = changes(DriftDetector(0.1), steps_s)
         found += len(alarms) == 1 and alarms[0][0] > 300
     assert found >= 98
 
 
 def test_the_first_window_gives_the_level_where_none_was_measured() -> None:
-    watch = Watch(None)
+    watch = DriftDetector(None)
     assert changes(watch, noisy(0.1, 4 * WINDOW_STEPS)) == []
     assert watch.settled_s is not None
     assert 0.1 <= watch.settled_s < 0.11
@@ -133,6 +133,6 @@ def test_the_first_window_gives_the_level_where_none_was_measured() -> None:
 
 def test_steps_that_do_not_count_do_not_decide() -> None:
     steps_s = [math.inf] * 200
-    assert changes(Watch(0.1), steps_s) == []
+    assert changes(DriftDetector(0.1), steps_s) == []
     mixed = [math.inf, 0.1] * 100
-    assert changes(Watch(0.1), mixed) == []
+    assert changes(DriftDetector(0.1), mixed) == []

@@ -14,9 +14,9 @@ from stretto.errors import SpecError
 from stretto.schema import codec
 from stretto.tune.job_similarity import Topology
 from stretto.tune.plan_cache import (
+    CachedPlan,
     Job,
     PlanMemory,
-    Remembered,
     Unreadable,
     default_path,
     topology_of,
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def settled(space: Space, workload: Workload, cluster: Cluster) -> Remembered:
-    return Remembered(
+def settled(space: Space, workload: Workload, cluster: Cluster) -> CachedPlan:
+    return CachedPlan(
         job=Job(
             name="small",
             model="sha256:1",
@@ -48,7 +48,7 @@ def settled(space: Space, workload: Workload, cluster: Cluster) -> Remembered:
 
 
 def test_what_is_kept_is_found_again_by_an_equal_job_only(
-    tmp_path: Path, settled: Remembered
+    tmp_path: Path, settled: CachedPlan
 ) -> None:
     memory = PlanMemory(tmp_path / "deep" / "plans.sqlite", strict=True)
     memory.remember(settled)
@@ -67,7 +67,7 @@ def test_what_is_kept_is_found_again_by_an_equal_job_only(
 
 
 def test_a_later_settlement_of_the_job_stands_in_place_of_the_earlier(
-    tmp_path: Path, settled: Remembered
+    tmp_path: Path, settled: CachedPlan
 ) -> None:
     memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
     memory.remember(settled)
@@ -76,7 +76,7 @@ def test_a_later_settlement_of_the_job_stands_in_place_of_the_earlier(
 
 
 def test_the_nearest_job_comes_first(
-    tmp_path: Path, settled: Remembered, workload: Workload
+    tmp_path: Path, settled: CachedPlan, workload: Workload
 ) -> None:
     memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
     memory.remember(settled)
@@ -100,7 +100,7 @@ def test_the_nearest_job_comes_first(
 
 
 def test_entries_are_forgotten_one_by_one_and_all(
-    tmp_path: Path, settled: Remembered
+    tmp_path: Path, settled: CachedPlan
 ) -> None:
     memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
     for i in range(3):
@@ -116,7 +116,7 @@ def test_entries_are_forgotten_one_by_one_and_all(
 
 @pytest.mark.parametrize("what", ["corrupt", "version", "foreign", "folder"])
 def test_a_file_that_can_not_be_used_costs_one_warning_and_nothing_else(
-    tmp_path: Path, settled: Remembered, caplog: pytest.LogCaptureFixture, what: str
+    tmp_path: Path, settled: CachedPlan, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     path = tmp_path / "plans.sqlite"
     if what == "corrupt":
@@ -147,7 +147,7 @@ def test_a_file_that_can_not_be_used_costs_one_warning_and_nothing_else(
 
 @pytest.mark.parametrize("column", ["plan", "workload", "cluster", "step_s", "hosts"])
 def test_an_entry_that_can_not_be_read_costs_one_warning_and_no_other_entry(
-    tmp_path: Path, settled: Remembered, caplog: pytest.LogCaptureFixture, column: str
+    tmp_path: Path, settled: CachedPlan, caplog: pytest.LogCaptureFixture, column: str
 ) -> None:
     path = tmp_path / "plans.sqlite"
     other = replace(settled, job=replace(settled.job, model="sha256:2"))
@@ -158,7 +158,7 @@ def test_an_entry_that_can_not_be_read_costs_one_warning_and_no_other_entry(
     file.close()
     memory = PlanMemory(path, strict=True)
     readable, broken = memory.all()
-    assert isinstance(readable, Remembered)
+    assert isinstance(readable, CachedPlan)
     assert isinstance(broken, Unreadable)
     assert (broken.number, broken.name) == (1, "small")
     assert broken.why
@@ -180,7 +180,7 @@ def test_an_entry_that_can_not_be_read_costs_one_warning_and_no_other_entry(
 
 
 def test_an_unfinished_plan_never_stands_where_a_settled_one_holds(
-    tmp_path: Path, settled: Remembered
+    tmp_path: Path, settled: CachedPlan
 ) -> None:
     memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
     early = replace(settled, step_s=0.3, unfinished_steps=20)
@@ -227,7 +227,7 @@ CREATE TABLE settled (
 
 
 def test_a_file_from_before_unfinished_plans_is_read_as_it_is_and_then_widened(
-    tmp_path: Path, settled: Remembered
+    tmp_path: Path, settled: CachedPlan
 ) -> None:
     path = tmp_path / "plans.sqlite"
     job = settled.job
@@ -271,7 +271,7 @@ def test_a_file_from_before_unfinished_plans_is_read_as_it_is_and_then_widened(
 
 def test_a_locked_file_is_given_up_after_a_moment(
     tmp_path: Path,
-    settled: Remembered,
+    settled: CachedPlan,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -289,7 +289,7 @@ def test_a_locked_file_is_given_up_after_a_moment(
 
 
 def test_several_jobs_write_at_once_and_none_is_lost(
-    tmp_path: Path, settled: Remembered
+    tmp_path: Path, settled: CachedPlan
 ) -> None:
     path = tmp_path / "plans.sqlite"
     errors: list[BaseException] = []
@@ -313,7 +313,7 @@ def test_several_jobs_write_at_once_and_none_is_lost(
 
 
 def test_the_environment_says_where_or_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: Remembered
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: CachedPlan
 ) -> None:
     monkeypatch.setenv("STRETTO_MEMORY", str(tmp_path / "here.sqlite"))
     assert default_path() == tmp_path / "here.sqlite"
