@@ -53,7 +53,7 @@ def ddp_step_s_at(found: CachedPlan, now_s: float) -> float | None:
 def profile_again(
     found: CachedPlan, *, planner: str, wire_dtype: str | None
 ) -> ProfileResult:
-    """Return the result of an earlier run's look, planned with again.
+    """Return the result of an earlier run's profile, planned with again.
 
     Raises:
         Infeasible: the planner finds no plan.

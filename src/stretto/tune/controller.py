@@ -171,7 +171,7 @@ class AutoPlan:
         self._hosts = 1
         self._profiler: InitialProfiler | ForcedProfiler | None = None
         self._profiled_from: tuple[int, float] | None = None
-        """The step after which the last look began, and when."""
+        """The step after which the last profile began, and when."""
         self._online: OnlineSearch | ForcedSearch | None = None
         self._continues = False
         self._check_s: list[float] = []
@@ -331,14 +331,14 @@ class AutoPlan:
             _log.warning("cannot make a plan, DDP's own rule stays in use: %s", reason)
 
     def _end_parts(self) -> None:
-        look, self._profiler = self._profiler, None
+        profiler, self._profiler = self._profiler, None
         trials, self._online = self._online, None
-        for part in (look, trials):
+        for part in (profiler, trials):
             try:
                 if part is not None:
                     part.abandon()
             except Exception:  # noqa: BLE001 - tuning is over whatever happens here
-                _log.debug("cannot end the look or the trials", exc_info=True)
+                _log.debug("cannot end the profile or the trials", exc_info=True)
 
     def _finish(self) -> None:
         self._phase = Phase.OVER
@@ -451,7 +451,7 @@ class AutoPlan:
         )
 
     def _continue(self) -> None:
-        """Search on from a plan whose step time is unchanged, without a second look."""
+        """Search on from a plan whose step time is unchanged, without another profile."""
         offer: Any = None
         found = self._known.checked
         if found is not None:
@@ -470,7 +470,7 @@ class AutoPlan:
             return
         self._planned(ProfileResult(**decoded(offer), probe_s=0.0))
 
-    # 2. A look.
+    # 2. A profile.
 
     def _profile(self) -> None:
         if self._forced:
@@ -659,7 +659,7 @@ class AutoPlan:
         assert trials is not None  # noqa: S101 - the caller ran it
         trials.abandon()
         profile = self._known.profile
-        assert profile is not None  # noqa: S101 - trials follow a look
+        assert profile is not None  # noqa: S101 - trials follow a profile
         outcome: Any = None
         if trials.search is not None:
             search = trials.search

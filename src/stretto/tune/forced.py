@@ -88,7 +88,7 @@ class ForcedProfiler:
             self._rows.append(found[0])
 
     def go_on(self) -> ProfileResult | None:
-        """Return the fixed figures and the first plan once the look is over."""
+        """Return the fixed figures and the first plan once the profile is complete."""
         if self._number < PROFILED_STEPS:
             return None
         self._sync.meet(self._rows, len)
@@ -105,7 +105,7 @@ class ForcedProfiler:
         )
 
     def abandon(self) -> None:
-        """End the look without a result."""
+        """End the profile without a result."""
         self._profile.stop()
 
 

@@ -279,7 +279,7 @@ _GROWTH = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileResult:
-    """The result of a look; equal on all ranks."""
+    """The result of a profile; equal on all ranks."""
 
     workload: Workload
 
@@ -380,7 +380,7 @@ class InitialProfiler:
             self._rows[str(number)] = row
 
     def go_on(self) -> ProfileResult | None:
-        """Continue after a step; return the result once the look is over.
+        """Continue after a step; return the result once the profile is complete.
 
         Raises:
             Infeasible: no plan or no model of the network exists.
@@ -400,7 +400,7 @@ class InitialProfiler:
             return None
         if found["do"] == "again":
             self._again = True
-            # Take another, longer look. If it is no steadier, plan with it anyway: the
+            # Take another, longer profile. If it is no steadier, plan with it anyway: the
             # prediction is rough then, but the plan's shape is rarely wrong.
             self._begin((PROFILE_LANES[0],) * (WARMUP_STEPS + 2 * len(PROFILE_LANES)))
             return None
@@ -408,7 +408,7 @@ class InitialProfiler:
         return self._plan(codec.decode(found["workload"], Workload), found["step_s"])
 
     def abandon(self) -> None:
-        """End the look without a result."""
+        """End the profile without a result."""
         self._profile.stop()
 
     # On rank 0.
