@@ -451,7 +451,7 @@ class AutoPlan:
         )
 
     def _continue(self) -> None:
-        """Search on from a plan whose step time is unchanged, without another profile."""
+        """Search on from a plan whose step time is unchanged; do not profile again."""
         offer: Any = None
         found = self._known.checked
         if found is not None:
