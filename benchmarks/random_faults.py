@@ -44,7 +44,7 @@ JOBS = ("forced", "forced", "forced", "usual", "plan", "negotiated", "horovod", 
 CALLS = {
     "a gate": ("stretto.tune.rank_sync", "Board.gate"),
     "a meeting": ("stretto.tune.rank_sync", "Board.meet"),
-    "the opening of a lane": ("stretto.runtime.lanes_gloo", "GlooLanes._make"),
+    "the opening of a lane": ("stretto.runtime.backends.gloo", "GlooLanes._make"),
     "a change of plan": ("stretto.runtime", "DistributedDataParallel._change_plan"),
     "a probe": ("stretto.measure.network", "_Probe._agree"),
     "an agreement": ("stretto.runtime.agreement", "Agreement.require_same"),

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import stretto
 from stretto.runtime import DistributedDataParallel as Ours
-from stretto.runtime.routes import parameter_rows
+from stretto.runtime.plan_binding import parameter_rows
 from stretto.schema import Bucket, Plan
 from stretto.tune.forced import SCHEDULE_VARIABLE
 

@@ -181,7 +181,7 @@ def test_a_store_that_dies_while_ranks_agree_is_told(ranks: Any) -> None:
 
 
 def rank_of_another_version(rank: int, size: int) -> list[tuple[str, str]]:
-    from stretto.runtime import meeting
+    from stretto.runtime import agreement as meeting
 
     found = []
     for name in ("stretto", "torch"):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.runtime.lanes_gloo import GlooLanes
+from stretto.runtime.backends.gloo import GlooLanes
 from stretto.tune import initial_profile as look
 from stretto.tune.rank_sync import RankSync
 from stretto.tune.forced import SCHEDULE_VARIABLE

@@ -155,7 +155,7 @@ def test_raise_names_step_parameter_and_origin_before_the_optimizer(
 
 def rank_that_warns(rank: int, size: int) -> dict[str, Any]:
     lines = Lines()
-    logging.getLogger("stretto.runtime.numerics").addHandler(lines)
+    logging.getLogger("stretto.runtime.nan_check").addHandler(lines)
     found: dict[str, Any] = {}
     # Off: nothing is said.
     model = build(size, nan="off")

@@ -18,9 +18,9 @@ from stretto.report.gather import gather
 from stretto.report.ranks import find_late
 from stretto.runtime import DistributedDataParallel, Recorder
 from stretto.runtime.agreement import ranks_of
-from stretto.runtime.gather import RecordGathering
-from stretto.runtime.merge import merged_timeline
-from stretto.runtime.recorder import AbstractStepObserver
+from stretto.runtime.recording.cross_rank import RecordGathering
+from stretto.runtime.recording.cross_rank import merged_timeline
+from stretto.runtime.recording.step import AbstractStepObserver
 from stretto.schema import Bucket, Plan
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from stretto.errors import SpecError
 from stretto.measure import CollectiveBench, read_contention
 from stretto.measure.load import backward, convolutions
 from stretto.runtime.agreement import Agreement, ranks_of
+from stretto.runtime.backends.nccl import most_ctas_of
 from stretto.runtime.lanes import LanePool
-from stretto.runtime.lanes_nccl import most_ctas_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ from stretto import runtime
 from stretto._api.keep import Keeper, title_of
 from stretto.errors import SpecError, StrettoError
 from stretto.runtime.negotiated.front import NEGOTIATED
-from stretto.runtime.surroundings import without_dynamo
+from stretto.runtime.torch_compat import without_dynamo
 from stretto.schema import Plan
 from stretto.tune import AutoPlan, TuneOptions
 

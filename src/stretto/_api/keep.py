@@ -17,8 +17,11 @@ from stretto.errors import SpecError
 from stretto.report import DemoReport, MethodResult, save, save_trace
 from stretto.runtime import Recorder
 from stretto.runtime.agreement import ranks_of
-from stretto.runtime.gather import GATHER_S, RecordGathering
-from stretto.runtime.merge import merged_timeline
+from stretto.runtime.recording.cross_rank import (
+    GATHER_S,
+    RecordGathering,
+    merged_timeline,
+)
 from stretto.schema import Plan
 from stretto.sim.step import simulate_step
 from stretto.tune import TuningResult
@@ -27,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from stretto.runtime import DistributedDataParallel
-    from stretto.runtime.merge import RankRecord
-    from stretto.runtime.steps import StepMarks
+    from stretto.runtime.recording.cross_rank import RankRecord
+    from stretto.runtime.recording.step import StepMarks
 
 _log = logging.getLogger(__name__)
 

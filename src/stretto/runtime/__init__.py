@@ -3,8 +3,8 @@
 # Import first, so that its exit handler runs last.
 from stretto.runtime import quiesce as _quiesce  # noqa: F401
 from stretto.runtime.ddp import DistributedDataParallel
-from stretto.runtime.recorder import AbstractStepObserver, Recorder
-from stretto.runtime.routes import TensorRow
+from stretto.runtime.plan_binding import TensorRow
+from stretto.runtime.recording.step import AbstractStepObserver, Recorder
 
 __all__ = [
     "AbstractStepObserver",

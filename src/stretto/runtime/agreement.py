@@ -12,9 +12,11 @@ from datetime import timedelta
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast, final
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from stretto._version import __version__
 from stretto.errors import CommTimeout, RankDisagreement, StrettoError
 from stretto.runtime.presence import Presence, State, Wait, call_aside
 from stretto.runtime.sockets import (
@@ -24,9 +26,13 @@ from stretto.runtime.sockets import (
     open_sockets,
     shut,
 )
+from stretto.schema import tensors_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from stretto.runtime.plan_binding import TensorRow
+    from stretto.schema import Plan
 
 _log = logging.getLogger(__name__)
 
@@ -511,3 +517,82 @@ _REMEDY = {
 def timeout_of(seconds: float) -> timedelta:
     """Return a timeout in the type of torch.distributed."""
     return timedelta(seconds=seconds)
+
+
+_log = logging.getLogger(__name__)
+
+
+def meet(
+    agreement: Agreement,
+    ranks: Ranks,
+    *,
+    purpose: str,
+    rows: Sequence[TensorRow],
+    plan: Plan | None,
+    trouble: StrettoError | None,
+    settings: Mapping[str, str],
+) -> None:
+    """Require that all ranks have the same versions, model and plan.
+
+    ``trouble`` is the error that prevents this rank from executing the plan;
+    ``settings`` are
+    options that must be equal, by name.
+
+    Raises:
+        StrettoError: ``trouble``, if there is any.
+        RankDisagreement: ranks differ, or another rank reports an error.
+        CommTimeout: a rank did not arrive.
+    """
+    if ranks.size > 1:
+        values = {
+            "stretto": __version__,
+            "torch": torch.__version__,
+            "model": (
+                f"{len(rows)} tensors of {sum(r.bytes for r in rows)} bytes, "
+                f"{tensors_digest(rows)}"
+            ),
+            "plan": "no plan" if plan is None else plan.digest,
+            "settings": f"timeout_s={ranks.timeout_s:g}",
+            **{f"option {name}": value for name, value in settings.items()},
+        }
+        if trouble is not None:
+            values["trouble"] = str(trouble)
+        try:
+            agreement.require_same(purpose, values)
+        except RankDisagreement:
+            if trouble is None:
+                raise  # this rank's own error is more specific
+    if trouble is not None:
+        raise trouble
+    if plan is not None and plan.ranks != ranks.size and not ranks.rank:
+        _log.warning(
+            "%s: the plan was made for %d ranks, but the job has %d: it is executed, "
+            "but may not be the best",
+            ranks.name(0),
+            plan.ranks,
+            ranks.size,
+        )
+
+
+def all_took(
+    agreement: Agreement, ranks: Ranks, plan: Plan | None, trouble: Exception | None
+) -> None:
+    """Require that a plan's lanes are open on every rank.
+
+    Raises:
+        Exception: ``trouble``, if there is any.
+        RankDisagreement: another rank failed.
+        CommTimeout: a rank did not arrive.
+    """
+    gone = isinstance(trouble, CommTimeout)  # others have or will get the same error
+    if ranks.size > 1 and not gone:
+        values = {"plan": "no plan" if plan is None else plan.digest}
+        if trouble is not None:
+            values["trouble"] = str(trouble)
+        try:
+            agreement.require_same("take up a plan", values)
+        except RankDisagreement:
+            if trouble is None:
+                raise
+    if trouble is not None:
+        raise trouble

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from stretto.runtime.lanes import Need
-    from stretto.runtime.routes import Part, Route
+    from stretto.runtime.plan_binding import Part, Route
 
 
 @final

@@ -13,40 +13,39 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stretto.errors import PlanMismatch, StrettoError
-from stretto.runtime.agreement import Agreement, ranks_of
+from stretto.runtime.agreement import Agreement, all_took, meet, ranks_of
+from stretto.runtime.ddp_group import WatchedGroup
 from stretto.runtime.ends import at_the_end
 from stretto.runtime.failure import FailureDesk
-from stretto.runtime.hook import PlannedGroup
-from stretto.runtime.lane_hooks import on_lanes
 from stretto.runtime.lanes import LanePool
-from stretto.runtime.meeting import all_took, meet
+from stretto.runtime.nan_check import NumericsWatch, check_words
 from stretto.runtime.negotiated.front import (
     STATIC,
     NegotiatedFront,
     check_order,
     refused,
 )
-from stretto.runtime.numerics import NumericsWatch, check_words
-from stretto.runtime.presence import is_communication_error
-from stretto.runtime.reducer import build_reducer
-from stretto.runtime.routes import (
+from stretto.runtime.plan_binding import (
     ignored_names,
     parameter_rows,
     routes_of,
     sparse_parameters,
     why_unplannable,
 )
+from stretto.runtime.planned_group import PlannedGroup
+from stretto.runtime.presence import is_communication_error
+from stretto.runtime.recording.step import StepWatch
 from stretto.runtime.static_graph import GradientCounts
-from stretto.runtime.surroundings import (
+from stretto.runtime.torch_compat import (
     PLANNED_BACKENDS,
     arguments_of,
     backend_of,
+    build_reducer,
+    on_lanes,
     process_group_of,
     warn_of_whole_compile,
     without_dynamo,
 )
-from stretto.runtime.watch import StepWatch
-from stretto.runtime.watched import WatchedGroup
 from stretto.schema import Bucket, Plan
 from stretto.schema.plan import WIRE_DTYPES
 
@@ -55,8 +54,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from stretto.runtime.recorder import AbstractStepObserver, BucketRow
-    from stretto.runtime.routes import Route, TensorRow
+    from stretto.runtime.plan_binding import Route, TensorRow
+    from stretto.runtime.recording.step import AbstractStepObserver, BucketRow
 
 _log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, final
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.runtime.agreement import end_requests, own_connection
-from stretto.runtime.lanes_gloo import GlooLanes
-from stretto.runtime.lanes_gloo import check_here as check_gloo
-from stretto.runtime.lanes_nccl import NcclLanes
-from stretto.runtime.lanes_nccl import check_here as check_nccl
+from stretto.runtime.backends.gloo import GlooLanes
+from stretto.runtime.backends.gloo import check_here as check_gloo
+from stretto.runtime.backends.nccl import NcclLanes
+from stretto.runtime.backends.nccl import check_here as check_nccl
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

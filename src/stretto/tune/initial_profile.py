@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from stretto.runtime import DistributedDataParallel
-    from stretto.runtime.recorder import BucketRow
+    from stretto.runtime.recording.step import BucketRow
     from stretto.tune.rank_sync import RankSync
 
 PROFILE_PLANNER = "profile"

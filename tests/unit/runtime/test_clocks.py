@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from stretto.runtime.clocks import (
+from stretto.runtime.recording.cross_rank import (
     DRIFT_RATIO,
     Asking,
     ClockMap,

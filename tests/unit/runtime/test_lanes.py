@@ -14,8 +14,8 @@ from torch.distributed import HashStore
 from stretto.errors import PlanMismatch
 from stretto.runtime import lanes_gloo, lanes_nccl
 from stretto.runtime.agreement import Ranks
+from stretto.runtime.backends.nccl import Communicator, communicators_of
 from stretto.runtime.lanes import needs_of
-from stretto.runtime.lanes_nccl import Communicator, communicators_of
 from stretto.schema import Bucket, Plan
 
 NEEDS = st.lists(

@@ -16,9 +16,9 @@ from torch.futures import Future
 from stretto.errors import PlanMismatch
 from stretto.runtime import lanes_nccl, launch_nccl
 from stretto.runtime.agreement import Ranks
+from stretto.runtime.backends.nccl import LAUNCH_ORDER
 from stretto.runtime.lanes import LanePool, check_lanes
-from stretto.runtime.nccl_settings import LAUNCH_ORDER
-from stretto.runtime.routes import Part, Route
+from stretto.runtime.plan_binding import Part, Route
 from stretto.schema import Bucket, Plan
 
 DEVICE = torch.device("cuda", 0)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from stretto.runtime.marks import CudaMarks, HostMarks, marks_for
-from stretto.runtime.recorder import Recorder
+from stretto.runtime.recording.step import CudaMarks, HostMarks, Recorder, marks_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,10 +4,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from stretto.runtime.clocks import ClockMap, ClockPoint
-from stretto.runtime.merge import RankRecord, merged_timeline
-from stretto.runtime.recorder import BucketRow
-from stretto.runtime.steps import StepMarks
+from stretto.runtime.recording.cross_rank import (
+    ClockMap,
+    ClockPoint,
+    RankRecord,
+    merged_timeline,
+)
+from stretto.runtime.recording.step import BucketRow, StepMarks
 
 if TYPE_CHECKING:
     from stretto.schema import Timeline

@@ -7,7 +7,7 @@ import pytest
 from stretto.cli import doctor
 from stretto.errors import PlanMismatch
 from stretto.runtime import nccl_settings
-from stretto.runtime.nccl_settings import LAUNCH_ORDER, LaunchOrder
+from stretto.runtime.backends.nccl import LAUNCH_ORDER, LaunchOrder
 
 
 def settings(**values):

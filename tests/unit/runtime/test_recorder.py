@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.runtime.recorder import BucketRow, Recorder
+from stretto.runtime.recording.step import BucketRow, Recorder
 
 if TYPE_CHECKING:
     from stretto.schema import Timeline

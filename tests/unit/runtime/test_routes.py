@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stretto.errors import PlanMismatch
-from stretto.runtime.routes import parameter_rows, routes_of
+from stretto.runtime.plan_binding import parameter_rows, routes_of
 from stretto.schema import Bucket, Plan
 
 

@@ -1,15 +1,14 @@
-"""Lanes over NCCL: a pool of communicators. Not yet run on a GPU.
+"""Lanes over NCCL: settings, communicators, launches. Not yet run on a GPU.
 
 Pure functions decide what to open; the class at the end calls NCCL.
 
 # Note [Communicators of a lane]
 A communicator's CTAs are fixed when it is created, so a lane whose buckets have
 different resources needs a communicator for each. Collectives on one lane must run one
-after
-another: those communicators are split from the largest one with ``splitShare``, so that
-they share one device stream, on which NCCL serializes the family's launches, and one
-set of buffers. Different lanes must overlap: they are never split from one another but
-have communicators of their own.
+after another: those communicators are split from the largest one with ``splitShare``,
+so that they share one device stream, on which NCCL serializes the family's launches,
+and one set of buffers. Different lanes must overlap: they are never split from one
+another but have communicators of their own.
 
 # Note [Deadlock]
 A collective's CTAs spin until the peers' CTAs arrive. If two lanes' kernels do not both
@@ -34,37 +33,172 @@ replaced Reducer, or a user's hook with buffers of its own, does not.
 NCCL group, because one abort may wait for another's kernel. `close` waits for the
 device, then destroys. Both may hang on a stuck device, so both run in a thread that is
 abandoned after a time limit.
+
+# Note [Launches]
+Nothing here waits for the device: streams wait for works, and the Reducer's future has
+the device, so that its own wait orders streams too. (A future that `collect_all`
+combines from several has no device; waiting for it would order nothing.)
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import os
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
+from torch.futures import Future
 
 from stretto.errors import PlanMismatch
 from stretto.runtime.agreement import timeout_of
-from stretto.runtime.nccl_settings import (
-    LAUNCH_ORDER,
-    LaunchOrder,
-    check_settings,
-    launch_order,
-    nccl_settings,
-)
+from stretto.runtime.launch import Launched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
     from stretto.runtime.agreement import Ranks
+    from stretto.runtime.plan_binding import Part, Route
+    from stretto.runtime.recording.step import AbstractStepObserver
+
+    Reduce = Callable[[list[torch.Tensor], Any], Any]
+    """A lane's ``allreduce``."""
+
+CTA_VARIABLES = (
+    "NCCL_MAX_CTAS",
+    "NCCL_MIN_CTAS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MAX_NRINGS",
+    "NCCL_MIN_NRINGS",
+    "NCCL_CGA_CLUSTER_SIZE",
+    "NCCL_CTA_POLICY",
+)
+"""They override the options of a communicator. Source: NCCL's
+documentation of environment variables; ``NRINGS`` are the names before ``NCHANNELS``.
+"""
+
+OTHER_VARIABLES = ("NCCL_NET", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS")
+"""They change the cost of a collective, but nothing that a plan sets."""
+
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+SYSTEM_FILE = Path("/etc/nccl.conf")
+
+
+class LaunchOrder(enum.Enum):
+    """Action needed for lanes' kernels to start in one order on every rank."""
+
+    SETTLED = "nothing: it is set, or there is one lane"
+    SET = "set the variable: NCCL has not read it yet"
+    TOO_LATE = "warn: NCCL read it at its first launch, when it was not set"
+
+
+def nccl_settings(
+    environment: Mapping[str, str], read: Callable[[Path], str | None] | None = None
+) -> dict[str, tuple[str, str]]:
+    """Return each variable's value and its source, as NCCL will find it.
+
+    NCCL reads the environment first, then the file that ``NCCL_CONF_FILE`` names or
+    else ``~/.nccl.conf``, then ``/etc/nccl.conf``. Source: NCCL's documentation.
+    """
+    read = read or _read
+    named = environment.get("NCCL_CONF_FILE")
+    home = environment.get("HOME")
+    own = Path(named) if named else Path(home) / ".nccl.conf" if home else None
+    found = {
+        name: (value, "the environment")
+        for name, value in environment.items()
+        if name.startswith("NCCL_") or name == CONNECTIONS
+    }
+    for path in (own, SYSTEM_FILE):
+        text = None if path is None else read(path)
+        for line in (text or "").splitlines():
+            name, equals, value = line.partition("=")
+            if equals and not line.lstrip().startswith("#"):
+                found.setdefault(name.strip(), (value.strip(), str(path)))
+    return found
+
+
+def check_settings(
+    settings: Mapping[str, tuple[str, str]], *, sets_ctas: bool
+) -> list[str]:
+    """Return warnings about variables that change a plan's execution.
+
+    Raises:
+        PlanMismatch: the plan sets CTAs and a variable overrides them.
+    """
+    told = []
+    for name in CTA_VARIABLES:
+        if name not in settings:
+            continue
+        value, where = settings[name]
+        if sets_ctas:
+            raise PlanMismatch(
+                f"the plan sets CTAs of its collectives, but {name}={value} in {where} "
+                f"overrides them: unset {name}, or plan with resource null."
+            )
+        told.append(f"{name}={value} in {where} limits the CTAs of every collective")
+    told += [
+        f"{name}={settings[name][0]} in {settings[name][1]} changes the cost of every "
+        "collective: probe with it set"
+        for name in OTHER_VARIABLES
+        if name in settings
+    ]
+    if settings.get(CONNECTIONS, ("", ""))[0] == "1":
+        told.append(
+            f"{CONNECTIONS}=1 gives the device one queue: communication can't overlap "
+            f"computation. Unset {CONNECTIONS}"
+        )
+    return told
+
+
+def launch_order(
+    settings: Mapping[str, tuple[str, str]], *, lanes: int, launched: bool
+) -> LaunchOrder:
+    """Return how kernels of several communicators get one order on all ranks.
+
+    A device chooses the order in which it starts kernels of different communicators,
+    and two ranks that choose differently wait for each other forever once kernels do
+    not all fit at once. With the variable set, NCCL keeps the order in which one host
+    thread launched them, and still lets them overlap (since 2.26, on CUDA 12.3 and
+    newer).
+    Source: NCCL's documentation of ``NCCL_LAUNCH_ORDER_IMPLICIT``.
+
+    Raises:
+        PlanMismatch: the variable is 0, and the plan has several lanes.
+    """
+    if LAUNCH_ORDER in settings:
+        value, where = settings[LAUNCH_ORDER]
+        if value.strip() == "0" and lanes > 1:
+            raise PlanMismatch(
+                f"the plan has {lanes} lanes, but {LAUNCH_ORDER}=0 in {where} lets "
+                "devices start their collectives in different orders, which can end "
+                f"in a deadlock: unset {LAUNCH_ORDER}, or plan with 1 lane."
+            )
+        return LaunchOrder.SETTLED
+    if lanes <= 1:
+        return LaunchOrder.SETTLED
+    return LaunchOrder.TOO_LATE if launched else LaunchOrder.SET
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return None
+
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -386,3 +520,88 @@ def _tell_once(line: str) -> None:
     if line not in _told:
         _told.add(line)
         _log.warning("%s", line)
+
+
+@final
+class NcclLaunch:
+    """Launches a plan's buckets; other streams than the computation's wait for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # One stream waits for the slices of every bucket: the Reducer waits for buckets
+        # in launch order, so an earlier bucket does not delay a later one.
+        self._gather = torch.cuda.Stream(device)
+        self._seen: dict[int, torch.cuda.Stream] = {}
+
+    def future(self) -> Future[Any]:
+        """Return a future whose value is used on this device's streams."""
+        return Future(devices=[self._device])
+
+    def launcher(
+        self,
+        route: Route,
+        reduces: Sequence[Reduce],
+        observer: AbstractStepObserver | None,
+    ) -> Callable[[torch.Tensor, Any], dist.Work]:
+        """Return a function that starts a bucket's collectives."""
+        rows = list(zip(reduces, route.parts, strict=True))
+        if observer is not None:
+            return partial(self._observed, observer, route.index, rows)
+        if len(rows) == 1:
+            return partial(_native, rows[0][0])
+        return partial(self._slices, rows)
+
+    def _slices(
+        self,
+        rows: Sequence[tuple[Reduce, Part]],
+        buffer: torch.Tensor,
+        opts: Any,
+    ) -> dist.Work:
+        works = [reduce([buffer[p.start : p.end]], opts) for reduce, p in rows]
+        return self._gathered(works, buffer)
+
+    def _observed(
+        self,
+        observer: AbstractStepObserver,
+        index: int,
+        rows: Sequence[tuple[Reduce, Part]],
+        buffer: torch.Tensor,
+        opts: Any,
+    ) -> dist.Work:
+        """Report each slice to an observer, on the stream on which the slice ends.
+
+        An event that the observer records there completes when the slice has ended; the
+        host's time is that of the launch.
+        """
+        observer.bucket_launched(index, perf_counter())
+        works = []
+        for reduce, part in rows:
+            work = reduce([buffer[part.start : part.end]], opts)
+            with torch.cuda.stream(self._stream_of(part.lane)):
+                work.wait()
+                elements = part.end - part.start
+                observer.slice_finished(index, part.lane, elements, perf_counter())
+            works.append(work)
+        return self._gathered(works, buffer)
+
+    def _gathered(self, works: Sequence[Any], buffer: torch.Tensor) -> dist.Work:
+        future = self.future()
+        with torch.cuda.stream(self._gather):
+            for work in works:
+                work.wait()
+            # Record the buffer only now: this stream has waited for every lane that
+            # reads it, so the allocator can track this stream alone.
+            buffer.record_stream(self._gather)
+            future.set_result(buffer)
+        return Launched(future)
+
+    def _stream_of(self, lane: int) -> torch.cuda.Stream:
+        if lane not in self._seen:
+            self._seen[lane] = torch.cuda.Stream(self._device)
+        return self._seen[lane]
+
+
+def _native(reduce: Reduce, buffer: torch.Tensor, opts: Any) -> dist.Work:
+    """Return NCCL's own work: its future already has the device."""
+    work: dist.Work = reduce([buffer], opts)
+    return work

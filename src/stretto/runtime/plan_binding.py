@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from stretto.errors import PlanMismatch
 from stretto.runtime.lanes import check_lanes
-from stretto.runtime.recorder import BucketRow
+from stretto.runtime.recording.step import BucketRow
 from stretto.schema import NARROWER, model_digest, slice_bounds, tensors_digest
 
 if TYPE_CHECKING:

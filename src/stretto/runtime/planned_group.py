@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch.futures import Future, collect_all
 
 from stretto.errors import StrettoError
+from stretto.runtime.backends.nccl import NcclLaunch
 from stretto.runtime.compress import NarrowLanes
 from stretto.runtime.launch import (
     Launched,
@@ -48,8 +49,7 @@ from stretto.runtime.launch import (
     start_whole,
     value_or_raise,
 )
-from stretto.runtime.launch_nccl import NcclLaunch
-from stretto.runtime.surroundings import without_dynamo
+from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from stretto.runtime.failure import FailureDesk
     from stretto.runtime.lanes import LanePool
     from stretto.runtime.launch import Start
-    from stretto.runtime.numerics import NumericsWatch
-    from stretto.runtime.recorder import AbstractStepObserver
-    from stretto.runtime.routes import Part, Route
+    from stretto.runtime.nan_check import NumericsWatch
+    from stretto.runtime.plan_binding import Part, Route
+    from stretto.runtime.recording.step import AbstractStepObserver
 
 _log = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ class PlannedGroup(dist.ProcessGroup):
         parts = [route.parts for route in self._routes]
         if self._nccl is not None:
             return tuple(self._lanes[row[0].lane, row[0].resource] for row in parts)
-        # Note [A communicator per bucket on Gloo] in `stretto.runtime.lane_hooks`.
+        # Note [A communicator per bucket on Gloo] in `stretto.runtime.torch_compat`.
         free = 1 + max(part.lane for row in parts for part in row)
         needs = [(free + index, None) for index in range(len(parts))]
         opened = self._pool.open(needs)

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from stretto.runtime.launch import Launched, done
-from stretto.runtime.surroundings import without_dynamo
+from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stretto.runtime.failure import FailureDesk
-    from stretto.runtime.numerics import NumericsWatch
+    from stretto.runtime.nan_check import NumericsWatch
 
 _PLACE = "the all-reduce of a bucket of DDP's"
 

@@ -1,0 +1,1 @@
+"""Communication backends of lanes."""

@@ -1,0 +1,1 @@
+"""Recording of steps, on one rank and across ranks."""

@@ -1,0 +1,218 @@
+"""What stretto needs of PyTorch beyond its public interface.
+
+# Note [DDP's own set-up]
+`DistributedDataParallel._ddp_init_helper` asks ``dist`` for a bucket assignment and
+builds a ``dist.Reducer`` from it, with arguments that change from release to release.
+Instead of writing that call again per release, this module runs the same function with
+its own ``dist`` in the function's globals, which answers those two requests and
+forwards all others. Nothing outside that one call sees it.
+
+# Note [A communicator per bucket on Gloo]
+PowerSGD sends a bucket in three all-reduces, each started by a callback of the previous
+one. Gloo's callbacks run on its own threads, so on one communicator the collectives of
+two buckets would start in an order that differs between ranks. On Gloo each bucket
+therefore has its own communicator, where only its own chain runs. On NCCL callbacks run
+on the launching thread, in launch order, and each bucket uses its plan's lane.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from typing import TYPE_CHECKING, Any, TypeVar, cast, final
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from stretto.errors import PlanMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from stretto.runtime.agreement import Ranks
+
+PLANNED_BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
+"""Supported backends of plans, each with its device type."""
+
+_F = TypeVar("_F", bound="Callable[..., Any]")
+
+_log = logging.getLogger(__name__)
+
+WHOLE_COMPILE = (
+    "%s: the whole model is compiled: PyTorch computes its backward in few pieces, and "
+    "all gradients of a piece become ready at its end, so a plan has little to "
+    "overlap with. Compile each block (`for block in model.blocks: block.compile()`) "
+    "before the model is wrapped."
+)
+
+
+def without_dynamo(function: _F) -> _F:
+    """Keep TorchDynamo out of a function called below a compiled forward.
+
+    Dynamo inspects every frame there, and can't inspect a process group. Unlike
+    ``torch.compiler.disable`` this imports nothing until the function is called.
+    """
+    disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    return cast("_F", disable(function))
+
+
+def arguments_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments given to DDP, by name."""
+    signature = inspect.signature(TorchDDP.__init__)
+    return signature.bind_partial(None, module, *args, **kwargs).arguments
+
+
+def process_group_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dist.ProcessGroup:
+    """Return the process group that DDP will use with these arguments."""
+    arguments = arguments_of(module, args, kwargs)
+    given = arguments.get("process_group")
+    mesh = arguments.get("device_mesh")
+    if given is not None:
+        return cast("dist.ProcessGroup", given)
+    if mesh is not None and mesh.ndim == 1:
+        return cast("dist.ProcessGroup", mesh.get_group(mesh_dim=0))
+    return dist.distributed_c10d._get_default_group()  # noqa: SLF001
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the backend for tensors on a device: ``gloo``, ``nccl``, ..."""
+    name: str = group._get_backend(device).name()  # noqa: SLF001
+    return name
+
+
+def is_compiled_whole(module: nn.Module) -> bool:
+    """Return whether the whole module was compiled, rather than its blocks."""
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
+def warn_of_whole_compile(module: nn.Module, ranks: Ranks, *, around: bool) -> None:
+    """Warn on the first rank that a plan has little to overlap with.
+
+    ``around``: DDP's own forward is compiled, and the module's with it.
+    """
+    if ranks.rank == 0 and ranks.size > 1 and (around or is_compiled_whole(module)):
+        _log.warning(WHOLE_COMPILE, ranks.name(0))
+
+
+_NEEDED = {"dist", "_compute_bucket_assignment_by_size", "Reducer"}
+
+
+@final
+class _Dist:
+    """``torch.distributed``, except for the two names that set a Reducer's buckets."""
+
+    def __init__(
+        self,
+        model: TorchDDP,
+        indices: Sequence[Sequence[int]] | None,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._model = model
+        self._indices = None if indices is None else [list(b) for b in indices]
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def _compute_bucket_assignment_by_size(
+        self, parameters: list[torch.Tensor], *limits: Any
+    ) -> tuple[list[list[int]], list[int]]:
+        if self._indices is None:
+            rule: Any = getattr(dist, "_compute_bucket_assignment_by_size")  # noqa: B009
+            by_rule: tuple[list[list[int]], list[int]] = rule(parameters, *limits)
+            return by_rule
+        # DDP reverses both lists, because it assigns in order of declaration.
+        sizes = [
+            sum(parameters[i].numel() * parameters[i].element_size() for i in bucket)
+            for bucket in self._indices
+        ]
+        return self._indices[::-1], sizes[::-1]
+
+    def Reducer(self, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
+        mine, base = self._group, self._model.process_group
+        swapped = [mine if value is base else value for value in args]
+        named = {k: mine if value is base else value for k, value in kwargs.items()}
+        if not any(v is mine for v in (*swapped, *named.values())):
+            raise _unsupported("Reducer takes no process group")
+        reducer: Any = getattr(dist, "Reducer")  # noqa: B009
+        return reducer(*swapped, **named)
+
+
+def build_reducer(
+    model: TorchDDP,
+    indices: Sequence[Sequence[int]] | None,
+    group: dist.ProcessGroup,
+    arguments: tuple[Any, ...],
+) -> None:
+    """Give ``model`` a Reducer with exactly these buckets, in this order.
+
+    ``indices`` are positions in DDP's parameter list, ``None`` for the buckets of DDP's
+    rule; ``group`` is the Reducer's process group; ``arguments`` are those of
+    ``_ddp_init_helper``.
+
+    Raises:
+        PlanMismatch: this version of PyTorch builds its Reducer differently.
+    """
+    helper: Any = TorchDDP._ddp_init_helper  # noqa: SLF001
+    code = helper.__code__
+    if helper.__closure__ is not None or not _NEEDED.issubset(code.co_names):
+        raise _unsupported("DDP sets its Reducer up in another way")
+    borrowed = types.FunctionType(
+        code,
+        {**helper.__globals__, "dist": _Dist(model, indices, group)},
+        helper.__name__,
+        helper.__defaults__,
+    )
+    borrowed(model, *arguments)
+
+
+def _unsupported(what: str) -> PlanMismatch:
+    return PlanMismatch(
+        f"plans are not supported with PyTorch {torch.__version__}: {what}, unlike "
+        "2.11 to 2.15. Install one of these, or pass plan=None for plain DDP."
+    )
+
+
+_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
+"""Attributes in which PowerSGD keeps tensors by bucket."""
+
+
+def on_lanes(
+    hook: Callable[..., Any], groups_of: Callable[[], tuple[object, Sequence[Any]]]
+) -> Callable[..., Any]:
+    """Return the hook, with each bucket's collectives on the bucket's own group.
+
+    ``groups_of`` returns the owner of the buckets and a group for each bucket, or one
+    for all. When the owner changes, tensors that PowerSGD keeps for the old buckets are
+    dropped. A state without ``process_group`` is replaced by the group, as the default
+    hooks expect.
+    """
+    seen: list[object] = []
+
+    @functools.wraps(hook)
+    def run(state: Any, bucket: Any) -> Any:
+        plan, groups = groups_of()
+        if not seen or seen[0] is not plan:
+            seen[:] = [plan]
+            for name in _MEMORIES:
+                if hasattr(state, name):
+                    getattr(state, name).clear()
+        group = groups[0 if len(groups) == 1 else bucket.index()]
+        if not hasattr(state, "process_group"):
+            return hook(group, bucket)
+        state.process_group = group
+        return hook(state, bucket)
+
+    return run
