@@ -40,8 +40,7 @@ def main() -> None:
         tuned.append(tuned_run(job, options, arguments.steps))
         settled = settled or tuned[0]["settled"]
         known += [
-            whole_run(job.planned(settled.carried_out), arguments.steps)
-            for _ in range(2)
+            whole_run(job.planned(settled.executed), arguments.steps) for _ in range(2)
         ]
         tuned.append(tuned_run(job, options, arguments.steps))
     lost_each = [

@@ -30,7 +30,7 @@ def search(job: Job, folder: Path) -> dict:
         return {"settled": False, "steps": steps}
     found = settled[0]
     if dist.get_rank() == 0:
-        found.carried_out.save(folder / "settled.json")
+        found.executed.save(folder / "settled.json")
         found.ddp.save(folder / "ddp.json")
         found.plan.save(folder / "plan.json")
     return {

@@ -269,9 +269,9 @@ def drift(job: Job, interface: str, mbit: int) -> dict:
     guide = CalibratedModel(look.workload, look.cluster)
     _rows, best_plan, _ = grid(job, guide, 1)
     after = {
-        "settled again": job.planned(settled[-1].carried_out),
+        "settled again": job.planned(settled[-1].executed),
         "best of the grid": job.planned(best_plan),
-        "plan from before": job.planned(first.carried_out),
+        "plan from before": job.planned(first.executed),
         "ddp": job.stock(),
     }
     times = final(after, 6)
@@ -346,7 +346,7 @@ def main() -> None:
     say("second run")
     second = tuned_run(job, TuneOptions(watch=False), 15)
     say("its plan known from the first step, twice")
-    plan = guided["settled"].carried_out
+    plan = guided["settled"].executed
     known = [whole_run(job.planned(plan), arguments.steps) for _ in range(2)]
     say("guided run again, without the first one's memory")
     again = tuned_run(job, TuneOptions(watch=False, memory=False), arguments.steps)
@@ -378,7 +378,7 @@ def main() -> None:
     say("all in turns")
     # Searches that found one plan share its times, because the plan is the same.
     chosen = {"grid": best_plan}
-    chosen |= {name: run["settled"].carried_out for name, run in runs.items()}
+    chosen |= {name: run["settled"].executed for name, run in runs.items()}
     by_plan = {p.digest: job.planned(p) for p in chosen.values()}
     times = final({"ddp": job.stock(), **by_plan}, 16)
     times |= {name: times[p.digest] for name, p in chosen.items()}

@@ -98,8 +98,8 @@ def searches(rank: int, size: int, techniques: tuple[str, ...]) -> dict[str, Any
     return {
         "same": ours.losses == theirs.losses,
         "settled": len(settled),
-        "digest": settled[0].carried_out.digest,
-        "carried out": model.plan.digest == settled[0].carried_out.digest,
+        "digest": settled[0].executed.digest,
+        "carried out": model.plan.digest == settled[0].executed.digest,
         "events": events(settled[0]),
         "tried": {
             e.values["technique"] for e in settled[0].story.events if e.what == "tried"
@@ -200,7 +200,7 @@ def remembers(rank: int, size: int, path: str) -> dict[str, Any]:
         "first": events(settled[0]),
         "again": events(settled_again[0] if settled_again else copy._auto),
         "plans": plans,
-        "settled": settled[0].carried_out.digest,
+        "settled": settled[0].executed.digest,
         "same": again.losses == first.losses[:16],
         "changed": profiling,
     }

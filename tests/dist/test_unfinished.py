@@ -116,7 +116,7 @@ def goes_on(rank: int) -> dict[str, Any]:
         "first": first,
         "same": losses == want,
         "events": settled[0].story.events,
-        "plan": settled[0].carried_out,
+        "plan": settled[0].executed,
         "now": model.plan,
     }
 

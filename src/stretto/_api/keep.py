@@ -275,7 +275,7 @@ def _unrecorded(title: str, found: TuningResult, note: str) -> DemoReport:
         speedup_over_ddp=None,
         bound_share=None,
         final_loss=None,
-        plan=found.carried_out,
+        plan=found.executed,
     )
     return _with(found, _page(title, method, [note]), inside=False)
 
@@ -299,7 +299,7 @@ def _with(
     """
     if found is None:
         return report
-    step = simulate_step(found.workload, found.cluster, found.carried_out)
+    step = simulate_step(found.workload, found.cluster, found.executed)
     outside_s = float(found.workload.provenance.get("outside_s", 0.0)) * inside
     (method,) = report.methods
     return replace(

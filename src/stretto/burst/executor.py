@@ -264,7 +264,7 @@ class BurstParallel(nn.Module):
             if trouble is None:
                 raise
         except CommTimeout as exc:
-            known = None if links is None else links.desk.error
+            known = None if links is None else links.failures.error
             raise known or exc from None
 
     def _set_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -591,13 +591,13 @@ class BurstParallel(nn.Module):
         try:
             return self._forwarded(args, kwargs)
         except Exception as exc:
-            if self._links.desk.error is None:
+            if self._links.failures.error is None:
                 self._links.refusals.tell(exc)
             raise
 
     def _forwarded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._links.desk.error is not None:
-            raise self._links.desk.error
+        if self._links.failures.error is not None:
+            raise self._links.failures.error
         if in_checkpoint():
             raise StrettoError(
                 "a burst model can't run again inside a backward, so it can't be "
@@ -748,7 +748,7 @@ class BurstParallel(nn.Module):
         try:
             yield
         except Exception as exc:
-            if self._links.desk.error is None:
+            if self._links.failures.error is None:
                 self._links.refusals.tell(exc, inside=True)
             raise
 
@@ -875,8 +875,8 @@ class BurstParallel(nn.Module):
         """
         if self._ranks.size == 1:
             return
-        if self._links.desk.error is not None:
-            raise self._links.desk.error
+        if self._links.failures.error is not None:
+            raise self._links.failures.error
         self._links.refusals.withdraw()
         purpose = f"refresh a burst model with {len(optimizers)} optimizers"
         # States are sent by parameter, so each optimizer must hold the same ones.
@@ -892,8 +892,8 @@ class BurstParallel(nn.Module):
                 f"{exc} Every rank must call refresh() and full_state_dict(), as "
                 "often and in the same place: ranks make different calls"
             )
-            assert self._links.desk.error is not None  # noqa: S101
-            raise self._links.desk.error from None
+            assert self._links.failures.error is not None  # noqa: S101
+            raise self._links.failures.error from None
 
     def _bring(
         self, roots: dict[str, int], optimizers: tuple[Optimizer, ...], place: str
@@ -1173,7 +1173,7 @@ def _checked(
 
 def _is_ended(links: weakref.ref[Links]) -> bool:
     found = links()
-    return found is not None and found.desk.error is not None
+    return found is not None and found.failures.error is not None
 
 
 @final

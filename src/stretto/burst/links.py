@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from stretto.burst.refusals import Refusals
 from stretto.cost.burst import MOST_DIRECT
 from stretto.errors import CommTimeout
-from stretto.runtime.failure import FailureDesk
+from stretto.runtime.failure import FailureReporter
 from stretto.runtime.lanes import LanePool
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ class Links:
         self._lanes = lanes
         self._pools: list[LanePool] = []
         self._groups: dict[Width, GroupLinks] = {}
-        self.desk = FailureDesk(ranks, self._abort, key=lambda: f"burst/{serial}")
+        self.failures = FailureReporter(
+            ranks, self._abort, key=lambda: f"burst/{serial}"
+        )
         self.elsewhere: Callable[[], str] = str
         """Reports errors of other ranks in this one."""
         weak = weakref.ref(self)
@@ -178,32 +180,32 @@ class Links:
         Raises:
             CommTimeout: naming the place and the lost ranks.
         """
-        if self.desk.error is not None:
-            raise self.desk.error
+        if self.failures.error is not None:
+            raise self.failures.error
         self.refusals.withdraw()
         try:
             with self.refusals.waiting(place):
                 yield
         except RuntimeError as exc:
             own = self.refusals.given_up()
-            if own and self.desk.error is None:
-                self.desk.error = CommTimeout(
+            if own and self.failures.error is None:
+                self.failures.error = CommTimeout(
                     f"{self.ranks.name(self.ranks.rank)}: {place} can't finish: the "
                     "other ranks no longer wait for this one, after an error of its "
                     f"own: {own}"
                 )
-            if self.desk.error is None and (why := self.refusals.explain(place)):
+            if self.failures.error is None and (why := self.refusals.explain(place)):
                 self.end(why)
-            is_first = self.desk.error is None
-            error = self.desk.report(place, exc)
+            is_first = self.failures.error is None
+            error = self.failures.report(place, exc)
             if is_first and (more := self.elsewhere()):
-                error = self.desk.error = CommTimeout(f"{error} {more}")
+                error = self.failures.error = CommTimeout(f"{error} {more}")
             raise error from exc
 
     def end(self, text: str) -> None:
         """Close the connections and make this every later call's error."""
-        if self.desk.error is None:
-            self.desk.error = CommTimeout(text)
+        if self.failures.error is None:
+            self.failures.error = CommTimeout(text)
             self._abort()
 
     def close(self) -> None:

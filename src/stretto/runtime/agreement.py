@@ -522,7 +522,7 @@ def timeout_of(seconds: float) -> timedelta:
 _log = logging.getLogger(__name__)
 
 
-def meet(
+def require_matching_setup(
     agreement: Agreement,
     ranks: Ranks,
     *,
@@ -574,7 +574,7 @@ def meet(
         )
 
 
-def all_took(
+def require_plan_applied(
     agreement: Agreement, ranks: Ranks, plan: Plan | None, trouble: Exception | None
 ) -> None:
     """Require that a plan's lanes are open on every rank.

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from stretto.runtime.lanes import Need
-    from stretto.runtime.plan_binding import Part, Route
+    from stretto.runtime.plan_binding import BucketSchedule, Slice
 
 
 @final
@@ -201,7 +201,7 @@ class NarrowLanes:
 
     def __init__(
         self,
-        routes: Sequence[Route],
+        routes: Sequence[BucketSchedule],
         lanes: Mapping[Need, Any],
         *,
         error_feedback: bool,
@@ -224,7 +224,7 @@ class NarrowLanes:
         self._reduces: dict[tuple[int, int], NarrowReduce] = {}
         self._streams: dict[int, torch.cuda.Stream] = {}
 
-    def reduce(self, route: Route, part: Part) -> Any:
+    def reduce(self, route: BucketSchedule, part: Slice) -> Any:
         """Return a lane's ``allreduce`` for a slice, including conversion."""
         lane = self._lanes[part.lane, part.resource]
         thread = self._threads.get(_key(lane))
@@ -234,11 +234,11 @@ class NarrowLanes:
             return partial(_start_wide, thread, lane)
         return partial(_start_narrow, thread, self._narrow(route, part))
 
-    def has_thread(self, part: Part) -> bool:
+    def has_thread(self, part: Slice) -> bool:
         """Return whether `reduce` runs a slice on a thread instead of the lane."""
         return _key(self._lanes[part.lane, part.resource]) in self._threads
 
-    def launcher_on_streams(self, route: Route, device: torch.device) -> Any:
+    def launcher_on_streams(self, route: BucketSchedule, device: torch.device) -> Any:
         """Return a launcher of a narrow bucket on CUDA."""
         rows = []
         for part in route.parts:
@@ -248,7 +248,7 @@ class NarrowLanes:
             rows.append((stream, self._narrow(route, part), part.start, part.end))
         return partial(_launch_on_streams, rows)
 
-    def _narrow(self, route: Route, part: Part) -> NarrowReduce:
+    def _narrow(self, route: BucketSchedule, part: Slice) -> NarrowReduce:
         # Cached, because residuals must outlive a change of observers.
         key = (route.index, part.start)
         if key not in self._reduces:

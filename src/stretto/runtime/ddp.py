@@ -13,12 +13,17 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stretto.errors import PlanMismatch, StrettoError
-from stretto.runtime.agreement import Agreement, all_took, meet, ranks_of
+from stretto.runtime.agreement import (
+    Agreement,
+    ranks_of,
+    require_matching_setup,
+    require_plan_applied,
+)
 from stretto.runtime.ddp_group import WatchedGroup
 from stretto.runtime.ends import at_the_end
-from stretto.runtime.failure import FailureDesk
+from stretto.runtime.failure import FailureReporter
 from stretto.runtime.lanes import LanePool
-from stretto.runtime.nan_check import NumericsWatch, check_words
+from stretto.runtime.nan_check import NanCheck, check_words
 from stretto.runtime.negotiated.front import (
     STATIC,
     NegotiatedFront,
@@ -54,7 +59,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from stretto.runtime.plan_binding import Route, TensorRow
+    from stretto.runtime.plan_binding import BucketSchedule, TensorRow
     from stretto.runtime.recording.step import AbstractStepObserver, BucketRow
 
 _log = logging.getLogger(__name__)
@@ -242,7 +247,7 @@ class DistributedDataParallel(TorchDDP):
         """Execute ``plan`` on every rank, or leave every rank unchanged."""
 
         def all_prepared(trouble: Exception | None) -> None:
-            all_took(self._agreement, self._ranks, plan, trouble)
+            require_plan_applied(self._agreement, self._ranks, plan, trouble)
 
         self._replace_reducer(plan, all_prepared)
 
@@ -266,7 +271,7 @@ class DistributedDataParallel(TorchDDP):
         except RuntimeError as exc:
             trouble = exc
             if planned is None and plan is not None:  # a peer did not arrive
-                trouble = self._desk.report("the opening of a plan's lanes", exc)
+                trouble = self._failures.report("the opening of a plan's lanes", exc)
         try:
             agree(trouble)
         except BaseException:
@@ -662,7 +667,7 @@ class DistributedDataParallel(TorchDDP):
         return WatchedGroup(
             base=self.process_group,
             device=self._device_used,
-            desk=self._desk,
+            failures=self._failures,
             backend=self._backend,
             waits=waits,
             numerics=self._numerics if waits else None,
@@ -694,7 +699,7 @@ class DistributedDataParallel(TorchDDP):
         which keeps the model and DDP's hooks alive until garbage collection.
         """
         if is_communication_error(exc) and not isinstance(exc, StrettoError):
-            raise self._desk.report(place, exc) from exc
+            raise self._failures.report(place, exc) from exc
 
     def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.device_ids:
@@ -864,10 +869,10 @@ class DistributedDataParallel(TorchDDP):
         self._pools = 0
         # Weak: a dropped model must be freed at once, as with DDP.
         abort = weakref.WeakMethod(self._abort_lanes)
-        self._desk = FailureDesk(
+        self._failures = FailureReporter(
             self._ranks, partial(_call, abort), key=partial(_key_of, self._agreement)
         )
-        self._numerics = NumericsWatch.of(
+        self._numerics = NanCheck.of(
             *self._nan,
             ranks=self._ranks,
             agreement=self._agreement,
@@ -909,7 +914,7 @@ class DistributedDataParallel(TorchDDP):
                 self._routes(module, plan)
             except StrettoError as exc:
                 trouble = exc
-        meet(
+        require_matching_setup(
             self._agreement,
             self._ranks,
             purpose=purpose,
@@ -927,7 +932,7 @@ class DistributedDataParallel(TorchDDP):
             device=self._device_used,
             routes=self._routes(module, plan),
             pool=self._pool(),
-            desk=self._desk,
+            failures=self._failures,
             deferred=plan.overlap == "none",
             nccl=self._backend == "nccl",
             error_feedback=self._error_feedback,
@@ -944,7 +949,7 @@ class DistributedDataParallel(TorchDDP):
             return self._trained
         return parameter_rows(module, self._ignored)
 
-    def _routes(self, module: nn.Module, plan: Plan) -> list[Route]:
+    def _routes(self, module: nn.Module, plan: Plan) -> list[BucketSchedule]:
         if self._unplannable is not None:
             raise PlanMismatch(f"{self._unplannable} Leave it out, or pass plan=None.")
         return routes_of(

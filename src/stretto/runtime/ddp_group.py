@@ -14,8 +14,8 @@ from stretto.runtime.torch_compat import without_dynamo
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stretto.runtime.failure import FailureDesk
-    from stretto.runtime.nan_check import NumericsWatch
+    from stretto.runtime.failure import FailureReporter
+    from stretto.runtime.nan_check import NanCheck
 
 _PLACE = "the all-reduce of a bucket of DDP's"
 
@@ -29,7 +29,7 @@ class WatchedGroup(dist.ProcessGroup):
 
     Every collective uses the model's own group, as with DDP. On Gloo this group waits
     for the works of a backward just before the Reducer does, so that a failure raises
-    the one error of a `FailureDesk` rather than an address and a closed connection.
+    the one error of a `FailureReporter` rather than an address and a closed connection.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class WatchedGroup(dist.ProcessGroup):
         *,
         base: dist.ProcessGroup,
         device: torch.device,
-        desk: FailureDesk,
+        failures: FailureReporter,
         backend: str = "gloo",
         waits: bool = True,
-        numerics: NumericsWatch | None = None,
+        numerics: NanCheck | None = None,
         buckets: list[list[int]] | None = None,
         rebuilt: Callable[[], Callable[[list[list[int]]], None] | None] | None = None,
         reduced: Callable[[], Callable[[], None] | None] | None = None,
@@ -50,7 +50,7 @@ class WatchedGroup(dist.ProcessGroup):
         Args:
             base: The model's own group.
             device: The device of its gradients.
-            desk: Reports a failure.
+            failures: Reports a failure.
             backend: The backend of ``base`` for that device.
             waits: Whether failures are found before the Reducer's end.
             numerics: Checks gradients.
@@ -67,7 +67,7 @@ class WatchedGroup(dist.ProcessGroup):
         self._register_backend(device, kind, base._get_backend(device))  # noqa: SLF001
         self._set_default_backend(kind)
         self._base = base
-        self._desk = desk
+        self._failures = failures
         self._waits = waits
         self._numerics = numerics
         self._buckets = buckets
@@ -87,7 +87,7 @@ class WatchedGroup(dist.ProcessGroup):
             if not self._waits:
                 return self._base.allreduce(tensors, opts)
             future = self._base.allreduce(tensors, opts).get_future()
-            return Launched(future.then(partial(_settle, self._desk, tensors)))
+            return Launched(future.then(partial(_settle, self._failures, tensors)))
         if task != self._task:
             # The first bucket of a backward. A callback queued here runs before the
             # Reducer's own callback, which it queues after its last bucket.
@@ -101,7 +101,7 @@ class WatchedGroup(dist.ProcessGroup):
         try:
             work = self._base.allreduce(tensors, opts)
         except RuntimeError as exc:
-            raise self._desk.report(_PLACE, exc) from exc
+            raise self._failures.report(_PLACE, exc) from exc
         self._works.append(work)
         return work
 
@@ -138,8 +138,8 @@ class WatchedGroup(dist.ProcessGroup):
 
     def begin_forward(self, *, reduces: bool) -> None:
         """Raise the last step's error, if any; with ``reduces`` start a step."""
-        if self._desk.error is not None:
-            raise self._desk.error
+        if self._failures.error is not None:
+            raise self._failures.error
         if reduces and self._numerics is not None:
             self._numerics.begin_step()
 
@@ -151,7 +151,7 @@ class WatchedGroup(dist.ProcessGroup):
         works = self._works[:]
         self._works.clear()
         for work in works:
-            self._desk.wait(work, _PLACE)
+            self._failures.wait(work, _PLACE)
         if self._numerics is not None:
             self._numerics.reduced()
         # Behind the Reducer's callback, which was queued after this one.
@@ -164,11 +164,11 @@ class WatchedGroup(dist.ProcessGroup):
 
 
 def _settle(
-    desk: FailureDesk, tensors: list[torch.Tensor], ended: Any
+    failures: FailureReporter, tensors: list[torch.Tensor], ended: Any
 ) -> list[torch.Tensor]:
     # Holds no group: see Note [Callbacks hold no group].
     try:
         ended.value()
     except RuntimeError as exc:
-        raise desk.report(_PLACE, exc) from exc
+        raise failures.report(_PLACE, exc) from exc
     return tensors

@@ -41,7 +41,7 @@ _TIMED_OUT = ("timed out", "timeout", "took too long")
 
 
 @final
-class FailureDesk:
+class FailureReporter:
     """Turns the first failure of a model's communication into its one error.
 
     A closed connection names a neighbor's address, and often that neighbor ended only

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stretto.runtime.plan_binding import Part
+    from stretto.runtime.plan_binding import Slice
 
     Start = Callable[[torch.Tensor, Any], Sequence[Any]]
     """Starts a bucket's collectives and gives what to ``wait()`` for, one a slice.
@@ -68,7 +68,7 @@ def launch_nothing(buffer: torch.Tensor, _opts: Any) -> dist.Work:
     return Launched(done(buffer))
 
 
-def stamp(finished: Any, part: Part, future: Any) -> Any:
+def stamp(finished: Any, part: Slice, future: Any) -> Any:
     """Return a slice's result and report its end to an observer."""
     now_s = perf_counter()
     value = future.value()

@@ -77,7 +77,7 @@ class _Flags(NamedTuple):
 
 
 @final
-class NumericsWatch:
+class NanCheck:
     """Checks every reduced step of one model and warns or raises.
 
     A step is one reduced backward, counted from 0. Up to ``patience`` consecutive steps
@@ -112,7 +112,7 @@ class NumericsWatch:
         self._flags: deque[_Flags] = deque()
 
     @classmethod
-    def of(cls, action: str, patience: int, **how: Any) -> NumericsWatch | None:
+    def of(cls, action: str, patience: int, **how: Any) -> NanCheck | None:
         """Return a watch, or None if nothing is to be checked."""
         if action == "off":
             return None

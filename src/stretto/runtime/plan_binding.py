@@ -31,7 +31,7 @@ class TensorRow(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Slice:
     """One collective: elements ``start`` to ``end`` of a bucket, on a lane.
 
     A complex gradient counts as two real elements, as the Reducer sends it.
@@ -47,7 +47,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class BucketSchedule:
     """The lanes and slices of one bucket."""
 
     index: int
@@ -59,7 +59,7 @@ class Route:
 
     elements: int
 
-    parts: tuple[Part, ...]
+    parts: tuple[Slice, ...]
 
     wire: str | None = None
     """Type on the wire if it differs from the gradients' own."""
@@ -144,7 +144,7 @@ def routes_of(
     *,
     backend: str,
     device: torch.device,
-) -> list[Route]:
+) -> list[BucketSchedule]:
     """Return the route of each bucket of ``plan``, in launch order.
 
     Raises:
@@ -294,7 +294,7 @@ def _route(
     positions: Sequence[int],
     sparse: set[int],
     pieces: int,
-) -> Route:
+) -> BucketSchedule:
     dtypes = sorted({row.dtype for row, _ in rows})
     devices = sorted({str(parameter.device) for _, parameter in rows})
     if len(dtypes) > 1 or len(devices) > 1:
@@ -316,14 +316,14 @@ def _route(
     bounds = slice_bounds(elements, bucket.slices) or ((0, elements),)
     # The Reducer sends complex gradients as pairs of real numbers.
     reals = 2 if getattr(torch, dtypes[0]).is_complex else 1
-    return Route(
+    return BucketSchedule(
         index=index,
         tensors=bucket.tensors,
         parameters=tuple(positions),
         elements=reals * elements,
         wire=wire,
         parts=tuple(
-            Part(
+            Slice(
                 lane=(bucket.lane + i) % plan.lanes,
                 resource=bucket.resource,
                 start=reals * (start + first),

@@ -54,11 +54,11 @@ from stretto.runtime.torch_compat import without_dynamo
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stretto.runtime.failure import FailureDesk
+    from stretto.runtime.failure import FailureReporter
     from stretto.runtime.lanes import LanePool
     from stretto.runtime.launch import Start
-    from stretto.runtime.nan_check import NumericsWatch
-    from stretto.runtime.plan_binding import Part, Route
+    from stretto.runtime.nan_check import NanCheck
+    from stretto.runtime.plan_binding import BucketSchedule, Slice
     from stretto.runtime.recording.step import AbstractStepObserver
 
 _log = logging.getLogger(__name__)
@@ -77,7 +77,10 @@ _graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 
 
 def _settle(
-    weak: weakref.ref[PlannedGroup], route: Route, buffer: torch.Tensor, ended: Any
+    weak: weakref.ref[PlannedGroup],
+    route: BucketSchedule,
+    buffer: torch.Tensor,
+    ended: Any,
 ) -> torch.Tensor:
     """Return a reduced bucket, or report the failure of its collective."""
     try:
@@ -103,13 +106,13 @@ class PlannedGroup(dist.ProcessGroup):
         *,
         base: dist.ProcessGroup,
         device: torch.device,
-        routes: Sequence[Route],
+        routes: Sequence[BucketSchedule],
         pool: LanePool,
-        desk: FailureDesk,
+        failures: FailureReporter,
         deferred: bool,
         nccl: bool,
         error_feedback: bool = False,
-        numerics: NumericsWatch | None = None,
+        numerics: NanCheck | None = None,
         reduced: Callable[[], Callable[[], None] | None] | None = None,
     ) -> None:
         # Only this form of the constructor lets C++ call the methods below.
@@ -126,7 +129,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._base = base
         self._routes = tuple(routes)
         self._pool = pool
-        self._desk = desk
+        self._failures = failures
         self._numerics = numerics
         # Weak, because the Reducer holds this group and the model holds the Reducer.
         self._reduced = reduced
@@ -184,7 +187,7 @@ class PlannedGroup(dist.ProcessGroup):
         try:
             work = self._base.allreduce(tensors, opts)
         except RuntimeError as exc:
-            raise self._desk.report(_USED, exc) from exc
+            raise self._failures.report(_USED, exc) from exc
         self._aside.append(work)
         return work
 
@@ -211,7 +214,7 @@ class PlannedGroup(dist.ProcessGroup):
     # Called by the model.
 
     @property
-    def routes(self) -> tuple[Route, ...]:
+    def routes(self) -> tuple[BucketSchedule, ...]:
         """The route of each bucket, in launch order."""
         return self._routes
 
@@ -234,8 +237,8 @@ class PlannedGroup(dist.ProcessGroup):
 
         With ``reduces`` a step starts here, even after one that an exception cut short.
         """
-        if self._desk.error is not None:
-            raise self._desk.error
+        if self._failures.error is not None:
+            raise self._failures.error
         if not reduces:
             return
         self._next = 0
@@ -281,7 +284,9 @@ class PlannedGroup(dist.ProcessGroup):
 
     # Setup.
 
-    def _settling(self, route: Route, observer: AbstractStepObserver | None) -> Any:
+    def _settling(
+        self, route: BucketSchedule, observer: AbstractStepObserver | None
+    ) -> Any:
         """Return a launcher of a bucket whose future other code waits for."""
         if self.size() == 1:
             return launch_nothing
@@ -302,19 +307,19 @@ class PlannedGroup(dist.ProcessGroup):
             return partial(self._launch_observed, launched, rows, settle)
         return partial(self._launch_settling, self._start(route), settle, route)
 
-    def _quick(self, route: Route) -> Any:
+    def _quick(self, route: BucketSchedule) -> Any:
         """Return a launcher of a bucket that is waited for at the end of backward."""
         if len(route.parts) == 1 and not self._narrow.has_thread(route.parts[0]):
             return partial(self._launch_whole, self._reduces(route)[0], route)
         return partial(self._launch_parts, self._start(route), route)
 
-    def _start(self, route: Route) -> Start:
+    def _start(self, route: BucketSchedule) -> Start:
         reduces = self._reduces(route)
         if len(reduces) == 1:
             return partial(start_whole, reduces[0])
         return partial(start_slices, reduces, [p.end - p.start for p in route.parts])
 
-    def _reduces(self, route: Route) -> list[Any]:
+    def _reduces(self, route: BucketSchedule) -> list[Any]:
         return [self._narrow.reduce(route, part) for part in route.parts]
 
     def _deferring(self, launchers: Sequence[Any], hold: Any, last: Any) -> list[Any]:
@@ -327,7 +332,7 @@ class PlannedGroup(dist.ProcessGroup):
     # Launch. Everything was decided above.
 
     def _launch_whole(
-        self, reduce: Any, route: Route, buffer: torch.Tensor, opts: Any
+        self, reduce: Any, route: BucketSchedule, buffer: torch.Tensor, opts: Any
     ) -> dist.Work:
         try:
             work: dist.Work = reduce([buffer], opts)
@@ -337,7 +342,7 @@ class PlannedGroup(dist.ProcessGroup):
         return work
 
     def _launch_parts(
-        self, start: Start, route: Route, buffer: torch.Tensor, opts: Any
+        self, start: Start, route: BucketSchedule, buffer: torch.Tensor, opts: Any
     ) -> dist.Work:
         try:
             self._works += start(buffer, opts)
@@ -348,7 +353,12 @@ class PlannedGroup(dist.ProcessGroup):
         return Launched(pending)
 
     def _launch_settling(
-        self, start: Start, settle: Any, route: Route, buffer: torch.Tensor, opts: Any
+        self,
+        start: Start,
+        settle: Any,
+        route: BucketSchedule,
+        buffer: torch.Tensor,
+        opts: Any,
     ) -> dist.Work:
         try:
             futures = [work.get_future() for work in start(buffer, opts)]
@@ -358,7 +368,7 @@ class PlannedGroup(dist.ProcessGroup):
         return Launched(future.then(partial(settle, buffer)))
 
     def _launch_guarded(
-        self, launch: Any, route: Route, buffer: torch.Tensor, opts: Any
+        self, launch: Any, route: BucketSchedule, buffer: torch.Tensor, opts: Any
     ) -> dist.Work:
         try:
             work: dist.Work = launch(buffer, opts)
@@ -369,7 +379,7 @@ class PlannedGroup(dist.ProcessGroup):
     def _launch_observed(
         self,
         launched: Callable[[float], None],
-        rows: Sequence[tuple[Any, Part, Any]],
+        rows: Sequence[tuple[Any, Slice, Any]],
         settle: Any,
         buffer: torch.Tensor,
         opts: Any,
@@ -429,7 +439,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._looked_at.clear()
         quick = self._in_backward and self._raises_late and self._warm
         self._launchers = self._tables[quick]
-        if self._desk.error is not None:
+        if self._failures.error is not None:
             self._launchers = self._nothing
 
     def _close_step(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
@@ -440,16 +450,16 @@ class PlannedGroup(dist.ProcessGroup):
             _queue_callback(self._before_finalize)
         return launched
 
-    def fail(self, route: Route, cause: RuntimeError) -> None:
+    def fail(self, route: BucketSchedule, cause: RuntimeError) -> None:
         """Report a failed collective; raise the error if a caller waits for it."""
-        error = self._desk.report(route.place, cause)
+        error = self._failures.report(route.place, cause)
         # Later buckets would wait on lanes that are closed.
         self._launchers = self._nothing
         if not (self._raises_late and self._in_backward):
             raise error
 
     def _give_up(
-        self, route: Route, buffer: torch.Tensor, cause: RuntimeError
+        self, route: BucketSchedule, buffer: torch.Tensor, cause: RuntimeError
     ) -> dist.Work:
         self.fail(route, cause)
         return Launched(done(buffer))
@@ -468,11 +478,11 @@ class PlannedGroup(dist.ProcessGroup):
             try:
                 work.wait()
             except RuntimeError as exc:
-                raise self._desk.report(route.place, exc) from exc
-        if self._desk.error is not None and self._works:
-            raise self._desk.error
+                raise self._failures.report(route.place, exc) from exc
+        if self._failures.error is not None and self._works:
+            raise self._failures.error
         for work in self._aside:
-            self._desk.wait(work, _USED)
+            self._failures.wait(work, _USED)
         self._aside.clear()
         for pending, buffer in self._pending:
             pending.set_result(buffer)
@@ -484,12 +494,12 @@ class PlannedGroup(dist.ProcessGroup):
                 for look in self._looked_at:
                     look.wait()
             self._looked_at.clear()
-            if self._desk.error is None:
+            if self._failures.error is None:
                 self._numerics.reduced()
 
     def _after_finalize(self) -> None:
-        if self._desk.error is not None:
-            raise self._desk.error
+        if self._failures.error is not None:
+            raise self._failures.error
         call = None if self._reduced is None else self._reduced()
         if call is not None:
             call()

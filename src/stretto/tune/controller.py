@@ -601,7 +601,7 @@ class AutoPlan:
         checked = self._known.checked
         before = None
         if self._settled is not None:
-            before = self._settled.carried_out
+            before = self._settled.executed
         elif checked is not None:
             before = checked.plan
         nearest = None
@@ -704,7 +704,7 @@ class AutoPlan:
     def _settle(
         self, settled: TuningResult, *, why: str = "as measured", **spent: Any
     ) -> None:
-        chosen = settled.carried_out
+        chosen = settled.executed
         self._change(chosen)
         self._model.release_unused_lanes()
         self._record(
@@ -728,7 +728,7 @@ class AutoPlan:
         before = self._settled
         self._settled = settled
         if self._watch is not None:
-            better = before is None or before.carried_out.digest != chosen.digest
+            better = before is None or before.executed.digest != chosen.digest
             self._watch.settled_again(settled.step_s, better=better)
         elif self._options.watch:
             self._watch = DriftDetector(settled.step_s)
@@ -759,7 +759,7 @@ class AutoPlan:
         self._memory.remember(
             CachedPlan(
                 job=self._known.job,
-                plan=settled.carried_out,
+                plan=settled.executed,
                 workload=settled.workload,
                 cluster=settled.cluster,
                 step_s=settled.step_s,

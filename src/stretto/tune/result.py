@@ -58,7 +58,7 @@ class TuningResult:
         return self.saved_ratio >= LEAST_GAIN_RATIO
 
     @property
-    def carried_out(self) -> Plan:
+    def executed(self) -> Plan:
         """The plan that the next steps execute: ours, or DDP's buckets on one lane.
 
         DDP's buckets go through the runtime too, so that an error can name a lost rank.

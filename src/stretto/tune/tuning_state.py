@@ -165,7 +165,7 @@ def _end(
         kept = memory.remember(
             CachedPlan(
                 job=known.job,
-                plan=so_far.carried_out,
+                plan=so_far.executed,
                 workload=so_far.workload,
                 cluster=so_far.cluster,
                 step_s=so_far.step_s,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from stretto.errors import CommTimeout, RankDisagreement
 from stretto.runtime.agreement import Agreement, Ranks
-from stretto.runtime.failure import FailureDesk
+from stretto.runtime.failure import FailureReporter
 from stretto.runtime.presence import is_communication_error
 
 
@@ -144,7 +144,7 @@ def test_a_roll_call_names_the_rank_that_is_silent(
     monkeypatch.setattr("stretto.runtime.failure._ROLL_CALL_S", 0.5)
     closed: list[int] = []
     ranks = make_ranks(4)
-    desks = [FailureDesk(r, lambda rank=r.rank: closed.append(rank)) for r in ranks]
+    desks = [FailureReporter(r, lambda rank=r.rank: closed.append(rank)) for r in ranks]
     cause = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
 
     def fail(rank: int) -> str:

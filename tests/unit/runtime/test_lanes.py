@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from stretto.errors import PlanMismatch
-from stretto.runtime import lanes_gloo, lanes_nccl
 from stretto.runtime.agreement import Ranks
+from stretto.runtime.backends import gloo as lanes_gloo
+from stretto.runtime.backends import nccl as lanes_nccl
 from stretto.runtime.backends.nccl import Communicator, communicators_of
 from stretto.runtime.lanes import needs_of
 from stretto.schema import Bucket, Plan

@@ -18,7 +18,7 @@ from stretto.runtime import lanes_nccl, launch_nccl
 from stretto.runtime.agreement import Ranks
 from stretto.runtime.backends.nccl import LAUNCH_ORDER
 from stretto.runtime.lanes import LanePool, check_lanes
-from stretto.runtime.plan_binding import Part, Route
+from stretto.runtime.plan_binding import BucketSchedule, Slice
 from stretto.schema import Bucket, Plan
 
 DEVICE = torch.device("cuda", 0)
@@ -185,13 +185,13 @@ def streams(monkeypatch):
 
 
 def route(*cuts):
-    return Route(
+    return BucketSchedule(
         index=5,
         tensors=("a",),
         parameters=(0,),
         elements=cuts[-1],
         parts=tuple(
-            Part(lane=i, resource=None, start=start, end=end)
+            Slice(lane=i, resource=None, start=start, end=end)
             for i, (start, end) in enumerate(zip((0, *cuts), cuts, strict=False))
         ),
     )

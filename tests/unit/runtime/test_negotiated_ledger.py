@@ -20,7 +20,7 @@ from stretto.runtime.negotiated.ledger import (
     Refuse,
 )
 from stretto.runtime.negotiated.requests import Kind, Op, Request
-from stretto.runtime.negotiated.units import LaneLoads, Row, cut
+from stretto.runtime.negotiated.send import LaneLoads, Row, cut
 
 
 def allreduce(name: str, elements: int = 4, **more) -> Request:

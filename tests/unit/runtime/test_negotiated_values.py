@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from stretto.errors import SpecError
 from stretto.runtime.negotiated import reductions
-from stretto.runtime.negotiated.options import EngineOptions
-from stretto.runtime.negotiated.pace import Pace
+from stretto.runtime.negotiated.api import EngineOptions
+from stretto.runtime.negotiated.progress import Pace
 from stretto.runtime.negotiated.requests import (
     DTYPES,
     Kind,
@@ -22,7 +22,7 @@ from stretto.runtime.negotiated.requests import (
     decode,
     encode,
 )
-from stretto.runtime.negotiated.steps import OrderWatch, common_order
+from stretto.runtime.negotiated.stable_order import OrderWatch, common_order
 
 
 @given(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from stretto.errors import CommTimeout
 from stretto.runtime import presence as presence_module
 from stretto.runtime.agreement import Agreement, Ranks
-from stretto.runtime.failure import FailureDesk
+from stretto.runtime.failure import FailureReporter
 from stretto.runtime.presence import Identity, Presence, State, own_identity, state_of
 
 if TYPE_CHECKING:
@@ -105,9 +105,9 @@ def test_a_roll_call_names_the_dead_and_not_the_busy(
 ) -> None:
     ranks = make_ranks(processes, 3, monkeypatch)
     processes.kill(2)
-    desk = FailureDesk(ranks[1], lambda: None)
+    failures = FailureReporter(ranks[1], lambda: None)
     began_s = time.perf_counter()
-    text = str(desk.report("the all-reduce of bucket 0", CAUSE))
+    text = str(failures.report("the all-reduce of bucket 0", CAUSE))
     assert "rank 12 is gone (process " in text
     assert "rank 10" not in text  # it has not answered, but it runs
     assert time.perf_counter() - began_s < 4.0
@@ -117,9 +117,9 @@ def test_who_runs_is_late_or_stuck_rather_than_gone(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = make_ranks(processes, 2, monkeypatch, timeout_s=4.0)
-    desk = FailureDesk(ranks[1], lambda: None)
+    failures = FailureReporter(ranks[1], lambda: None)
     began_s = time.perf_counter()
-    text = str(desk.report("the all-reduce of bucket 0", RuntimeError("Timed out")))
+    text = str(failures.report("the all-reduce of bucket 0", RuntimeError("Timed out")))
     assert "rank 10 is late or stuck" in text
     assert "still runs" in text
     # A quarter of a short time-out, where a long one would have 5 s.
@@ -135,7 +135,7 @@ def test_the_exception_that_ended_a_rank_is_told(
         assert presence is not None
         presence.note_exception(exc)
         processes.kill(rank)
-    text = str(FailureDesk(ranks[1], lambda: None).report("a collective", CAUSE))
+    text = str(FailureReporter(ranks[1], lambda: None).report("a collective", CAUSE))
     # Rank 13 ended because of rank 12.
     assert "rank 12 is gone" in text
     assert "ValueError: mine" in text
@@ -147,10 +147,10 @@ def test_what_one_host_sees_others_are_told(
 ) -> None:
     ranks = make_ranks(processes, 3, monkeypatch)
     processes.kill(2)
-    FailureDesk(ranks[1], lambda: None).report("a collective", CAUSE)
+    FailureReporter(ranks[1], lambda: None).report("a collective", CAUSE)
     # Now as on another host.
     monkeypatch.setattr(presence_module, "_kernel", lambda: "another")
-    text = str(FailureDesk(ranks[0], lambda: None).report("a collective", CAUSE))
+    text = str(FailureReporter(ranks[0], lambda: None).report("a collective", CAUSE))
     assert "rank 12 is gone (process " in text
 
 
@@ -159,7 +159,7 @@ def test_one_models_failure_is_not_the_next_ones(
 ) -> None:
     ranks = make_ranks(processes, 2, monkeypatch, timeout_s=4.0)
     desks = [
-        [FailureDesk(r, lambda: None, key=lambda key=key: key) for r in ranks]
+        [FailureReporter(r, lambda: None, key=lambda key=key: key) for r in ranks]
         for key in ("1", "2")
     ]
     desks[0][0].report("a collective", CAUSE)

@@ -9,30 +9,30 @@ import pytest
 import torch
 
 from stretto.runtime.negotiated import Handle, Kind, Op, Request
-from stretto.runtime.negotiated.jobs import Job
 from stretto.runtime.negotiated.ledger import Launch, Refuse
-from stretto.runtime.negotiated.riding import Riding, wire_bytes
+from stretto.runtime.negotiated.pending import PendingRequest
+from stretto.runtime.negotiated.rounds import PiggybackSlot, wire_bytes
 
 X = Request(name="x", kind=Kind.ALLREDUCE, dtype="float32", shape=(5,))
 
 
-def job(request: Request, values: torch.Tensor) -> Job:
-    return Job(request, values, None, Handle(request.place))
+def job(request: Request, values: torch.Tensor) -> PendingRequest:
+    return PendingRequest(request, values, None, Handle(request.place))
 
 
 def launch(request: Request, joined: frozenset[int] = frozenset()) -> Launch:
     return Launch(request.name, (request, request), joined)
 
 
-def with_room(request: Request) -> list[Riding]:
+def with_room(request: Request) -> list[PiggybackSlot]:
     """Two ranks whose last launch was of that request."""
-    ranks = [Riding(), Riding()]
+    ranks = [PiggybackSlot(), PiggybackSlot()]
     for riding in ranks:
-        riding.carry_out([launch(request)], {}, 2)
+        riding.execute([launch(request)], {}, 2)
     return ranks
 
 
-def exchange(ranks: list[Riding], loads: list[bytes]) -> None:
+def exchange(ranks: list[PiggybackSlot], loads: list[bytes]) -> None:
     assert {len(load) for load in loads} == {ranks[0].size_bytes}
     rows = numpy.frombuffer(b"".join(loads), dtype=numpy.uint8).reshape(len(loads), -1)
     for riding in ranks:
@@ -54,12 +54,12 @@ def test_what_may_not_ride(request_: Request) -> None:
 
 
 def test_without_a_small_launch_there_is_no_room() -> None:
-    riding = Riding()
+    riding = PiggybackSlot()
     assert riding.load([(0, "x")], {"x": job(X, torch.ones(5))}) == b""
-    riding.carry_out([launch(dataclasses.replace(X, shape=(3000,)))], {}, 2)
+    riding.execute([launch(dataclasses.replace(X, shape=(3000,)))], {}, 2)
     assert riding.size_bytes == 0
     # Where a rank has joined, none rides: it has nothing to put in.
-    riding.carry_out([launch(X, frozenset({1}))], {}, 2)
+    riding.execute([launch(X, frozenset({1}))], {}, 2)
     assert riding.size_bytes == 0
 
 
@@ -86,7 +86,7 @@ def test_what_all_put_in_and_is_launched_ends(
     loads = [r.load([(3, "x")], j) for r, j in zip(ranks, jobs, strict=True)]
     exchange(ranks, loads)
     for riding, mine in zip(ranks, jobs, strict=True):
-        rest, ended = riding.carry_out([launch(request)], mine, 2)
+        rest, ended = riding.execute([launch(request)], mine, 2)
         assert rest == []
         assert ended is mine["x"]
         result = mine["x"].handle.wait(0)
@@ -102,12 +102,12 @@ def test_different_ones_are_sent_as_if_none_had_ridden() -> None:
     exchange(ranks, loads)
     decisions = [launch(X), launch(other)]
     for riding in ranks:
-        assert riding.carry_out(decisions, jobs, 2) == (decisions, None)
+        assert riding.execute(decisions, jobs, 2) == (decisions, None)
     # A rank that has nothing to put in.
     loads = [ranks[0].load([(3, "x")], jobs), ranks[1].load([], {})]
     exchange(ranks, loads)
-    assert ranks[1].carry_out([launch(X)], {}, 2) == ([launch(X)], None)
-    assert ranks[0].carry_out([launch(X)], jobs, 2) == ([launch(X)], None)
+    assert ranks[1].execute([launch(X)], {}, 2) == ([launch(X)], None)
+    assert ranks[0].execute([launch(X)], jobs, 2) == ([launch(X)], None)
     assert not jobs["x"].handle.poll()
 
 
@@ -117,7 +117,7 @@ def test_what_is_refused_or_not_launched_does_not_end() -> None:
         jobs = {"x": job(X, torch.ones(5))}
         exchange(ranks, [riding.load([(3, "x")], jobs) for riding in ranks])
         for riding in ranks:
-            assert riding.carry_out(decisions, jobs, 2) == (decisions, None)
+            assert riding.execute(decisions, jobs, 2) == (decisions, None)
         assert not jobs["x"].handle.poll()
         for riding in ranks:
-            riding.carry_out([launch(X)], {}, 2)
+            riding.execute([launch(X)], {}, 2)

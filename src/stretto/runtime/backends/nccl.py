@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from stretto.runtime.agreement import Ranks
-    from stretto.runtime.plan_binding import Part, Route
+    from stretto.runtime.plan_binding import BucketSchedule, Slice
     from stretto.runtime.recording.step import AbstractStepObserver
 
     Reduce = Callable[[list[torch.Tensor], Any], Any]
@@ -539,7 +539,7 @@ class NcclLaunch:
 
     def launcher(
         self,
-        route: Route,
+        route: BucketSchedule,
         reduces: Sequence[Reduce],
         observer: AbstractStepObserver | None,
     ) -> Callable[[torch.Tensor, Any], dist.Work]:
@@ -553,7 +553,7 @@ class NcclLaunch:
 
     def _slices(
         self,
-        rows: Sequence[tuple[Reduce, Part]],
+        rows: Sequence[tuple[Reduce, Slice]],
         buffer: torch.Tensor,
         opts: Any,
     ) -> dist.Work:
@@ -564,7 +564,7 @@ class NcclLaunch:
         self,
         observer: AbstractStepObserver,
         index: int,
-        rows: Sequence[tuple[Reduce, Part]],
+        rows: Sequence[tuple[Reduce, Slice]],
         buffer: torch.Tensor,
         opts: Any,
     ) -> dist.Work:

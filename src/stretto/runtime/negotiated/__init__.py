@@ -1,11 +1,9 @@
 """Collectives in an order that ranks agree on at run time."""
 
+from stretto.runtime.negotiated.api import AbstractEngineObserver, EngineOptions, Handle
 from stretto.runtime.negotiated.engine import Engine, members_of
-from stretto.runtime.negotiated.handles import Handle
-from stretto.runtime.negotiated.jobs import request_of
-from stretto.runtime.negotiated.options import EngineOptions
+from stretto.runtime.negotiated.pending import request_of
 from stretto.runtime.negotiated.requests import Kind, Op, Request
-from stretto.runtime.negotiated.spans import AbstractEngineObserver
 from stretto.runtime.negotiated.tensor_set import StepEnd, TensorSet
 
 __all__ = [

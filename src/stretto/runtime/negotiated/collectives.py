@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from stretto.runtime.negotiated import reductions
-from stretto.runtime.negotiated.jobs import new_output, output_shape
+from stretto.runtime.negotiated.pending import new_output, output_shape
 from stretto.runtime.negotiated.requests import DTYPES, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.runtime.negotiated.jobs import Job
+    from stretto.runtime.negotiated.pending import PendingRequest
     from stretto.runtime.negotiated.requests import Request
 
 Finished = tuple[torch.Tensor, tuple[int, ...]]
@@ -30,7 +30,7 @@ Finished = tuple[torch.Tensor, tuple[int, ...]]
 Prepared = tuple[Callable[[Any], Any] | None, Callable[[], Finished]]
 
 
-def prepare(job: Job, by_rank: Sequence[Request], rank: int) -> Prepared:
+def prepare(job: PendingRequest, by_rank: Sequence[Request], rank: int) -> Prepared:
     """Return how to start a job on a lane, and what to do when it has ended.
 
     The first is ``None`` if nothing has to be sent.
@@ -43,13 +43,13 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _input(job: Job) -> torch.Tensor:
+def _input(job: PendingRequest) -> torch.Tensor:
     if job.tensor is None:
         raise AssertionError(f"{job.request.place} has no tensor")
     return job.tensor.contiguous()
 
 
-def _broadcast(job: Job, by_rank: Sequence[Request], rank: int) -> Any:
+def _broadcast(job: PendingRequest, by_rank: Sequence[Request], rank: int) -> Any:
     request, size = job.request, len(by_rank)
     mine = _input(job)
     result = new_output(mine.shape, mine)
@@ -71,7 +71,7 @@ def _broadcast(job: Job, by_rank: Sequence[Request], rank: int) -> Any:
     return begin, finish
 
 
-def _allgather(job: Job, by_rank: Sequence[Request], _rank: int) -> Any:
+def _allgather(job: PendingRequest, by_rank: Sequence[Request], _rank: int) -> Any:
     mine = _input(job)
     rows = [request.rows for request in by_rank]
     row_bytes = math.prod(job.request.shape) * DTYPES[job.request.dtype]
@@ -106,7 +106,7 @@ def _allgather(job: Job, by_rank: Sequence[Request], _rank: int) -> Any:
     return (begin if result.numel() else None), finish
 
 
-def _alltoall(job: Job, by_rank: Sequence[Request], rank: int) -> Any:
+def _alltoall(job: PendingRequest, by_rank: Sequence[Request], rank: int) -> Any:
     mine = _input(job)
     received = tuple(request.splits[rank] for request in by_rank)
     row_bytes = math.prod(job.request.shape) * DTYPES[job.request.dtype]
@@ -125,7 +125,7 @@ def _alltoall(job: Job, by_rank: Sequence[Request], rank: int) -> Any:
     return (begin if anything else None), lambda: (result, received)
 
 
-def _reducescatter(job: Job, by_rank: Sequence[Request], rank: int) -> Any:
+def _reducescatter(job: PendingRequest, by_rank: Sequence[Request], rank: int) -> Any:
     # Every rank sends each rank its rows and adds up the received rows in rank order:
     # as many bytes as a ring's reduce-scatter, for shares of any size and type.
     request, size = job.request, len(by_rank)
@@ -161,12 +161,12 @@ def _reducescatter(job: Job, by_rank: Sequence[Request], rank: int) -> Any:
     return (begin if request.elements else None), finish
 
 
-def _barrier(_job: Job, _by_rank: Sequence[Request], _rank: int) -> Any:
+def _barrier(_job: PendingRequest, _by_rank: Sequence[Request], _rank: int) -> Any:
     # Nothing to send: a barrier ends when all ranks have submitted it.
     return None, lambda: (None, ())
 
 
-def _deliver(job: Job, result: torch.Tensor) -> torch.Tensor:
+def _deliver(job: PendingRequest, result: torch.Tensor) -> torch.Tensor:
     if job.output is None:
         return result
     return job.output.copy_(result)

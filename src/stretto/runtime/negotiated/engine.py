@@ -24,8 +24,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import SpecError
 from stretto.runtime.agreement import ranks_of
-from stretto.runtime.negotiated.core import Core
-from stretto.runtime.negotiated.options import EngineOptions
+from stretto.runtime.negotiated.api import EngineOptions
+from stretto.runtime.negotiated.control_thread import ControlLoop
 from stretto.runtime.negotiated.requests import Kind, Request
 from stretto.runtime.negotiated.tensor_set import TensorSet
 
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from stretto.runtime.agreement import Ranks
-    from stretto.runtime.negotiated.handles import Handle
-    from stretto.runtime.negotiated.spans import AbstractEngineObserver
+    from stretto.runtime.negotiated.api import AbstractEngineObserver, Handle
 
 
 def members_of(ranks: Ranks, members: Sequence[int], name: str) -> Ranks:
@@ -89,7 +88,7 @@ class Engine:
         options: EngineOptions | None = None,
         observer: AbstractEngineObserver | None = None,
     ) -> None:
-        self._core = Core(ranks, options or EngineOptions(), observer)
+        self._core = ControlLoop(ranks, options or EngineOptions(), observer)
         # Also runs at interpreter exit, and when the last reference is dropped.
         self._close = weakref.finalize(self, self._core.close)
 

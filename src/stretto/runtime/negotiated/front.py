@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from stretto.errors import SpecError, StrettoError
+from stretto.runtime.negotiated.api import EngineOptions
 from stretto.runtime.negotiated.engine import Engine
-from stretto.runtime.negotiated.options import EngineOptions
 from stretto.runtime.negotiated.requests import Kind, Request
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ A rank enters a round when it has submitted anything that is not launched, and s
 the all-reduce until the others enter. Nothing can become ready everywhere before every
 rank has submitted something, so idle ranks need not take part, and an idle engine sends
 nothing. If all ranks wait for different requests, rounds would follow each other
-immediately; they are paced, see `stretto.runtime.negotiated.pace`.
+immediately; they are paced, see `stretto.runtime.negotiated.progress`.
 """
 
 from __future__ import annotations

@@ -14,19 +14,23 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import SpecError, StrettoError
 from stretto.runtime.lanes import LanePool
-from stretto.runtime.negotiated.fixed_order import FixedOrder, UnitFailed
-from stretto.runtime.negotiated.jobs import Part
+from stretto.runtime.negotiated.pending import Slice
 from stretto.runtime.negotiated.reductions import dtype_of
 from stretto.runtime.negotiated.requests import Kind, Request
-from stretto.runtime.negotiated.steps import OrderWatch, common_order
+from stretto.runtime.negotiated.stable_order import (
+    FixedOrder,
+    OrderWatch,
+    UnitFailed,
+    common_order,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stretto.runtime.negotiated.control import Control
-    from stretto.runtime.negotiated.core import Core
+    from stretto.runtime.negotiated.control_thread import ControlLoop
     from stretto.runtime.negotiated.engine import Engine
     from stretto.runtime.negotiated.ledger import EndStep
+    from stretto.runtime.negotiated.rounds import Control
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +120,7 @@ class TensorSet:
 class SetSteps:
     """The steps of one tensor set on this rank."""
 
-    def __init__(self, core: Core, set_id: int, request: Request) -> None:
+    def __init__(self, core: ControlLoop, set_id: int, request: Request) -> None:
         self.members = request.members
         self._dtypes = [dtype_of(member) for member in request.members]
         self.place = f"a step of {request.name}"
@@ -273,17 +277,17 @@ class SetSteps:
 
     # The control thread.
 
-    def parts(self, members: Sequence[int]) -> list[Part]:
+    def parts(self, members: Sequence[int]) -> list[Slice]:
         """Return the parts to reduce for members that are ready everywhere."""
         found = []
         for member in members:
             request, tensor = self.members[member], self._tensors[member]
             if tensor is None:  # this rank has joined
-                found.append(Part(request, None, None, _ignore))
+                found.append(Slice(request, None, None, _ignore))
                 continue
             event = self._cuda_events.get(member)
             tensor = tensor.detach()
-            found.append(Part(request, tensor, tensor, self._member_ended, event))
+            found.append(Slice(request, tensor, tensor, self._member_ended, event))
         return found
 
     def _member_ended(

@@ -1,31 +1,241 @@
-"""Send ready requests on their lanes: pack, send, unpack."""
+"""Send ready requests on their lanes: decide units, pack, send, unpack."""
 
 from __future__ import annotations
 
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.negotiated import collectives, reductions
-from stretto.runtime.negotiated.carriers import GlooCarriers, NcclCarriers
-from stretto.runtime.negotiated.control import is_direct
 from stretto.runtime.negotiated.requests import DTYPES
-from stretto.runtime.negotiated.units import LaneLoads, Row, cut
+from stretto.runtime.negotiated.rounds import is_direct
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Hashable, Sequence
 
     from stretto.errors import StrettoError
     from stretto.runtime.agreement import Ranks
-    from stretto.runtime.negotiated.jobs import Job, Part
-    from stretto.runtime.negotiated.options import EngineOptions
+    from stretto.runtime.negotiated.api import AbstractEngineObserver, EngineOptions
+    from stretto.runtime.negotiated.pending import PendingRequest, Slice
     from stretto.runtime.negotiated.requests import Request
-    from stretto.runtime.negotiated.spans import AbstractEngineObserver
-    from stretto.runtime.negotiated.units import Unit
+
+
+class Row(NamedTuple):
+    """A tensor to reduce."""
+
+    position: int
+    """The caller's index of the tensor."""
+
+    like: Hashable
+    """Only tensors with an equal key share a unit."""
+
+    elements: int
+
+    element_bytes: int
+
+
+class SlicePlan(NamedTuple):
+    """Elements ``start`` to ``end`` of a tensor."""
+
+    position: int
+
+    start: int
+
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """The content of one all-reduce."""
+
+    lane: int
+
+    pieces: tuple[SlicePlan, ...]
+
+    elements: int
+
+
+@final
+class LaneLoads:
+    """Bytes assigned to each lane: the next unit goes to the lane with the fewest.
+
+    The choice can't depend on which lane is free first, because that may differ between
+    ranks: on one lane all ranks must send the same units in the same order.
+    """
+
+    def __init__(self, lanes: int) -> None:
+        self._loads_bytes = [0] * lanes
+
+    def take(self, size_bytes: int) -> int:
+        """Return the lane for the next unit."""
+        lane = self._loads_bytes.index(min(self._loads_bytes))
+        self._loads_bytes[lane] += size_bytes
+        return lane
+
+
+def cut(rows: Sequence[Row], unit_bytes: int, loads: LaneLoads) -> list[Unit]:
+    """Return units for tensors in this order, in the order in which they are complete.
+
+    Tensors of one kind are joined while they fit into ``unit_bytes``; a larger one is
+    cut into parts that differ by at most one element. Every element is in exactly one
+    piece. Equal arguments give equal units, and every rank calls it with the same
+    arguments.
+    """
+    units: list[Unit] = []
+    open_pieces: dict[Hashable, list[SlicePlan]] = {}
+    open_elements: dict[Hashable, int] = {}
+
+    def close(like: Hashable, element_bytes: int) -> None:
+        pieces = open_pieces.pop(like, None)
+        if pieces:
+            elements = open_elements.pop(like)
+            lane = loads.take(elements * element_bytes)
+            units.append(Unit(lane=lane, pieces=tuple(pieces), elements=elements))
+
+    bytes_of = {}
+    for row in rows:
+        bytes_of[row.like] = row.element_bytes
+        size_bytes = row.elements * row.element_bytes
+        if size_bytes > unit_bytes:
+            for piece in _parts(row, unit_bytes):
+                elements = piece.end - piece.start
+                lane = loads.take(elements * row.element_bytes)
+                units.append(Unit(lane=lane, pieces=(piece,), elements=elements))
+            continue
+        already = open_elements.get(row.like, 0)
+        if already and (already + row.elements) * row.element_bytes > unit_bytes:
+            close(row.like, row.element_bytes)
+            already = 0
+        open_pieces.setdefault(row.like, []).append(
+            SlicePlan(row.position, 0, row.elements)
+        )
+        open_elements[row.like] = already + row.elements
+    for like in list(open_pieces):
+        close(like, bytes_of[like])
+    return units
+
+
+def _parts(row: Row, unit_bytes: int) -> list[SlicePlan]:
+    most = max(1, unit_bytes // row.element_bytes)
+    number = -(-row.elements // most)
+    share, more = divmod(row.elements, number)
+    bounds = [i * share + min(i, more) for i in range(number + 1)]
+    return [
+        SlicePlan(row.position, start, end) for start, end in itertools.pairwise(bounds)
+    ]
+
+
+Begin = Callable[[Any], Any]
+"""Starts a collective on a lane and returns its work."""
+
+Finish = Callable[[BaseException | None, tuple[Any, ...]], None]
+"""Called when a collective has ended, with its error and, on a GPU, with the events
+that show when results are in place."""
+
+
+# Note [Who waits for a lane]
+# Each Gloo lane has a thread of ours that sleeps while it waits for the lane's
+# collectives, and copies results out. Callbacks on Gloo's own worker threads would need
+# no extra thread, but a backend joins its workers when it is released. If one thread
+# holds Python's lock and the other needs it, both deadlock.
+
+
+@final
+class GlooCompletionThreads:
+    """Gloo lanes, each with its own thread."""
+
+    def __init__(self, pool: LanePool, lanes: int) -> None:
+        opened = pool.open([(i, None) for i in range(lanes)])
+        self._lanes = [opened[i, None] for i in range(lanes)]
+        self._queues: list[queue.SimpleQueue[Any]] = []
+        self._threads = []
+        for number in range(lanes):
+            jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=_wait_in_turn,
+                args=(jobs,),
+                name=f"stretto-lane{number}",
+                daemon=True,
+            )
+            thread.start()
+            self._queues.append(jobs)
+            self._threads.append(thread)
+
+    def send(self, lane: int, begin: Begin, finish: Finish) -> None:
+        """Start a collective now; ``finish`` is called when it has ended."""
+        try:
+            work = begin(self._lanes[lane])
+        except RuntimeError as exc:
+            finish(exc, ())
+            return
+        self._queues[lane].put((work, finish))
+
+    def close(self) -> None:
+        """End the threads once their collectives have ended or were aborted."""
+        for jobs in self._queues:
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._lanes.clear()
+
+
+def _wait_in_turn(jobs: queue.SimpleQueue[Any]) -> None:
+    while (job := jobs.get()) is not None:
+        work, finish = job
+        error: BaseException | None = None
+        try:
+            work.wait()
+        except RuntimeError as exc:
+            error = exc
+        finish(error, ())
+        del job, work, finish  # do not hold a tensor while sleeping
+
+
+@final
+class NcclCompletion:
+    """NCCL lanes, each with a stream for packing and unpacking.
+
+    Not yet run on a GPU. The engine's one thread starts collectives in the agreed
+    order, and nothing waits on the host: a stream waits for the communicator's stream,
+    and an event on it shows when results are in place. A failed communicator is
+    reported by its own watchdog.
+    """
+
+    def __init__(self, pool: LanePool, lanes: int, device: torch.device) -> None:
+        opened = pool.open([(i, None) for i in range(lanes)])
+        self._lanes = [opened[i, None] for i in range(lanes)]
+        self._device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(lanes)]
+
+    def send(self, lane: int, begin: Begin, finish: Finish) -> None:
+        """Start a collective now; ``finish`` queues the work that follows it."""
+        with torch.cuda.stream(self._streams[lane]):
+            event = torch.cuda.Event()
+            try:
+                begin(self._lanes[lane]).wait()
+            except RuntimeError as exc:
+                finish(exc, ())
+                return
+            finish(None, (event,))
+            # Record after the work queued by finish: handles ask for the event only
+            # later.
+            event.record()
+
+    def close(self) -> None:
+        """Wait for the sent collectives and release the lanes."""
+        for stream in self._streams:
+            stream.synchronize()
+        self._lanes.clear()
+
 
 _DEVICES = ("cpu", "cuda")
 
@@ -50,15 +260,15 @@ class Sender:
         self._report = report
         self._observer = observer
         self._pools: list[LanePool] = []
-        self._carriers: dict[str, GlooCarriers | NcclCarriers] = {}
+        self._completions: dict[str, GlooCompletionThreads | NcclCompletion] = {}
         self._loads = {device: LaneLoads(options.lanes) for device in _DEVICES}
 
-    def reduce(self, parts: Sequence[Part]) -> None:
+    def reduce(self, parts: Sequence[Slice]) -> None:
         """Reduce tensors that are ready everywhere, in this order."""
         for device in _DEVICES:
             self._reduce([p for p in parts if p.request.device == device], device)
 
-    def send(self, job: Job, by_rank: Sequence[Request]) -> None:
+    def send(self, job: PendingRequest, by_rank: Sequence[Request]) -> None:
         """Execute a request of any other kind."""
         request, rank = job.request, self._ranks.rank
         begin, finish = collectives.prepare(job, by_rank, rank)
@@ -93,15 +303,15 @@ class Sender:
 
     def close(self) -> None:
         """End lanes and threads once sent requests have ended or were aborted."""
-        for carriers in self._carriers.values():
-            carriers.close()
+        for completions in self._completions.values():
+            completions.close()
         for pool in self._pools:
             pool.close()
-        self._carriers.clear()
+        self._completions.clear()
 
-    def _on(self, device: str) -> GlooCarriers | NcclCarriers:
+    def _on(self, device: str) -> GlooCompletionThreads | NcclCompletion:
         """Return the lanes for a type of device; open them when first needed."""
-        if device not in self._carriers:
+        if device not in self._completions:
             cuda = device == "cuda"
             where = (
                 torch.device("cuda", torch.cuda.current_device())
@@ -116,12 +326,14 @@ class Sender:
             )
             self._pools.append(pool)
             lanes = self._options.lanes
-            self._carriers[device] = (
-                NcclCarriers(pool, lanes, where) if cuda else GlooCarriers(pool, lanes)
+            self._completions[device] = (
+                NcclCompletion(pool, lanes, where)
+                if cuda
+                else GlooCompletionThreads(pool, lanes)
             )
-        return self._carriers[device]
+        return self._completions[device]
 
-    def _reduce(self, parts: Sequence[Part], device: str) -> None:
+    def _reduce(self, parts: Sequence[Slice], device: str) -> None:
         rows = []
         for i, part in enumerate(parts):
             request = part.request
@@ -140,7 +352,7 @@ class Sender:
         for unit in units:
             self._send_unit(unit, parts, device)
 
-    def _send_unit(self, unit: Unit, parts: Sequence[Part], device: str) -> None:
+    def _send_unit(self, unit: Unit, parts: Sequence[Slice], device: str) -> None:
         request = parts[unit.pieces[0].position].request
         buffer: list[torch.Tensor] = []
         began_s = perf_counter()
@@ -174,7 +386,7 @@ class Sender:
     def _unit_ended(
         self,
         unit: Unit,
-        parts: Sequence[Part],
+        parts: Sequence[Slice],
         buffer: list[torch.Tensor],
         began_s: float,
         error: BaseException | None,
@@ -198,7 +410,7 @@ class Sender:
             parts[piece.position].piece_ended(told, events)
 
     def _note(
-        self, unit: Unit, parts: Sequence[Part], what: str, began_s: float
+        self, unit: Unit, parts: Sequence[Slice], what: str, began_s: float
     ) -> None:
         observer, now_s = self._observer, perf_counter()
         if observer is None:
@@ -220,7 +432,7 @@ def _await_input(event: Any, tensor: torch.Tensor | None) -> None:
     tensor.record_stream(stream)
 
 
-def _pack(unit: Unit, parts: Sequence[Part]) -> torch.Tensor:
+def _pack(unit: Unit, parts: Sequence[Slice]) -> torch.Tensor:
     """Return the unit's values in one row, prescaled.
 
     A unit of one piece uses its output directly if that has the wire's dtype.
@@ -251,7 +463,7 @@ def _pack(unit: Unit, parts: Sequence[Part]) -> torch.Tensor:
     return buffer
 
 
-def _unpack(unit: Unit, parts: Sequence[Part], buffer: torch.Tensor) -> None:
+def _unpack(unit: Unit, parts: Sequence[Slice], buffer: torch.Tensor) -> None:
     at = 0
     for piece in unit.pieces:
         segment = buffer[at : at + piece.end - piece.start]

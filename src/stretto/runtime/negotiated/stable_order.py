@@ -1,4 +1,20 @@
-"""Launch a tensor set's units in a kept order, without negotiation."""
+"""Detect a stable order of tensor sets, agree on it, and launch in it.
+
+# Note [An order that is kept]
+Each rank submits every tensor of a set exactly once in every step, and waits only after
+it has submitted all. So a launch in any fixed order that is the same everywhere
+terminates: the next unit in that order has all its tensors once every rank has
+submitted its step, which no rank's waiting delays. Each rank's own order therefore only
+affects how early units leave, never whether they leave. That is why a kept order needs
+no rounds, and why a tensor that is late, or is zeros because it was not used, costs
+only time.
+
+All ranks decide on the kept order at the end of one step, in the round in which the
+last of them reports "I have submitted all" (its vote). They leave it in the same way:
+the vote says whether this rank's order was the same as before. All ranks read the same
+round, so all change at the same step. Units in a kept order have lanes of their own,
+because the order between them and negotiated units is not agreed.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +25,60 @@ import torch.distributed as dist
 
 from stretto.runtime.negotiated import reductions
 from stretto.runtime.negotiated.requests import DTYPES
-from stretto.runtime.negotiated.units import LaneLoads, Row, cut
+from stretto.runtime.negotiated.send import LaneLoads, Row, cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stretto.runtime.negotiated.requests import Request
-    from stretto.runtime.negotiated.units import Unit
+    from stretto.runtime.negotiated.send import Unit
+
+
+@final
+class OrderWatch:
+    """Counts for how many steps a rank submitted in the same order."""
+
+    def __init__(self, stable_steps: int) -> None:
+        self._stable_steps = stable_steps
+        self._last: list[int] = []
+        self._equal_steps = 0
+
+    def end_step(self, order: list[int], *, kept: bool) -> bool:
+        """Add a step's order; return whether the order is stable.
+
+        With an order that is already kept (``kept``), one equal step is enough; before
+        that, ``stable_steps`` equal steps are needed.
+        """
+        if order == self._last:
+            self._equal_steps += 1
+        else:
+            self._last = order
+            self._equal_steps = 1
+        if self._stable_steps == 0:
+            return False
+        return self._equal_steps >= (2 if kept else self._stable_steps)
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The last step's order."""
+        return self._last
+
+
+def common_order(orders: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return one order for all ranks, near that in which tensors are ready everywhere.
+
+    A tensor is ready everywhere when the last rank has it, so tensors are sorted by
+    their latest position, then by the sum of positions, then by index.
+    """
+    latest = [0] * len(orders[0])
+    total = [0] * len(orders[0])
+    for order in orders:
+        for place, index in enumerate(order):
+            latest[index] = max(latest[index], place)
+            total[index] += place
+    return tuple(
+        sorted(range(len(latest)), key=lambda i: (latest[i], total[i], i)),
+    )
 
 
 class UnitFailed(Exception):
@@ -47,9 +110,8 @@ class _Alone(NamedTuple):
 class FixedOrder:
     """Launches the units of each step in one order, from the submitting thread.
 
-    See the note [An order that is kept] in `stretto.runtime.negotiated.steps`. Buffers
-    take as many bytes as the packed members; a member that forms units of its own is
-    sent from its own memory.
+    See Note [An order that is kept]. Buffers take as many bytes as the packed members;
+    a member that forms units of its own is sent from its own memory.
     """
 
     def __init__(

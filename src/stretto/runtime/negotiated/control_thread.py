@@ -20,11 +20,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from stretto._version import __version__
 from stretto.errors import CommTimeout, RankDisagreement, SpecError, StrettoError
 from stretto.runtime.agreement import Agreement, store_lost
-from stretto.runtime.failure import FailureDesk
+from stretto.runtime.failure import FailureReporter
 from stretto.runtime.lanes import LanePool
-from stretto.runtime.negotiated.control import Control
-from stretto.runtime.negotiated.handles import Handle
-from stretto.runtime.negotiated.jobs import Job, Part, check_tensors, new_output
+from stretto.runtime.negotiated.api import Handle
 from stretto.runtime.negotiated.ledger import (
     EndJoin,
     EndStep,
@@ -33,20 +31,24 @@ from stretto.runtime.negotiated.ledger import (
     Ledger,
     Refuse,
 )
-from stretto.runtime.negotiated.pace import Pace
+from stretto.runtime.negotiated.pending import (
+    PendingRequest,
+    Slice,
+    check_tensors,
+    new_output,
+)
+from stretto.runtime.negotiated.progress import AbortReason, Pace, StallDetector
 from stretto.runtime.negotiated.requests import Kind, Request
-from stretto.runtime.negotiated.riding import Riding
-from stretto.runtime.negotiated.sending import Sender
-from stretto.runtime.negotiated.stalls import Notes, StallDesk
+from stretto.runtime.negotiated.rounds import Control, PiggybackSlot
+from stretto.runtime.negotiated.send import Sender
 from stretto.runtime.negotiated.tensor_set import SetSteps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.runtime.agreement import Ranks
+    from stretto.runtime.negotiated.api import AbstractEngineObserver, EngineOptions
     from stretto.runtime.negotiated.ledger import Decision
-    from stretto.runtime.negotiated.options import EngineOptions
-    from stretto.runtime.negotiated.spans import AbstractEngineObserver
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ _RIDERS = 4
 
 
 @final
-class Core:
+class ControlLoop:
     """The part of an engine that its threads refer to."""
 
     def __init__(
@@ -75,7 +77,7 @@ class Core:
         self.ranks = dataclasses.replace(ranks, store=store)
         self.options = options
         self.observer = observer
-        self.desk = FailureDesk(self.ranks, self._abort)
+        self.failures = FailureReporter(self.ranks, self._abort)
         self.sender = Sender(self.ranks, options, self.report, observer)
         self.sets: dict[int, SetSteps] = {}
         self._registered: dict[str, SetSteps] = {}
@@ -88,17 +90,17 @@ class Core:
         )
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, PendingRequest] = {}
         self._outstanding: set[Handle] = set()
         self._prune_at = _PRUNE_AT
         self._join: Handle | None = None
         self._last_joined = -1
         self._news = False
         self._closing = False
-        self._riding = Riding()
+        self._riding = PiggybackSlot()
         self._pace = Pace(options.cycle_s)
-        self._stalls = StallDesk(self.ranks)
-        self._notes = Notes(self.ranks)
+        self._stalls = StallDetector(self.ranks)
+        self._notes = AbortReason(self.ranks)
         self._tick_s = min(_TICK_S, options.stall_s / 4, ranks.timeout_s / 4)
         self._ticked_s = perf_counter()
         self._pool: LanePool | None = None
@@ -123,7 +125,7 @@ class Core:
             try:
                 lane = self._pool.lane(0)
             except RuntimeError as exc:
-                raise self.desk.report("the opening of an engine", exc) from exc
+                raise self.failures.report("the opening of an engine", exc) from exc
         self.control = Control(
             lane, size=ranks.size, tick_s=self._tick_s, tick=self._tick
         )
@@ -149,7 +151,9 @@ class Core:
             if taken is not None and taken.is_cuda:
                 event = torch.cuda.Event()
                 event.record()
-            jobs.append(Job(request, taken, out, Handle(request.place), event))
+            jobs.append(
+                PendingRequest(request, taken, out, Handle(request.place), event)
+            )
         names = [job.request.name for job in jobs]
         with self._wake:
             self.require_open()
@@ -267,7 +271,7 @@ class Core:
         else:
             told = self._notes.found()
             if told is None:
-                error = self.desk.report(place, cause)
+                error = self.failures.report(place, cause)
             else:
                 self._abort()
                 error = CommTimeout(told)
@@ -352,12 +356,12 @@ class Core:
             self._pace.end(perf_counter(), launched=bool(decisions))
         if self.observer is not None:
             self.observer.span("rounds", "negotiate", began_s, perf_counter())
-        rest, rode_along = self._riding.carry_out(decisions, jobs, self.ranks.size)
+        rest, rode_along = self._riding.execute(decisions, jobs, self.ranks.size)
         if rode_along is not None and self.observer is not None:
             self._note_queued(rode_along)
             name, kind = rode_along.request.name, rode_along.request.kind
             self.observer.span(name, kind, began_s, perf_counter())
-        self._carry_out(rest, jobs)
+        self._execute(rest, jobs)
         if self._stalls.published:
             with self._lock:
                 waiting = self._waiting()
@@ -382,7 +386,7 @@ class Core:
             self._tick()
         return True
 
-    def _take(self, decisions: Sequence[Decision]) -> dict[str, Job]:
+    def _take(self, decisions: Sequence[Decision]) -> dict[str, PendingRequest]:
         jobs = {}
         for decision in decisions:
             if not isinstance(decision, Launch | Refuse):
@@ -392,8 +396,10 @@ class Core:
                 jobs[name] = self._jobs.pop(name)
         return jobs
 
-    def _carry_out(self, decisions: Sequence[Decision], jobs: dict[str, Job]) -> None:
-        parts: list[Part] = []
+    def _execute(
+        self, decisions: Sequence[Decision], jobs: dict[str, PendingRequest]
+    ) -> None:
+        parts: list[Slice] = []
         rest: list[Decision] = []
         for decision in decisions:
             if isinstance(decision, LaunchMembers):
@@ -418,18 +424,18 @@ class Core:
             elif isinstance(decision, EndJoin):
                 self._end_join(decision)
 
-    def _part(self, launch: Launch, job: Job | None) -> Part:
+    def _part(self, launch: Launch, job: PendingRequest | None) -> Slice:
         if job is None:  # this rank has joined
             active = next(r for r in range(self.ranks.size) if r not in launch.joined)
-            return Part(launch.by_rank[active], None, None, _ignore)
+            return Slice(launch.by_rank[active], None, None, _ignore)
         self._note_queued(job)
         output = job.output
         if output is None and job.tensor is not None:
             output = new_output(job.tensor.shape, job.tensor)
         ended = partial(_end_job, job.handle, output)
-        return Part(job.request, job.tensor, output, ended, job.event)
+        return Slice(job.request, job.tensor, output, ended, job.event)
 
-    def _launch(self, launch: Launch, job: Job | None) -> None:
+    def _launch(self, launch: Launch, job: PendingRequest | None) -> None:
         request = launch.by_rank[0]
         if job is None:
             return
@@ -452,7 +458,7 @@ class Core:
         if joining is not None:
             joining.succeed(None)
 
-    def _note_queued(self, job: Job) -> None:
+    def _note_queued(self, job: PendingRequest) -> None:
         if self.observer is not None:
             now_s = perf_counter()
             self.observer.span(job.request.name, "queued", job.submitted_s, now_s)
@@ -481,7 +487,7 @@ class Core:
             jobs = list(self._jobs.values())
             sets = [s for s in self.sets.values() if s.waits]
         self._stalls.publish(waiting)
-        since: list[tuple[str, float, Job | SetSteps]] = [
+        since: list[tuple[str, float, PendingRequest | SetSteps]] = [
             (job.request.place, job.submitted_s, job) for job in jobs
         ]
         since += [(s.place, s.waits_since_s, s) for s in sets]

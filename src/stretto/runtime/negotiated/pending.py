@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stretto.errors import SpecError, StrettoError
-from stretto.runtime.negotiated.handles import Handle
+from stretto.runtime.negotiated.api import Handle
 from stretto.runtime.negotiated.reductions import row_bounds
 from stretto.runtime.negotiated.requests import Kind, Request
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Job:
+class PendingRequest:
     """A submitted request with its tensors."""
 
     request: Request
@@ -35,7 +35,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Part:
+class Slice:
     """A tensor to reduce: of a job, of a set, or a joined rank's zeros."""
 
     request: Request

@@ -1,14 +1,55 @@
-"""The caller's handle for a submitted request."""
+"""What callers of an engine see: its options, handles and observers."""
 
 from __future__ import annotations
 
+import abc
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.errors import CommTimeout, StrettoError
+from stretto.errors import CommTimeout, SpecError, StrettoError
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Settings of an engine, equal on all its ranks.
+
+    Raises:
+        SpecError: a value breaks its rule.
+    """
+
+    lanes: int = 4
+    """Communicators that transfer units concurrently. Where one TCP flow fills about a
+    third of a link, as on many clouds, four fill it; elsewhere they cost little.
+    """
+
+    unit_bytes: int = 4 * 2**20
+    """Small tensors are packed up to this size; larger ones are cut into such parts."""
+
+    cycle_s: float = 0.001
+    """Least time between two rounds: lets small tensors accumulate while busy."""
+
+    stall_s: float = 60.0
+    """A request that waits this long for other ranks is logged in a warning."""
+
+    known_requests: int = 1024
+    """Number of names outside tensor sets whose description is cached."""
+
+    stable_steps: int = 3
+    """Steps of a tensor set in one order before that order is kept; 0 disables it."""
+
+    def __post_init__(self) -> None:
+        for name in ("lanes", "unit_bytes", "known_requests"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("cycle_s", "stable_steps"):
+            if getattr(self, name) < 0:
+                raise SpecError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.stall_s <= 0:
+            raise SpecError(f"stall_s must be > 0, got {self.stall_s:g}")
 
 
 @final
@@ -90,3 +131,21 @@ class Handle:
         if not self._ended.is_set():
             self._error = error
             self._ended.set()
+
+
+class AbstractEngineObserver(abc.ABC):
+    """Receives spans, in `time.perf_counter` seconds.
+
+    An implementation must return at once and must not raise; it is called from
+    several threads.
+    """
+
+    @abc.abstractmethod
+    def span(self, track: str, name: str, start_s: float, end_s: float) -> None:
+        """Record an activity from ``start_s`` to ``end_s``.
+
+        ``track`` is a request's name, with ``name`` one of ``queued`` (submitted, not
+        yet ready on every rank), ``pack``, ``allreduce`` and other operations; or
+        ``lane0``, ``lane1``, ... with a unit's requests as ``name``; or ``rounds``
+        with ``negotiate``.
+        """
