@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 
 from _record import store
-from stretto._api.reproduce import PAPERS, reproduce
+from stretto.papers import PAPERS, reproduce
 
 
 def main() -> None:

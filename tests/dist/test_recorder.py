@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import stretto
-from stretto._api.keep import RECORDED_STEPS
+from stretto.tune.artifacts import RECORDED_STEPS
 from stretto.report.gather import gather
 from stretto.report.ranks import find_late
 from stretto.runtime import DistributedDataParallel, Recorder

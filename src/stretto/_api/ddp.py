@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from stretto import runtime
-from stretto._api.keep import Keeper, title_of
 from stretto.errors import SpecError, StrettoError
 from stretto.runtime.negotiated.front import NEGOTIATED
 from stretto.runtime.torch_compat import without_dynamo
 from stretto.schema import Plan
 from stretto.tune import AutoPlan, TuneOptions
+from stretto.tune.artifacts import RunArtifacts, title_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +77,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         **kwargs: Any,
     ) -> None:
         self._auto: AutoPlan | None = None
-        self._keeper: Keeper | None = None
+        self._keeper: RunArtifacts | None = None
         negotiates = kwargs.get("order") == NEGOTIATED
         if plan == AUTO:
             plan = DDP_RULE if negotiates else os.environ.get(PLAN_VARIABLE, AUTO)
@@ -112,7 +112,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         self._on_settled = on_settled
         if not negotiates:  # its state is by bucket
             rank = dist.get_rank(self.process_group)
-            self._keeper = Keeper.of_environment(rank, title=title_of(self))
+            self._keeper = RunArtifacts.of_environment(rank, title=title_of(self))
             if self._keeper is not None and rank == 0:
                 weakref.finalize(self, self._keeper.end)
         if automatic and self._can_plan():

@@ -14,7 +14,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from stretto._api.reproduce import Correction, Figure, Reproduction, Series
+    from stretto.papers import Correction, Figure, Reproduction, Series
 
 PAPERS = ("asc-wfbp", "libra", "aiacc", "deeppool")
 """Listed here too, so that ``--help`` imports no planner; a test compares the lists."""
@@ -34,7 +34,7 @@ def command(paper: str, drawing: str | None, as_json: bool) -> None:
     tolerance is shown as missed, with the reason. What cannot be recomputed is listed
     with the reason, and the paper's errors with counterexamples.
     """
-    from stretto._api.reproduce import reproduce
+    from stretto.papers import reproduce
 
     done = reproduce(paper)
     if drawing is not None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stretto import planners
-from stretto._api.keep import Files, Keeper
 from stretto.schema import Cluster, Link, Plan, TensorSpec, Workload
 from stretto.schema.tuning import Tuning
+from stretto.tune.artifacts import Files, RunArtifacts
 from stretto.tune.result import TuningResult
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def files_in(folder: Path) -> Files:
 def test_what_is_known_is_written_and_the_rest_is_named(
     tmp_path: Path, settled: TuningResult
 ) -> None:
-    keeper = Keeper(files_in(tmp_path), 0, title="Net on 2 ranks")
+    keeper = RunArtifacts(files_in(tmp_path), 0, title="Net on 2 ranks")
     said = keeper.unfinished(settled)
     written = [tmp_path / n for n in ("profile", "cluster", "plan", "tuning", "report")]
     names = ", ".join(map(str, written))
@@ -68,9 +68,9 @@ def test_what_is_known_is_written_and_the_rest_is_named(
 
 
 def test_where_nothing_is_known_nothing_is_written(tmp_path: Path) -> None:
-    keeper = Keeper(Files(plan=str(tmp_path / "p")), 0, title="t")
+    keeper = RunArtifacts(Files(plan=str(tmp_path / "p")), 0, title="t")
     assert keeper.unfinished(None) == f"not written: {tmp_path / 'p'}"
-    assert Keeper(Files(), 0, title="t").unfinished(None) == ""
+    assert RunArtifacts(Files(), 0, title="t").unfinished(None) == ""
     assert list(tmp_path.iterdir()) == []
 
 
@@ -78,7 +78,7 @@ def test_a_file_that_can_not_be_written_is_named(
     tmp_path: Path, settled: TuningResult, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = str(tmp_path / "no" / "plan")
-    keeper = Keeper(Files(plan=path), 0, title="t")
+    keeper = RunArtifacts(Files(plan=path), 0, title="t")
     assert keeper.unfinished(settled) == f"not written: {path}"
     assert len(caplog.records) == 1
 
@@ -86,7 +86,7 @@ def test_a_file_that_can_not_be_written_is_named(
 def test_a_run_that_ends_soon_after_settling_has_a_report_without_steps(
     tmp_path: Path, settled: TuningResult, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keeper = Keeper(files_in(tmp_path), 0, title="t")
+    keeper = RunArtifacts(files_in(tmp_path), 0, title="t")
     keeper.settled(settled)
     keeper.end()
     assert "before 8 steps were recorded" in (tmp_path / "report").read_text()
@@ -99,13 +99,13 @@ def test_a_run_that_ends_soon_after_settling_has_a_report_without_steps(
 def test_after_its_end_was_told_nothing_more_is_said(
     tmp_path: Path, settled: TuningResult, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keeper = Keeper(files_in(tmp_path), 0, title="t")
+    keeper = RunArtifacts(files_in(tmp_path), 0, title="t")
     keeper.unfinished(settled)
     keeper.end()
     assert not caplog.records
-    Keeper(Files(plan=str(tmp_path / "p")), 0, title="t").end()
+    RunArtifacts(Files(plan=str(tmp_path / "p")), 0, title="t").end()
     assert not caplog.records
     # Without a plan to settle on there are only steps to show.
-    Keeper(files_in(tmp_path), 0, title="t").end()
+    RunArtifacts(files_in(tmp_path), 0, title="t").end()
     (record,) = caplog.records
     assert str(tmp_path / "report") in record.getMessage()

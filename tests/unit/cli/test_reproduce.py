@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from stretto._api import reproduce as api
-from stretto._api.reproduce.aiacc import score
+from stretto import papers as api
 from stretto.cli import reproduce as cli
 from stretto.cli._main import group
 from stretto.errors import SpecError
+from stretto.papers.aiacc import score
 
 reproduce = api.reproduce
 

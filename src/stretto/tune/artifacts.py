@@ -69,7 +69,7 @@ class Files:
 
 
 @final
-class Keeper:
+class RunArtifacts:
     """Records some steps on every rank; rank 0 writes the files of the run."""
 
     def __init__(self, files: Files, rank: int, *, title: str) -> None:
@@ -85,7 +85,7 @@ class Keeper:
         """Return whether the training thread has nothing left to do."""
 
     @classmethod
-    def of_environment(cls, rank: int, *, title: str) -> Keeper | None:
+    def of_environment(cls, rank: int, *, title: str) -> RunArtifacts | None:
         """Return the keeper that the environment requests, if any.
 
         Rank 0 writes alone what it alone knows; timelines include all ranks.

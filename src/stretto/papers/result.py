@@ -156,7 +156,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class Omission:
     """An item that cannot be recomputed here, and the reason."""
 
     item: str
@@ -184,7 +184,7 @@ class Reproduction:
 
     corrections: tuple[Correction, ...]
 
-    left: tuple[Left, ...]
+    left: tuple[Omission, ...]
 
     @property
     def missed(self) -> tuple[Figure, ...]:

@@ -6,16 +6,16 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from stretto import planners, zoo
-from stretto._api.reproduce.result import Correction, Figure, Left, Reproduction
-from stretto._api.reproduce.shared import (
+from stretto.cost.fit import check_capacity
+from stretto.errors import Infeasible
+from stretto.papers.result import Correction, Figure, Omission, Reproduction
+from stretto.papers.shared import (
     drafted_s,
     instance,
     missing,
     planned_s,
     unit_cluster,
 )
-from stretto.cost.fit import check_capacity
-from stretto.errors import Infeasible
 from stretto.planners.base import Draft, predicted_s
 from stretto.zoo.clusters import (
     ASC_LINK_BYTES_PER_S,
@@ -61,13 +61,13 @@ def asc_wfbp() -> Reproduction:
         corrections=_corrections(),
         left=(
             *missing("asc-wfbp"),
-            Left(item="Fig. 4, Fig. 5", reason="curves measured on the hardware"),
-            Left(
+            Omission(item="Fig. 4, Fig. 5", reason="curves measured on the hardware"),
+            Omission(
                 item="Table IV, columns S1 and S2 from a model",
                 reason="no (a, b, gamma) reproduces all twelve cells: the best fit "
                 "differs by 12.5 % in the mean",
             ),
-            Left(
+            Omission(
                 item="Fig. 6 (communication cut by 65 %, 22-74 %)",
                 reason="does not follow from the paper's own Table IV, see below",
             ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from stretto import planners
-from stretto._api.reproduce.result import Left
+from stretto.papers.result import Omission
 from stretto.planners.base import Draft, finish, predicted_s
 from stretto.schema import (
     AllReduceFit,
@@ -33,10 +33,10 @@ def planned_s(
     return predicted_s(planners.get(name, **options).plan(workload, cluster))
 
 
-def missing(*names: str) -> tuple[Left, ...]:
+def missing(*names: str) -> tuple[Omission, ...]:
     """List the missing planners as left out."""
     return tuple(
-        Left(item=f"planner {name}", reason="not available in this version")
+        Omission(item=f"planner {name}", reason="not available in this version")
         for name in names
         if name not in planners.NAMES
     )

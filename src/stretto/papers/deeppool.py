@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from stretto import zoo
 from stretto._api import burst
-from stretto._api.reproduce.result import Correction, Figure, Left, Reproduction
 from stretto.cost.burst import DEEPPOOL, BurstNetwork
 from stretto.errors import Infeasible
+from stretto.papers.result import Correction, Figure, Omission, Reproduction
 from stretto.planners.burst.choice import Choice
 from stretto.planners.burst.evaluate import evaluate
 from stretto.planners.burst.literal import search_linear
@@ -151,19 +151,24 @@ def _search_s(profile: LayerProfile, gpus: int) -> float:
     return time.perf_counter() - begin_s
 
 
-def _left() -> tuple[Left, ...]:
+def _left() -> tuple[Omission, ...]:
     return (
-        Left(
+        Omission(
             item="Fig. 9, WideResNet-101-2 and Inception-v3",
             reason="their layers' times in mixed precision do not follow a roofline; "
             "stretto burst plan accepts a measured profile",
         ),
-        Left(item="Fig. 1-3", reason="needs the batch sizes at which models converge"),
-        Left(
+        Omission(
+            item="Fig. 1-3", reason="needs the batch sizes at which models converge"
+        ),
+        Omission(
             item="Fig. 9, 10 with a second job beside (BP + Col), Fig. 11, 12",
             reason="collocation on the hardware",
         ),
-        Left(item="1.2 to 2.3x cluster throughput", reason="collocation, as above"),
+        Omission(
+            item="1.2 to 2.3x cluster throughput",
+            reason="collocation, as above",
+        ),
     )
 
 

@@ -7,21 +7,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stretto import planners, zoo
-from stretto._api.reproduce.result import (
+from stretto.cost import compute_rate, curve_bytes_per_s
+from stretto.papers.result import (
     Correction,
     Figure,
-    Left,
+    Omission,
     Reproduction,
     Series,
 )
-from stretto._api.reproduce.shared import (
+from stretto.papers.shared import (
     drafted_s,
     instance,
     missing,
     planned_s,
     unit_cluster,
 )
-from stretto.cost import compute_rate, curve_bytes_per_s
 from stretto.planners.base import Draft
 from stretto.zoo.clusters import LIBRA_ALPHA2, libra
 
@@ -70,15 +70,15 @@ def libra_paper() -> Reproduction:
         corrections=_corrections(),
         left=(
             *missing("libra-m", "libra"),
-            Left(
+            Omission(
                 item="Fig. 4, 5", reason="measured against their own fit; no constants"
             ),
-            Left(
+            Omission(
                 item="Fig. 6, 7 to the digit",
                 reason="the constants of Eq. 6, the latency and the layer times are "
                 "unpublished: only orderings and ranges",
             ),
-            Left(
+            Omission(
                 item="Fig. 6, ByteScheduler (SE)", reason="its parameters are unknown"
             ),
         ),

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stretto import zoo
-from stretto._api.reproduce.result import (
+from stretto.papers.result import (
     Correction,
     Figure,
-    Left,
+    Omission,
     Reproduction,
     Series,
 )
-from stretto._api.reproduce.shared import planned_s
+from stretto.papers.shared import planned_s
 from stretto.zoo.clusters import (
     AIACC_LINK_BYTES_PER_S,
     AIACC_STREAM_SHARE,
@@ -48,15 +48,19 @@ def aiacc_training() -> Reproduction:
         series=(_scaling(resnet), _scaling(vgg)),
         corrections=_corrections(),
         left=(
-            Left(
+            Omission(
                 item="Fig. 9, 10 (1.68x and 2.68x over Horovod and DDP, 256 GPUs)",
                 reason=(
                     "depends on the test's batch sizes and hosts, which are unpublished"
                 ),
             ),
-            Left(item="Fig. 11, 12 (3.3x, TensorFlow and MXNet)", reason="hardware"),
-            Left(item="Fig. 13-15 (hybrid, small batches, GPT2-XL)", reason="hardware"),
-            Left(
+            Omission(
+                item="Fig. 11, 12 (3.3x, TensorFlow and MXNet)", reason="hardware"
+            ),
+            Omission(
+                item="Fig. 13-15 (hybrid, small batches, GPT2-XL)", reason="hardware"
+            ),
+            Omission(
                 item="section VI, search with an ensemble of techniques",
                 reason="tunes a running job; its score is above. Planner aiacc "
                 "searches the same units and streams on the simulator",

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stretto._api.reproduce.aiacc import aiacc_training
-from stretto._api.reproduce.asc import asc_wfbp
-from stretto._api.reproduce.deeppool import deeppool
-from stretto._api.reproduce.libra import libra_paper
-from stretto._api.reproduce.result import (
+from stretto.errors import SpecError
+from stretto.papers.aiacc import aiacc_training
+from stretto.papers.asc import asc_wfbp
+from stretto.papers.deeppool import deeppool
+from stretto.papers.libra import libra_paper
+from stretto.papers.result import (
     Correction,
     Figure,
-    Left,
+    Omission,
     Reproduction,
     Series,
 )
-from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ __all__ = [
     "PAPERS",
     "Correction",
     "Figure",
-    "Left",
+    "Omission",
     "Reproduction",
     "Series",
     "reproduce",
