@@ -73,7 +73,7 @@ def rank_with_resources(rank: int, size: int) -> dict[str, Any]:
                 for p, q in zip(model.parameters(), reference.parameters(), strict=True)
             )
         found[f"{overlap} pieces"] = [
-            len(route.parts) for route in model._planned.routes
+            len(route.slices) for route in model._planned.routes
         ]
         found[f"{overlap} connections"] = sorted(
             backend.options._threads for backend in set(model._planned._lanes.values())

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from stretto.schema import Cluster, Plan, Workload, codec
+from stretto.schema import Cluster, Plan, Workload
+from stretto.schema.timeline import load_timelines
 
 pytestmark = [
     pytest.mark.lab,
@@ -66,7 +67,7 @@ def test_the_demo_leaves_what_it_says(tmp_path, model, width):
     assert cluster.inter_host.flow_bytes_per_s == pytest.approx(7.5e6, rel=0.2)
     for name in METHODS:
         Plan.load(out / "plans" / f"{name}.json").check_matches(workload)
-    assert len(codec.load_timelines(out / "trace.json")) == 2 * len(METHODS)
+    assert len(load_timelines(out / "trace.json")) == 2 * len(METHODS)
     assert (out / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.schema import Cluster, Plan, Workload, codec
+from stretto.schema import Cluster, Plan, Workload
+from stretto.schema.timeline import load_timelines
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 
@@ -67,7 +68,7 @@ def test_no_line_changes_and_steps_are_shorter(run, tmp_path):
     plan.check_matches(workload)
     assert cluster.hosts == 4
     assert plan.lanes > 1
-    timelines = codec.load_timelines(kept["trace"])
+    timelines = load_timelines(kept["trace"])
     assert list(timelines) == [
         f"stretto {what}" for what in ("predicted", "measured", "all ranks")
     ]

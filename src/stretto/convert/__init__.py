@@ -13,7 +13,11 @@ from stretto.convert._memory import (
     open_questions,
     run_converted,
 )
-from stretto.convert._notebook import convert_notebook, script_of_notebook
+from stretto.convert._notebook import (
+    convert_bytes,
+    convert_notebook,
+    script_of_notebook,
+)
 from stretto.convert._result import (
     Choices,
     Conversion,
@@ -22,7 +26,7 @@ from stretto.convert._result import (
     Note,
     Target,
 )
-from stretto.convert._script import convert_bytes, convert_source
+from stretto.convert._script import convert_source
 
 __all__ = [
     "Choices",

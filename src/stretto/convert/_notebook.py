@@ -9,15 +9,30 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
+from stretto.convert import _reading
 from stretto.convert._edit import CELL
 from stretto.convert._result import Choices, Conversion, Kind, Note
+from stretto.convert._script import convert_source, converted
 from stretto.errors import SpecError
 
 _MAGIC = "# %%stretto magic "
 _LINE_MAGIC = re.compile(r"^(\s*)([%!].*|[\w.]+\?{1,2})$")
 _CELL_WITH_PYTHON = ("%%time", "%%timeit", "%%capture", "%%prun")
+
+
+def convert_bytes(data: bytes, *, name: str, choices: Choices) -> Conversion:
+    """Convert a file: a notebook if its name ends so, otherwise a script.
+
+    Raises:
+        SpecError: It is not UTF-8, not Python 3, or not understood.
+    """
+    text = _reading.decoded(data, name)
+    if PurePath(name).suffix == ".ipynb":
+        return convert_notebook(text, name=name, choices=choices)
+    return convert_source(text, name=name, choices=choices)
 
 
 def convert_notebook(text: str, *, name: str, choices: Choices) -> Conversion:
@@ -26,8 +41,6 @@ def convert_notebook(text: str, *, name: str, choices: Choices) -> Conversion:
     Raises:
         SpecError: It is not a notebook, or its code is not understood.
     """
-    from stretto.convert._script import converted
-
     notebook = _loaded(text, name)
     script, starts = _joined(notebook)
     try:

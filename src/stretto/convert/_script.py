@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import PurePath
 
 from stretto.convert import _moved, _reading, _single, _support
-from stretto.convert._notebook import convert_notebook
 from stretto.convert._result import Choices, Conversion, Kind, Note, Target
 from stretto.errors import SpecError
 
 _MARKED = re.compile(rf"^{re.escape(_support.MARK)} --to (\w+)$", re.MULTILINE)
-
-
-def convert_bytes(data: bytes, *, name: str, choices: Choices) -> Conversion:
-    """Convert a file: a notebook if its name ends so, otherwise a script.
-
-    Raises:
-        SpecError: It is not UTF-8, not Python 3, or not understood.
-    """
-    text = _reading.decoded(data, name)
-    if PurePath(name).suffix == ".ipynb":
-        return convert_notebook(text, name=name, choices=choices)
-    return convert_source(text, name=name, choices=choices)
 
 
 def convert_source(source: str, *, name: str, choices: Choices) -> Conversion:

@@ -138,23 +138,10 @@ _writer: _Writer | None = None
 _lock = threading.Lock()
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002
-    """Write a timeline into ``file_path`` from now on, on rank 0 only.
-
-    A running timeline ends; one for the same file continues. In HOROVOD_TIMELINE the
-    word DYNAMIC means that a program starts one later.
-
-    Args:
-        file_path: The file to replace: a Chrome trace, valid JSON at any time.
-        mark_cycles: Whether to mark each round of the negotiation.
-
-    Raises:
-        ValueError: `init` was not called, or the file can't be written.
-    """
+def open_timeline(file_path: str, *, mark_cycles: bool) -> None:
+    """Write a timeline into ``file_path`` from now on; see `start_timeline`."""
     global _writer
-    from stretto.horovod.torch import world  # it imports this module
-
-    if world.rank() != 0 or file_path == _LATER:
+    if file_path == _LATER:
         return
     path = Path(file_path)
     with _lock:

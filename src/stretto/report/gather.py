@@ -16,6 +16,7 @@ from stretto.report.results import (
 )
 from stretto.report.trace import MEASURED, PREDICTED, RANKS, split_label
 from stretto.schema import Cluster, Plan, Timeline, Workload, codec
+from stretto.schema.timeline import load_timelines
 from stretto.schema.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def gather(paths: Iterable[str | Path], *, title: str | None = None) -> DemoRepo
     for path in by_kind["plan"]:
         report = _with_plan(report, path, Plan.load(path))
     for path in by_kind["trace"]:
-        for label, timeline in codec.load_timelines(path).items():
+        for label, timeline in load_timelines(path).items():
             report = _with_timeline(report, *split_label(label), timeline)
     for path in by_kind["timeline"]:
         timeline = Timeline.load(path)

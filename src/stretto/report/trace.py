@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stretto.schema import codec
+from stretto.schema.timeline import save_timelines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +43,7 @@ def save_trace(path: str | Path, report: DemoReport) -> None:
     Raises:
         SpecError: The file cannot be written.
     """
-    codec.save_timelines(path, labelled_timelines(report))
+    save_timelines(path, labelled_timelines(report))
 
 
 def split_label(label: str) -> tuple[str, str]:

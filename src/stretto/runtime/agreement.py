@@ -10,7 +10,7 @@ import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,20 @@ from stretto.schema import tensors_digest
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from stretto.runtime.plan_binding import TensorRow
     from stretto.schema import Plan
 
 _log = logging.getLogger(__name__)
+
+
+class TensorRow(NamedTuple):
+    """One parameter that requires a gradient."""
+
+    name: str
+
+    bytes: int
+
+    dtype: str
+
 
 _POLL_S = 0.0003  # ranks mostly arrive at a meeting together
 _POLL_MOST_S = 0.1

@@ -50,8 +50,8 @@ from stretto.runtime.launch import Launched, value_or_raise
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from stretto.runtime.lanes import Need
-    from stretto.runtime.plan_binding import BucketSchedule, Slice
+    from stretto.runtime.backends.base import Need
+    from stretto.runtime.bucket_schedule import BucketSchedule, Slice
 
 
 @final
@@ -213,7 +213,7 @@ class NarrowLanes:
             _key(lanes[part.lane, part.resource]): part.lane
             for route in routes
             if route.wire is not None and lanes
-            for part in route.parts
+            for part in route.slices
         }
         self._scratches = {key: Scratch() for key in backends}
         self._threads = {
@@ -241,7 +241,7 @@ class NarrowLanes:
     def launcher_on_streams(self, route: BucketSchedule, device: torch.device) -> Any:
         """Return a launcher of a narrow bucket on CUDA."""
         rows = []
-        for part in route.parts:
+        for part in route.slices:
             if part.lane not in self._streams:
                 self._streams[part.lane] = torch.cuda.Stream(device)
             stream = self._streams[part.lane]

@@ -59,7 +59,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from stretto.runtime.plan_binding import BucketSchedule, TensorRow
+    from stretto.runtime.agreement import TensorRow
+    from stretto.runtime.bucket_schedule import BucketSchedule
     from stretto.runtime.recording.step import AbstractStepObserver, BucketRow
 
 _log = logging.getLogger(__name__)

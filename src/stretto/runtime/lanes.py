@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     import torch
 
     from stretto.runtime.agreement import Ranks
+    from stretto.runtime.backends.base import Need
     from stretto.schema import Plan
-
-Need = tuple[int, int | None]
-"""A lane and the resource that a collective on it may use."""
 
 
 def needs_of(plan: Plan) -> tuple[Need, ...]:

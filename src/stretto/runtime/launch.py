@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stretto.runtime.plan_binding import Slice
+    from stretto.runtime.bucket_schedule import Slice
 
     Start = Callable[[torch.Tensor, Any], Sequence[Any]]
     """Starts a bucket's collectives and gives what to ``wait()`` for, one a slice.

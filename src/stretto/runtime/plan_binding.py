@@ -2,90 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stretto.errors import PlanMismatch
+from stretto.runtime.agreement import TensorRow
+from stretto.runtime.bucket_schedule import BucketSchedule, Slice
 from stretto.runtime.lanes import check_lanes
-from stretto.runtime.recording.step import BucketRow
 from stretto.schema import NARROWER, model_digest, slice_bounds, tensors_digest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from stretto.schema import Bucket, Plan
-
-
-class TensorRow(NamedTuple):
-    """One parameter that requires a gradient."""
-
-    name: str
-
-    bytes: int
-
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
-    """One collective: elements ``start`` to ``end`` of a bucket, on a lane.
-
-    A complex gradient counts as two real elements, as the Reducer sends it.
-    """
-
-    lane: int
-
-    resource: int | None
-
-    start: int
-
-    end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketSchedule:
-    """The lanes and slices of one bucket."""
-
-    index: int
-
-    tensors: tuple[str, ...]
-
-    parameters: tuple[int, ...]
-    """Positions in DDP's parameter list."""
-
-    elements: int
-
-    parts: tuple[Slice, ...]
-
-    wire: str | None = None
-    """Type on the wire if it differs from the gradients' own."""
-
-    def row(self, dtype: str) -> BucketRow:
-        """Describe the bucket to an observer; its gradients have type ``dtype``."""
-        width_bytes: int = getattr(torch, self.wire or dtype).to_real().itemsize
-        return BucketRow(
-            tensors=self.tensors,
-            slices=tuple(
-                (part.lane, (part.end - part.start) * width_bytes)
-                for part in self.parts
-            ),
-        )
-
-    @property
-    def place(self) -> str:
-        """Bucket, tensors and lanes for messages."""
-        more = len(self.tensors) - 1
-        names = f"{self.tensors[0]!r}" + (f" and {more} more" if more else "")
-        lanes = sorted({part.lane for part in self.parts})
-        word = "lane" if len(lanes) == 1 else "lanes"
-        return (
-            f"the all-reduce of bucket {self.index} ({names}) on {word} "
-            f"{', '.join(map(str, lanes))}"
-        )
 
 
 def ignored_names(module: nn.Module, arguments: dict[str, Any]) -> frozenset[str]:
@@ -322,7 +254,7 @@ def _route(
         parameters=tuple(positions),
         elements=reals * elements,
         wire=wire,
-        parts=tuple(
+        slices=tuple(
             Slice(
                 lane=(bucket.lane + i) % plan.lanes,
                 resource=bucket.resource,

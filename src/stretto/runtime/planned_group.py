@@ -54,11 +54,11 @@ from stretto.runtime.torch_compat import without_dynamo
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from stretto.runtime.bucket_schedule import BucketSchedule, Slice
     from stretto.runtime.failure import FailureReporter
     from stretto.runtime.lanes import LanePool
     from stretto.runtime.launch import Start
     from stretto.runtime.nan_check import NanCheck
-    from stretto.runtime.plan_binding import BucketSchedule, Slice
     from stretto.runtime.recording.step import AbstractStepObserver
 
 _log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._elements = tuple(route.elements for route in routes)
         self._following = (*range(1, len(self._routes)), 0)
         # The route of each work of a quick step, in launch order.
-        self._waits = tuple(route for route in routes for _ in route.parts)
+        self._waits = tuple(route for route in routes for _ in route.slices)
         self._next = 0
         self._raises_late = True
         self._native = False
@@ -152,7 +152,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._held: list[tuple[Any, torch.Tensor, Any, Future[Any]]] = []
         self._rebuild_rows: list[list[int]] = []
         self._nothing = self._closing([launch_nothing] * len(self._routes))
-        needs = {(p.lane, p.resource): None for route in routes for p in route.parts}
+        needs = {(p.lane, p.resource): None for route in routes for p in route.slices}
         self.needs = tuple(needs)
         """The lanes in use, including those of communication hooks."""
         self._lanes = pool.open(needs) if self.size() > 1 else {}
@@ -222,7 +222,7 @@ class PlannedGroup(dist.ProcessGroup):
         """Return one group per bucket for hooks that replace the plan; collective."""
         if self.size() == 1:
             return (self._base,)
-        parts = [route.parts for route in self._routes]
+        parts = [route.slices for route in self._routes]
         if self._nccl is not None:
             return tuple(self._lanes[row[0].lane, row[0].resource] for row in parts)
         # Note [A communicator per bucket on Gloo] in `stretto.runtime.torch_compat`.
@@ -301,7 +301,7 @@ class PlannedGroup(dist.ProcessGroup):
         if observer is not None:
             rows = [
                 (reduce, part, partial(observer.slice_finished, route.index))
-                for reduce, part in zip(self._reduces(route), route.parts, strict=True)
+                for reduce, part in zip(self._reduces(route), route.slices, strict=True)
             ]
             launched = partial(observer.bucket_launched, route.index)
             return partial(self._launch_observed, launched, rows, settle)
@@ -309,7 +309,7 @@ class PlannedGroup(dist.ProcessGroup):
 
     def _quick(self, route: BucketSchedule) -> Any:
         """Return a launcher of a bucket that is waited for at the end of backward."""
-        if len(route.parts) == 1 and not self._narrow.has_thread(route.parts[0]):
+        if len(route.slices) == 1 and not self._narrow.has_thread(route.slices[0]):
             return partial(self._launch_whole, self._reduces(route)[0], route)
         return partial(self._launch_parts, self._start(route), route)
 
@@ -317,10 +317,10 @@ class PlannedGroup(dist.ProcessGroup):
         reduces = self._reduces(route)
         if len(reduces) == 1:
             return partial(start_whole, reduces[0])
-        return partial(start_slices, reduces, [p.end - p.start for p in route.parts])
+        return partial(start_slices, reduces, [p.end - p.start for p in route.slices])
 
     def _reduces(self, route: BucketSchedule) -> list[Any]:
-        return [self._narrow.reduce(route, part) for part in route.parts]
+        return [self._narrow.reduce(route, part) for part in route.slices]
 
     def _deferring(self, launchers: Sequence[Any], hold: Any, last: Any) -> list[Any]:
         held = [partial(hold, launch) for launch in launchers[:-1]]

@@ -8,23 +8,16 @@ anything unknown, naming file, place, rule and value; writing is atomic.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from stretto._version import __version__
 from stretto.errors import SpecError
 from stretto.schema._convert import convert
 from stretto.schema._json import dump, parse, plain
-from stretto.schema._trace import take_timelines, trace_events
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from stretto.schema.timeline import Timeline
 
 __all__ = [
     "MADE_BY",
@@ -35,12 +28,7 @@ __all__ = [
     "kind_in",
     "kind_of",
     "load",
-    "load_timeline",
-    "load_timelines",
     "save",
-    "save_timeline",
-    "save_timelines",
-    "trace_events",
     "write_atomically",
 ]
 
@@ -61,7 +49,7 @@ def load(path: str | Path, value_type: type[_T]) -> _T:
     Raises:
         SpecError: the file cannot be read or breaks a rule.
     """
-    return decode(_read(path), value_type, source=str(path))
+    return decode(read(path), value_type, source=str(path))
 
 
 def save(path: str | Path, value: Any) -> None:
@@ -83,7 +71,7 @@ def encode(value: Any) -> bytes:
     # Through the decoder and back: 0 and 0.0 in a field give the same bytes, and a
     # value that could not be read again is not written.
     valid = convert(plain(value, kind), type(value), source=kind)
-    return dump(_header(kind) | plain(valid, kind))
+    return dump(header(kind) | plain(valid, kind))
 
 
 def decode(data: bytes, value_type: type[_T], *, source: str = "<bytes>") -> _T:
@@ -93,7 +81,7 @@ def decode(data: bytes, value_type: type[_T], *, source: str = "<bytes>") -> _T:
         SpecError: naming ``source``, the place in it, the rule and the value.
     """
     body = parse(data, source)
-    _take_header(body, kind_of(value_type), source)
+    take_header(body, kind_of(value_type), source)
     return convert(body, value_type, source=source)
 
 
@@ -103,72 +91,13 @@ def kind_in(path: str | Path) -> str:
     Raises:
         SpecError: the file cannot be read, or is not a stretto file.
     """
-    kind = parse(_read(path), str(path)).get("kind")
+    kind = parse(read(path), str(path)).get("kind")
     if not isinstance(kind, str):
         raise SpecError(
             f"{path}: $.kind: must be the kind of a stretto file, got {kind!r}",
             place="$.kind",
         )
     return kind
-
-
-def load_timeline(path: str | Path) -> Timeline:
-    """Return the timeline in a Chrome trace written by `save_timeline`.
-
-    Raises:
-        SpecError: the file cannot be read or breaks a rule.
-    """
-    source = str(path)
-    body = parse(_read(path), source)
-    _take_header(body, "timeline", source)
-    name = body.pop("name", None)
-    timelines = take_timelines(body, source)
-    if not isinstance(name, str):
-        raise SpecError(f"{source}: $.name: must be text, got {name!r}", place="$.name")
-    if len(timelines) != 1:
-        raise SpecError(
-            f"{source}: $.traceEvents: must hold one timeline, got {len(timelines)}",
-            place="$.traceEvents",
-        )
-    return dataclasses.replace(*timelines.values(), name=name)
-
-
-def save_timeline(path: str | Path, timeline: Timeline) -> None:
-    """Write a timeline as Chrome trace events that Perfetto opens.
-
-    Raises:
-        SpecError: the file cannot be written.
-    """
-    body = {
-        "name": timeline.name,
-        "displayTimeUnit": "ms",
-        "traceEvents": trace_events({timeline.name: timeline}),
-    }
-    write_atomically(path, dump(_header("timeline") | body))
-
-
-def load_timelines(path: str | Path) -> dict[str, Timeline]:
-    """Return the timelines in a trace written by `save_timelines`, by label.
-
-    Each has its label as its name.
-
-    Raises:
-        SpecError: the file cannot be read or breaks a rule.
-    """
-    source = str(path)
-    body = parse(_read(path), source)
-    _take_header(body, "trace", source)
-    return take_timelines(body, source)
-
-
-def save_timelines(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
-    """Write several timelines as one Chrome trace, one process per timeline or rank.
-
-    Raises:
-        SpecError: the file cannot be written.
-    """
-    body = {"displayTimeUnit": "ms", "traceEvents": trace_events(timelines)}
-    write_atomically(path, dump(_header("trace") | body))
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
@@ -215,18 +144,18 @@ def _umask() -> int:
     return mask
 
 
-def _header(kind: str) -> dict[str, Any]:
+def header(kind: str) -> dict[str, Any]:
     return {"kind": kind, "schema_version": SCHEMA_VERSION, "made_by": MADE_BY}
 
 
-def _read(path: str | Path) -> bytes:
+def read(path: str | Path) -> bytes:
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as exc:
         raise SpecError(f"{path}: cannot be read: {_reason(exc)}") from exc
 
 
-def _take_header(body: dict[str, Any], kind: str, source: str) -> None:
+def take_header(body: dict[str, Any], kind: str, source: str) -> None:
     for key in ("kind", "schema_version", "made_by"):
         if key not in body:
             raise SpecError(f"{source}: $.{key}: is missing", place=f"$.{key}")

@@ -11,7 +11,7 @@ from stretto.errors import SpecError
 from stretto.report import page, save_results, save_trace
 from stretto.report.gather import gather
 from stretto.report.trace import labelled_timelines, split_label
-from stretto.schema import codec
+from stretto.schema.timeline import load_timelines
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_the_trace_is_one_that_viewers_open(folder):
             assert (event["pid"], event["tid"]) in named
             assert event["ts"] >= 0
             assert event["dur"] >= 0
-    assert len(codec.load_timelines(folder / "trace.json")) == 6
+    assert len(load_timelines(folder / "trace.json")) == 6
 
 
 def test_a_second_file_of_what_stands_once_is_refused(folder, report):

@@ -17,8 +17,8 @@ from stretto.errors import PlanMismatch
 from stretto.runtime import lanes_nccl, launch_nccl
 from stretto.runtime.agreement import Ranks
 from stretto.runtime.backends.nccl import LAUNCH_ORDER
+from stretto.runtime.bucket_schedule import BucketSchedule, Slice
 from stretto.runtime.lanes import LanePool, check_lanes
-from stretto.runtime.plan_binding import BucketSchedule, Slice
 from stretto.schema import Bucket, Plan
 
 DEVICE = torch.device("cuda", 0)
@@ -190,7 +190,7 @@ def route(*cuts):
         tensors=("a",),
         parameters=(0,),
         elements=cuts[-1],
-        parts=tuple(
+        slices=tuple(
             Slice(lane=i, resource=None, start=start, end=end)
             for i, (start, end) in enumerate(zip((0, *cuts), cuts, strict=False))
         ),

@@ -44,8 +44,8 @@ def test_a_narrower_type_is_converted_to(
 ) -> None:
     (route,) = routes(nn.Linear(3, 5).to(dtype), wire_dtype=wire, slices=3)
     assert route.wire == expected
-    assert [(p.start, p.end) for p in route.parts] == [(0, 7), (7, 14), (14, 20)]
-    assert [p.lane for p in route.parts] == [0, 1, 0]
+    assert [(p.start, p.end) for p in route.slices] == [(0, 7), (7, 14), (14, 20)]
+    assert [p.lane for p in route.slices] == [0, 1, 0]
 
 
 @pytest.mark.parametrize(

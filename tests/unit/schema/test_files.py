@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from stretto.errors import SpecError
 from stretto.schema import Cluster, Plan, Prediction, Span, Timeline, Workload, codec
+from stretto.schema.timeline import load_timelines, save_timelines, trace_events
 from stretto.testing import strategies as drawn
 
 FREE = st.dictionaries(
@@ -126,8 +127,8 @@ def test_a_timeline_survives_its_trace_exactly(tmp_path_factory, timeline):
 @given(timelines=st.dictionaries(st.text(max_size=5), TIMELINES, max_size=3))
 def test_a_trace_of_several_timelines_keeps_them_apart(tmp_path_factory, timelines):
     path = tmp_path_factory.mktemp("trace") / "trace.json"
-    codec.save_timelines(path, timelines)
-    found = codec.load_timelines(path)
+    save_timelines(path, timelines)
+    found = load_timelines(path)
     assert {label: line.spans for label, line in found.items()} == {
         label: line.spans for label, line in timelines.items()
     }
@@ -139,7 +140,7 @@ def test_a_trace_of_several_timelines_keeps_them_apart(tmp_path_factory, timelin
 def test_spans_on_one_thread_of_a_trace_never_overlap(timeline):
     # Viewers nest complete events of one thread, so an overlap would be drawn wrong.
     threads: dict[int, list[tuple[float, float]]] = {}
-    for event in codec.trace_events({"x": timeline}):
+    for event in trace_events({"x": timeline}):
         if event["ph"] == "X":
             threads.setdefault(event["tid"], []).append((event["ts"], event["dur"]))
     for busy in threads.values():
@@ -157,7 +158,7 @@ def test_trace_threads_have_unique_numbers_above_zero_and_an_order():
             Span(track="compute", name="forward", start_s=0, end_s=1),
         ),
     )
-    events = codec.trace_events({"predicted": line, "measured": line})
+    events = trace_events({"predicted": line, "measured": line})
     threads = [e for e in events if e["name"] == "thread_name"]
     assert len({e["tid"] for e in threads}) == len(threads) == 6
     assert min(e["tid"] for e in threads) > 0

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import SpecError
-from stretto.schema import Span, Timeline, codec
+from stretto.schema import Span, Timeline
+from stretto.schema.timeline import load_timelines, save_timelines, trace_events
 
 
 def span(rank: int | None, start_s: float, track: str = "lane0") -> Span:
@@ -32,8 +33,8 @@ def test_ranks_survive_a_trace_exactly(tmp_path_factory, spans, other) -> None:
         "one": Timeline(name="one", spans=tuple(spans)),
         "two": Timeline(name="two", spans=tuple(other)),
     }
-    codec.save_timelines(path, lines)
-    assert codec.load_timelines(path) == lines
+    save_timelines(path, lines)
+    assert load_timelines(path) == lines
     lines["one"].save(path)
     assert Timeline.load(path) == lines["one"]
 
@@ -43,7 +44,7 @@ def test_each_rank_is_a_process_and_its_tracks_are_threads() -> None:
         name="all",
         spans=(span(2, 0.0), span(0, 0.0), span(2, 0.0, "compute"), span(0, 1.0)),
     )
-    events = codec.trace_events({"all": line})
+    events = trace_events({"all": line})
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {1: "all, rank 0", 2: "all, rank 2"}
     threads = [

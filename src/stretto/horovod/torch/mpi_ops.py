@@ -1,7 +1,7 @@
 """Operations under the module name from which scripts import them."""
 
 from stretto.horovod.exceptions import HorovodInternalError
-from stretto.horovod.timeline import start_timeline, stop_timeline
+from stretto.horovod.timeline import stop_timeline
 from stretto.horovod.torch.allgather import (
     allgather,
     allgather_async,
@@ -60,6 +60,7 @@ from stretto.horovod.torch.world import (
     remove_process_set,
     shutdown,
     size,
+    start_timeline,
 )
 
 __all__ = [

@@ -275,7 +275,7 @@ def init(
         _world = world
     atexit.register(shutdown)
     if settings.timeline is not None:
-        timeline.start_timeline(settings.timeline, settings.mark_cycles)
+        start_timeline(settings.timeline, settings.mark_cycles)
 
 
 def _add_sets(world: World, process_sets: list[ProcessSet]) -> None:
@@ -415,3 +415,20 @@ def _require_dynamic(world: World, what: str) -> None:
             f"{what}: process sets are static in this job. Set "
             "HOROVOD_DYNAMIC_PROCESS_SETS=1, or call init(process_sets='dynamic')."
         )
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002
+    """Write a timeline into ``file_path`` from now on, on rank 0 only.
+
+    A running timeline ends; one for the same file continues. In HOROVOD_TIMELINE the
+    word DYNAMIC means that a program starts one later.
+
+    Args:
+        file_path: The file to replace: a Chrome trace, valid JSON at any time.
+        mark_cycles: Whether to mark each round of the negotiation.
+
+    Raises:
+        ValueError: `init` was not called, or the file can't be written.
+    """
+    if rank() == 0:
+        timeline.open_timeline(file_path, mark_cycles=mark_cycles)

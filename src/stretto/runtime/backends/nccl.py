@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from stretto.runtime.agreement import Ranks
-    from stretto.runtime.plan_binding import BucketSchedule, Slice
+    from stretto.runtime.bucket_schedule import BucketSchedule, Slice
     from stretto.runtime.recording.step import AbstractStepObserver
 
     Reduce = Callable[[list[torch.Tensor], Any], Any]
@@ -544,7 +544,7 @@ class NcclLaunch:
         observer: AbstractStepObserver | None,
     ) -> Callable[[torch.Tensor, Any], dist.Work]:
         """Return a function that starts a bucket's collectives."""
-        rows = list(zip(reduces, route.parts, strict=True))
+        rows = list(zip(reduces, route.slices, strict=True))
         if observer is not None:
             return partial(self._observed, observer, route.index, rows)
         if len(rows) == 1:

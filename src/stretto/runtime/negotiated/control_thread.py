@@ -33,7 +33,7 @@ from stretto.runtime.negotiated.ledger import (
 )
 from stretto.runtime.negotiated.pending import (
     PendingRequest,
-    Slice,
+    RequestSlice,
     check_tensors,
     new_output,
 )
@@ -41,7 +41,7 @@ from stretto.runtime.negotiated.progress import AbortReason, Pace, StallDetector
 from stretto.runtime.negotiated.requests import Kind, Request
 from stretto.runtime.negotiated.rounds import Control, PiggybackSlot
 from stretto.runtime.negotiated.send import Sender
-from stretto.runtime.negotiated.tensor_set import SetSteps
+from stretto.runtime.negotiated.tensor_set import AbstractControlLoop, SetSteps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +60,7 @@ _RIDERS = 4
 
 
 @final
-class ControlLoop:
+class ControlLoop(AbstractControlLoop):
     """The part of an engine that its threads refer to."""
 
     def __init__(
@@ -399,7 +399,7 @@ class ControlLoop:
     def _execute(
         self, decisions: Sequence[Decision], jobs: dict[str, PendingRequest]
     ) -> None:
-        parts: list[Slice] = []
+        parts: list[RequestSlice] = []
         rest: list[Decision] = []
         for decision in decisions:
             if isinstance(decision, LaunchMembers):
@@ -424,16 +424,16 @@ class ControlLoop:
             elif isinstance(decision, EndJoin):
                 self._end_join(decision)
 
-    def _part(self, launch: Launch, job: PendingRequest | None) -> Slice:
+    def _part(self, launch: Launch, job: PendingRequest | None) -> RequestSlice:
         if job is None:  # this rank has joined
             active = next(r for r in range(self.ranks.size) if r not in launch.joined)
-            return Slice(launch.by_rank[active], None, None, _ignore)
+            return RequestSlice(launch.by_rank[active], None, None, _ignore)
         self._note_queued(job)
         output = job.output
         if output is None and job.tensor is not None:
             output = new_output(job.tensor.shape, job.tensor)
         ended = partial(_end_job, job.handle, output)
-        return Slice(job.request, job.tensor, output, ended, job.event)
+        return RequestSlice(job.request, job.tensor, output, ended, job.event)
 
     def _launch(self, launch: Launch, job: PendingRequest | None) -> None:
         request = launch.by_rank[0]

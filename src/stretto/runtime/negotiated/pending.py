@@ -35,7 +35,7 @@ class PendingRequest:
 
 
 @dataclass(slots=True)
-class Slice:
+class RequestSlice:
     """A tensor to reduce: of a job, of a set, or a joined rank's zeros."""
 
     request: Request

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stretto.errors import StrettoError
     from stretto.runtime.agreement import Ranks
     from stretto.runtime.negotiated.api import AbstractEngineObserver, EngineOptions
-    from stretto.runtime.negotiated.pending import PendingRequest, Slice
+    from stretto.runtime.negotiated.pending import PendingRequest, RequestSlice
     from stretto.runtime.negotiated.requests import Request
 
 
@@ -263,7 +263,7 @@ class Sender:
         self._completions: dict[str, GlooCompletionThreads | NcclCompletion] = {}
         self._loads = {device: LaneLoads(options.lanes) for device in _DEVICES}
 
-    def reduce(self, parts: Sequence[Slice]) -> None:
+    def reduce(self, parts: Sequence[RequestSlice]) -> None:
         """Reduce tensors that are ready everywhere, in this order."""
         for device in _DEVICES:
             self._reduce([p for p in parts if p.request.device == device], device)
@@ -333,7 +333,7 @@ class Sender:
             )
         return self._completions[device]
 
-    def _reduce(self, parts: Sequence[Slice], device: str) -> None:
+    def _reduce(self, parts: Sequence[RequestSlice], device: str) -> None:
         rows = []
         for i, part in enumerate(parts):
             request = part.request
@@ -352,7 +352,9 @@ class Sender:
         for unit in units:
             self._send_unit(unit, parts, device)
 
-    def _send_unit(self, unit: Unit, parts: Sequence[Slice], device: str) -> None:
+    def _send_unit(
+        self, unit: Unit, parts: Sequence[RequestSlice], device: str
+    ) -> None:
         request = parts[unit.pieces[0].position].request
         buffer: list[torch.Tensor] = []
         began_s = perf_counter()
@@ -386,7 +388,7 @@ class Sender:
     def _unit_ended(
         self,
         unit: Unit,
-        parts: Sequence[Slice],
+        parts: Sequence[RequestSlice],
         buffer: list[torch.Tensor],
         began_s: float,
         error: BaseException | None,
@@ -410,7 +412,7 @@ class Sender:
             parts[piece.position].piece_ended(told, events)
 
     def _note(
-        self, unit: Unit, parts: Sequence[Slice], what: str, began_s: float
+        self, unit: Unit, parts: Sequence[RequestSlice], what: str, began_s: float
     ) -> None:
         observer, now_s = self._observer, perf_counter()
         if observer is None:
@@ -432,7 +434,7 @@ def _await_input(event: Any, tensor: torch.Tensor | None) -> None:
     tensor.record_stream(stream)
 
 
-def _pack(unit: Unit, parts: Sequence[Slice]) -> torch.Tensor:
+def _pack(unit: Unit, parts: Sequence[RequestSlice]) -> torch.Tensor:
     """Return the unit's values in one row, prescaled.
 
     A unit of one piece uses its output directly if that has the wire's dtype.
@@ -463,7 +465,7 @@ def _pack(unit: Unit, parts: Sequence[Slice]) -> torch.Tensor:
     return buffer
 
 
-def _unpack(unit: Unit, parts: Sequence[Slice], buffer: torch.Tensor) -> None:
+def _unpack(unit: Unit, parts: Sequence[RequestSlice], buffer: torch.Tensor) -> None:
     at = 0
     for piece in unit.pieces:
         segment = buffer[at : at + piece.end - piece.start]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
 import threading
@@ -14,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import SpecError, StrettoError
 from stretto.runtime.lanes import LanePool
-from stretto.runtime.negotiated.pending import Slice
+from stretto.runtime.negotiated.pending import RequestSlice
 from stretto.runtime.negotiated.reductions import dtype_of
 from stretto.runtime.negotiated.requests import Kind, Request
 from stretto.runtime.negotiated.stable_order import (
@@ -27,8 +28,8 @@ from stretto.runtime.negotiated.stable_order import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stretto.runtime.negotiated.control_thread import ControlLoop
-    from stretto.runtime.negotiated.engine import Engine
+    from stretto.runtime.agreement import Ranks
+    from stretto.runtime.negotiated.api import EngineOptions, Handle
     from stretto.runtime.negotiated.ledger import EndStep
     from stretto.runtime.negotiated.rounds import Control
 
@@ -44,6 +45,33 @@ class StepEnd:
     """Whether every rank's step was complete; see `TensorSet.abandon`."""
 
 
+class AbstractControlLoop(abc.ABC):
+    """What the steps of a tensor set need of the engine's control loop."""
+
+    ranks: Ranks
+
+    options: EngineOptions
+
+    @abc.abstractmethod
+    def submit(
+        self,
+        rows: Sequence[tuple[Request, torch.Tensor | None, torch.Tensor | None]],
+    ) -> list[Handle]:
+        """Accept requests, all or none."""
+
+    @abc.abstractmethod
+    def submit_member(self, set_id: int, index: int) -> None:
+        """Record that a tensor set's member is ready here."""
+
+    @abc.abstractmethod
+    def vote(self, set_id: int, *, in_order: bool, whole: bool, unused: int) -> None:
+        """Record that all of a tensor set's members are submitted here."""
+
+    @abc.abstractmethod
+    def report(self, place: str, cause: BaseException) -> StrettoError:
+        """Return the engine's one error, after a failure of its communication."""
+
+
 @final
 class TensorSet:
     """Tensors reduced in place, once per step: submit every one, then wait.
@@ -54,7 +82,7 @@ class TensorSet:
     kept order at the same step. The results are the same either way.
     """
 
-    def __init__(self, engine: Engine, steps: SetSteps, names: Sequence[str]) -> None:
+    def __init__(self, engine: object, steps: SetSteps, names: Sequence[str]) -> None:
         # This reference keeps the engine open; its own threads must not.
         self._engine = engine
         self._steps = steps
@@ -120,21 +148,23 @@ class TensorSet:
 class SetSteps:
     """The steps of one tensor set on this rank."""
 
-    def __init__(self, core: ControlLoop, set_id: int, request: Request) -> None:
+    def __init__(
+        self, loop: AbstractControlLoop, set_id: int, request: Request
+    ) -> None:
         self.members = request.members
         self._dtypes = [dtype_of(member) for member in request.members]
         self.place = f"a step of {request.name}"
         self.told = 0
         self.waits_since_s = 0.0
         self.fixed: FixedOrder | None = None
-        self._core = core
+        self._loop = loop
         self._id = set_id
         self._name = request.name
         # Not yet run on a GPU: NCCL needs one launch order for all its communicators.
         # Units of a kept order are not ordered with other units, so they are not
         # supported on it.
         on_cpu = all(member.device == "cpu" for member in self.members)
-        self._watch = OrderWatch(core.options.stable_steps if on_cpu else 0)
+        self._watch = OrderWatch(loop.options.stable_steps if on_cpu else 0)
         self._pool: LanePool | None = None
         self._kept: FixedOrder | None = None
         self._next_fixed: FixedOrder | None = None
@@ -183,9 +213,9 @@ class SetSteps:
                 event.record()
             complete = len(self._order) == len(self.members)
         if fixed is None:
-            self._core.submit_member(self._id, member)
+            self._loop.submit_member(self._id, member)
         elif failed is not None:
-            raise self._core.report(str(failed), failed.__cause__ or failed)
+            raise self._loop.report(str(failed), failed.__cause__ or failed)
         if complete:
             self._vote()
 
@@ -207,7 +237,7 @@ class SetSteps:
         self.waits_since_s = perf_counter()
         self.told = 0
         self.waits = True
-        self._core.vote(
+        self._loop.vote(
             self._id, in_order=in_order, whole=self._whole, unused=self._unused
         )
 
@@ -245,7 +275,7 @@ class SetSteps:
         try:
             fixed.finish()
         except UnitFailed as exc:
-            raise self._core.report(str(exc), exc.__cause__ or exc) from exc
+            raise self._loop.report(str(exc), exc.__cause__ or exc) from exc
 
     def abandon(self) -> None:
         """End a step that was cut short."""
@@ -273,21 +303,22 @@ class SetSteps:
         request = Request(
             name=f"end of {self._name}", kind=Kind.UNREGISTER, shape=(self._id,)
         )
-        self._core.submit([(request, None, None)])[0].wait()
+        self._loop.submit([(request, None, None)])[0].wait()
 
     # The control thread.
 
-    def parts(self, members: Sequence[int]) -> list[Slice]:
+    def parts(self, members: Sequence[int]) -> list[RequestSlice]:
         """Return the parts to reduce for members that are ready everywhere."""
         found = []
         for member in members:
             request, tensor = self.members[member], self._tensors[member]
             if tensor is None:  # this rank has joined
-                found.append(Slice(request, None, None, _ignore))
+                found.append(RequestSlice(request, None, None, _ignore))
                 continue
             event = self._cuda_events.get(member)
             tensor = tensor.detach()
-            found.append(Slice(request, tensor, tensor, self._member_ended, event))
+            end = self._member_ended
+            found.append(RequestSlice(request, tensor, tensor, end, event))
         return found
 
     def _member_ended(
@@ -336,24 +367,24 @@ class SetSteps:
         order = common_order([json.loads(row) for row in control.exchange(mine, room)])
         if self._kept is not None and self._kept.order == order:
             return self._kept
-        core = self._core
+        loop = self._loop
         lanes: list[Any] = []
         if self._pool is None:
-            store = PrefixStore(f"set/{self._id}", core.ranks.store)
+            store = PrefixStore(f"set/{self._id}", loop.ranks.store)
             self._pool = LanePool(
-                dataclasses.replace(core.ranks, store=store),
+                dataclasses.replace(loop.ranks, store=store),
                 serial=0,
                 backend="gloo",
                 device=torch.device("cpu"),
             )
-        opened = self._pool.open([(i, None) for i in range(core.options.lanes)])
+        opened = self._pool.open([(i, None) for i in range(loop.options.lanes)])
         lanes = list(opened.values())
         self._kept = FixedOrder(
             self.members,
             order,
-            unit_bytes=core.options.unit_bytes,
+            unit_bytes=loop.options.unit_bytes,
             lanes=lanes,
-            size=core.ranks.size,
+            size=loop.ranks.size,
         )
         return self._kept
 

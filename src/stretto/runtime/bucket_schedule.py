@@ -1,0 +1,67 @@
+"""The lanes and slices on which the gradients of one bucket are reduced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stretto.runtime.recording.step import BucketRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """One collective: elements ``start`` to ``end`` of a bucket, on a lane.
+
+    A complex gradient counts as two real elements, as the Reducer sends it.
+    """
+
+    lane: int
+
+    resource: int | None
+
+    start: int
+
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSchedule:
+    """The lanes and slices of one bucket."""
+
+    index: int
+
+    tensors: tuple[str, ...]
+
+    parameters: tuple[int, ...]
+    """Positions in DDP's parameter list."""
+
+    elements: int
+
+    slices: tuple[Slice, ...]
+
+    wire: str | None = None
+    """Type on the wire if it differs from the gradients' own."""
+
+    def row(self, dtype: str) -> BucketRow:
+        """Describe the bucket to an observer; its gradients have type ``dtype``."""
+        width_bytes: int = getattr(torch, self.wire or dtype).to_real().itemsize
+        return BucketRow(
+            tensors=self.tensors,
+            slices=tuple(
+                (part.lane, (part.end - part.start) * width_bytes)
+                for part in self.slices
+            ),
+        )
+
+    @property
+    def place(self) -> str:
+        """Bucket, tensors and lanes for messages."""
+        more = len(self.tensors) - 1
+        names = f"{self.tensors[0]!r}" + (f" and {more} more" if more else "")
+        lanes = sorted({part.lane for part in self.slices})
+        word = "lane" if len(lanes) == 1 else "lanes"
+        return (
+            f"the all-reduce of bucket {self.index} ({names}) on {word} "
+            f"{', '.join(map(str, lanes))}"
+        )
