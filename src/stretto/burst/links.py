@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from stretto.burst.refusals import Refusals
 from stretto.cost.burst import MOST_DIRECT
 from stretto.errors import CommTimeout
+from stretto.runtime import backends
 from stretto.runtime.failure import FailureReporter
 from stretto.runtime.lanes import LanePool
 
@@ -82,7 +83,7 @@ class Links:
         if ranks.size > 1:
             with self.guard("opening connections"):
                 self._moves = self._pool(ranks, backend, device).lane(_MOVES)
-                on_cpu = self._pool(ranks, "gloo", torch.device("cpu"))
+                on_cpu = self._pool(ranks, backends.ON_HOST, torch.device("cpu"))
                 self._numbers = on_cpu.lane(_NUMBERS)
 
     def _pool(self, ranks: Ranks, backend: str, device: torch.device) -> LanePool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stretto.errors import PlanMismatch, StrettoError
+from stretto.runtime import backends
 from stretto.runtime.agreement import (
     Agreement,
     ranks_of,
@@ -42,7 +43,6 @@ from stretto.runtime.presence import is_communication_error
 from stretto.runtime.recording.step import StepWatch
 from stretto.runtime.static_graph import GradientCounts
 from stretto.runtime.torch_compat import (
-    PLANNED_BACKENDS,
     arguments_of,
     backend_of,
     build_reducer,
@@ -399,13 +399,13 @@ class DistributedDataParallel(TorchDDP):
         The first are the model's own. The caller closes the second if they differ.
         """
         lanes = self._pool()
-        if self._backend == "gloo":
+        if backends.get(self._backend).completes_on_host:
             return lanes, lanes
         self._pools += 1
         return lanes, LanePool(
             self._ranks,
             serial=f"{self._agreement.serial}/{self._pools}/agree",
-            backend="gloo",
+            backend=backends.ON_HOST,
             device=torch.device("cpu"),
         )
 
@@ -495,7 +495,10 @@ class DistributedDataParallel(TorchDDP):
             return self._unplannable
         if self._use_python_reducer:
             return "plans need DDP's own Reducer, not torch._dynamo's python_reducer."
-        if PLANNED_BACKENDS.get(self._backend) != device.type:
+        if not (
+            backends.supported(self._backend)
+            and backends.get(self._backend).device_type == device.type
+        ):
             return (
                 "plans run on gloo with tensors on the CPU and on nccl with tensors on "
                 f"a GPU, but this model uses {self._backend} and {device.type}."
@@ -654,22 +657,24 @@ class DistributedDataParallel(TorchDDP):
         On Gloo with several ranks it names a lost rank; elsewhere it only counts steps,
         if a subclass needs that.
         """
+        planned = backends.supported(self._backend)
         waits = (
-            self._backend == "gloo"
+            planned
+            and backends.get(self._backend).completes_on_host
             and (self._ranks.size > 1 or self._numerics is not None)
             and not self._use_python_reducer
             and self._device_used.type == "cpu"
         )
         if not waits and self._numerics is not None:
             self._numerics.blind(f"without a plan, on {self._device_used.type}")
-        counts = self._counts_steps and self._backend in ("gloo", "nccl")
+        counts = self._counts_steps and planned
         if self._use_python_reducer or not (waits or counts):
             return None
         return WatchedGroup(
             base=self.process_group,
             device=self._device_used,
             failures=self._failures,
-            backend=self._backend,
+            kind=backends.get(self._backend).kind,
             waits=waits,
             numerics=self._numerics if waits else None,
             buckets=self._rule_buckets,
@@ -905,7 +910,7 @@ class DistributedDataParallel(TorchDDP):
         trouble: StrettoError | None = None,
     ) -> None:
         """Require that all ranks have the same plan, model and settings."""
-        if plan is None and self._backend not in PLANNED_BACKENDS:
+        if plan is None and not backends.supported(self._backend):
             if trouble is not None:
                 raise trouble
             return  # such a group may have no store to meet in
@@ -935,7 +940,7 @@ class DistributedDataParallel(TorchDDP):
             pool=self._pool(),
             failures=self._failures,
             deferred=plan.overlap == "none",
-            nccl=self._backend == "nccl",
+            backend=backends.get(self._backend),
             error_feedback=self._error_feedback,
             numerics=self._numerics,
             reduced=weakref.WeakMethod(self._backward_reduced),

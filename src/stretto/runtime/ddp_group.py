@@ -38,7 +38,7 @@ class WatchedGroup(dist.ProcessGroup):
         base: dist.ProcessGroup,
         device: torch.device,
         failures: FailureReporter,
-        backend: str = "gloo",
+        kind: Any,
         waits: bool = True,
         numerics: NanCheck | None = None,
         buckets: list[list[int]] | None = None,
@@ -51,7 +51,7 @@ class WatchedGroup(dist.ProcessGroup):
             base: The model's own group.
             device: The device of its gradients.
             failures: Reports a failure.
-            backend: The backend of ``base`` for that device.
+            kind: The type of ``base``'s backend for that device.
             waits: Whether failures are found before the Reducer's end.
             numerics: Checks gradients.
             buckets: The Reducer's buckets, if they are known; positions in DDP's list
@@ -62,8 +62,6 @@ class WatchedGroup(dist.ProcessGroup):
         """
         # Only this form of the constructor lets C++ call the methods below.
         super().__init__(base.rank(), base.size())  # type: ignore[call-arg]
-        kinds = dist.ProcessGroup.BackendType
-        kind = {"gloo": kinds.GLOO, "nccl": kinds.NCCL}[backend]
         self._register_backend(device, kind, base._get_backend(device))  # noqa: SLF001
         self._set_default_backend(kind)
         self._base = base

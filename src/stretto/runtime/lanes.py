@@ -14,11 +14,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from stretto.runtime import backends
 from stretto.runtime.agreement import end_requests, own_connection
-from stretto.runtime.backends.gloo import GlooLanes
-from stretto.runtime.backends.gloo import check_here as check_gloo
-from stretto.runtime.backends.nccl import NcclLanes
-from stretto.runtime.backends.nccl import check_here as check_nccl
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,8 +43,7 @@ def check_lanes(plan: Plan, backend: str, device: torch.device) -> None:
     Raises:
         PlanMismatch: with the obstacle, both numbers, and the remedy.
     """
-    check = check_nccl if backend == "nccl" else check_gloo
-    check(needs_of(plan), plan.ranks, device)
+    backends.get(backend).check(needs_of(plan), plan.ranks, device)
 
 
 @final
@@ -72,19 +68,20 @@ class LanePool:
         def store_for(name: str) -> PrefixStore:
             return PrefixStore(f"lanes/{serial}/{name}", store)
 
-        kind: Any = NcclLanes if backend == "nccl" else GlooLanes
-        self._lanes: Any = kind(ranks=ranks, store_for=store_for, device=device)
-        if backend != "nccl" and store is not ranks.store:
-            self._lanes.end_requests = partial(end_requests, store)
+        kind = backends.get(backend)
+        own = store is not ranks.store
+        self._lanes = kind.lanes(
+            ranks=ranks,
+            store_for=store_for,
+            device=device,
+            end_requests=partial(end_requests, store) if own else None,
+        )
         self._close = weakref.finalize(self, self._lanes.close)
-        # A process that exits must end NCCL's communicators while the driver still
-        # works. Gloo's would wait for work under way, possibly for a peer that failed.
-        self._close.atexit = backend == "nccl"
+        self._close.atexit = kind.ends_at_exit
 
     def open(self, needs: Iterable[Need]) -> dict[Need, Any]:
         """Return the backends for one plan's lanes."""
-        opened: dict[Need, Any] = self._lanes.open(tuple(dict.fromkeys(needs)))
-        return opened
+        return self._lanes.open(tuple(dict.fromkeys(needs)))
 
     def lane(self, number: int, resource: int | None = None) -> Any:
         """Return the backend of a single lane."""

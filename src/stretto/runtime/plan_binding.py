@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stretto.errors import PlanMismatch
+from stretto.runtime import backends
 from stretto.runtime.agreement import TensorRow
 from stretto.runtime.bucket_schedule import BucketSchedule, Slice
 from stretto.runtime.lanes import check_lanes
@@ -96,17 +97,17 @@ def routes_of(
             [table[index_of[n]] for n in bucket.tensors],
             [index_of[n] for n in bucket.tensors],
             sparse,
-            _pieces_of(bucket, backend),
+            backends.get(backend).collectives_per_slice(bucket.resource),
         )
         for i, bucket in enumerate(plan.buckets)
     ]
-    if backend == "gloo" and device.type != "cpu":
+    if device.type != backends.get(backend).device_type:
         for route in routes:
             if route.wire is not None:
                 raise PlanMismatch(
-                    f"bucket {route.index} has wire_dtype {route.wire!r}, which gloo "
-                    f"supports only for tensors on the CPU, not on {device.type}: plan "
-                    "without a wire_dtype, or use nccl."
+                    f"bucket {route.index} has wire_dtype {route.wire!r}, which "
+                    f"{backend} does not support for tensors on {device.type}: plan "
+                    "without a wire_dtype, or use the device's own backend."
                 )
     return routes
 
@@ -169,11 +170,7 @@ def _check_digest(
 
 
 def _check_supported(plan: Plan, backend: str, device: torch.device) -> None:
-    if backend not in ("gloo", "nccl"):
-        raise PlanMismatch(
-            f"this runtime does not support plans on backend {backend!r} yet: use gloo "
-            "or nccl, or pass plan=None."
-        )
+    kind = backends.get(backend)
     if plan.overlap == "forward":
         raise PlanMismatch(
             "this runtime does not support overlap 'forward' yet: plan with 'backward' "
@@ -185,19 +182,14 @@ def _check_supported(plan: Plan, backend: str, device: torch.device) -> None:
                 f"this runtime does not support algorithm {bucket.algorithm!r} of "
                 f"bucket {i} yet: plan with 'ring'."
             )
-        pieces = bucket.slices * _pieces_of(bucket, backend)
-        if pieces > 1 and backend == "gloo" and device.type != "cpu":
+        pieces = bucket.slices * kind.collectives_per_slice(bucket.resource)
+        if pieces > 1 and device.type != kind.device_type:
             raise PlanMismatch(
                 f"this runtime does not support the {bucket.slices} slices of bucket "
-                f"{i}, of resource {bucket.resource or 1}, on gloo with tensors on "
-                f"{device.type} yet: plan with 1 slice and resource null."
+                f"{i}, of resource {bucket.resource or 1}, on {backend} with tensors "
+                f"on {device.type} yet: plan with 1 slice and resource null."
             )
     check_lanes(plan, backend, device)
-
-
-def _pieces_of(bucket: Bucket, backend: str) -> int:
-    """Return the collectives for one slice: Note [What resource means on Gloo]."""
-    return (bucket.resource or 1) if backend == "gloo" else 1
 
 
 def _check_wire(

@@ -37,7 +37,6 @@ import torch.distributed as dist
 from torch.futures import Future, collect_all
 
 from stretto.errors import StrettoError
-from stretto.runtime.backends.nccl import NcclLaunch
 from stretto.runtime.compress import NarrowLanes
 from stretto.runtime.launch import (
     Launched,
@@ -54,6 +53,7 @@ from stretto.runtime.torch_compat import without_dynamo
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from stretto.runtime.backends.base import AbstractBackend
     from stretto.runtime.bucket_schedule import BucketSchedule, Slice
     from stretto.runtime.failure import FailureReporter
     from stretto.runtime.lanes import LanePool
@@ -110,7 +110,7 @@ class PlannedGroup(dist.ProcessGroup):
         pool: LanePool,
         failures: FailureReporter,
         deferred: bool,
-        nccl: bool,
+        backend: AbstractBackend,
         error_feedback: bool = False,
         numerics: NanCheck | None = None,
         reduced: Callable[[], Callable[[], None] | None] | None = None,
@@ -119,13 +119,9 @@ class PlannedGroup(dist.ProcessGroup):
         super().__init__(base.rank(), base.size())  # type: ignore[call-arg]
         # The base's backend handles everything that is not overridden here, and DDP's
         # log reports it.
-        kind = (
-            dist.ProcessGroup.BackendType.NCCL
-            if nccl
-            else dist.ProcessGroup.BackendType.GLOO
-        )
-        self._register_backend(device, kind, base._get_backend(device))  # noqa: SLF001
-        self._set_default_backend(kind)
+        own = base._get_backend(device)  # noqa: SLF001
+        self._register_backend(device, backend.kind, own)
+        self._set_default_backend(backend.kind)
         self._base = base
         self._routes = tuple(routes)
         self._pool = pool
@@ -135,7 +131,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._reduced = reduced
         self._looked_at: list[dist.Work] = []
         self._deferred = deferred
-        self._nccl = NcclLaunch(device) if nccl and base.size() > 1 else None
+        self._streams = backend.stream_launch(device) if base.size() > 1 else None
         self._device = device
         self._elements = tuple(route.elements for route in routes)
         self._following = (*range(1, len(self._routes)), 0)
@@ -157,7 +153,10 @@ class PlannedGroup(dist.ProcessGroup):
         """The lanes in use, including those of communication hooks."""
         self._lanes = pool.open(needs) if self.size() > 1 else {}
         self._narrow = NarrowLanes(
-            routes, self._lanes, error_feedback=error_feedback, threads=not nccl
+            routes,
+            self._lanes,
+            error_feedback=error_feedback,
+            threads=backend.completes_on_host,
         )
         self.observe(None)
 
@@ -182,7 +181,7 @@ class PlannedGroup(dist.ProcessGroup):
 
     def _allreduce_aside(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Reduce data that is not a bucket: the used parameters, or for a C++ hook."""
-        if self._native or self._nccl is not None:
+        if self._native or self._streams is not None:
             return self._base.allreduce(tensors, opts)
         try:
             work = self._base.allreduce(tensors, opts)
@@ -223,7 +222,7 @@ class PlannedGroup(dist.ProcessGroup):
         if self.size() == 1:
             return (self._base,)
         parts = [route.slices for route in self._routes]
-        if self._nccl is not None:
+        if self._streams is not None:
             return tuple(self._lanes[row[0].lane, row[0].resource] for row in parts)
         # Note [A communicator per bucket on Gloo] in `stretto.runtime.torch_compat`.
         free = 1 + max(part.lane for row in parts for part in row)
@@ -266,7 +265,7 @@ class PlannedGroup(dist.ProcessGroup):
         """Set up the launchers, reporting to ``observer`` if there is one."""
         settling = [self._settling(route, observer) for route in self._routes]
         quick = settling
-        if observer is None and self._nccl is None and self.size() > 1:
+        if observer is None and self._streams is None and self.size() > 1:
             quick = [self._quick(route) for route in self._routes]
         if self._deferred:
             plain = quick is settling
@@ -291,9 +290,9 @@ class PlannedGroup(dist.ProcessGroup):
         if self.size() == 1:
             return launch_nothing
         settle = partial(_settle, weakref.ref(self), route)
-        if self._nccl is not None:
+        if self._streams is not None:
             launch = (
-                self._nccl.launcher(route, self._reduces(route), observer)
+                self._streams.launcher(route, self._reduces(route), observer)
                 if route.wire is None
                 else self._narrow.launcher_on_streams(route, self._device)
             )
@@ -395,7 +394,9 @@ class PlannedGroup(dist.ProcessGroup):
         return Launched(collect_all(futures).then(partial(settle, buffer)))
 
     def _hold(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
-        pending: Future[Any] = Future() if self._nccl is None else self._nccl.future()
+        pending: Future[Any] = (
+            Future() if self._streams is None else self._streams.future()
+        )
         self._held.append((launch, buffer, opts, pending))
         return Launched(pending.then(value_or_raise))
 
@@ -490,7 +491,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._pending.clear()
         _queue_callback(self._after_finalize)
         if self._numerics is not None and self._raises_late:
-            if self._nccl is None:  # on NCCL streams wait, not this thread
+            if self._streams is None:  # on NCCL streams wait, not this thread
                 for look in self._looked_at:
                     look.wait()
             self._looked_at.clear()

@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
     from stretto.runtime.agreement import Ranks
 
-PLANNED_BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
-"""Supported backends of plans, each with its device type."""
-
 _F = TypeVar("_F", bound="Callable[..., Any]")
 
 _log = logging.getLogger(__name__)

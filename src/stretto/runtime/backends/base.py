@@ -1,6 +1,116 @@
-"""Values that every backend of lanes shares."""
+"""The contract of a communication backend that lanes may use."""
 
 from __future__ import annotations
 
+import abc
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Sequence
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import Store
+
+    from stretto.runtime.agreement import Ranks
+    from stretto.runtime.bucket_schedule import BucketSchedule
+    from stretto.runtime.recording.step import AbstractStepObserver
+
 Need = tuple[int, int | None]
 """A lane and the resource that a collective on it may use."""
+
+
+class AbstractLanes(abc.ABC):
+    """The open lanes of one model on one rank.
+
+    Opening is collective: every rank must ask for the same lanes in the same order.
+    """
+
+    @abc.abstractmethod
+    def open(self, needs: Sequence[Need]) -> dict[Need, Any]:
+        """Return a backend object of torch for each need; open those that are missing.
+
+        Raises:
+            CommTimeout: a rank did not connect.
+        """
+
+    @abc.abstractmethod
+    def retain(self, lanes: Container[int]) -> None:
+        """Release the other lanes."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """End every connection at once, so that no peer waits for this rank."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End every lane after its collectives are done."""
+
+
+class AbstractStreamLaunch(abc.ABC):
+    """Launches buckets whose completion only the device's streams see."""
+
+    @abc.abstractmethod
+    def future(self) -> torch.futures.Future[Any]:
+        """Return a future that orders streams when it is waited for."""
+
+    @abc.abstractmethod
+    def launcher(
+        self,
+        route: BucketSchedule,
+        reduces: Sequence[Any],
+        observer: AbstractStepObserver | None,
+    ) -> Callable[[torch.Tensor, Any], dist.Work]:
+        """Return what launches one bucket."""
+
+
+class AbstractBackend(abc.ABC):
+    """What stretto must know of a backend; one object serves all models."""
+
+    name: ClassVar[str]
+    """As torch.distributed names it."""
+
+    device_type: ClassVar[str]
+    """Tensors that it sends in slices, on several lanes, without a copy."""
+
+    completes_on_host: ClassVar[bool]
+    """Whether waiting for a work blocks the host until its result is there, so that
+    failures and ends can be observed on the host."""
+
+    ends_at_exit: ClassVar[bool]
+    """Whether its lanes must be closed while the interpreter still runs."""
+
+    @property
+    @abc.abstractmethod
+    def kind(self) -> Any:
+        """Torch's ``ProcessGroup.BackendType``."""
+
+    @abc.abstractmethod
+    def check(self, needs: Sequence[Need], ranks: int, device: torch.device) -> None:
+        """Require that this process can open lanes.
+
+        Raises:
+            PlanMismatch: with the obstacle, both numbers, and the remedy.
+        """
+
+    @abc.abstractmethod
+    def lanes(
+        self,
+        *,
+        ranks: Ranks,
+        store_for: Callable[[str], Store],
+        device: torch.device,
+        end_requests: Callable[[], None] | None,
+    ) -> AbstractLanes:
+        """Return the lanes of a model, none of them open.
+
+        ``end_requests`` ends requests to the store that are under way.
+        """
+
+    @abc.abstractmethod
+    def collectives_per_slice(self, resource: int | None) -> int:
+        """Return how many collectives send one slice with this resource."""
+
+    @abc.abstractmethod
+    def stream_launch(self, device: torch.device) -> AbstractStreamLaunch | None:
+        """Return what launches buckets on streams; ``None`` if the host waits."""

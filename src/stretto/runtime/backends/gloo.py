@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 from stretto.errors import CommTimeout, PlanMismatch
 from stretto.runtime.agreement import timeout_of, who_is_gone
+from stretto.runtime.backends.base import AbstractBackend, AbstractLanes
 from stretto.runtime.presence import Wait, call_aside
 from stretto.runtime.sockets import Socket, connections_among, open_sockets, shut
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from stretto.runtime.agreement import Ranks
+    from stretto.runtime.backends.base import Need
 
 LEAST_THREADS = 2
 
@@ -116,7 +118,47 @@ def check_here(
 
 
 @final
-class GlooLanes:
+class GlooBackend(AbstractBackend):
+    """Gloo, on TCP: completion is seen on the host."""
+
+    name = "gloo"
+    device_type = "cpu"
+    completes_on_host = True
+    # Closing would wait for work under way, possibly for a peer that failed.
+    ends_at_exit = False
+
+    @property
+    def kind(self) -> Any:
+        """Torch's type."""
+        return dist.ProcessGroup.BackendType.GLOO
+
+    def check(self, needs: Sequence[Need], ranks: int, device: torch.device) -> None:
+        """Require that this process may open the files."""
+        check_here(needs, ranks, device)
+
+    def lanes(
+        self,
+        *,
+        ranks: Ranks,
+        store_for: Callable[[str], Store],
+        device: torch.device,
+        end_requests: Callable[[], None] | None,
+    ) -> GlooLanes:
+        """Return the lanes of a model."""
+        del device  # Gloo itself stages device tensors through the host
+        return GlooLanes(ranks=ranks, store_for=store_for, end_requests=end_requests)
+
+    def collectives_per_slice(self, resource: int | None) -> int:
+        """Return ``resource``: the connections that send a slice's parts."""
+        return resource or 1
+
+    def stream_launch(self, device: torch.device) -> None:
+        """Return nothing: the host waits."""
+        del device
+
+
+@final
+class GlooLanes(AbstractLanes):
     """Opens Gloo backends and ends their connections."""
 
     def __init__(
@@ -124,15 +166,14 @@ class GlooLanes:
         *,
         ranks: Ranks,
         store_for: Callable[[str], Store],
-        device: torch.device,
+        end_requests: Callable[[], None] | None = None,
     ) -> None:
-        del device  # Gloo itself stages device tensors through the host
         self._ranks = ranks
         self._store_for = store_for
         self._lanes: dict[tuple[int, int], Any] = {}
         self._sockets: set[Socket] = set()
         self._made: Counter[tuple[int, int]] = Counter()
-        self.end_requests: Callable[[], None] = lambda: None
+        self._end_requests = end_requests or (lambda: None)
         """Ends requests that wait in the lanes' store."""
 
     def open(
@@ -217,7 +258,7 @@ class GlooLanes:
         """Make Gloo's opening of a lane fail now rather than at its timeout."""
         # A thread that returned while the interpreter is finalizing would end the
         # process. See Note [Exit while Gloo's threads still work].
-        self.end_requests()
+        self._end_requests()
         shut(connections_among(open_sockets() - before, self._ranks.store))
 
     def abort(self) -> None:

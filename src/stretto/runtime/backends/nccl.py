@@ -60,6 +60,11 @@ from torch.futures import Future
 
 from stretto.errors import PlanMismatch
 from stretto.runtime.agreement import timeout_of
+from stretto.runtime.backends.base import (
+    AbstractBackend,
+    AbstractLanes,
+    AbstractStreamLaunch,
+)
 from stretto.runtime.launch import Launched
 
 if TYPE_CHECKING:
@@ -68,6 +73,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from stretto.runtime.agreement import Ranks
+    from stretto.runtime.backends.base import Need
     from stretto.runtime.bucket_schedule import BucketSchedule, Slice
     from stretto.runtime.recording.step import AbstractStepObserver
 
@@ -381,7 +387,48 @@ def fill_options(options: Any, wanted: Communicator, parent: Any, ranks: Ranks) 
 
 
 @final
-class NcclLanes:
+class NcclBackend(AbstractBackend):
+    """NCCL: completion is seen by the device's streams. Not yet run on a GPU."""
+
+    name = "nccl"
+    device_type = "cuda"
+    completes_on_host = False
+    # Communicators must end while the driver still works.
+    ends_at_exit = True
+
+    @property
+    def kind(self) -> Any:
+        """Torch's type."""
+        return dist.ProcessGroup.BackendType.NCCL
+
+    def check(self, needs: Sequence[Need], ranks: int, device: torch.device) -> None:
+        """Require that NCCL's settings and the device allow these lanes."""
+        check_here(needs, ranks, device)
+
+    def lanes(
+        self,
+        *,
+        ranks: Ranks,
+        store_for: Callable[[str], Store],
+        device: torch.device,
+        end_requests: Callable[[], None] | None,
+    ) -> NcclLanes:
+        """Return the lanes of a model."""
+        del end_requests  # opening ends at its own timeout
+        return NcclLanes(ranks=ranks, store_for=store_for, device=device)
+
+    def collectives_per_slice(self, resource: int | None) -> int:
+        """Return 1: ``resource`` is the number of CTAs of one collective."""
+        del resource
+        return 1
+
+    def stream_launch(self, device: torch.device) -> NcclLaunch:
+        """Return what launches buckets on the device's streams."""
+        return NcclLaunch(device)
+
+
+@final
+class NcclLanes(AbstractLanes):
     """Creates communicators and ends them."""
 
     def __init__(
@@ -523,7 +570,7 @@ def _tell_once(line: str) -> None:
 
 
 @final
-class NcclLaunch:
+class NcclLaunch(AbstractStreamLaunch):
     """Launches a plan's buckets; other streams than the computation's wait for them."""
 
     def __init__(self, device: torch.device) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto._version import __version__
 from stretto.errors import CommTimeout, RankDisagreement, SpecError, StrettoError
+from stretto.runtime import backends
 from stretto.runtime.agreement import Agreement, store_lost
 from stretto.runtime.failure import FailureReporter
 from stretto.runtime.lanes import LanePool
@@ -119,7 +120,7 @@ class ControlLoop(AbstractControlLoop):
                     self.ranks, store=PrefixStore("control", self.ranks.store)
                 ),
                 serial=0,
-                backend="gloo",
+                backend=backends.ON_HOST,
                 device=torch.device("cpu"),
             )
             try:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 import torch.distributed as dist
 
+from stretto.runtime import backends
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.negotiated import collectives, reductions
 from stretto.runtime.negotiated.requests import DTYPES
@@ -321,7 +322,7 @@ class Sender:
             pool = LanePool(
                 self._ranks,
                 serial=_DEVICES.index(device),
-                backend="nccl" if cuda else "gloo",
+                backend=backends.for_device(device).name,
                 device=where,
             )
             self._pools.append(pool)

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import SpecError, StrettoError
+from stretto.runtime import backends
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.negotiated.pending import RequestSlice
 from stretto.runtime.negotiated.reductions import dtype_of
@@ -374,7 +375,7 @@ class SetSteps:
             self._pool = LanePool(
                 dataclasses.replace(loop.ranks, store=store),
                 serial=0,
-                backend="gloo",
+                backend=backends.ON_HOST,
                 device=torch.device("cpu"),
             )
         opened = self._pool.open([(i, None) for i in range(loop.options.lanes)])
