@@ -40,7 +40,7 @@ from stretto.schema import (
     Workload,
 )
 from stretto.sim import simulate_step
-from stretto.tune import calibration as correct
+from stretto.tune import calibration
 from stretto.tune.calibration import (
     CalibratedModel,
     Observation,
@@ -187,10 +187,10 @@ def _case(
     others: tuple[Plan, ...],
 ) -> Case:
     rng = random.Random(name)
-    factors = dict.fromkeys(correct.PRIOR_RATIO, 1.0)
+    factors = dict.fromkeys(calibration.PRIOR_RATIO, 1.0)
     factors.update({k: v for k, v in truth.items() if k in factors})
     longer = truth.get("elsewhere", 1.0)
-    model = correct.scaled(workload, cluster, factors)
+    model = calibration.scaled(workload, cluster, factors)
 
     def noisy(value: float) -> float:
         return value * math.exp(rng.gauss(0, NOISE_RATIO))
@@ -218,16 +218,16 @@ def _case(
     )
 
 
-def cost_of(case: Case, found: correct.Correction) -> float:
+def cost_of(case: Case, found: calibration.Correction) -> float:
     """Return the sum of squares that `corrected` minimizes, over two; see there."""
     rows = [
         math.log(found.factors[name]) / ratio
-        for name, ratio in correct.PRIOR_RATIO.items()
+        for name, ratio in calibration.PRIOR_RATIO.items()
     ]
-    recorded = correct.RECORDED_RATIO
+    recorded = calibration.RECORDED_RATIO
     for seen in case.seen:
         step = simulate_step(found.workload, found.cluster, seen.plan)
-        rows.append(math.log(step.iteration_s / seen.step_s) / correct.NOISE_RATIO)
+        rows.append(math.log(step.iteration_s / seen.step_s) / calibration.NOISE_RATIO)
         computed_s = backward_s(step.timeline)
         rows.append(math.log(computed_s / seen.backward_s) / recorded)
         noise_s = recorded * seen.step_s * math.sqrt(len(seen.bucket_ends_s))

@@ -14,7 +14,7 @@ from torch import nn
 import stretto
 from stretto.errors import SpecError
 from stretto.schema import Bucket
-from stretto.tune import initial_profile as look
+from stretto.tune import initial_profile
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -109,7 +109,7 @@ def falls_back(rank: int, size: int) -> dict[str, Any]:
     def refuse(**_options: Any) -> Any:
         raise SpecError("no probe today")
 
-    look.probe_network = refuse
+    initial_profile.probe_network = refuse
     theirs = train(TorchDDP(net()), rank, steps=30)
     model = stretto.DistributedDataParallel(net())
     ours = train(model, rank, steps=30)

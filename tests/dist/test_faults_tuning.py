@@ -18,7 +18,7 @@ from torch import nn
 
 import stretto
 from stretto.runtime.backends.gloo import GlooLanes
-from stretto.tune import initial_profile as look
+from stretto.tune import initial_profile
 from stretto.tune.rank_sync import RankSync
 from stretto.tune.forced import SCHEDULE_VARIABLE
 
@@ -44,7 +44,7 @@ def call_is_fatal(owner: Any, name: str, number: int, how: signal.Signals) -> No
 MOMENTS = {
     "gate": (RankSync, "gate", 3),
     "lane": (GlooLanes, "_make", 2),
-    "probe": (look, "probe_network", 1),
+    "probe": (initial_profile, "probe_network", 1),
 }
 
 

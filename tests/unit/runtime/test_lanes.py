@@ -13,8 +13,7 @@ from torch.distributed import HashStore
 
 from stretto.errors import PlanMismatch
 from stretto.runtime.agreement import Ranks
-from stretto.runtime.backends import gloo as lanes_gloo
-from stretto.runtime.backends import nccl as lanes_nccl
+from stretto.runtime.backends import gloo, nccl
 from stretto.runtime.backends.nccl import Communicator, communicators_of
 from stretto.runtime.lanes import needs_of
 from stretto.schema import Bucket, Plan
@@ -57,7 +56,7 @@ def test_a_plan_needs_each_lane_with_each_resource_once_and_in_order():
 
 @given(NEEDS)
 def test_a_gloo_lane_has_the_connections_of_its_largest_resource(needs):
-    found = lanes_gloo.connections_of(needs)
+    found = gloo.connections_of(needs)
     for lane in {lane for lane, _ in needs}:
         assert found[lane] == max(r or 1 for other, r in needs if other == lane)
 
@@ -65,9 +64,9 @@ def test_a_gloo_lane_has_the_connections_of_its_largest_resource(needs):
 def test_lanes_beyond_the_limit_on_descriptors_are_refused_with_both_numbers():
     needs = [(0, 8), (1, None)]
     # 9 connections to each of 3 peers, with 3 descriptors more each.
-    lanes_gloo.check(needs, 4, descriptors_open=10, descriptors_most=10 + 63)
+    gloo.check(needs, 4, descriptors_open=10, descriptors_most=10 + 63)
     with pytest.raises(PlanMismatch) as caught:
-        lanes_gloo.check(needs, 4, descriptors_open=10, descriptors_most=10 + 62)
+        gloo.check(needs, 4, descriptors_open=10, descriptors_most=10 + 62)
     for word in ("63", "72", "10 open", "ulimit -n"):
         assert word in str(caught.value)
 
@@ -154,11 +153,11 @@ class Options(SimpleNamespace):
 def test_a_resource_pins_the_ctas_and_a_member_is_split_from_its_parent():
     parent, child = communicators_of([(2, 4), (2, 16)], multiprocessors=132).values()
     assert (parent.ctas, child.ctas, child.parent) == (16, 4, parent)
-    first = lanes_nccl.fill_options(Options(), parent, None, ranks())
+    first = nccl.fill_options(Options(), parent, None, ranks())
     assert (first.config.min_ctas, first.config.max_ctas) == (16, 16)
     assert first.config.split_share == 1
     assert first.split_from is None
-    second = lanes_nccl.fill_options(Options(), child, "backend", ranks())
+    second = nccl.fill_options(Options(), child, "backend", ranks())
     assert (second.config.min_ctas, second.config.max_ctas) == (4, 4)
     assert second.config.cga_cluster_size == 1
     assert (second.split_from, second.config.split_share) == ("backend", 1)
@@ -169,12 +168,12 @@ def test_a_resource_pins_the_ctas_and_a_member_is_split_from_its_parent():
 
 def test_a_lane_of_its_own_is_not_split_and_leaves_nccl_its_choice():
     (alone,) = communicators_of([(0, None)], multiprocessors=132).values()
-    made = lanes_nccl.fill_options(Options(), alone, None, ranks())
+    made = nccl.fill_options(Options(), alone, None, ranks())
     config = made.config
     assert (config.min_ctas, config.max_ctas, config.split_share) == (None,) * 3
     assert made.split_from is None
     first, *_ = communicators_of([(0, None), (1, None)], multiprocessors=132).values()
-    config = lanes_nccl.fill_options(Options(), first, None, ranks()).config
+    config = nccl.fill_options(Options(), first, None, ranks()).config
     assert (config.min_ctas, config.max_ctas) == (None, 8)
 
 
@@ -183,9 +182,9 @@ def test_a_torch_that_can_not_split_with_shared_resources_is_told_so():
     del old.config.split_share
     member = Communicator(lane=3, ctas=4, family=True)
     with pytest.raises(PlanMismatch, match=r"lane 3 .* one\s+resource per lane"):
-        lanes_nccl.fill_options(old, member, None, ranks())
+        nccl.fill_options(old, member, None, ranks())
     alone = Communicator(lane=3, ctas=4)
-    assert lanes_nccl.fill_options(old, alone, None, ranks()).config.max_ctas == 4
+    assert nccl.fill_options(old, alone, None, ranks()).config.max_ctas == 4
 
 
 # NCCL: how they end.
@@ -211,20 +210,20 @@ class Backend:
 
 def test_communicators_are_aborted_in_one_group_children_first():
     calls: list[str] = []
-    lanes_nccl.abort_all([Backend(calls, "a", fails=True), Backend(calls, "b")])
+    nccl.abort_all([Backend(calls, "a", fails=True), Backend(calls, "b")])
     assert calls == ["start", "b", "a", "end"]
-    lanes_nccl.abort_all([])
+    nccl.abort_all([])
 
 
 def test_ending_a_stuck_device_is_left_behind_at_the_time_limit():
     stuck = threading.Event()
     begin = time.perf_counter()
-    assert not lanes_nccl.within(0.2, stuck.wait)
+    assert not nccl.within(0.2, stuck.wait)
     assert time.perf_counter() - begin < 5
     stuck.set()
-    assert lanes_nccl.within(5.0, lambda: None)
+    assert nccl.within(5.0, lambda: None)
 
     def fails():
         raise RuntimeError("unhandled cuda error")
 
-    assert not lanes_nccl.within(5.0, fails)
+    assert not nccl.within(5.0, fails)

@@ -14,8 +14,8 @@ from torch.distributed import HashStore
 from torch.futures import Future
 
 from stretto.errors import PlanMismatch
-from stretto.runtime import lanes_nccl, launch_nccl
 from stretto.runtime.agreement import Ranks
+from stretto.runtime.backends import nccl
 from stretto.runtime.backends.nccl import LAUNCH_ORDER
 from stretto.runtime.bucket_schedule import BucketSchedule, Slice
 from stretto.runtime.lanes import LanePool, check_lanes
@@ -65,7 +65,7 @@ def device(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setattr(Group, "made", [])
     monkeypatch.setattr(Group, "ended", [])
-    monkeypatch.setattr(lanes_nccl, "_told", set())
+    monkeypatch.setattr(nccl, "_told", set())
     monkeypatch.delenv(LAUNCH_ORDER, raising=False)
     yield monkeypatch
     os.environ.pop(LAUNCH_ORDER, None)
@@ -97,7 +97,7 @@ def test_what_a_plan_needs_is_made_once_parents_first_and_ended_with_the_pool(de
 
 
 def test_lanes_after_nccls_first_collective_are_told_of_the_order_once(device, caplog):
-    device.setattr(lanes_nccl, "_collectives_issued", lambda: 3)
+    device.setattr(nccl, "_collectives_issued", lambda: 3)
     lanes = pool()
     lanes.lane(0)
     assert not caplog.messages
@@ -180,7 +180,7 @@ def streams(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Stream", make)
     monkeypatch.setattr(torch.cuda, "stream", switch)
-    monkeypatch.setattr(launch_nccl.NcclLaunch, "future", lambda _: Future())
+    monkeypatch.setattr(nccl.NcclLaunch, "future", lambda _: Future())
     return SimpleNamespace(seen=seen, current=current, reduce_on=reduce_on)
 
 
@@ -198,7 +198,7 @@ def route(*cuts):
 
 
 def test_slices_go_to_their_lanes_and_a_stream_of_ours_waits_for_them(streams):
-    launch = launch_nccl.NcclLaunch(DEVICE)
+    launch = nccl.NcclLaunch(DEVICE)
     reduces = [streams.reduce_on(0), streams.reduce_on(1)]
     buffer = Buffer(streams.seen)
     work = launch.launcher(route(4, 7), reduces, None)(buffer, None)
@@ -214,7 +214,7 @@ def test_slices_go_to_their_lanes_and_a_stream_of_ours_waits_for_them(streams):
 
 
 def test_a_bucket_in_one_piece_is_handed_on_as_nccls_own_work(streams):
-    launch = launch_nccl.NcclLaunch(DEVICE)
+    launch = nccl.NcclLaunch(DEVICE)
     work = launch.launcher(route(7), [streams.reduce_on(0)], None)("all", None)
     assert streams.seen == [("lane 0 sends all", "computation")]
     assert not isinstance(work, dist.Work)  # handed on as it came
@@ -228,7 +228,7 @@ def test_an_observer_marks_each_slice_on_a_stream_that_ends_with_it(streams):
         def slice_finished(self, bucket, lane, elements, now_s):
             streams.seen.append((f"{elements} on {lane}", streams.current[-1]))
 
-    launch = launch_nccl.NcclLaunch(DEVICE)
+    launch = nccl.NcclLaunch(DEVICE)
     reduces = [streams.reduce_on(0), streams.reduce_on(1)]
     launch.launcher(route(4, 7), reduces, Observer())(Buffer(streams.seen), None)
     assert streams.seen == [
