@@ -13,6 +13,7 @@ global mean loss.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from stretto.errors import StrettoError
+from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,6 +62,7 @@ class _Output(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise StrettoError(_NO_DOUBLE_BACKWARD)
@@ -87,6 +90,7 @@ class _Input(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0] * ctx.factor, None
 
@@ -146,7 +150,8 @@ def mark_input(rows: Tensor, ranks: int) -> Tensor:
     """Return the input with the backward that its origin requires.
 
     Raises:
-        StrettoError: it mixes outputs of burst models with different shares.
+        StrettoError: it mixes outputs of burst models with different shares, or
+            parameters of ordinary modules with such outputs where shares are uneven.
     """
     if rows.grad_fn is None or not torch.is_grad_enabled():
         return rows
@@ -160,6 +165,13 @@ def mark_input(rows: Tensor, ranks: int) -> Tensor:
             "): give each rank the same part of every batch"
         )
     share = shares.pop() if shares else 1 / ranks
+    if has_parameter and not math.isclose(share, 1 / ranks):
+        raise StrettoError(
+            "the input was computed from a burst model's output and by an ordinary "
+            "module with parameters, whose gradients would be averaged over ranks "
+            "with different numbers of samples: give each rank the same number of "
+            "samples, or make that module a part of a burst model"
+        )
     if share == 0:  # no rows, so nothing to scale
         return rows
     found: Tensor = _Input.apply(rows, 1 / share)  # type: ignore[no-untyped-call]

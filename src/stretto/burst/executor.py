@@ -63,6 +63,7 @@ from stretto.errors import (
     StrettoError,
 )
 from stretto.runtime.agreement import Agreement, ranks_of
+from stretto.runtime.torch_compat import without_dynamo
 from stretto.schema.burst import BurstPlan
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from stretto.burst.tracing.packing import Results
     from stretto.schema.burst import LayerTiming
 
 _log = logging.getLogger(__name__)
@@ -375,10 +377,7 @@ class BurstParallel(nn.Module):
                 ) from exc
         unknown = [n.name for n in graph.nodes if n.name not in self._widths]
         if unknown:
-            raise PlanMismatch(
-                f"layer {unknown[0]!r} runs in evaluation only, so it is missing from "
-                "the plan: let the module run the same layers in both modes"
-            )
+            raise PlanMismatch(self._why_unknown(graph, unknown[0]))
         self._recaptures += 1
         if self._recaptures in (8, 64, 512):
             _log.warning(
@@ -390,6 +389,24 @@ class BurstParallel(nn.Module):
                 self._graphs[-1].outdated() or "a mode",
             )
         return graph
+
+    def _why_unknown(self, graph: LayerGraph, name: str) -> str:
+        """Return why a layer of a later capture is not in the plan."""
+        (node,) = (node for node in graph.nodes if node.name == name)
+        owners = (self._layer_of.get(id(p)) for p in node.module.parameters())
+        layer = next((owner for owner in owners if owner is not None), None)
+        if layer is None:
+            return (
+                f"layer {name!r} runs in evaluation only, so it is missing from the "
+                "plan: let the module run the same layers in both modes"
+            )
+        return (
+            f"layer {name!r} is part of layer {layer!r} in training, but not in "
+            "evaluation, where the module runs fewer operations: operations that share "
+            "a parameter, and what is between them, are one layer. Let the module run "
+            "the same operations in both modes, or build a second module for "
+            "evaluation and load full_state_dict() into it"
+        )
 
     def _meet(
         self,
@@ -576,6 +593,12 @@ class BurstParallel(nn.Module):
             "module"
         )
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
+        """Change parameters' types or devices; what changed ends the model's use."""
+        with self._freshness.opened():  # converting is not reading
+            parent: Any = super()
+            return parent._apply(fn, recurse)  # noqa: SLF001
+
     # Running.
 
     # torch.compile runs the model uncompiled.
@@ -615,7 +638,8 @@ class BurstParallel(nn.Module):
         results = steps.graph.results
         hook_of = None
         if results.behind is not None:
-            hook_of = self._reached.watch(results)
+            watch = self._reached.watch(results)
+            hook_of = watch if results.differs else None
         found = results.unpack(output, hook_of)
         return hooks.after(self.module, args, kwargs, found)
 
@@ -682,10 +706,7 @@ class BurstParallel(nn.Module):
             output = mark_output(
                 output,
                 self._share,
-                partial(
-                    self._output_backward,
-                    known=steps.graph.results.behind is not None,
-                ),
+                partial(self._output_backward, steps.graph.results),
                 [p for p in self._own_parameters() if p.requires_grad],
             )
         if self._timings.is_on:
@@ -726,13 +747,16 @@ class BurstParallel(nn.Module):
                 "a BurstParallel inside DistributedDataParallel would have its "
                 "gradients averaged twice: call the burst model itself"
             )
+        in_forward_mode = torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001
         for value in pytree.tree_leaves((args, kwargs)):
-            if isinstance(value, Tensor) and _is_transformed(value):
+            if isinstance(value, Tensor) and (
+                in_forward_mode or _is_transformed(value)
+            ):
                 raise StrettoError(
-                    "torch.func transforms (grad, vmap, jacrev, jvp) can't pass "
-                    "through a burst model, whose layers run on several ranks: call "
-                    "it with ordinary tensors and backward(), or transform a model "
-                    "that is not burst parallel"
+                    "torch.func transforms (grad, vmap, jacrev, jvp) and forward-mode "
+                    "differentiation can't pass through a burst model, whose layers "
+                    "run on several ranks: call it with ordinary tensors and "
+                    "backward(), or transform a model that is not burst parallel"
                 )
 
     def _own_parameters(self) -> Iterator[nn.Parameter]:
@@ -752,15 +776,12 @@ class BurstParallel(nn.Module):
                 self._links.refusals.tell(exc, inside=True)
             raise
 
-    def _output_backward(self, grad: Tensor, *, known: bool) -> None:
-        """Record that backward comes from the model's output, with its gradient.
-
-        ``known``: whether the outputs' own hooks record which of them it comes from.
-        """
+    def _output_backward(self, results: Results, grad: Tensor) -> None:
+        """Record that backward comes from the model's output, with its gradient."""
         with self._inside():
             require_values(grad)
-        if not known:
-            self._reached.arrived_at_all()
+        if not results.differs:  # else the outputs' own hooks record them
+            self._reached.arrived_at_all(results)
         self._begin_backward()
 
     def _begin_backward(self) -> None:
@@ -768,7 +789,7 @@ class BurstParallel(nn.Module):
             self._queued = True
             assert self._sync is not None  # noqa: S101
             if any(self._trained or ()):
-                self._freshness.changed()
+                self._freshness.backward_begins()
             with self._inside():
                 self._changes.backward_begins()
                 self._sync.begin()
@@ -802,6 +823,7 @@ class BurstParallel(nn.Module):
         self._sync.add_direct(parameter, grad * self._share)
         return torch.zeros_like(grad)
 
+    @without_dynamo
     def _backward_ended(self) -> None:
         if self._timings.is_on:
             self._clock.other()
@@ -1187,6 +1209,7 @@ class _DirectHook:
         self._model = weakref.ref(model)
         self._parameter = weakref.ref(parameter)
 
+    @without_dynamo
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         """Return the gradient that autograd must add to ``.grad``."""
         model, parameter = self._model(), self._parameter()

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from stretto.errors import StrettoError
+from stretto.runtime.torch_compat import is_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,8 @@ class Freshness:
         """Each guarded tensor with its own class."""
         self._guard, self._buffer_guard = _guards_of(self)
         self._own_versions = -1
+        self._is_unstepped = False
+        """Whether there may be gradients that no known optimizer has applied."""
         self._open = 0
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -144,7 +147,13 @@ class Freshness:
         """
         if not self._foreign or self._open:
             return
-        stepped = self._own_versions >= 0 and self._own_versions != self._versions()
+        # A program's own optimizer is only seen by what it writes. Where there is
+        # nothing left to apply, a write changes all ranks' current values alike.
+        stepped = (
+            self._is_unstepped
+            and self._own_versions >= 0
+            and self._own_versions != self._versions()
+        )
         if self.is_stale or stepped:
             raise self._told(
                 f"{self._ranks.name(self._ranks.rank)} does not run layer "
@@ -158,6 +167,13 @@ class Freshness:
         Raises:
             StrettoError: its values are not current.
         """
+        if self._foreign and not self._open and is_tracing():
+            raise self._told(
+                "torch.compile reads all parameters in code that it compiles, but a "
+                "rank has current values only of the layers that it runs: call "
+                "optimizer.step() and other code that uses parameters outside of the "
+                "compiled function"
+            )
         try:
             self.check()
         except StrettoError as exc:
@@ -177,10 +193,16 @@ class Freshness:
 
     # Optimizers.
 
+    def backward_begins(self) -> None:
+        """Record that parameters get gradients."""
+        self._is_unstepped = True
+        self.changed()
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Record that an optimizer of these parameters takes a step."""
         self._stepped.add(optimizer)
         self.changed()
+        self._is_unstepped = False
         if all(known is not optimizer for known in self.optimizers()):
             self._optimizers.append(weakref.ref(optimizer))
             optimizer.register_state_dict_pre_hook(_Callback(self, "check_optimizer"))

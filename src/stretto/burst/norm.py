@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
+from stretto.runtime.torch_compat import without_dynamo
+
 if TYPE_CHECKING:
     from stretto.burst.clock import StepClock
     from stretto.burst.links import GroupLinks, Links
@@ -149,6 +151,7 @@ class _Normalise(torch.autograd.Function):
         )
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight, mean, var = ctx.saved_tensors
         sync, total = ctx.sync, ctx.total

@@ -6,7 +6,8 @@ gradient of an output that no rank's loss uses is zero there. Layers behind only
 output would get zero gradients, where one process leaves ``.grad`` at None: an
 optimizer with weight decay or momentum would still move their parameters. The capture
 finds which parameters are behind which output. Each rank records from which
-outputs a backward starts, and the ranks join these records when it ends.
+outputs a backward starts, and the ranks join these records when it ends. Parameters
+behind no output, because of ``detach()`` or an index between them, get no gradient.
 """
 
 from __future__ import annotations
@@ -48,9 +49,13 @@ class Reached:
         for name in results.behind[number]:
             self._mask[self._numbers[name]] = 1
 
-    def arrived_at_all(self) -> None:
-        """Record a backward from an output with every parameter behind it."""
-        self._mask.fill_(1)
+    def arrived_at_all(self, results: Results) -> None:
+        """Record a backward from outputs that reach the same parameters."""
+        if results.behind is None:
+            self._mask.fill_(1)
+        else:
+            for name in results.behind[0]:
+                self._mask[self._numbers[name]] = 1
 
     def arrived_at(self, parameter: nn.Parameter) -> None:
         """Record that a loss uses a parameter directly."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from stretto.errors import StrettoError
+from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,6 +190,7 @@ class _Begin(torch.autograd.Function):
         return move.there(rows.detach())
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *_grads: Any) -> Any:
         move = ctx.move
         return move.mover.end(move.pending, move.layer), None, None
@@ -207,6 +209,7 @@ class _End(torch.autograd.Function):
         return begun
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.move.back(grads[0])
         # Only a token: the real gradient has another rank's number of rows.
@@ -222,6 +225,7 @@ class _Tie(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], *(None for _ in range(ctx.count))
 
@@ -243,6 +247,7 @@ class _Absent(torch.autograd.Function):
         return torch.empty((0, *shape), dtype=dtype, device=device)
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *_grads: Any) -> Any:
         if ctx.passed is not None:
             ctx.passed()

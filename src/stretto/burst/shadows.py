@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import StrettoError
+from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -75,6 +76,7 @@ class Shadows:
         # See Note [Hooks hold nothing].
         weak, original = weakref.ref(self), weakref.ref(parameter)
 
+        @without_dynamo
         def arrived(_shadow: Tensor) -> None:
             shadows, kept = weak(), original()
             if shadows is None or kept is None:

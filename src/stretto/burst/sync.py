@@ -293,11 +293,14 @@ class GradientSync:
     def _deliver(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """Add a complete gradient to ``.grad``, through the parameter's own hooks.
 
-        Autograd does not call them: it never reaches the parameter itself.
+        Autograd does not call them: it never reaches the parameter itself. As with
+        autograd, a parameter that was frozen after the forward gets no gradient.
         """
         if grad is None:
             return
         self._shadows.set_grad(parameter, None)
+        if not parameter.requires_grad:
+            return
         for hook in list((parameter._backward_hooks or {}).values()):  # noqa: SLF001
             if not getattr(hook, "is_stretto", False):
                 changed = hook(grad)
@@ -313,6 +316,8 @@ class GradientSync:
     @torch.no_grad()
     def _show_own(self) -> None:
         for slot in self._slots.values():
+            if not slot.parameter.requires_grad:
+                self._shadows.set_grad(slot.parameter, None)
             own = self._shadows.grad(slot.parameter)
             if own is None:
                 continue

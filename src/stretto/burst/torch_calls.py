@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 )
 
 from stretto.errors import SpecError
+from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -121,11 +122,13 @@ def _install() -> None:
         torch.nn.utils.get_total_norm = _joined_norm(torch.nn.utils.get_total_norm)
 
 
+@without_dynamo
 def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
     for model in _of_optimizer(optimizer):
         model.before_step(optimizer)
 
 
+@without_dynamo
 def _after_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
     for model in _of_optimizer(optimizer):
         model.after_step()

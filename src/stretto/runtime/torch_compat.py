@@ -58,6 +58,11 @@ def without_dynamo(function: _F) -> _F:
     return cast("_F", disable(function))
 
 
+def is_tracing() -> bool:
+    """Return whether TorchDynamo is compiling code of this thread."""
+    return torch._guards.CompileContext.try_get() is not None  # noqa: SLF001
+
+
 def arguments_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:

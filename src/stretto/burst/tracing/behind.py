@@ -7,13 +7,14 @@ that are no floats.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from stretto.burst.tracing.packing import Results
 
@@ -26,36 +27,50 @@ def behind_outputs(
     shapes: Mapping[fx.Node, tuple[Any, Any]],
     module: nn.Module,
 ) -> tuple[frozenset[str], ...] | None:
-    """Return for each output the parameters that it is computed from, by name.
+    """Return for each output the parameters that its gradient reaches, by name.
 
-    Parameters that no operation shows to be behind an output, such as those that an
-    ``autograd.Function`` reads by itself, count as behind each. ``None``: the same
-    parameters are behind all outputs.
+    Parameters that no operation shows, such as those that an ``autograd.Function``
+    reads by itself, count as behind each output. So do operands of writes in place,
+    which change values that are read under other names. ``None``: every output's
+    gradient may reach every parameter.
     """
     packing = results.packing
-    if packing is None or packing.is_one:
+    if packing is None:
         return None
     (end,) = (node for node in root.graph.nodes if node.op == "output")
     packed = end.args[0]
-    parts = packed.args[0] if isinstance(packed, fx.Node) and packed.args else ()
+    if packing.is_one:
+        parts: Any = (packed,)
+    else:
+        parts = packed.args[0] if isinstance(packed, fx.Node) and packed.args else ()
     if not isinstance(parts, (tuple, list)) or len(parts) != len(packing.parts):
         return None
     names = {id(p): name for name, p in module.named_parameters()}
-    found = [_behind(part, root, shapes, names) for part in parts]
-    others = frozenset(names.values()).difference(*found)
-    behind = tuple(frozenset(some | others) for some in found)
-    return behind if len(set(behind)) > 1 else None
+    walk = partial(_behind, root=root, names=names)
+    found = [walk([part], shapes=shapes) for part in parts]
+    shown = walk(list(root.graph.nodes), shapes=None)
+    written = [
+        operand
+        for node in root.graph.nodes
+        if _writes(node)
+        for operand in node.all_input_nodes[1:]
+    ]
+    each = frozenset(names.values()).difference(shown) | walk(written, shapes=shapes)
+    behind = tuple(frozenset(some | each) for some in found)
+    return None if all(len(some) == len(names) for some in behind) else behind
 
 
 def _behind(
-    output: Any,
+    outputs: Sequence[Any],
+    *,
     root: fx.GraphModule,
-    shapes: Mapping[fx.Node, tuple[Any, Any]],
+    shapes: Mapping[fx.Node, tuple[Any, Any]] | None,
     names: Mapping[int, str],
 ) -> set[str]:
+    """Return the parameters behind some nodes; without shapes, whatever is between."""
     found: set[str] = set()
     seen: set[fx.Node] = set()
-    left = [output]
+    left = list(outputs)
     while left:
         node = left.pop()
         if not isinstance(node, fx.Node) or node in seen:
@@ -66,7 +81,7 @@ def _behind(
             if isinstance(held, Tensor) and id(held) in names:
                 found.add(names[id(held)])
             continue
-        if _stops(node, shapes):
+        if shapes is not None and _stops(node, shapes):
             continue
         if node.op == "call_module":
             part = _held(root, str(node.target))
@@ -76,14 +91,27 @@ def _behind(
     return found
 
 
+def _name(node: fx.Node) -> str:
+    if isinstance(node.target, str):
+        return node.target
+    return str(getattr(node.target, "__name__", ""))
+
+
+def _writes(node: fx.Node) -> bool:
+    """Return whether an operation writes into its first operand."""
+    if node.op not in ("call_method", "call_function"):
+        return False
+    name = _name(node)
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name in ("setitem", "__setitem__") or "out" in node.kwargs
+
+
 def _stops(node: fx.Node, shapes: Mapping[fx.Node, tuple[Any, Any]]) -> bool:
     """Return whether no gradient passes an operation."""
     context = node.meta.get("context")
     if context is not None and not context.grad:
         return True
-    name = node.target if isinstance(node.target, str) else None
-    name = name or getattr(node.target, "__name__", "")
-    if node.op in ("call_method", "call_function") and name in _ENDS:
+    if node.op in ("call_method", "call_function") and _name(node) in _ENDS:
         return True
     given = shapes.get(node)
     if given is None:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from stretto.burst.tracing.operations import Traced, is_heavy
 from stretto.burst.tracing.places import depends_on_place, place_of
@@ -112,13 +112,27 @@ def _after(traced: Traced, users: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node,
 def _share(traced: Traced, joined: _Joined) -> None:
     """Join the operations that read one parameter, with all between them.
 
-    A parameter belongs to one layer, because layers may run on different ranks.
+    A parameter belongs to one layer, because layers may run on different ranks. So does
+    a buffer that a forward changes, such as the running mean of a batch norm.
     """
     readers: dict[int, list[fx.Node]] = defaultdict(list)
+    of_buffers: dict[int, list[fx.Node]] = defaultdict(list)
+    changed: set[int] = set()
     for op in traced.ops:
-        for parameter in {id(p): p for p in parameters_of(traced, op)}:
+        for parameter in {id(p) for p in parameters_of(traced, op)}:
             readers[parameter].append(op)
+        buffers = {id(b) for b in buffers_of(traced, op)}
+        for buffer in buffers:
+            of_buffers[buffer].append(op)
+        if any(_keeps_state(node) for node in (op, *_fixed_of(traced, op))):
+            changed |= buffers
+    readers |= {key: ops for key, ops in of_buffers.items() if key in changed}
     _join_each(traced, joined, [ops for ops in readers.values() if len(ops) > 1])
+
+
+def _keeps_state(node: fx.Node) -> bool:
+    """Return whether an operation may change buffers of its module."""
+    return bool(node.meta.get("norms") or node.meta.get("keeps_state"))
 
 
 def _random(traced: Traced, joined: _Joined) -> None:
@@ -158,8 +172,9 @@ def _join_each(traced: Traced, joined: _Joined, sets: list[list[fx.Node]]) -> No
             end = after[end]
         if end is None:
             raise SpecError(
-                f"{place_of(ops[0])} and {place_of(ops[-1])} share a parameter, and "
-                "what follows them does not meet in one tensor: they can't be one layer"
+                f"{place_of(ops[0])} and {place_of(ops[-1])} share a parameter or "
+                "running statistics, and what follows them does not meet in one "
+                "tensor: they can't be one layer"
             )
         for op in ops:
             if op is not end:
@@ -252,7 +267,7 @@ class _Links:
             for node in (op, *_fixed_of(traced, op)):
                 if node.meta.get("draws"):
                     self._draws.add(group)
-                if node.meta.get("norms") or node.meta.get("keeps_state"):
+                if _keeps_state(node):
                     self._whole.add(group)
         for op in traced.ops:
             for read in traced.before[op]:
@@ -501,16 +516,30 @@ def leave_mode(mode: Any) -> None:
 
 def parameters_of(traced: Traced, op: fx.Node) -> Iterator[nn.Parameter]:
     """Yield the parameters that an operation reads, directly or through fixed ones."""
-    if op.op == "call_module":
-        yield from traced.root.get_submodule(str(op.target)).parameters()
-    for node in _fixed_of(traced, op):
-        if node.op == "get_attr":
-            path, _, last = str(node.target).rpartition(".")
-            value = getattr(traced.root.get_submodule(path), last)
-            if isinstance(value, nn.Parameter):
-                yield value
+    for held in _held_by(traced, op):
+        if isinstance(held, nn.Module):
+            yield from held.parameters()
+        elif isinstance(held, nn.Parameter):
+            yield held
+
+
+def buffers_of(traced: Traced, op: fx.Node) -> Iterator[Tensor]:
+    """Yield the buffers that an operation reads, directly or through fixed ones."""
+    for held in _held_by(traced, op):
+        if isinstance(held, nn.Module):
+            yield from held.buffers()
+        elif isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
+            yield held
+
+
+def _held_by(traced: Traced, op: fx.Node) -> Iterator[Any]:
+    """Yield the modules and tensors of the model that an operation uses."""
+    for node in (op, *_fixed_of(traced, op)):
         if node.op == "call_module":
-            yield from traced.root.get_submodule(str(node.target)).parameters()
+            yield traced.root.get_submodule(str(node.target))
+        elif node.op == "get_attr":
+            path, _, last = str(node.target).rpartition(".")
+            yield getattr(traced.root.get_submodule(path), last)
 
 
 def count_batch_norms(module: nn.Module) -> int:

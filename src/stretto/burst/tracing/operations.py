@@ -157,6 +157,7 @@ def trace(
             prevents it.
     """
     _refuse_scripted(module)
+    _refuse_reserved(module)
     arguments = Arguments(tuple(example_inputs), dict(kwargs or {}))
     if module._backward_hooks or module._backward_pre_hooks:  # noqa: SLF001
         raise SpecError(
@@ -208,6 +209,22 @@ def _refuse_scripted(module: nn.Module) -> None:
                 f"{line}{what} was made by torch.jit.script or torch.jit.trace, whose "
                 "layers and parameters are not visible: use the module from "
                 "which it was made"
+            )
+
+
+_RESERVED = set(dir(fx.GraphModule({}, fx.Graph()))) - set(dir(nn.Module()))
+"""Attributes of torch.fx's modules, which hold the captured operations."""
+
+
+def _refuse_reserved(module: nn.Module) -> None:
+    """Reject parts of the model whose names the captured module needs itself."""
+    held = (module._modules, module._parameters, module._buffers)  # noqa: SLF001
+    for name in (name for names in held for name in names):
+        if name in _RESERVED:
+            raise SpecError(
+                f"{line_setting(module, name)}{type(module).__name__} has a part named "
+                f"{name!r}, a name that torch.fx reserves: rename it, or put the model "
+                "into another module (`self.model = model`)"
             )
 
 

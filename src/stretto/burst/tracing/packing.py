@@ -251,7 +251,13 @@ class Results:
             )
         self.packing: Packing | None = None
         self.behind: tuple[frozenset[str], ...] | None = None
-        """For each tensor, names of the parameters that it is computed from."""
+        """For each tensor, names of the parameters that its gradient reaches; ``None``
+        if each reaches all."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether gradients of different tensors reach different parameters."""
+        return self.behind is not None and len(set(self.behind)) > 1
 
     def packed(self, output: Any, rows: int) -> Tensor:
         """Return the result's tensors as one; the first call records their shapes."""

@@ -238,6 +238,10 @@ class Recorder(TorchFunctionMode):
         number of the operation."""
 
         self._modules = {id(part): name for name, part in root.named_modules()}
+        self._parameters = {
+            id(part): tuple(part._parameters.values())  # noqa: SLF001
+            for part in root.modules()
+        }
         self._depth = 0
         self._draws = 0
         self._in_dropout = 0
@@ -523,7 +527,11 @@ class Recorder(TorchFunctionMode):
                 return call(module, *args, **kwargs)
             finally:
                 self._in_dropout -= 1
-        if id(module) not in self._modules or not is_leaf(module, self._root):
+        if (
+            id(module) not in self._modules
+            or not is_leaf(module, self._root)
+            or not self._has_own_parameters(module)
+        ):
             return call(module, *args, **kwargs)
         place = _place()
         if (
@@ -563,6 +571,21 @@ class Recorder(TorchFunctionMode):
 
         return self.operation(
             "call_module", self._modules[id(module)], run, args, kwargs
+        )
+
+    def _has_own_parameters(self, module: nn.Module) -> bool:
+        """Return whether a module runs with its own parameters.
+
+        ``torch.func.functional_call`` runs it with other tensors.
+        """
+        return all(
+            one is two
+            for part in module.modules()
+            for one, two in zip(
+                part._parameters.values(),  # noqa: SLF001
+                self._parameters.get(id(part), ()),
+                strict=False,
+            )
         )
 
     def _require_no_writes(self, storages: Container[Any], place: str) -> None:

@@ -16,6 +16,7 @@ from stretto.horovod.torch.submission import (
     through,
 )
 from stretto.runtime.negotiated import Kind
+from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -140,6 +141,7 @@ class _Allgather(torch.autograd.Function):
         return gathered
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return _own_gradient(gradients[0], ctx.rows, ctx.process_set), None, None
 
@@ -156,6 +158,7 @@ class _GroupedAllgather(torch.autograd.Function):
         return gathered
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         own = [
             _own_gradient(gradient, rows, ctx.process_set)

@@ -22,6 +22,7 @@ from stretto.horovod.torch.submission import (
     through,
 )
 from stretto.runtime.negotiated import Kind
+from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -265,6 +266,7 @@ class _Allreduce(torch.autograd.Function):
         return reduced
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         average, _, op, prescale, postscale, process_set = ctx.arguments
         reduced = allreduce(
@@ -284,6 +286,7 @@ class _GroupedAllreduce(torch.autograd.Function):
         return tuple(synchronize(grouped_allreduce_async(tensors, *arguments)))
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         average, _, op, prescale, postscale, process_set = ctx.arguments
         reduced = grouped_allreduce(

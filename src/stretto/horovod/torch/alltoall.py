@@ -18,6 +18,7 @@ from stretto.horovod.torch.submission import (
     through,
 )
 from stretto.runtime.negotiated import Kind
+from stretto.runtime.torch_compat import without_dynamo
 
 _KIND = Kind.ALLTOALL
 
@@ -138,6 +139,7 @@ class _Alltoall(torch.autograd.Function):
         return received, counts
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         back, _ = alltoall(gradients[0], splits=ctx.counts, process_set=ctx.process_set)
         kept = ctx.rows - back.shape[0]

@@ -18,6 +18,7 @@ from stretto.horovod.torch.submission import (
     through,
 )
 from stretto.runtime.negotiated import Kind
+from stretto.runtime.torch_compat import without_dynamo
 
 _KIND = Kind.BROADCAST
 
@@ -130,6 +131,7 @@ class _Broadcast(torch.autograd.Function):
         return sent
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         mean = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
         if world.rank() != ctx.root_rank:

@@ -20,6 +20,7 @@ from stretto.horovod.torch.compression import FP16Compressor, NoneCompressor
 from stretto.horovod.torch.reduce_ops import ENGINE_OPS, Average, ReduceOp
 from stretto.horovod.torch.sparse import sparse_allreduce_async
 from stretto.runtime.negotiated import Kind, Op, request_of
+from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -315,6 +316,7 @@ class GradientReducer:
             self._member_of[i] = (tensor_set, place)
 
 
+@without_dynamo
 def _on_gradient(
     reducer: weakref.ref[GradientReducer], i: int, _parameter: torch.Tensor
 ) -> None:

@@ -25,6 +25,7 @@ from stretto.horovod.torch.submission import (
     through,
 )
 from stretto.runtime.negotiated import Kind
+from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -190,6 +191,7 @@ class _Reducescatter(torch.autograd.Function):
         return reduced
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         scaled = gradients[0] * _factor(ctx.arguments)
         joined = allgather(scaled, process_set=ctx.arguments[2])
@@ -203,6 +205,7 @@ class _GroupedReducescatter(torch.autograd.Function):
         return tuple(synchronize(grouped_reducescatter_async(tensors, *arguments)))
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         factor = _factor(ctx.arguments)
         scaled = [gradient * factor for gradient in gradients]

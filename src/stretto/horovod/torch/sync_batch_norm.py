@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from stretto.horovod.torch.allreduce import allreduce
 from stretto.horovod.torch.reduce_ops import Sum
 from stretto.horovod.torch.world import size
+from stretto.runtime.torch_compat import without_dynamo
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -116,6 +117,7 @@ class _Normalize(torch.autograd.Function):
         return result.to(values.dtype), mean, var, count
 
     @staticmethod
+    @without_dynamo
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         straight, inverse, count, weight = ctx.saved_tensors
         across, shape, dtype, has_bias = ctx.layout
