@@ -70,7 +70,7 @@ _HOMES = {
 
 
 class _LastResort(logging.Handler):
-    """Prints warnings as `logging.lastResort` does, with stretto's name in front.
+    """Prints warnings and results as `logging.lastResort` does, with stretto's name.
 
     Active only if the program has set up no logging.
     """
@@ -86,7 +86,7 @@ class _LastResort(logging.Handler):
 
 
 if not logging.getLogger("stretto").handlers:
-    logging.getLogger("stretto").addHandler(_LastResort(logging.WARNING))
+    logging.getLogger("stretto").addHandler(_LastResort(logging.INFO))
 
 
 def __getattr__(name: str) -> Any:

@@ -2238,3 +2238,91 @@ def cache_in_a_dictionary() -> nn.Module:
             return h * self.cache["one"]
 
     return Model()
+
+
+@right(vectors(6))
+def a_detached_branch() -> nn.Module:
+    class Model(Guarded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.aside = nn.Linear(5, 5)
+
+        def between(self, h: Tensor) -> Tensor:
+            return h + self.norm(self.aside(torch.tanh(h))).detach()
+
+    return Model()
+
+
+@right(vectors(6))
+def parameters_behind_an_index_alone() -> nn.Module:
+    class Model(Guarded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.choice = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+            self.table = nn.Embedding(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.table(self.choice(x).argmax(1))
+
+    return Model()
+
+
+@right(vectors(6))
+def outputs_that_no_gradient_reaches() -> nn.Module:
+    class Model(Guarded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.aside = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            with torch.no_grad():
+                aside = self.aside(x)
+            return {
+                "out": super().forward(x),
+                "index": self.aside(x) > 0,
+                "aside": aside,
+            }
+
+    return Model()
+
+
+@right(vectors(6))
+def a_norm_without_weights_that_is_called_twice() -> nn.Module:
+    class Model(Guarded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(5, affine=False)
+            self.inner = nn.Linear(5, 5)
+
+        def between(self, h: Tensor) -> Tensor:
+            return self.norm(self.inner(h)) + torch.sigmoid(self.norm(h))
+
+    return Model()
+
+
+@right(vectors(6))
+def functional_call_of_a_part() -> nn.Module:
+    class Model(Guarded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(5, 5)
+            self.gate = nn.Parameter(torch.rand(5, 1))
+
+        def between(self, h: Tensor) -> Tensor:
+            weight = self.inner.weight * self.gate
+            return torch.func.functional_call(self.inner, {"weight": weight}, (h,))
+
+    return Model()
+
+
+@refused(vectors(6), "a name that torch.fx reserves")
+def a_part_with_a_reserved_name() -> nn.Module:
+    class Model(Guarded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.graph = nn.Linear(5, 5)
+
+        def between(self, h: Tensor) -> Tensor:
+            return self.graph(h)
+
+    return Model()

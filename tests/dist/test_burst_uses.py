@@ -353,6 +353,42 @@ def triple(parameter: nn.Parameter) -> None:
     parameter.grad.mul_(3)
 
 
+def frozen_before_backward(side: Side) -> Any:
+    """Autograd gives a parameter no gradient if it is frozen when backward runs."""
+    plain = net()
+    model = side.wrap(plain)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3)
+    found = []
+    for step in range(2):
+        x, y = side.data(step)
+        optimizer.zero_grad()
+        loss = cross(model(x), y)
+        plain[2].requires_grad_(False)
+        loss.backward()
+        plain[2].requires_grad_(True)
+        found.append(plain[2].weight.grad is None)
+        optimizer.step()
+    assert all(found)
+    return side.state(model)
+
+
+def changed_by_hand_after_refresh(side: Side) -> Any:
+    """All ranks make the same change to current values."""
+    model = side.wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = side.data(step)
+        optimizer.zero_grad()
+        cross(model(x), y).backward()
+        optimizer.step()
+        if side.size:
+            model.refresh()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.2, 0.2)
+    return side.state(model)
+
+
 def gradient_hooks(side: Side) -> Any:
     """A parameter's own hooks see its whole gradient, once."""
     model = side.wrap(net())
@@ -647,6 +683,8 @@ RIGHT = [
     scaled_and_clipped,
     freeze_and_unfreeze,
     accumulate_and_drop,
+    frozen_before_backward,
+    changed_by_hand_after_refresh,
     gradient_hooks,
     schedulers_and_groups,
     adafactor_and_fused,
@@ -712,6 +750,19 @@ def test_a_use_gives_what_one_process_gives(
 
 
 # Uses that are refused, each on all ranks. Layers run on ranks 0 to 1, 1, and 0.
+
+
+def ordinary_module_between_uneven_shares(side: Side) -> None:
+    first, last = side.wrap(net(6, 5, 1)), side.wrap(net(5, 4, 2))
+    x = torch.randn(2 + side.rank, 6)
+    last(nn.Linear(5, 5)(first(x))).square().mean().backward()
+
+
+def forward_mode(side: Side) -> None:
+    model = side.wrap(net())
+    x, _ = side.data(0)
+    with torch.autograd.forward_ad.dual_level():
+        model(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 def gradient_penalty(side: Side) -> None:
@@ -1056,6 +1107,8 @@ REFUSED = {
     optimizer_with_an_attribute: "attribute 'kept' of Momentum differs between ranks",
     optimizer_with_an_entry: "entry 'seen' of Momentum's parameter group 0 differs",
     saved_optimizer_with_an_attribute: "only the values in optimizer.state",
+    ordinary_module_between_uneven_shares: "give each rank the same number of samples",
+    forward_mode: "forward-mode differentiation can't pass",
     copied: "can't be copied or pickled",
     pickled: "can't be copied or pickled",
     replaced: "'5' was replaced",

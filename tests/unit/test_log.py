@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-WARN = "logging.getLogger('stretto.tune.auto').warning('a plan')"
+WARN = "logging.getLogger('stretto.tune.controller').warning('a plan')"
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,34 @@ def test_a_line_names_us_unless_the_program_formats_it(
     before: str, expected: str
 ) -> None:
     code = f"import logging, stretto\n{before}\n{WARN}"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.stderr == expected
+
+
+RESULT = "from stretto.tune.controller import _announce; _announce('a plan')"
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("", "stretto: a plan\n"),
+        ("logging.basicConfig()", ""),
+        (
+            "logging.basicConfig(level=logging.INFO, format='own %(message)s')",
+            "own a plan\n",
+        ),
+    ],
+)
+def test_a_result_is_shown_unless_the_program_wants_warnings_alone(
+    before: str, expected: str
+) -> None:
+    code = f"import logging, stretto\n{before}\n{RESULT}"
     found = subprocess.run(
         [sys.executable, "-c", code],
         check=True,

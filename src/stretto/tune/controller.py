@@ -733,7 +733,7 @@ class AutoPlan:
         elif self._options.watch:
             self._watch = DriftDetector(settled.step_s)
         if self._sync.rank == 0:
-            _log.info("%s", summary(settled))
+            _announce(summary(settled))
             within(
                 MEMORY_S, partial(self._keep, settled), what="writing the plan cache"
             )
@@ -800,6 +800,16 @@ class AutoPlan:
     def _record(self, what: str, why: str, **values: Any) -> None:
         self._known.events.append(
             TuningEvent(step=self._known.steps, what=what, why=why, values=values)
+        )
+
+
+def _announce(line: str) -> None:
+    """Log a result; also show it to a program that has set up no logging."""
+    if _log.isEnabledFor(logging.INFO) or logging.getLogger().handlers:
+        _log.info("%s", line)
+    else:  # such a program's loggers pass on warnings alone
+        _log.handle(
+            _log.makeRecord(_log.name, logging.INFO, __file__, 0, line, (), None)
         )
 
 
