@@ -9,8 +9,8 @@ __all__ = ["BurstParallel", "LayerGraph", "LayerNode", "capture", "profile"]
 
 _HOMES = {
     "BurstParallel": "executor",
-    "LayerGraph": "graph",
-    "LayerNode": "graph",
+    "LayerGraph": "tracing.layers",
+    "LayerNode": "tracing.layers",
     "capture": "graph",
     "profile": "measure",
 }

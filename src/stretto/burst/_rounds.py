@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from stretto.burst.graph import INPUT, LayerGraph
+from stretto.burst.tracing.layers import INPUT, LayerGraph
 from stretto.measure.clocks import clock_for
 
 if TYPE_CHECKING:

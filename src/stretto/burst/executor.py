@@ -39,7 +39,7 @@ from stretto.burst.changes import NUM_VALUES, Changes
 from stretto.burst.clock import StepClock
 from stretto.burst.forward import Forward
 from stretto.burst.freshness import Freshness
-from stretto.burst.graph import LayerGraph, LayerNode, capture
+from stretto.burst.graph import capture
 from stretto.burst.kept import kept_behind, marked
 from stretto.burst.links import Links, Width
 from stretto.burst.norm import KINDS
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from stretto.burst.tracing.layers import LayerGraph, LayerNode
     from stretto.burst.tracing.packing import Results
     from stretto.schema.burst import LayerTiming
 

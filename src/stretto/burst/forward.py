@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from stretto.burst.clock import FORWARD
 from stretto.burst.dropout import Draws, Dropout, DropoutDraw, dropouts_of, one_by_one
-from stretto.burst.graph import INPUT, norm_calls
 from stretto.burst.norm import BatchNorm, NormSync
 from stretto.burst.redistribute import Move, absent, tied
+from stretto.burst.tracing.layers import INPUT, norm_calls
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from stretto.burst.clock import StepClock
     from stretto.burst.course import Course, Turn
-    from stretto.burst.graph import LayerGraph, LayerNode
     from stretto.burst.links import Links, Width
     from stretto.burst.redistribute import Mover
     from stretto.burst.steps import LayerStep, Steps
     from stretto.burst.sync import GradientSync
+    from stretto.burst.tracing.layers import LayerGraph, LayerNode
 
 
 _PASSED = (BatchNorm, Dropout)

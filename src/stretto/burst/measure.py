@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.burst._rounds import Rounds
-from stretto.burst.graph import INPUT, JOINED, LayerGraph, LayerNode, capture
+from stretto.burst.graph import capture
+from stretto.burst.tracing.layers import INPUT, JOINED, LayerGraph, LayerNode
 from stretto.burst.tracing.packing import Arguments, tensors_in
 from stretto.cost.burst import samples_on, widths_of
 from stretto.errors import NoisyProfile, SpecError

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from stretto.burst.graph import LayerGraph, LayerNode
     from stretto.burst.links import Links
+    from stretto.burst.tracing.layers import LayerGraph, LayerNode
 
 
 def tensors_of(node: LayerNode) -> list[Tensor]:

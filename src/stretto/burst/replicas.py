@@ -20,7 +20,7 @@ from stretto.errors import RankDisagreement
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from stretto.burst.graph import LayerGraph
+    from stretto.burst.tracing.layers import LayerGraph
     from stretto.runtime.agreement import Ranks
 
 _VALUES = 4096

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from stretto.burst.changes import Changes
     from stretto.burst.clock import StepClock
-    from stretto.burst.graph import LayerGraph
     from stretto.burst.links import Links
     from stretto.burst.replicas import Replicas
     from stretto.burst.steps import Steps
+    from stretto.burst.tracing.layers import LayerGraph
     from stretto.errors import StrettoError
 
 _KEPT = 8

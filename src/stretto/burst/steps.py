@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 
 from stretto.burst.dropout import draws_otherwise, dropouts_of
-from stretto.burst.graph import INPUT, LayerGraph, LayerNode
 from stretto.burst.links import Width
 from stretto.burst.norm import BatchNorm
+from stretto.burst.tracing.layers import INPUT, LayerGraph, LayerNode
 from stretto.burst.tracing.places import place_of
 from stretto.errors import PlanMismatch, SpecError
 

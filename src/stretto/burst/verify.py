@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from stretto.burst.dropout import Draws
-    from stretto.burst.graph import LayerGraph, LayerNode
     from stretto.burst.links import Links
+    from stretto.burst.tracing.layers import LayerGraph, LayerNode
 
 SEEDS = (1, 2)
 """A step is wrong only if it exceeds both: rounding may flip a unit in one of them."""

@@ -145,10 +145,16 @@ def _umask() -> int:
 
 
 def header(kind: str) -> dict[str, Any]:
+    """Return the entries with which a file of a kind begins."""
     return {"kind": kind, "schema_version": SCHEMA_VERSION, "made_by": MADE_BY}
 
 
 def read(path: str | Path) -> bytes:
+    """Return a file's bytes.
+
+    Raises:
+        SpecError: it cannot be read.
+    """
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as exc:
@@ -156,6 +162,11 @@ def read(path: str | Path) -> bytes:
 
 
 def take_header(body: dict[str, Any], kind: str, source: str) -> None:
+    """Check and remove the entries with which a file of a kind begins.
+
+    Raises:
+        SpecError: an entry is missing or is another kind's or version's.
+    """
     for key in ("kind", "schema_version", "made_by"):
         if key not in body:
             raise SpecError(f"{source}: $.{key}: is missing", place=f"$.{key}")

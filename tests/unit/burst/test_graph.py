@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.burst.graph import INPUT, capture
+from stretto.burst.graph import capture
 from stretto.burst.tracing import proof
+from stretto.burst.tracing.layers import INPUT
 from stretto.errors import PlanMismatch, SpecError
 from stretto.schema.burst import BatchTime, Layer, LayerProfile
 from stretto.testing.models import VGG, InceptionV3, Transformer, WideResNet

@@ -11,7 +11,7 @@ from stretto.burst.tracing.reads import HOOKS
 from stretto.burst.tracing.recorder import apply_function
 
 if TYPE_CHECKING:
-    from stretto.burst.graph import LayerNode
+    from stretto.burst.tracing.layers import LayerNode
 
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # noqa: SLF001
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any, final
@@ -12,8 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-
-    from stretto.burst.tracing.recorder import Recorder
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -40,6 +39,22 @@ _SCANS = {
 """Operations that compute a row from all rows before it."""
 
 
+class AbstractRecorder(abc.ABC):
+    """Learns of operations that fake tensors intercept."""
+
+    @abc.abstractmethod
+    def drew(self, operator: Any, args: Any, kwargs: Any) -> None:
+        """Record that random numbers were drawn."""
+
+    @abc.abstractmethod
+    def scans(self, tensor: Tensor, dim: int) -> None:
+        """Record a running sum, product or extreme along a dimension."""
+
+    @abc.abstractmethod
+    def wrote(self, tensors: Iterable[Tensor]) -> None:
+        """Record that an operation writes into tensors, wherever it is called."""
+
+
 @final
 class Mode(FakeTensorMode):
     """Fake tensors that intercept operations that draw random numbers.
@@ -50,7 +65,7 @@ class Mode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.recorder: Recorder | None = None
+        self.recorder: AbstractRecorder | None = None
         self._inside = False
 
     def __torch_dispatch__(

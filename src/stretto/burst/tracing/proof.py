@@ -39,7 +39,7 @@ from stretto.errors import SpecError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from stretto.burst.graph import LayerGraph, LayerNode
+    from stretto.burst.tracing.layers import LayerGraph, LayerNode
 
 _SOME = (3, 0, 1, 4)
 _REST = (2,)
@@ -199,7 +199,7 @@ class _Check:
         self, packed: Tensor
     ) -> tuple[dict[str, Tensor], dict[int, Tensor], dict[str, Tensor]]:
         """Return layers' outputs, gradients by parameter and of layers' outputs."""
-        from stretto.burst.graph import INPUT
+        from stretto.burst.tracing.layers import INPUT
 
         values = {INPUT: packed}
         runs: dict[str, tuple[list[Tensor], Tensor, dict[int, _Twins]]] = {}
@@ -552,7 +552,7 @@ def _run(node: LayerNode, inputs: list[Tensor]) -> Tensor:
 
 
 def _leaf(tensor: Tensor, name: str) -> Tensor:
-    from stretto.burst.graph import INPUT
+    from stretto.burst.tracing.layers import INPUT
 
     found = tensor.detach()
     return found.requires_grad_(name != INPUT and _has_gradient(tensor))

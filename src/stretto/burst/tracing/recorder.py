@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stretto.burst.boundary import in_checkpoint
-from stretto.burst.tracing.fakes import held_by, storage_of, swapped
+from stretto.burst.tracing.fakes import AbstractRecorder, held_by, storage_of, swapped
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def note_inputs(arguments: Any) -> None:
 
 
 @final
-class Recorder(TorchFunctionMode):
+class Recorder(AbstractRecorder, TorchFunctionMode):
     """Records operations while it is entered."""
 
     def __init__(

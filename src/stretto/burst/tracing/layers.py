@@ -1,0 +1,258 @@
+"""A model as layers that can run on different ranks, each a module of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import fx, nn
+
+from stretto.burst.tracing import grouping, operations
+from stretto.errors import PlanMismatch
+from stretto.schema.burst import digest_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from stretto.burst.tracing.packing import Arguments, Results
+    from stretto.burst.tracing.reads import Ambient
+
+INPUT = "input"
+"""The name under which layers read the model's input."""
+
+JOINED = "+"
+"""Separates the names of layers that were joined into one."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerNode:
+    """One layer: takes tensors with a row for each sample, returns one such tensor."""
+
+    name: str
+
+    inputs: tuple[str, ...]
+    """Layers whose outputs it takes, in the order of its arguments, or `INPUT`."""
+
+    module: nn.Module
+    """Returns the layer's output for its inputs. It holds the original's parameters,
+    buffers and submodules themselves, under their names in the original."""
+
+    parameter_names: tuple[str, ...]
+    """Qualified as in the original module."""
+
+    buffer_names: tuple[str, ...]
+
+    parameter_bytes: int
+
+    output_shape: tuple[int, ...]
+    """Shape of one sample."""
+
+    output_dtype: torch.dtype
+
+    num_batch_norms: int
+
+    has_dropout: bool
+
+    keeps_state: bool
+    """Whether each training forward changes buffers independently of the samples, as a
+    spectral norm does."""
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether it normalizes over the batch."""
+        return self.num_batch_norms > 0
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of its output for one sample."""
+        return bytes_of(self.output_shape, self.output_dtype)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerGraph:
+    """A model's layers in an order in which they can run; the last returns its output.
+
+    Only one layer reads the model's input. The graph holds for the modes of the model
+    at capture, and for the values that its code read then; see `outdated`.
+    """
+
+    name: str
+
+    nodes: tuple[LayerNode, ...]
+
+    input_shape: tuple[int, ...]
+    """Shape of one sample."""
+
+    input_dtype: torch.dtype
+
+    _traced: operations.Traced = field(repr=False)
+
+    _groups: tuple[tuple[fx.Node, ...], ...] = field(repr=False)
+
+    @property
+    def arguments(self) -> Arguments:
+        """Packs a call's arguments into the one tensor that layers read."""
+        return self._traced.arguments
+
+    @property
+    def results(self) -> Results:
+        """Unpacks the last layer's output into the model's."""
+        return self._traced.results
+
+    @property
+    def ambient(self) -> Ambient:
+        """The modes around the call for which it was captured."""
+        return self._traced.ambient
+
+    def outdated(self) -> str | None:
+        """Return a value that forward read and that changed since, or None."""
+        return self._traced.watch.changed()
+
+    def require_count(self, count: int) -> None:
+        """Require that the forward does the same for a number of samples in all.
+
+        It is recorded again for the first few numbers and for any larger one.
+
+        Raises:
+            SpecError: it does something else; the message names the line.
+        """
+        self._traced.counts_known.require(count)
+
+    @property
+    def uses_half(self) -> bool:
+        """Whether some operation computes with fewer than 32 bits."""
+        return self._traced.uses_half
+
+    @cached_property
+    def semantics(self) -> str:
+        """Digest of all operations and their constants, the same on all ranks."""
+        text = "\n".join(self._traced.semantics)
+        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    @cached_property
+    def by_name(self) -> dict[str, LayerNode]:
+        """The layers by name."""
+        return {node.name: node for node in self.nodes}
+
+    @property
+    def output(self) -> str:
+        """Name of the layer that returns the model's output."""
+        return self.nodes[-1].name
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the model's input for one sample."""
+        return bytes_of(self.input_shape, self.input_dtype)
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of this model's layer profile: of names, edges and sizes."""
+        return digest_of(
+            (
+                node.name,
+                tuple(name for name in node.inputs if name != INPUT),
+                node.parameter_bytes,
+                node.activation_bytes,
+            )
+            for node in self.nodes
+        )
+
+    def joined(self, names: Iterable[str]) -> LayerGraph:
+        """Return the same model with layers joined, as a profile or a plan names them.
+
+        A joined layer's name is that of its layers with ``+`` between.
+
+        Raises:
+            PlanMismatch: the names are not those of this model's layers.
+            SpecError: the joined layers can't be one layer.
+        """
+        wanted = list(names)
+        if wanted == [node.name for node in self.nodes]:
+            return self
+        left = {n.name: g for n, g in zip(self.nodes, self._groups, strict=True)}
+        order = {op: i for i, op in enumerate(self._traced.ops)}
+        given: dict[tuple[fx.Node, ...], str] = {}
+        for name in wanted:
+            ops: list[fx.Node] = []
+            for part in [name] if name in self.by_name else name.split(JOINED):
+                if part not in left:
+                    raise self._mismatch(part)
+                ops += left.pop(part)
+            given[tuple(sorted(ops, key=order.__getitem__))] = name
+        if left:
+            raise self._mismatch(next(iter(left)))
+        return layers_of(self._traced, list(given), self.name, given)
+
+    def _mismatch(self, name: str) -> PlanMismatch:
+        what = "is missing or duplicate" if name in self.by_name else "is not in it"
+        return PlanMismatch(
+            f"the profile or plan is of another model than this {self.name}, with "
+            f"{len(self.nodes)} layers from {self.nodes[0].name!r} to {self.output!r}: "
+            f"layer {name!r} {what}. Run `stretto burst profile` again"
+        )
+
+
+def norm_calls(node: LayerNode) -> list[str]:
+    """Return the batch norms that a layer calls, in order."""
+    graph = node.module.graph
+    assert isinstance(graph, fx.Graph)  # noqa: S101
+    return [name for op in graph.nodes for name in op.meta.get("norms", ())]
+
+
+def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor."""
+    count = 1
+    for side in shape:
+        count *= side
+    return count * dtype.itemsize
+
+
+def layers_of(
+    traced: operations.Traced,
+    groups: list[tuple[fx.Node, ...]],
+    name: str,
+    names: Mapping[tuple[fx.Node, ...], str],
+) -> LayerGraph:
+    """Return groups of operations as layers; ``names`` are those of joined groups."""
+    layers = grouping.ordered(traced, groups)
+    of = grouping.names_of(traced, layers, names, reserved=INPUT)
+    number = {op: i for i, group in enumerate(layers) for op in group}
+    nodes = []
+    for i, group in enumerate(layers):
+        result = grouping.output_of(traced, group, of[i])
+        module, reads = grouping.module_of(traced, group, result)
+        shape, dtype = traced.shapes[result]
+        parameters = dict(module.named_parameters())
+        nodes.append(
+            LayerNode(
+                name=of[i],
+                inputs=tuple(
+                    INPUT if op is traced.source else of[number[op]] for op in reads
+                ),
+                module=module,
+                parameter_names=tuple(parameters),
+                buffer_names=tuple(key for key, _ in module.named_buffers()),
+                parameter_bytes=sum(p.nbytes for p in parameters.values()),
+                output_shape=shape,
+                output_dtype=dtype,
+                num_batch_norms=grouping.count_batch_norms(module),
+                has_dropout=grouping.has_dropout(module),
+                keeps_state=any(
+                    op.meta.get("keeps_state") for op in module.graph.nodes
+                ),
+            )
+        )
+    shape, dtype = traced.shapes[traced.source]
+    return LayerGraph(
+        name=name,
+        nodes=tuple(nodes),
+        input_shape=shape,
+        input_dtype=dtype,
+        _traced=traced,
+        _groups=tuple(layers),
+    )
