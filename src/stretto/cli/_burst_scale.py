@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto.cli import _planning
+from stretto.cli._outputs import writable
 from stretto.errors import SpecError
 from stretto.units import format_s
 
@@ -52,7 +53,13 @@ if TYPE_CHECKING:
     type=click.FloatRange(min=0, min_open=True),
     help="Gbit/s of each GPU instead of the published machine's.",
 )
-@click.option("--report", "page", metavar="HTML", help="Write a page with the plot.")
+@click.option(
+    "--report",
+    "page",
+    callback=writable,
+    metavar="HTML",
+    help="Write a page with the plot.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def scale_command(
     profile_file: str,

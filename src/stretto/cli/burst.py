@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto.cli import _burst_profile, _burst_scale, _planning
+from stretto.cli._outputs import writable
 from stretto.units import format_s
 
 if TYPE_CHECKING:
@@ -82,7 +83,13 @@ command.add_command(_burst_scale.scale_command)
     show_default=True,
     help="Numbers of GPUs that a layer may get: powers, divisors, all, or 1,2,4.",
 )
-@click.option("-o", "--output", metavar="PLAN", help="Write the plan to this file.")
+@click.option(
+    "-o",
+    "--output",
+    callback=writable,
+    metavar="PLAN",
+    help="Write the plan to this file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(
     profile_file: str,

@@ -9,6 +9,7 @@ import click
 
 from stretto import _api, planners
 from stretto.cli import _planning
+from stretto.cli._outputs import writable
 from stretto.schema import Cluster, Plan, Workload
 
 SCALED = ("ddp", "mg-wfbp", "fusion", "joint")
@@ -24,7 +25,12 @@ SCALED = ("ddp", "mg-wfbp", "fusion", "joint")
     help=("Plan for these numbers of ranks too, such as 16,64,2048, with: ")
     + ", ".join(SCALED),
 )
-@click.option("--report", metavar="FILE", help="Write a page with plots, as HTML.")
+@click.option(
+    "--report",
+    metavar="FILE",
+    callback=writable,
+    help="Write a page with plots, as HTML.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 @click.option(
     "--contributions",

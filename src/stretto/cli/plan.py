@@ -9,6 +9,7 @@ import click
 
 from stretto import _api
 from stretto.cli import _planning
+from stretto.cli._outputs import writable
 from stretto.schema import NARROWER, Cluster, Workload
 
 
@@ -18,7 +19,13 @@ from stretto.schema import NARROWER, Cluster, Workload
 @click.option(
     "--planner", default="joint", show_default=True, help=("Name of the method.")
 )
-@click.option("-o", "--output", metavar="PLAN", help="Write the plan to this file.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="PLAN",
+    callback=writable,
+    help="Write the plan to this file.",
+)
 @click.option(
     "--wire-dtype",
     type=click.Choice(sorted({n for narrower in NARROWER.values() for n in narrower})),

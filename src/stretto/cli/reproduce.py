@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stretto.cli._outputs import writable
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -23,7 +25,11 @@ PAPERS = ("asc-wfbp", "libra", "aiacc", "deeppool")
 @click.command(name="reproduce")
 @click.argument("paper", type=click.Choice(PAPERS))
 @click.option(
-    "--svg", "drawing", metavar="FILE", help=("Draw the curves to this file, as SVG.")
+    "--svg",
+    "drawing",
+    metavar="FILE",
+    callback=writable,
+    help="Draw the curves to this file, as SVG.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(paper: str, drawing: str | None, as_json: bool) -> None:

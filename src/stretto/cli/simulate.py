@@ -9,6 +9,7 @@ import click
 
 from stretto import _api, planners
 from stretto.cli import _planning
+from stretto.cli._outputs import writable
 from stretto.schema import Cluster, Plan, Workload
 
 
@@ -30,8 +31,18 @@ from stretto.schema import Cluster, Plan, Workload
         "Simulate these numbers of ranks too, such as 16,64,2048; plans again for each."
     ),
 )
-@click.option("--trace", metavar="FILE", help="Write the timeline, for Perfetto.")
-@click.option("--report", metavar="FILE", help="Write a page with plots, as HTML.")
+@click.option(
+    "--trace",
+    callback=writable,
+    metavar="FILE",
+    help="Write the timeline, for Perfetto.",
+)
+@click.option(
+    "--report",
+    callback=writable,
+    metavar="FILE",
+    help="Write a page with plots, as HTML.",
+)
 @click.option(
     "--json",
     "as_json",

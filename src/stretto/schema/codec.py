@@ -155,6 +155,8 @@ def read(path: str | Path) -> bytes:
     Raises:
         SpecError: it cannot be read.
     """
+    if Path(path).is_char_device():  # such as /dev/zero, which does not end
+        raise SpecError(f"{path}: cannot be read: it is a device, not a file")
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as exc:

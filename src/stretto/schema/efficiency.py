@@ -117,6 +117,12 @@ def _from_csv(path: Path) -> SampleEfficiency:
         )
     points = []
     for row in rows:
+        if None in row:  # cells without a column
+            raise SpecError(
+                f"{path}: line {rows.line_num}: has more cells than the first line "
+                "has columns",
+                place=f"line {rows.line_num}",
+            )
         try:
             points.append(
                 BatchSamples(batch=int(row["batch"]), samples=float(row["samples"]))
@@ -127,5 +133,14 @@ def _from_csv(path: Path) -> SampleEfficiency:
                 f"{row['batch']!r} and {row['samples']!r} ({error})",
                 place=f"line {rows.line_num}",
             ) from error
+    if not points:
+        raise SpecError(
+            f"{path}: has no rows after the first line: give a batch and its samples "
+            "in each line",
+            place="line 2",
+        )
     points.sort(key=lambda point: point.batch)
-    return SampleEfficiency(name=path.stem, points=tuple(points))
+    try:
+        return SampleEfficiency(name=path.stem, points=tuple(points))
+    except SpecError as error:
+        raise SpecError(f"{path}: {error}", place=error.place) from None

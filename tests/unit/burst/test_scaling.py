@@ -140,6 +140,9 @@ def test_curves_are_read_from_both_kinds_of_file(tmp_path):
         ("size,samples\n1,2\n", "first line must name"),
         ("batch,samples\n1,2\nx,3\n", "line 3: must be a batch and samples"),
         ("batch,samples\n1\n", "line 2"),
+        ("batch,samples\n64,1,3\n", "line 2: has more cells"),
+        ("batch,samples\n", "has no rows after the first line"),
+        ("batch,samples\n64,1\n64,2\n", "measured.csv: batches must ascend"),
     ):
         table.write_text(text)
         with pytest.raises(SpecError, match=message):

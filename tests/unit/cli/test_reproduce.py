@@ -213,3 +213,14 @@ def test_curves_are_drawn(tmp_path, monkeypatch):
     result = CliRunner().invoke(group, ["reproduce", "asc-wfbp", "--svg", str(path)])
     assert result.exit_code == 2
     assert "no curves" in result.output
+
+
+@pytest.mark.parametrize("path", [".", "no/such/folder/x.svg"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(path, monkeypatch):
+    def compute(_paper):
+        raise AssertionError("the path is checked first")
+
+    monkeypatch.setattr("stretto.papers.reproduce", compute)
+    found = CliRunner().invoke(group, ["reproduce", "libra", "--svg", path])
+    assert isinstance(found.exception, SpecError)
+    assert "cannot be written" in str(found.exception)
