@@ -148,7 +148,7 @@ class Freshness:
         if not self._foreign or self._open:
             return
         # A program's own optimizer is only seen by what it writes. Where there is
-        # nothing left to apply, a write changes all ranks' current values alike.
+        # nothing left to apply, a write changes current values, on all ranks equally.
         stepped = (
             self._is_unstepped
             and self._own_versions >= 0
