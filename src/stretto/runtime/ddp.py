@@ -827,7 +827,7 @@ class DistributedDataParallel(TorchDDP):
             "_release_planned",
             "_watched",
             "_numerics",
-            "_desk",
+            "_failures",
             "_agreement",
             "_ranks",
             "_negotiated",
