@@ -19,7 +19,7 @@ from stretto.convert import (
     convert_bytes,
     convert_source,
 )
-from stretto.errors import SpecError
+from stretto.errors import SpecError, StrettoError
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.[pi]*"))
 
@@ -798,3 +798,140 @@ def test_a_comprehension_over_a_whole_loader_needs_no_note():
         "print(sum(model(x).sum().item() for (x,) in test))\n"
     )
     assert not [n for n in convert(source).notes if "differs by rank" in n.text]
+
+
+def test_statements_that_share_a_line_are_split_where_something_is_inserted():
+    source = TRAINING.replace(
+        "lr=0.1)\nloader =", "lr=0.1); a = 1; b = 2  # two\nloader ="
+    ).replace("\nopt =", "; opt =", 1)
+    source = source.replace("DataLoader(TensorDataset(", "DataLoader(Data(")
+    source = source.replace("a = 1;", "a = 1; y = 3;").replace("\nloader", "; loader")
+    source = source.replace("# two", "")
+    after = convert(source).after
+    compile(after, "train.py", "exec")
+    kept = (
+        "model = torch.nn.Linear(2, 1)\n"
+        "opt = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model = DistributedDataParallel(model)\n"
+        "a = 1\ny = 3\nb = 2\n"
+        "dataset = Data(torch.ones(8, 2))\n"
+    )
+    assert kept in after
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a = 1; b = 2 ;c = 3  # kept\n",
+        "if epoch: a = 1; b = 2  # kept\n",
+        "class Done(Exception): pass\n",
+        "try: a = 1\nexcept ValueError: pass\nelse: b = 2;\n",
+    ],
+)
+def test_statements_that_share_a_line_stay_where_nothing_is_inserted(line):
+    source = TRAINING.replace("model =", f"epoch = 0\n{line}model =")
+    assert line in convert(source).after
+
+
+def test_a_changed_expression_does_not_split_its_line():
+    source = TRAINING + "    last = epoch; print(last)\n"
+    assert "    last = epoch; print0(last)\n" in convert(source).after
+
+
+def test_notes_name_the_scripts_line_also_after_lines_that_are_split():
+    source = "import os; import sys\nif os: a = 1; b = 2\n" + TRAINING.replace(
+        LOSS, "loss = (model(x) - 1).norm()"
+    )
+    notes = [n for n in convert(source).notes if "whether this loss" in n.text]
+    assert [n.line for n in notes] == [13]
+    broken = source.replace("(model(x) - 1)", "model.cost(x)")
+    assert "train.py:6: " in refused(broken)
+
+
+def test_a_one_line_function_is_a_place_to_insert():
+    source = TRAINING.replace(
+        "model =",
+        "def build(): net = torch.nn.Linear(2, 1); return net\n\n\nmodel =",
+        1,
+    ) + ("def load(): return torch.load('m.pt')\n\n\ntorch.save(model, 'm.pt')\n")
+    after = convert(source).after
+    assert "def build(): net = torch.nn.Linear(2, 1); return net\n" in after
+    assert "def load():\n    dist.barrier()\n    return torch.load(" in after
+
+
+@pytest.mark.parametrize(
+    ("saved", "kept"),
+    [
+        ("dict(model=model.state_dict())", "dict(model=unwrap(model).state_dict())"),
+        ("dict(model=model)", "dict(model=unwrap(model))"),
+        ("pack(model=1, other=model)", "pack(model=1, other=unwrap(model))"),
+    ],
+)
+def test_a_keyword_with_the_models_name_stays(saved, kept):
+    after = convert(TRAINING + f"torch.save({saved}, 'all.pt')\n").after
+    assert f"torch.save({kept}, 'all.pt')" in after
+
+
+def test_a_converted_text_that_is_not_python_is_an_internal_error(monkeypatch):
+    from stretto.convert import _script
+
+    monkeypatch.setattr(_script._single, "distributed", lambda *_: ("f(a(b)=1)\n", []))
+    with pytest.raises(StrettoError, match=r"^train.py: internal error") as raised:
+        convert(TRAINING)
+    assert "\n" not in str(raised.value)
+    assert "nothing is written" in str(raised.value)
+
+
+FUNCTOR = """\
+class Saver:
+    def __call__(self, value, net):
+        self.keep(net)
+
+    def keep(self, net):
+        torch.save(net.state_dict(), "best.pt")
+
+
+saver = Saver()
+"""
+
+
+@pytest.mark.parametrize("call", ["saver(epoch, model)", "Saver()(epoch, model)"])
+def test_the_parameters_of_an_object_that_is_called_are_followed(call):
+    source = TRAINING.replace("model =", f"{FUNCTOR}model =", 1) + f"    {call}\n"
+    assert "torch.save(unwrap(net).state_dict()" in convert(source).after
+
+
+def test_objects_that_call_each_other_are_followed_without_end():
+    source = TRAINING.replace(
+        "model =",
+        "class A:\n    def __call__(self, other): return other(self)\n"
+        "class B:\n    def __call__(self, other): return other(self)\n"
+        "a, b = A(), B()\na(b)\nb(a)\nmodel =",
+        1,
+    )
+    assert "DistributedDataParallel(model)" in convert(source).after
+
+
+@pytest.mark.parametrize("base", ["", "(DataLoader)"])
+def test_a_loader_of_the_scripts_own_class_is_refused(base):
+    source = TRAINING.replace(
+        "model =",
+        f"class Moved{base}:\n"
+        "    def __init__(self, dl): self.dl = dl\n"
+        "    def __iter__(self):\n        yield from self.dl\n\n\nmodel =",
+        1,
+    ).replace("loader = DataLoader(", "loader = Moved(DataLoader(")
+    message = refused(source.replace("shuffle=True)", "shuffle=True))"))
+    assert "train.py:12: training takes its batches from a `Moved`" in message
+    assert "Loop over the DataLoader itself" in message
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_what_is_written_to_a_stream_is_rank_0s(stream):
+    source = f"import sys\n{TRAINING}" + f"    sys.{stream}.write(f'{{loss.item()}}')\n"
+    after = convert(source).after
+    assert (
+        f"(sys.{stream} if RANK == 0 else OnRank0()).write("
+        "f'{mean_over_ranks(loss.item())}')"
+    ) in after
+    assert after.count("class OnRank0") == 1

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
+from stretto.convert._edit import theirs
 from stretto.convert._tree import arguments_of, found
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ SAVING_METHODS = (
     "write_text",
     "mkdir",
     "write_bytes",
+)
+_STREAMS = tuple(
+    f"sys.{stream}.{method}"
+    for stream in ("stdout", "stderr")
+    for method in ("write", "writelines")
 )
 WRITERS = ("SummaryWriter", "CometLogger", "Experiment")
 _BARS = (
@@ -117,9 +123,7 @@ class Display:
                 "put it under `if RANK == 0:`",
             )
             return
-        line = self._tree.parent(small)
-        has_own_line = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
-        self._work.on_rank_0(line if line is not None and has_own_line else small)
+        self._work.on_rank_0(self._tree.statement(small))
         self._work.done(call, f"only rank 0 calls {what}")
 
     def convert(self) -> None:
@@ -133,6 +137,9 @@ class Display:
                 if not self._work.is_guarded(call):
                     self._work.replace(call.func, "print0")
                     count += 1
+            elif full in _STREAMS and isinstance(call.func, cst.Attribute):
+                if not self._work.is_guarded(call):
+                    self._stream(call, call.func)
             elif full in _BARS and "disable" not in arguments_of(call)[1]:
                 self._add(call, "disable", "RANK != 0")
                 self._work.done(call, "only rank 0 shows the progress bar")
@@ -158,6 +165,11 @@ class Display:
             ),
         )
         self._work.change(call, lambda new: appended(new, argument))
+
+    def _stream(self, call: cst.Call, func: cst.Attribute) -> None:
+        own = theirs(self._tree.text(func.value))
+        self._work.replace(func.value, f"({own} if RANK == 0 else OnRank0())")
+        self._work.done(call, f"only rank 0 writes to {self._tree.full(func.value)}")
 
     def _writer(self, call: cst.Call) -> None:
         here, instead = (

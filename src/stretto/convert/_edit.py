@@ -9,6 +9,7 @@ import libcst as cst
 
 from stretto.convert import _support
 from stretto.convert._result import Choices, Kind, Note, Target
+from stretto.convert._split import Split, joined, suite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,8 +35,11 @@ def theirs(text: str) -> str:
 class Work:
     """A conversion in progress: what was found, what to change, what to report."""
 
-    def __init__(self, job: Job, choices: Choices) -> None:
+    def __init__(
+        self, job: Job, choices: Choices, splits: Sequence[Split] = ()
+    ) -> None:
         self.job = job
+        self._splits = splits
         self.tree = job.tree
         self.flow = job.flow
         self.choices = choices
@@ -46,7 +50,6 @@ class Work:
         """Statements that only rank 0 executes: they must not contain a collective."""
         self._changes: dict[cst.CSTNode, list[Callable[[Any], Any]]] = {}
         self._before: dict[cst.CSTNode, list[cst.CSTNode]] = {}
-        self._own_lines: set[cst.CSTNode] = set()
         self._after: dict[cst.CSTNode, list[cst.CSTNode]] = {}
         ours = {*_support.NAMES, *_support.order(), "dist", "hvd"}
         # A variable of the script may have the name of a generated function.
@@ -69,7 +72,7 @@ class Work:
         self._note(node, text, Kind.KNOW)
 
     def _note(self, node: cst.CSTNode | None, text: str, kind: Kind) -> None:
-        line = 0 if node is None else self.tree.line(node)
+        line = 0 if node is None else self.tree.shown_line(node)
         note = Note(line=line, text=text, kind=kind)
         if note not in self.notes:
             self.notes.append(note)
@@ -122,7 +125,12 @@ class Work:
         self.change(statement, lambda _: instead if alone else cst.RemoveFromParent())
 
     def call_around(self, node: cst.BaseExpression, function: str) -> None:
-        """Put a call of a generated function around an expression."""
+        """Put a call of a generated function around an expression.
+
+        A label, such as the name of a keyword argument, stays as it is.
+        """
+        if self.tree.is_label(node):
+            return
         func = self.expression(function)
         self.change(node, lambda new: cst.Call(func=func, args=[cst.Arg(value=new)]))
 
@@ -156,12 +164,10 @@ class Work:
         self.change(statement, indented)
 
     def on_rank_0(self, statement: cst.CSTNode) -> None:
-        """Make only rank 0 execute a statement, which may share its line."""
+        """Make only rank 0 execute a statement."""
         if any(self.tree.within(statement, other) for other in self.guarded):
             return
         self.guarded.append(statement)
-        if isinstance(statement, cst.BaseSmallStatement):
-            self._own_lines.add(statement)
         self.under(statement, "if RANK == 0")
 
     def is_guarded(self, node: cst.CSTNode) -> bool:
@@ -170,7 +176,10 @@ class Work:
 
     def result(self) -> cst.Module:
         """Return the script with all changes."""
-        apply = _Apply(self._changes, self._before, self._after, self._own_lines)
+        splits: dict[cst.CSTNode, Split] = {
+            made.lines[0]: made for made in self._splits
+        }
+        apply = _Apply(self._changes, self._before, self._after, splits)
         out = self.tree.module.visit(apply)
         if not isinstance(out, cst.Module):
             raise TypeError("a module became something else")
@@ -183,60 +192,45 @@ class _Apply(cst.CSTTransformer):
         changes: dict[cst.CSTNode, list[Callable[[Any], Any]]],
         before: dict[cst.CSTNode, list[cst.CSTNode]],
         after: dict[cst.CSTNode, list[cst.CSTNode]],
-        own_lines: set[cst.CSTNode],
+        splits: dict[cst.CSTNode, Split],
     ) -> None:
         super().__init__()
         self._changes, self._before, self._after = changes, before, after
-        self._own_lines = own_lines
-        """Small statements whose change makes a block of them."""
+        self._splits = splits
+        """By the first of each split's lines."""
+        self._of_a_split = {line for made in splits.values() for line in made.lines}
+        self._unmoved: dict[int, cst.CSTNode] = {}
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         new = super().on_leave(original_node, updated_node)
-        if original_node in self._own_lines:
-            return new  # changed when its line is split
+        if isinstance(original_node, cst.Module | cst.IndentedBlock):
+            new = self._joined(original_node, new)
         for how in self._changes.get(original_node, ()):
             new = how(new)
-        if isinstance(original_node, cst.SimpleStatementSuite):
-            return self._expanded(original_node, new)
-        middle: list[Any] = [new] if isinstance(new, cst.CSTNode) else []
-        if isinstance(original_node, cst.SimpleStatementLine) and any(
-            small in self._own_lines for small in original_node.body
-        ):
-            middle = self._lines(original_node, new)
-            lines: Any = updated_node.leading_lines
-            middle[0] = middle[0].with_changes(leading_lines=lines)
         first = list(self._before.get(original_node, ()))
         last = self._after.get(original_node, [])
-        if isinstance(original_node, cst.BaseSmallStatement):
-            return new  # its suite adds what is before and after it
-        if not (first or last) and (not middle or middle[0] is new):
+        if not (first or last):
+            if (
+                original_node in self._of_a_split
+                and isinstance(new, cst.SimpleStatementLine)
+                and len(new.body) == 1
+            ):
+                self._unmoved[id(new)] = original_node
             return new
+        middle: list[Any] = [new] if isinstance(new, cst.CSTNode) else []
         if first and middle:
             first[0], middle[0] = _with_cell_mark(first[0], middle[0])
         return cst.FlattenSentinel([*first, *middle, *last])
 
-    def _expanded(self, original: cst.SimpleStatementSuite, new: Any) -> Any:
-        """Return ``if x: y()`` as an indented block where statements are added."""
-        added = (self._before, self._after, self._own_lines)
-        if not any(s in where for s in original.body for where in added):
+    def _joined(self, original: Any, new: Any) -> Any:
+        splits = [self._splits[x] for x in original.body if x in self._splits]
+        if not splits:
             return new
-        return cst.IndentedBlock(body=self._lines(original, new))
-
-    def _lines(self, original: Any, new: Any) -> list[Any]:
-        """Return each statement of one line as its own, with those added to it."""
-        lines: list[Any] = []
-        for old, small in zip(original.body, new.body, strict=True):
-            line: Any = _line(small)
-            if old in self._own_lines:
-                for how in self._changes[old]:
-                    line = how(line)
-            lines += [*self._before.get(old, []), line, *self._after.get(old, [])]
-        return lines
-
-
-def _line(small: cst.BaseSmallStatement) -> cst.SimpleStatementLine:
-    alone = small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)
-    return cst.SimpleStatementLine(body=[alone])
+        body = joined(new.body, splits, self._unmoved)
+        if isinstance(splits[0].origin, cst.SimpleStatementSuite):
+            alone = len(body) == 1 and body[0] is not new.body[0]
+            return suite(body[0], splits[0]) if alone else new
+        return new.with_changes(body=body)
 
 
 def _with_cell_mark(ours: Any, theirs: Any) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _INIT = "__init__"
+_CALL = "__call__"
 
 _DEPTH = 4
 """Number of calls, of functions with several callers, through which an object is
@@ -74,6 +75,7 @@ class Flow:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._callers: dict[cst.FunctionDef, list[cst.Call]] = {}
+        self._searching: set[cst.FunctionDef] = set()
         self._callees: dict[cst.Call, list[cst.FunctionDef]] | None = None
         self._assigned: dict[tuple[cst.CSTNode | None, str], list[Origin]] = {}
         for line in found(tree.module, cst.Assign):
@@ -141,10 +143,20 @@ class Flow:
         ]
 
     def calls_of(self, function: cst.FunctionDef) -> list[cst.Call]:
-        """Return the calls of a function, a method or (for ``__init__``) its class."""
-        if function not in self._callers:
-            self._callers[function] = self._find_calls(function)
-        return self._callers[function]
+        """Return the calls of a function, a method or (for ``__init__``) its class.
+
+        Those of ``__call__`` are the calls of the objects of its class.
+        """
+        if function in self._callers:
+            return self._callers[function]
+        if function in self._searching:
+            return []  # a cycle: found by the search in progress
+        self._searching.add(function)
+        calls = self._find_calls(function)
+        self._searching.remove(function)
+        if not self._searching:
+            self._callers[function] = calls
+        return calls
 
     def _find_calls(self, function: cst.FunctionDef) -> list[cst.Call]:
         name, owner = function.name.value, self._tree.owner(function)
@@ -153,12 +165,26 @@ class Flow:
             return [c for c in self._tree.calls if dotted(c.func) == name]
         if owner is None:
             return [c for c in self._tree.calls if dotted(c.func) == name]
+        if name == _CALL:
+            kinds = {kind.name.value for kind in self._tree.family(owner)}
+            return [c for c in self._tree.calls if self._is_object(c.func, kinds)]
         return [
             c
             for c in self._tree.calls
             if self._tree.method_called(c, name) is not None
             and not self._tree.called(c).startswith("torch.")
         ]
+
+    def _is_object(self, node: cst.BaseExpression, kinds: set[str]) -> bool:
+        """Return whether an expression is an object of one of the script's classes."""
+        if isinstance(node, cst.Call):
+            return dotted(node.func) in kinds
+        if dotted(node) is None or dotted(node) in kinds:
+            return False
+        return any(
+            isinstance(origin.value, cst.Call) and dotted(origin.value.func) in kinds
+            for origin in self.origins(node, self._tree.function(node))
+        )
 
     def passed(
         self, function: cst.FunctionDef, parameter: str

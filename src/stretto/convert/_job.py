@@ -112,18 +112,19 @@ class Job:
             raise self._no_backward()
         self.optimizers = self._optimizers()
         if not self.optimizers:
-            raise SpecError(
-                f"{name}:{tree.line(self.backwards[0])}: backward() is called, but "
-                "this file makes no optimizer over a model's parameters(), so the "
-                "model to be distributed is unknown. Make the optimizer in this file"
+            raise self.refuse(
+                self.backwards[0],
+                "backward() is called, but this file makes no optimizer over a "
+                "model's parameters(), so the model to be distributed is unknown. "
+                "Make the optimizer in this file",
             )
         self.models = _distinct([m for o in self.optimizers for m in o.models])
         for model in self.models:
             if model.path is None:
-                raise SpecError(
-                    f"{name}:{tree.line(model.statement)}: the trained model "
-                    f"`{tree.text(model.value)[:60]}` has no name, so it cannot be "
-                    "wrapped. Assign it to a variable first"
+                raise self.refuse(
+                    model.statement,
+                    f"the trained model `{tree.text(model.value)[:60]}` has no name, "
+                    "so it cannot be wrapped. Assign it to a variable first",
                 )
             if isinstance(model.value, _CONTAINERS):
                 raise self.refuse(
@@ -135,7 +136,7 @@ class Job:
 
     def refuse(self, node: cst.CSTNode, text: str) -> SpecError:
         """Return an error that names a node's line."""
-        return SpecError(f"{self._name}:{self.tree.line(node)}: {text}")
+        return SpecError(f"{self._name}:{self.tree.shown_line(node)}: {text}")
 
     def _begins_backward(self, call: cst.Call) -> bool:
         """Return whether a call is of a loss's ``backward``, or of torch.autograd's."""
@@ -326,7 +327,7 @@ class Job:
             if not around:
                 inner = next((x for x in self.tree.loops(call)), None)
                 over = (
-                    f" (line {self.tree.line(inner)} iterates over "
+                    f" (line {self.tree.shown_line(inner)} iterates over "
                     f"`{self.tree.text(inner.iter)[:50]}`)"
                     if isinstance(inner, cst.For)
                     else ""

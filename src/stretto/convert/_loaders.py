@@ -78,6 +78,7 @@ class Loaders:
 
     def _divide_later(self, origin: Origin) -> None:
         """Handle a loader that a function returned."""
+        self._check_class(origin)
         self._batch_sizes += self._sizes_below(origin)
         text = self._tree.text(origin.value)[:50]
         if origin.path is None:
@@ -91,6 +92,38 @@ class Loaders:
             origin.value,
             f"the loader that `{text}` returns is divided among ranks"
             + ("" if self._work.choices.per_rank_batch else self._batch_note()),
+        )
+
+    def _check_class(self, origin: Origin) -> None:
+        """Refuse a loader of a class of the script, whose batches are its own."""
+        reached = [(origin.value, origin.scope, origin.place)]
+        seen: set[int] = set()
+        while reached:
+            value, scope, place = reached.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            name = dotted(value.func) if isinstance(value, cst.Call) else None
+            kind = self._tree.classes.get(name or "")
+            if kind is not None and not self._is_plain_loader(kind):
+                raise self._work.job.refuse(
+                    value,
+                    f"training takes its batches from a `{name}`, a class of this "
+                    "script, so its samples cannot be divided among ranks. Loop over "
+                    "the DataLoader itself, and do in the loop, in collate_fn or in "
+                    f"the dataset what `{name}` does to a batch",
+                )
+            reached += [
+                (o.value, o.scope, o.place)
+                for more, inner, _ in self._flow.same_object(value, scope, place)
+                for o in self._flow.origins(more, inner)
+            ]
+
+    def _is_plain_loader(self, kind: cst.ClassDef) -> bool:
+        """Return whether a class is a DataLoader that batches as DataLoader does."""
+        bases = {(dotted(b.value) or "").rpartition(".")[2] for b in kind.bases}
+        return "DataLoader" in bases and not any(
+            f.name.value == "__iter__" for f in found(kind.body, cst.FunctionDef)
         )
 
     def _sizes_below(self, origin: Origin) -> list[cst.BaseExpression]:

@@ -382,7 +382,9 @@ class Models:
                 continue
             for whole in found(call, (cst.Name, cst.Attribute)):
                 scope = self._tree.function(call)
-                alone = isinstance(self._tree.parent(whole), cst.Arg | cst.DictElement)
+                alone = isinstance(
+                    self._tree.parent(whole), cst.Arg | cst.DictElement
+                ) and not self._tree.is_label(whole)
                 if (
                     alone
                     and self.is_model(whole, scope)

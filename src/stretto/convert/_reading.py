@@ -57,6 +57,19 @@ def decoded(data: bytes, name: str) -> str:
         ) from exc
 
 
+def compiles(source: str, name: str) -> None:
+    """Raise a SyntaxError if a text is not Python; notebooks may await anywhere."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compile(
+            source,
+            name,
+            "exec",
+            flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT,
+            dont_inherit=True,
+        )
+
+
 def parsed(source: str, name: str) -> Tree:
     """Return the tree of a script.
 
@@ -64,9 +77,7 @@ def parsed(source: str, name: str) -> Tree:
         SpecError: It is not Python 3, or not PyTorch code for a single device.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse(source)
+        compiles(source, name)
         tree = Tree(cst.parse_module(source))
     except SyntaxError as exc:
         if _PYTHON_2.search(source):

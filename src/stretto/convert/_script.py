@@ -6,7 +6,7 @@ import re
 
 from stretto.convert import _moved, _reading, _single, _support
 from stretto.convert._result import Choices, Conversion, Kind, Note, Target
-from stretto.errors import SpecError
+from stretto.errors import SpecError, StrettoError
 
 _MARKED = re.compile(rf"^{re.escape(_support.MARK)} --to (\w+)$", re.MULTILINE)
 
@@ -23,7 +23,24 @@ def convert_source(source: str, *, name: str, choices: Choices) -> Conversion:
 
 
 def converted(source: str, name: str, choices: Choices) -> tuple[str, list[Note]]:
-    """Return a script's new text, and the list of changes."""
+    """Return a script's new text, and the list of changes.
+
+    Raises:
+        SpecError: As `convert_source`.
+        StrettoError: The new text is not Python, which is an error of this package.
+    """
+    after, notes = _converted(source, name, choices)
+    try:
+        _reading.compiles(after, name)
+    except (SyntaxError, ValueError) as exc:
+        raise StrettoError(
+            f"{name}: internal error: the converted script is not Python ({exc}): "
+            "nothing is written. Report it with the script"
+        ) from exc
+    return after, notes
+
+
+def _converted(source: str, name: str, choices: Choices) -> tuple[str, list[Note]]:
     tree = _reading.parsed(source, name)
     marked = _MARKED.search(source)
     if marked is not None:

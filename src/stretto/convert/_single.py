@@ -12,6 +12,7 @@ from stretto.convert._job import Job
 from stretto.convert._loaders import Loaders
 from stretto.convert._models import Models, reaching_training
 from stretto.convert._numbers import Numbers
+from stretto.convert._split import split
 from stretto.convert._steps import Steps
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Note
         SpecError: The script is not understood; the error has the line and the next
         step.
     """
-    work = Work(Job(tree, name), choices)
+    tree, splits = split(tree)
+    work = Work(Job(tree, name), choices, splits)
     display = Display(work)
     display.guard_files()
     models = Models(work)

@@ -44,6 +44,7 @@ class Steps:
 
     def _compare(self, first: cst.Call, second: cst.Call) -> None:
         line = self._tree.line(first)
+        shown = self._tree.shown_line(first)
         before, after = self._calls(first), self._calls(second)
         for call in after:
             name = dotted(call.func)
@@ -54,10 +55,10 @@ class Steps:
                 raise self._work.job.refuse(
                     second,
                     f"a second backward() goes through `{name}(...)` of line "
-                    f"{self._tree.line(call)}, which was called before the backward() "
-                    f"of line {line}: DistributedDataParallel exchanges gradients "
-                    "once for each call of the model. Add the losses and call "
-                    "backward() once, or call the model again in between",
+                    f"{self._tree.shown_line(call)}, which was called before the "
+                    f"backward() of line {shown}: DistributedDataParallel exchanges "
+                    "gradients once for each call of the model. Add the losses and "
+                    "call backward() once, or call the model again in between",
                 )
 
     def _both_run(self, first: cst.CSTNode, second: cst.CSTNode) -> bool:

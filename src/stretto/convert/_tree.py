@@ -70,9 +70,19 @@ def found(node: cst.CSTNode, kind: Kinds[Node]) -> Iterator[Node]:
 class Tree:
     """One parsed script: parents, lines, imported names."""
 
-    def __init__(self, module: cst.Module) -> None:
-        wrapper = MetadataWrapper(module)
+    def __init__(
+        self, module: cst.Module, *, lines: dict[int, int] | None = None
+    ) -> None:
+        """Parse metadata.
+
+        Args:
+            module: The script.
+            lines: The script's line for each line on which a statement of `module`
+                begins, if they differ; such a module must not contain a node twice.
+        """
+        wrapper = MetadataWrapper(module, unsafe_skip_copy=lines is not None)
         self.module = wrapper.module
+        self._of_script = lines
         _CHILDREN.clear()
         self._parents = {
             child: node
@@ -88,8 +98,16 @@ class Tree:
         self.names = {n.value for n in found(self.module, cst.Name)}
 
     def line(self, node: cst.CSTNode) -> int:
-        """Return the first line of a node, from 1."""
+        """Return the first line of a node, from 1, to compare with others."""
         return int(self._positions[node].start.line)
+
+    def shown_line(self, node: cst.CSTNode) -> int:
+        """Return the first line of a node in the script, from 1."""
+        line = self.line(node)
+        if self._of_script is None:
+            return line
+        begun = max((n for n in self._of_script if n <= line), default=0)
+        return self._of_script.get(begun, 0) + line - begun
 
     def text(self, node: cst.CSTNode) -> str:
         """Return the source text of a node."""
@@ -98,6 +116,26 @@ class Tree:
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """Return the node around a node."""
         return self._parents.get(node)
+
+    def is_label(self, node: cst.CSTNode) -> bool:
+        """Return whether a name is no value: of a keyword, a parameter, an import."""
+        above = self._parents.get(node)
+        if isinstance(above, cst.Arg):
+            return above.keyword is node
+        if isinstance(above, cst.Attribute):
+            return above.attr is node
+        return isinstance(
+            above,
+            cst.Param
+            | cst.ImportAlias
+            | cst.AsName
+            | cst.NameItem
+            | cst.FunctionDef
+            | cst.ClassDef,
+        ) and node in (
+            getattr(above, "name", None),
+            getattr(above, "asname", None),
+        )
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """Yield the nodes around a node, innermost first."""

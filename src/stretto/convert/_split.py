@@ -1,0 +1,135 @@
+"""Give each statement a line of its own, and join again those that did not change.
+
+The conversion inserts statements before and after others, and compares their lines. So
+``model = Net(); opt = SGD(...)`` and ``if done: save()`` are split first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
+
+from stretto.convert._tree import Tree, found
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_Several = cst.SimpleStatementLine | cst.SimpleStatementSuite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Lines that were one line of the script."""
+
+    lines: tuple[cst.SimpleStatementLine, ...]
+    origin: _Several
+    """The line, or the part after the colon."""
+
+
+def split(tree: Tree) -> tuple[Tree, list[Split]]:
+    """Return a tree with one statement in each line, which keeps the lines' numbers."""
+    several = (cst.SimpleStatementLine, cst.SimpleStatementSuite)
+    if not any(
+        len(node.body) > 1 or isinstance(node, cst.SimpleStatementSuite)
+        for node in found(tree.module, several)
+    ):
+        return tree, []
+    wrapper = MetadataWrapper(tree.module)
+    old = wrapper.module
+    numbers = wrapper.resolve(PositionProvider)
+    splitter = _Splitter()
+    new = old.visit(splitter)
+    if not isinstance(new, cst.Module):
+        raise TypeError("a module became something else")
+    own = MetadataWrapper(new, unsafe_skip_copy=True).resolve(PositionProvider)
+    kinds = (cst.BaseSmallStatement, cst.BaseCompoundStatement)
+    lines = {
+        int(own[after].start.line): int(numbers[before].start.line)
+        for before, after in zip(found(old, kinds), found(new, kinds), strict=True)
+    }
+    return Tree(new, lines=lines), splitter.made
+
+
+class _Splitter(cst.CSTTransformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Split] = []
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        new = super().on_leave(original_node, updated_node)
+        if isinstance(new, cst.SimpleStatementLine) and len(new.body) > 1:
+            first, *rest = _lines(new)
+            first = first.with_changes(leading_lines=new.leading_lines)
+            self.made.append(Split(lines=(first, *rest), origin=new))
+            return cst.FlattenSentinel([first, *rest])
+        if isinstance(new, cst.SimpleStatementSuite):
+            lines = _lines(new)
+            self.made.append(Split(lines=lines, origin=new))
+            return cst.IndentedBlock(body=lines)
+        return new
+
+
+def _lines(several: _Several) -> tuple[cst.SimpleStatementLine, ...]:
+    *first, last = several.body
+    alone = cst.MaybeSentinel.DEFAULT
+    return (
+        *(
+            cst.SimpleStatementLine(body=[small.with_changes(semicolon=alone)])
+            for small in first
+        ),
+        cst.SimpleStatementLine(
+            body=[last.with_changes(semicolon=alone)],
+            trailing_whitespace=several.trailing_whitespace,
+        ),
+    )
+
+
+def joined(
+    body: Sequence[Any], splits: Sequence[Split], unmoved: dict[int, cst.CSTNode]
+) -> list[Any]:
+    """Return a block's lines, with those of each split in one line again if possible.
+
+    Args:
+        body: The lines after all changes.
+        splits: The splits of this block.
+        unmoved: The earlier node of each line beside which nothing was inserted, by
+            the identity of the line.
+    """
+    out = list(body)
+    for made in splits:
+        was = [unmoved.get(id(line)) for line in out]
+        size = len(made.lines)
+        for place in range(len(out) - size + 1):
+            if all(
+                a is b
+                for a, b in zip(was[place : place + size], made.lines, strict=True)
+            ):
+                out[place : place + size] = [_one_line(out[place : place + size], made)]
+                break
+    return out
+
+
+def _one_line(lines: list[Any], made: Split) -> cst.SimpleStatementLine:
+    body = [
+        line.body[0].with_changes(semicolon=small.semicolon)
+        for line, small in zip(lines, made.origin.body, strict=True)
+    ]
+    return cst.SimpleStatementLine(
+        body=body,
+        leading_lines=lines[0].leading_lines,
+        trailing_whitespace=lines[-1].trailing_whitespace,
+    )
+
+
+def suite(line: cst.SimpleStatementLine, made: Split) -> cst.SimpleStatementSuite:
+    """Return a joined line as the part after a colon."""
+    if not isinstance(made.origin, cst.SimpleStatementSuite):
+        raise TypeError("this line was no part after a colon")
+    return cst.SimpleStatementSuite(
+        body=line.body,
+        leading_whitespace=made.origin.leading_whitespace,
+        trailing_whitespace=line.trailing_whitespace,
+    )
