@@ -935,3 +935,103 @@ def test_what_is_written_to_a_stream_is_rank_0s(stream):
         "f'{mean_over_ranks(loss.item())}')"
     ) in after
     assert after.count("class OnRank0") == 1
+
+
+FOCAL = """\
+class Focal(torch.nn.Module):
+    def __init__(self, gamma=2, size_average=True, reduction="mean"):
+        super().__init__()
+        self.size_average = size_average
+        self.reduction = reduction
+
+    def forward(self, given):
+        loss = given ** 2
+        BRANCHES
+
+
+"""
+BY_RETURN = """\
+if self.size_average:
+            return loss.mean()
+        else:
+            return loss.sum()"""
+BY_EARLY_RETURN = """\
+if not self.size_average:
+            return loss.sum()
+        return loss.mean()"""
+BY_NAME = """\
+if self.reduction == "mean":
+            loss = loss.mean()
+        elif self.reduction == "sum":
+            loss = loss.sum()
+        return loss"""
+BY_VALUE = "return loss.mean() if self.size_average else loss.sum()"
+
+
+@pytest.mark.parametrize(
+    ("branches", "given", "kind"),
+    [
+        (BY_RETURN, "", "mean"),
+        (BY_RETURN, "size_average=False", "sum"),
+        (BY_RETURN, "2, False", "sum"),
+        (BY_RETURN, "size_average=flag", "listed"),
+        (BY_EARLY_RETURN, "", "mean"),
+        (BY_EARLY_RETURN, "2, False", "sum"),
+        (BY_EARLY_RETURN, "**options", "listed"),
+        (BY_NAME, "", "mean"),
+        (BY_NAME, "reduction='sum'", "sum"),
+        (BY_NAME, "reduction=flag", "listed"),
+        (BY_VALUE, "", "mean"),
+        (BY_VALUE, "2, False", "sum"),
+        (BY_VALUE, "2, flag", "listed"),
+    ],
+)
+def test_a_loss_whose_constructor_chooses_mean_or_sum(branches, given, kind):
+    source = TRAINING.replace(
+        "model =",
+        FOCAL.replace("BRANCHES", branches) + f"focal = Focal({given})\nmodel =",
+        1,
+    ).replace(LOSS, "loss = focal(model(x))")
+    conversion = convert(source)
+    asked = [n for n in conversion.notes if "whether this loss" in n.text]
+    assert bool(asked) is (kind == "listed")
+    assert ("(loss * WORLD_SIZE).backward()" in conversion.after) is (kind == "sum")
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        "1 - (2 * (p * p).sum() + 1) / (p.sum() + p.sum() + 1)",
+        "(1 - (2 * p.sum() + 1) / (p.sum() + 1)).mean()",
+        "(p.sum((0, 2)) / p.sum((0, 2))).mean()",
+        "torch.sqrt(p.mean())",
+        "torch.log(p.mean(0)).sum()",
+        "((p - p.mean()) ** 2).sum()",
+    ],
+)
+def test_a_loss_class_that_returns_no_mean_is_listed(returned):
+    source = TRAINING.replace(
+        "model =",
+        "class Dice(torch.nn.Module):\n    def forward(self, p):\n"
+        f"        return {returned}\n\n\nmodel =",
+        1,
+    ).replace(LOSS, "loss = Dice()(model(x))")
+    conversion = convert(source)
+    asked = [n for n in conversion.notes if "whether this loss" in n.text]
+    assert [n.kind for n in asked] == [Kind.OPEN]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "out = model(x)\n        loss = -(out[:2].softmax(1).log()).sum(1).mean()",
+        "loss = model(x)[0] / 4",
+        "loss = model(x)[0] + torch.nn.functional.mse_loss(x, x)",
+        "out, mu = model(x)\n        loss = mu.pow(2).exp().mean()",
+        "loss = model(x).mean(0).mean()",
+    ],
+)
+def test_a_mean_of_a_models_output_is_not_listed(loss):
+    conversion = convert(TRAINING.replace(LOSS, loss))
+    assert not [n for n in conversion.notes if "whether this loss" in n.text]
+    assert "WORLD_SIZE).backward()" not in conversion.after

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import enum
+import re
 from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
 from stretto.convert._flow import parameters
-from stretto.convert._tree import Scope, dotted, found
+from stretto.convert._tree import Scope, argument, dotted, found
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
@@ -26,9 +28,17 @@ class Loss(enum.Enum):
     SUM = "sum"
     EACH = "each"
     """One value for each sample."""
+    OUTPUT = "output"
+    """A part of what a model returns: its loss, or a value for each sample."""
     MIXED = "mixed"
     """A sum over samples plus a mean over them or a function of parameters."""
+    OTHER = "other"
+    """A function of means or sums that is neither, such as a ratio or a root."""
     UNKNOWN = "unknown"
+
+
+_REDUCED = frozenset([Loss.MEAN, Loss.SUM, Loss.MIXED, Loss.OTHER])
+"""Kinds of a value that combines the samples of a batch."""
 
 
 _LINEAR = frozenset(
@@ -56,6 +66,9 @@ _SCALING = ("scale", "scale_loss")
 _DEPTH = 12
 
 
+_Called = tuple[cst.FunctionDef, cst.ClassDef | None, cst.Call | None]
+
+
 @final
 class Losses:
     """Classifies what ``backward`` is called on."""
@@ -63,6 +76,8 @@ class Losses:
     def __init__(self, work: Work) -> None:
         self._work = work
         self._tree, self._flow = work.tree, work.flow
+        self._made: list[tuple[cst.ClassDef, cst.Call]] = []
+        """The objects whose methods are being followed, and what made each."""
 
     def of(self, call: cst.Call) -> Loss:
         """Return the kind of the loss of a call of ``backward``."""
@@ -76,7 +91,9 @@ class Losses:
         scope, line = self._tree.function(call), self._tree.line(call)
         loss = self._of(node, scope, line, _DEPTH)
         # A model's unchanged output is its own loss, a mean by all conventions.
-        return Loss.MEAN if loss is Loss.EACH else loss
+        if loss in (Loss.EACH, Loss.OUTPUT):
+            return Loss.MEAN
+        return Loss.UNKNOWN if loss is Loss.OTHER else loss
 
     def graph_names(self) -> set[str]:
         """Return the variables through which gradients flow to a ``backward``."""
@@ -123,6 +140,10 @@ class Losses:
                 counts=self._counts(node.right, scope),
             )
         if isinstance(node, cst.IfExp):
+            known = self._decided(node.test)
+            if known is not None:
+                part = node.body if known else node.orelse
+                return self._of(part, scope, line, depth - 1)
             return _either(
                 self._of(node.body, scope, line, depth - 1),
                 self._of(node.orelse, scope, line, depth - 1),
@@ -130,6 +151,9 @@ class Losses:
         if isinstance(node, cst.Call):
             return self._of_call(node, scope, line, depth - 1)
         if isinstance(node, cst.Subscript):
+            if any(isinstance(i.slice, cst.Slice) for i in node.slice):
+                inner = self._of(node.value, scope, line, depth - 1)
+                return inner if inner not in _REDUCED else Loss.UNKNOWN
             return self._of_part(node.value, scope, line, depth - 1)
         if isinstance(node, cst.Attribute) and node.attr.value == "loss":
             return Loss.MEAN
@@ -146,7 +170,7 @@ class Losses:
             for origin in self._before(path, scope, line):
                 given = origin.value
         if isinstance(given, cst.Call) and self._is_module(given, scope):
-            return Loss.MEAN
+            return Loss.OUTPUT
         if self._of(node, scope, line, depth) is Loss.EACH:
             return Loss.EACH
         return Loss.UNKNOWN
@@ -225,9 +249,11 @@ class Losses:
             for o in self._flow.assigned(path, scope)
             if (o.scope is not scope or self._tree.line(o.statement) < line)
             and not self._tree.without_gradient(o.statement)
+            and not self._is_left_out(o.statement)
+            and not (o.scope is scope and self._is_other_branch(o.statement, line))
         ]
         for place in range(len(made) - 1, -1, -1):
-            block = self._tree.parent(made[place].statement)
+            block = self._sure_block(made[place].statement)
             if made[place].scope is not scope:
                 continue
             end = [n for n in (block,) if isinstance(n, cst.Module | cst.BaseSuite)]
@@ -235,6 +261,19 @@ class Losses:
             if last >= line:
                 return made[place:]
         return made
+
+    def _is_other_branch(self, statement: cst.CSTNode, line: int) -> bool:
+        """Return whether a line is in the ``else`` of an ``if`` around a statement."""
+        below = statement
+        for above in self._tree.ancestors(statement):
+            if isinstance(above, cst.FunctionDef):
+                return False
+            if isinstance(above, cst.If) and below is above.body and above.orelse:
+                first = self._last_line(above.body)
+                if first < line <= self._last_line(above.orelse):
+                    return True
+            below = above
+        return False
 
     def _last_line(self, node: cst.CSTNode) -> int:
         return max(
@@ -250,6 +289,7 @@ class Losses:
             a
             for a in found(body, cst.AugAssign)
             if dotted(a.target) == path
+            and not self._is_left_out(a)
             and self._tree.function(a) is scope
             and (first < self._tree.line(a) < line or after.scope is not scope)
         ]
@@ -269,11 +309,9 @@ class Losses:
             line = self._tree.line(origin.statement)
             value = self._of(made, origin.scope, line, depth)
             return value if value in (Loss.EACH, Loss.CONSTANT) else Loss.UNKNOWN
-        functions = self._flow.local(made)
-        functions += self._forwards(made, origin.scope)
         out: Loss | None = None
-        for function in functions:
-            for given in self._flow.returned(function):
+        for function, kind, maker in self._called(made, origin.scope):
+            for given in self._returned(function, kind, maker):
                 if not isinstance(given, cst.Tuple | cst.List):
                     return Loss.UNKNOWN
                 if origin.place is None or origin.place >= len(given.elements):
@@ -281,10 +319,11 @@ class Losses:
                 part = given.elements[origin.place].value
                 if part.deep_equals(cst.Name("None")):
                     continue
-                value = self._of(part, function, self._tree.line(part) + 1, depth)
+                line = self._tree.line(part) + 1
+                value = self._inside(kind, maker, part, function, line, depth)
                 out = value if out is None else _either(out, value)
         if out is None and self._is_module(made, origin.scope):
-            return Loss.MEAN
+            return Loss.OUTPUT
         return out or Loss.UNKNOWN
 
     # Calls
@@ -306,12 +345,10 @@ class Losses:
             return self._reduced(node.func.value, method, dim, line, depth)
         if (reduction := self.criterion(node, scope)) is not None:
             return reduction
-        if functions := self._flow.local(node):
+        if functions := self._called(node, scope):
             return self._of_returned(functions, depth)
-        forwards = self._forwards(node, scope)
-        if forwards or self._is_module(node, scope):
-            given = self._of_returned(forwards, depth)
-            return given if given in (Loss.MEAN, Loss.SUM, Loss.MIXED) else Loss.EACH
+        if self._is_module(node, scope):
+            return Loss.EACH
         if method in _LINEAR and isinstance(node.func, cst.Attribute):
             return self._of(node.func.value, scope, line, depth)
         if self._is_of_parameters(node):
@@ -323,7 +360,7 @@ class Losses:
             return Loss.CONSTANT
         if inner and set(inner) <= {Loss.CONSTANT, Loss.PARAMETERS}:
             return Loss.PARAMETERS
-        return Loss.UNKNOWN
+        return Loss.UNKNOWN if _REDUCED.isdisjoint(inner) else Loss.OTHER
 
     def _reduced(
         self,
@@ -340,11 +377,10 @@ class Losses:
         if isinstance(node, cst.Call) and self._tree.called(node) == "torch.stack":
             return Loss.UNKNOWN
         inner = self._of(node, scope, line, depth)
-        if inner in (Loss.PARAMETERS, Loss.MEAN, Loss.SUM, Loss.MIXED):
-            return inner  # already one number
-        if dim:
-            first = self._tree.text(dim[0].value)
-            return Loss.UNKNOWN if first == "0" else Loss.EACH
+        if inner is Loss.PARAMETERS or inner in _REDUCED:
+            return inner  # over samples already
+        if dim and not re.match(r"[(\[]?\s*0\b", self._tree.text(dim[0].value)):
+            return Loss.EACH
         return Loss.MEAN if how == "mean" else Loss.SUM
 
     def _of_total(
@@ -363,14 +399,161 @@ class Losses:
             return out
         return Loss.UNKNOWN
 
-    def _of_returned(self, functions: list[cst.FunctionDef], depth: int) -> Loss:
+    def _of_returned(self, called: list[_Called], depth: int) -> Loss:
         out: Loss | None = None
-        for function in functions:
-            for given in self._flow.returned(function):
+        for function, kind, maker in called:
+            for given in self._returned(function, kind, maker):
                 line = self._tree.line(given) + 1
-                value = self._of(given, function, line, depth)
+                value = self._inside(kind, maker, given, function, line, depth)
                 out = value if out is None else _either(out, value)
         return out or Loss.UNKNOWN
+
+    def _inside(
+        self,
+        kind: cst.ClassDef | None,
+        maker: cst.Call | None,
+        node: cst.BaseExpression,
+        function: cst.FunctionDef,
+        line: int,
+        depth: int,
+    ) -> Loss:
+        """Classify what a method returns for an object that a call made."""
+        if kind is None or maker is None:
+            return self._of(node, function, line, depth)
+        self._made.append((kind, maker))
+        try:
+            return self._of(node, function, line, depth)
+        finally:
+            self._made.pop()
+
+    def _returned(
+        self,
+        function: cst.FunctionDef,
+        kind: cst.ClassDef | None,
+        maker: cst.Call | None,
+    ) -> list[cst.BaseExpression]:
+        """Return what a function may return, of an object that a call made."""
+        every = self._flow.returned(function)
+        if kind is None or maker is None:
+            return every
+        self._made.append((kind, maker))
+        try:
+            return [given for given in every if not self._is_left_out(given)]
+        finally:
+            self._made.pop()
+
+    # Branches that the arguments of a constructor decide
+
+    def _decided(self, test: cst.BaseExpression) -> bool | None:
+        """Return whether a test holds, if how the object was made decides it."""
+        if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
+            inner = self._decided(test.expression)
+            return None if inner is None else not inner
+        if isinstance(test, cst.Comparison) and len(test.comparisons) == 1:
+            part = test.comparisons[0]
+            known = self._constant(test.left), self._constant(part.comparator)
+            if known[0] is None or known[1] is None:
+                return None
+            if isinstance(part.operator, cst.Equal | cst.Is):
+                return known[0] == known[1]
+            if isinstance(part.operator, cst.NotEqual | cst.IsNot):
+                return known[0] != known[1]
+            return None
+        value = self._constant(test)
+        return None if value is None else bool(value[0])
+
+    def _constant(self, node: cst.BaseExpression) -> tuple[object] | None:
+        """Return an expression's value, if it is certain."""
+        path = dotted(node)
+        if path is None or path in ("True", "False", "None"):
+            try:
+                return (ast.literal_eval(self._tree.text(node)),)
+            except (ValueError, SyntaxError):
+                return None
+        if not path.startswith("self.") or not self._made:
+            return None
+        kind, maker = self._made[-1]
+        scope = self._tree.function(node)
+        if self._tree.owner(scope) is not kind:
+            return None
+        made = self._flow.assigned(path, scope)
+        if len(made) != 1 or made[0].scope is None or made[0].place is not None:
+            return None
+        init, value = made[0].scope, made[0].value
+        if init.name.value != "__init__" or any(a.star for a in maker.args):
+            return None
+        name = dotted(value)
+        names = parameters(init)
+        if name not in names or name is None:
+            return self._constant(value)
+        if self._flow.assigned(name, init):
+            return None
+        given = argument(maker, names.index(name) - 1, name)
+        if given is None:
+            of = init.params
+            every = [*of.posonly_params, *of.params, *of.kwonly_params]
+            given = every[names.index(name)].default
+        if given is None or (dotted(given) or "").startswith("self."):
+            return None
+        return self._constant(given)
+
+    def _is_left_out(self, node: cst.CSTNode) -> bool:
+        """Return whether a branch that is never taken contains a statement."""
+        if not self._made:
+            return False
+        below = node
+        for above in self._tree.ancestors(node):
+            if isinstance(above, cst.FunctionDef):
+                return False
+            if isinstance(above, cst.If) and below is not above.test:
+                known = self._decided(above.test)
+                if known is not None and known is not (below is above.body):
+                    return True
+            if isinstance(above, cst.IndentedBlock):
+                before = above.body[: list(above.body).index(below)]  # type: ignore[arg-type]
+                if any(self._ends(line) for line in before):
+                    return True
+            below = above
+        return False
+
+    def _ends(self, line: cst.CSTNode) -> bool:
+        """Return whether a statement certainly leaves the function."""
+        if isinstance(line, cst.SimpleStatementLine):
+            return isinstance(line.body[-1], cst.Return | cst.Raise)
+        if not isinstance(line, cst.If):
+            return False
+        known = self._decided(line.test)
+        if known is None:
+            return False
+        if known:
+            return any(self._ends(inner) for inner in line.body.body)
+        if isinstance(line.orelse, cst.If):
+            return self._ends(line.orelse)
+        return line.orelse is not None and any(
+            self._ends(inner) for inner in line.orelse.body.body
+        )
+
+    def _sure_block(self, statement: cst.CSTNode) -> cst.CSTNode | None:
+        """Return the block around a statement, and around branches surely taken."""
+        block = self._tree.parent(statement)
+        while self._made and block is not None:
+            branch = self._tree.parent(block)
+            node: cst.CSTNode | None = None
+            if isinstance(branch, cst.If) and self._decided(branch.test):
+                node = branch
+            elif isinstance(branch, cst.Else):
+                above = self._tree.parent(branch)
+                if isinstance(above, cst.If) and self._decided(above.test) is False:
+                    node = above
+            while node is not None:
+                above = self._tree.parent(node)
+                if not isinstance(above, cst.If):
+                    break
+                node = above if self._decided(above.test) is False else None
+            if node is None:
+                break
+            block = self._tree.parent(node)
+        return block
 
     def criterion(self, call: cst.Call, scope: Scope) -> Loss | None:
         """Return the kind of a loss of ``torch.nn`` or ``torch.nn.functional``."""
@@ -404,18 +587,21 @@ class Losses:
 
     # What is called
 
-    def _forwards(self, call: cst.Call, scope: Scope) -> list[cst.FunctionDef]:
-        """Return the ``forward`` of the script's class whose object is called."""
-        out = []
+    def _called(self, call: cst.Call, scope: Scope) -> list[_Called]:
+        """Return the script's functions that a call may execute.
+
+        Those of an object come with its class and the call that made it.
+        """
+        out: list[_Called] = []
         for made in self._makers(call, scope):
             kind = self._tree.classes.get(dotted(made.func) or "")
             if kind is not None:
                 out += [
-                    f
+                    (f, kind, made)
                     for f in found(kind.body, cst.FunctionDef)
                     if f.name.value in ("forward", "__call__")
                 ]
-        return out
+        return out or [(f, None, None) for f in self._flow.local(call)]
 
     def _makers(self, call: cst.Call, scope: Scope) -> list[cst.Call]:
         """Return the calls that made the object that is called, or the call itself.
@@ -493,6 +679,8 @@ def _either(one: Loss, other: Loss) -> Loss:
     """Return the kind of a value that comes from one of two places."""
     if one is other or other is Loss.CONSTANT:
         return one
+    if {one, other} == {Loss.OUTPUT, Loss.MEAN}:
+        return Loss.MEAN
     if one is Loss.CONSTANT:
         return other
     return Loss.UNKNOWN
@@ -500,15 +688,20 @@ def _either(one: Loss, other: Loss) -> Loss:
 
 def _combined(operator: cst.CSTNode, left: Loss, right: Loss, *, counts: bool) -> Loss:
     """Return the kind of two values joined by an operator."""
+    if Loss.OUTPUT in (left, right):
+        return _with_output(operator, left, right, counts=counts)
     both = {left, right}
     plus = isinstance(operator, cst.Add | cst.Subtract | cst.AddAssign)
     plus = plus or isinstance(operator, cst.SubtractAssign)
     divided = isinstance(operator, cst.Divide | cst.DivideAssign)
     if divided and counts:
         # A sum divided by the number of this rank's samples is a mean over them.
-        return Loss.MEAN if left is Loss.SUM else Loss.UNKNOWN
-    if Loss.UNKNOWN in both:
-        return Loss.UNKNOWN
+        if left is Loss.SUM:
+            return Loss.MEAN
+        return Loss.OTHER if left in _REDUCED else Loss.UNKNOWN
+    neither = Loss.UNKNOWN if _REDUCED.isdisjoint(both) else Loss.OTHER
+    if Loss.UNKNOWN in both or Loss.OTHER in both:
+        return neither
     if both == {Loss.CONSTANT}:
         return Loss.CONSTANT
     rest = both - {Loss.CONSTANT}
@@ -519,18 +712,30 @@ def _combined(operator: cst.CSTNode, left: Loss, right: Loss, *, counts: bool) -
             return Loss.MIXED
         if rest == {Loss.MEAN, Loss.PARAMETERS}:
             return Loss.MEAN
-        return rest.pop() if len(rest) == 1 else Loss.UNKNOWN
+        return rest.pop() if len(rest) == 1 else neither
     if isinstance(operator, cst.Multiply | cst.MultiplyAssign) or divided:
         if divided and right is not Loss.CONSTANT and right is not Loss.PARAMETERS:
-            return Loss.UNKNOWN
+            return neither
         if len(rest) == 1 and Loss.CONSTANT in both:
             return rest.pop()
         if rest == {Loss.PARAMETERS}:
             return Loss.PARAMETERS
         if Loss.PARAMETERS in rest and Loss.MIXED not in rest:
             return (rest - {Loss.PARAMETERS}).pop()
-        return Loss.UNKNOWN
-    return Loss.PARAMETERS if rest == {Loss.PARAMETERS} else Loss.UNKNOWN
+        return neither
+    return Loss.PARAMETERS if rest == {Loss.PARAMETERS} else neither
+
+
+def _with_output(
+    operator: cst.CSTNode, left: Loss, right: Loss, *, counts: bool
+) -> Loss:
+    """Return the kind of an operation on an output, a loss if another is added."""
+    loss = not {left, right}.isdisjoint([Loss.MEAN, Loss.PARAMETERS])
+    instead = Loss.MEAN if loss else Loss.EACH
+    parts = [instead if part is Loss.OUTPUT else part for part in (left, right)]
+    out = _combined(operator, *parts, counts=counts)
+    rest = {left, right} - {Loss.OUTPUT, Loss.CONSTANT}
+    return Loss.OUTPUT if out is Loss.EACH and not rest else out
 
 
 def _is_dim(given: cst.Arg) -> bool:
