@@ -104,7 +104,8 @@ class Classifier:
         if isinstance(node, cst.Subscript):
             base = node.value
             if isinstance(base, cst.Attribute) and base.attr.value == "shape":
-                return Amount.SUM
+                first = self._tree.text(node.slice[0].slice) == "0"
+                return Amount.SUM if first else Amount.SAME
             return Amount.UNKNOWN
         if (path := dotted(node)) is not None:
             if path in self._kinds_of:
@@ -151,7 +152,13 @@ class Classifier:
             return Amount.SAME
         if full in ("float", "int", "round") and node.args:
             return self.of(node.args[0].value, within, depth)
-        if full == "len" or method in ("size", "numel", "sum") or full == "torch.sum":
+        if method == "size" and node.args and self._tree.text(node.args[0]) != "0":
+            return Amount.SAME
+        if method == "sum" and isinstance(node.func, cst.Attribute):
+            return self._of_sum(node.func.value, within)
+        if full == "torch.sum" and node.args:
+            return self._of_sum(node.args[0].value, within)
+        if full == "len" or method in ("size", "numel"):
             return Amount.SUM
         if method == "mean" or full == "torch.mean":
             return Amount.MEAN
@@ -161,6 +168,31 @@ class Classifier:
         if kind in (Loss.MEAN, Loss.SUM):
             return Amount.SUM if kind is Loss.SUM else Amount.MEAN
         return Amount.UNKNOWN
+
+    def _of_sum(self, node: cst.BaseExpression, within: cst.CSTNode) -> Amount:
+        """Return the kind of the sum of a tensor's elements."""
+        if isinstance(node, cst.Call):
+            full = self._tree.called(node)
+            mean = full == "torch.mean" or self._tree.method_called(node, "mean")
+            given = node.args[1:] if full == "torch.mean" else node.args
+            if mean and (not given or self._tree.text(given[0].value) == "0"):
+                return Amount.MEAN  # over samples already
+        path = dotted(node)
+        if path is not None:
+            for origin in self._flow.assigned(path, self._tree.function(node)):
+                carried = any(
+                    dotted(part) == path
+                    for part in found(origin.value, (cst.Name, cst.Attribute))
+                )
+                averaged = any(
+                    self._tree.method_called(call, "mean") is not None
+                    for call in found(origin.value, cst.Call)
+                )
+                if self._tree.within(origin.statement, within) and (
+                    carried and averaged
+                ):
+                    return Amount.UNKNOWN  # kept from step to step
+        return Amount.SUM
 
     def _is_of_parameters(self, node: cst.Call) -> bool:
         """Return whether a method is called on a parameter that a loop iterates over.

@@ -386,8 +386,11 @@ class Job:
 
     def taken_by(self, node: cst.CompFor) -> list[Origin]:
         """Return the origins of loaders that a comprehension takes batches from."""
-        scope = self.tree.function(node)
-        sources = self._sources(node.iter, scope)
+        return self.taken(node.iter, self.tree.function(node))
+
+    def taken(self, node: cst.BaseExpression, scope: Scope) -> list[Origin]:
+        """Return the origins of loaders whose batches an expression goes through."""
+        sources = self._sources(node, scope)
         return [o for s, inner in sources for o in self._loaders(s, inner)]
 
     def _sources(

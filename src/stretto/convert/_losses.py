@@ -603,6 +603,10 @@ class Losses:
                 ]
         return out or [(f, None, None) for f in self._flow.local(call)]
 
+    def functions(self, call: cst.Call) -> list[cst.FunctionDef]:
+        """Return the functions of the script that a call may execute."""
+        return [f for f, _, _ in self._called(call, self._tree.function(call))]
+
     def _makers(self, call: cst.Call, scope: Scope) -> list[cst.Call]:
         """Return the calls that made the object that is called, or the call itself.
 

@@ -62,6 +62,21 @@ class Numbers:
         self._losses = self._classify.loss_names()
         self._graph = self._classify.losses.graph_names()
         self._handled: set[int] = set()
+        self.reduced_after: list[tuple[cst.CSTNode, list[str]]] = []
+        """Loops, and the variables that are reduced after each."""
+
+    @property
+    def graph(self) -> set[str]:
+        """Return the variables through which gradients flow."""
+        return self._graph
+
+    def is_reduced(self, node: cst.CSTNode) -> bool:
+        """Return whether an expression was reduced over ranks."""
+        return id(node) in self._handled
+
+    def functions_of(self, call: cst.Call) -> list[cst.FunctionDef]:
+        """Return the functions of the script that a call may execute."""
+        return self._classify.losses.functions(call)
 
     def convert(self) -> None:
         """Scale sum losses, reduce numbers, divide evaluations."""
@@ -169,6 +184,7 @@ class Numbers:
     def _reduce_after(self, loop: Loop, names: list[str], amount: Amount) -> None:
         if not names:
             return
+        self.reduced_after.append((loop.node, names))
         listed = ", ".join(names)
         own = theirs(listed)
         self._work.after(loop.node, f"{own} = {amount.value}_over_ranks({own})")
@@ -298,6 +314,8 @@ class Numbers:
             self._reduce(node, amount)
         if after is None:
             self._shown(body)
+            for call in found(body, cst.Call):
+                self._beside(call, body)
             self._decided(body)
 
     def _widest(
@@ -396,6 +414,46 @@ class Numbers:
                 )
                 if counts and self._classify.of(node, body) is Amount.SUM:
                     self._reduce(node, Amount.SUM)
+
+    def _beside(self, call: cst.Call, body: cst.CSTNode) -> None:
+        """Sum the counts of samples that a call is given beside reduced numbers."""
+        given = [a.value for a in call.args if self._is_count(a.value, body)]
+        numbers = [
+            a.value
+            for a in call.args
+            if any(id(n) in self._handled for n in found(a.value, cst.BaseExpression))
+        ]
+        if numbers and isinstance(self._tree.parent(call), cst.Expr):
+            for node in given:
+                if not self._is_handled(node):
+                    self._reduce(node, Amount.SUM)
+
+    def _is_count(self, node: cst.BaseExpression, body: cst.CSTNode) -> bool:
+        """Return whether an expression is a number of samples, or of elements."""
+        on: cst.BaseExpression | None = None
+        if isinstance(node, cst.Call):
+            on = self._tree.method_called(node, "numel", "size", "nelement")
+            if self._tree.method_called(node, "size") is not None and (
+                not node.args or self._tree.text(node.args[0]) != "0"
+            ):
+                return False
+            if self._tree.called(node) == "len" and node.args:
+                on = node.args[0].value
+        elif isinstance(node, cst.Subscript):
+            base = node.value
+            first = self._tree.text(node.slice[0].slice) == "0"
+            if isinstance(base, cst.Attribute) and base.attr.value == "shape" and first:
+                on = base.value
+        elif isinstance(node, cst.Name):
+            made = [
+                o
+                for o in self._work.flow.assigned(node.value, self._tree.function(node))
+                if self._tree.within(o.statement, body)
+            ]
+            return len(made) == 1 and (
+                made[0].place is None and self._is_count(made[0].value, body)
+            )
+        return on is not None and (self._in_body(on, body) or self._of_loop(on, body))
 
     def _of_loop(self, node: cst.BaseExpression, body: cst.CSTNode) -> bool:
         """Return whether a name is a target of the loop around a block."""

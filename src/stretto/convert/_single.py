@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stretto.convert import _advice, _alike, _device, _setup
+from stretto.convert import _advice, _alike, _apart, _device, _setup
 from stretto.convert._display import Display
 from stretto.convert._edit import Work
 from stretto.convert._horovod import distribute_optimizers
@@ -41,7 +41,9 @@ def distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Note
         distribute_optimizers(work, models)
     loaders = Loaders(work)
     loaders.convert()
-    Numbers(work, models, loaders).convert()
+    numbers = Numbers(work, models, loaders)
+    numbers.convert()
+    _apart.point_out(work, loaders, numbers)
     display.convert()
     _alike.convert(work)
     _device.convert(work, saves=display.saves)

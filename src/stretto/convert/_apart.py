@@ -1,0 +1,725 @@
+"""List values of each rank's own samples that are shown, written or collected.
+
+A divided loader gives each rank other samples. What a step computes from them differs
+by rank, unless it was reduced. This module follows such values through assignments,
+containers, attributes and the script's functions, to where the script shows them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+import libcst as cst
+
+from stretto.convert._display import SAVES, SAVING_METHODS
+from stretto.convert._flow import parameters
+from stretto.convert._job import WRAPPERS
+from stretto.convert._models import reaching_training
+from stretto.convert._tree import Scope, dotted, found
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stretto.convert._edit import Work
+    from stretto.convert._loaders import Loaders
+    from stretto.convert._numbers import Numbers
+
+_SHOWING = frozenset(
+    [
+        "debug",
+        "info",
+        "warning",
+        "error",
+        "critical",
+        "log",
+        "write",
+        "writelines",
+        "writerow",
+        "writerows",
+        "add_scalar",
+        "add_scalars",
+        "add_histogram",
+        "add_image",
+        "add_images",
+        "set_postfix",
+        "set_postfix_str",
+        "set_description",
+    ]
+)
+_COLLECTING = frozenset(
+    [
+        "append",
+        "appendleft",
+        "extend",
+        "insert",
+        "add",
+        "update",
+        "setdefault",
+        "put",
+        "push",
+    ]
+)
+_TRAINING = frozenset(["backward", "zero_grad", "train", "eval", "unscale_"])
+"""Methods that only train."""
+
+_EQUAL_CALLS = frozenset(
+    ["isinstance", "type", "hasattr", "callable", "id", "range", "getattr"]
+)
+_EQUAL_METHODS = frozenset(["dim", "ndimension", "is_floating_point", "get_device"])
+_EQUAL_ATTRIBUTES = frozenset(
+    [
+        "dtype",
+        "device",
+        "ndim",
+        "grad",
+        "is_cuda",
+        "requires_grad",
+        "layout",
+        "__class__",
+        "__name__",
+    ]
+)
+"""Calls and attributes whose value does not depend on the samples."""
+
+_PASSES = 6
+
+
+@dataclass(slots=True, eq=False)
+class _Def:
+    """An assignment to a name."""
+
+    line: float
+    block: cst.CSTNode | None
+    """Where the assignment certainly happened before what follows."""
+    differs: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Frame:
+    """A function, for calls that pass values of a rank's samples for the same names."""
+
+    scope: Scope
+    given: frozenset[str]
+    defs: dict[str, dict[int, _Def]] = field(default_factory=dict)
+    within: set[tuple[int, str]] = field(default_factory=set)
+    """Variables of comprehensions that differ."""
+    returns: set[int | None] = field(default_factory=set)
+    """Places of the returned tuple that differ; ``None`` for the whole value."""
+
+
+def point_out(work: Work, loaders: Loaders, numbers: Numbers) -> None:
+    """List what differs by rank where it is shown, written or collected."""
+    _Apart(work, loaders, numbers).point_out()
+
+
+@final
+class _Apart:
+    def __init__(self, work: Work, loaders: Loaders, numbers: Numbers) -> None:
+        self._work, self._tree, self._flow = work, work.tree, work.flow
+        self._loaders, self._numbers = loaders, numbers
+        self._frames: dict[tuple[int, frozenset[str]], _Frame] = {}
+        self._attributes: set[tuple[int, str]] = set()
+        self._names: set[str] = set()
+        """Attributes that differ, of whatever object."""
+        self._wild: set[tuple[int, str]] = set()
+        """Variables that another function sets."""
+        self._changed = False
+        self._telling = False
+        self._told: set[int] = set()
+        self._divided: list[cst.For | cst.While] = []
+        self._events: dict[int, list[cst.CSTNode]] = {}
+        self._training = reaching_training(work)
+        for node in found(
+            work.tree.module,
+            (
+                cst.Assign,
+                cst.AnnAssign,
+                cst.AugAssign,
+                cst.NamedExpr,
+                cst.For,
+                cst.While,
+                cst.CompFor,
+                cst.WithItem,
+                cst.Return,
+                cst.Call,
+            ),
+        ):
+            scope = self._tree.function(node)
+            self._events.setdefault(id(scope), []).append(node)
+            if isinstance(node, cst.For | cst.While):
+                loop = work.job.loop(node)
+                if loop is not None and loaders.is_divided(loop):
+                    self._divided.append(node)
+        self._bound = {id(f): self._bound_in(f) for f in self._tree.functions}
+
+    def point_out(self) -> None:
+        self._frame(None, frozenset())
+        for function in self._tree.functions:
+            if not self._flow.calls_of(function) or function in self._training:
+                self._frame(function, frozenset())
+        for _ in range(_PASSES):
+            self._changed = False
+            for frame in list(self._frames.values()):
+                self._run(frame)
+            if not self._changed:
+                break
+        self._telling = True
+        for frame in list(self._frames.values()):
+            self._run(frame)
+
+    # Frames
+
+    def _frame(self, scope: Scope, given: frozenset[str]) -> _Frame:
+        key = (id(scope), given)
+        if key not in self._frames:
+            frame = _Frame(scope=scope, given=given)
+            self._frames[key] = frame
+            self._changed = True
+            if scope is not None:
+                for name in _every_parameter(scope):
+                    made = _Def(0, scope.body, name in given)
+                    frame.defs.setdefault(name, {})[id(scope)] = made
+            for node, names in self._numbers.reduced_after:
+                if self._tree.function(node) is scope:
+                    for name in names:
+                        # The number of all ranks, from the end of its loop on.
+                        last = max(self._tree.line(n) for n in found(node, cst.Name))
+                        made = _Def(last + 0.5, self._tree.parent(node))
+                        frame.defs.setdefault(name, {})[id(node)] = made
+        return self._frames[key]
+
+    def _bound_in(self, function: cst.FunctionDef) -> set[str]:
+        out = set(_every_parameter(function))
+        for node in self._events.get(id(function), []):
+            for target in _targets(node):
+                out |= {n.value for n in _stored(target)}
+        foreign = {
+            item.name.value
+            for line in found(function.body, (cst.Global, cst.Nonlocal))
+            for item in getattr(line, "names", ())
+        }
+        return out - foreign
+
+    def _run(self, frame: _Frame) -> None:
+        for node in self._events.get(id(frame.scope), []):
+            if isinstance(node, cst.Assign):
+                for target in node.targets:
+                    self._bind(target.target, node.value, node, frame)
+            elif isinstance(node, cst.AnnAssign | cst.NamedExpr):
+                if node.value is not None:
+                    self._bind(node.target, node.value, node, frame)
+            elif isinstance(node, cst.AugAssign):
+                self._store(
+                    node.target, node, frame, differs=self._differs(node.value, frame)
+                )
+            elif isinstance(node, cst.For):
+                if node in self._divided and self._is_divided(node.iter):
+                    self._batches(node, frame)
+                else:
+                    self._bind(node.target, node.iter, node, frame, each=True)
+            elif isinstance(node, cst.CompFor):
+                if self._loaders.has_divided(self._work.job.taken_by(node)):
+                    self._store(node.target, node, frame, differs=True)
+                else:
+                    self._bind(node.target, node.iter, node, frame, each=True)
+            elif isinstance(node, cst.WithItem):
+                if node.asname is not None:
+                    self._bind(node.asname.name, node.item, node, frame)
+            elif isinstance(node, cst.Return):
+                self._return(node, frame)
+            elif isinstance(node, cst.Call):
+                self._call(node, frame)
+
+    def _return(self, node: cst.Return, frame: _Frame) -> None:
+        value = node.value
+        if value is None:
+            return
+        places: set[int | None] = set()
+        if isinstance(value, cst.Tuple):
+            places |= {
+                i for i, e in enumerate(value.elements) if self._differs(e.value, frame)
+            }
+        if places or self._differs(value, frame):
+            places.add(None)
+            if not isinstance(value, cst.Tuple):
+                places.add(-1)  # any place
+        if not places <= frame.returns:
+            frame.returns |= places
+            self._changed = True
+
+    # Assignments
+
+    def _batches(self, node: cst.For, frame: _Frame) -> None:
+        """Mark a divided loop's variables; the number of a batch is the same."""
+        target: cst.BaseExpression = node.target
+        over = node.iter
+        while isinstance(over, cst.Call) and self._tree.called(over) in WRAPPERS:
+            if self._tree.called(over) == "enumerate" and isinstance(target, cst.Tuple):
+                self._store(target.elements[0].value, node, frame, differs=False)
+                target = target.elements[-1].value
+                break
+            if not over.args:
+                break
+            over = over.args[0].value
+        self._store(target, node, frame, differs=True)
+
+    def _bind(
+        self,
+        target: cst.BaseExpression,
+        value: cst.BaseExpression,
+        at: cst.CSTNode,
+        frame: _Frame,
+        *,
+        each: bool = False,
+    ) -> None:
+        """Assign a value, or each of its elements, to a target, part by part."""
+        if not isinstance(target, cst.Tuple | cst.List):
+            self._store(target, at, frame, differs=self._differs(value, frame))
+            return
+        parts = [e.value for e in target.elements]
+        values: list[bool]
+        called = self._tree.called(value)
+        if isinstance(value, cst.Tuple | cst.List) and not each:
+            values = [self._differs(e.value, frame) for e in value.elements]
+        elif each and isinstance(value, cst.Call) and called in ("zip", "enumerate"):
+            values = [self._differs(a.value, frame) for a in value.args]
+            values = [False, *values] if called == "enumerate" else values
+        elif (
+            each
+            and isinstance(value, cst.Call)
+            and self._tree.method_called(value, "items") is not None
+        ):
+            values = [False, self._differs(value, frame)]
+        elif isinstance(value, cst.Call) and not each:
+            values = [self._result(value, frame, place) for place in range(len(parts))]
+        else:
+            values = [self._differs(value, frame)] * len(parts)
+        if len(values) < len(parts) or any(
+            isinstance(e, cst.StarredElement) for e in target.elements
+        ):
+            values = [any(values)] * len(parts)
+        for part, differs in zip(parts, values, strict=False):
+            self._store(part, at, frame, differs=differs)
+
+    def _store(
+        self,
+        target: cst.BaseExpression,
+        at: cst.CSTNode,
+        frame: _Frame,
+        *,
+        differs: bool,
+    ) -> None:
+        if isinstance(target, cst.Tuple | cst.List):
+            for element in target.elements:
+                self._store(element.value, at, frame, differs=differs)
+        elif isinstance(target, cst.Name):
+            self._set(target.value, at, frame, differs=differs)
+        elif isinstance(target, cst.Attribute):
+            if differs:
+                self._set_attribute(target, at, frame)
+        elif isinstance(target, cst.Subscript):
+            index = any(
+                self._differs(e, frame)
+                for i in target.slice
+                for e in found(i, cst.BaseExpression)
+                if self._tree.parent(e) is i.slice
+            )
+            if differs or index:
+                self._collect(target.value, target, frame)
+
+    def _set(self, name: str, at: cst.CSTNode, frame: _Frame, *, differs: bool) -> None:
+        if isinstance(at, cst.CompFor):
+            if differs and (id(at), name) not in frame.within:
+                frame.within.add((id(at), name))
+                self._changed = True
+            return
+        if frame.scope is not None and name not in self._bound[id(frame.scope)]:
+            home = self._home(name, self._tree.function(frame.scope))
+            if differs and (home, name) not in self._wild:
+                self._wild.add((home, name))
+                self._changed = True
+            return
+        block: cst.CSTNode | None
+        if isinstance(at, cst.For):
+            block = at.body
+        elif isinstance(at, cst.NamedExpr | cst.AugAssign):
+            block = None
+        else:
+            block = self._tree.parent(self._tree.statement(at))
+        made = frame.defs.setdefault(name, {}).setdefault(
+            id(at), _Def(self._tree.line(at), block)
+        )
+        if differs and not made.differs:
+            made.differs = True
+            self._changed = True
+
+    def _home(self, name: str, scope: Scope) -> int:
+        while scope is not None and name not in self._bound[id(scope)]:
+            scope = self._tree.function(scope)
+        return id(scope)
+
+    def _set_attribute(
+        self, target: cst.Attribute, at: cst.CSTNode, frame: _Frame
+    ) -> None:
+        kind = self._tree.owner(frame.scope)
+        if dotted(target.value) == "self" and kind is not None:
+            if self._is_buffer(target.attr.value, kind):
+                self._tell_buffer(target, at)
+            key = (id(kind), target.attr.value)
+            if key not in self._attributes:
+                self._attributes.add(key)
+                self._names.add(target.attr.value)
+                self._changed = True
+        elif isinstance(target.value, cst.Attribute | cst.Name):
+            if target.attr.value in ("data", "grad"):
+                self._store(target.value, at, frame, differs=True)
+            elif target.attr.value not in self._names:
+                self._names.add(target.attr.value)
+                self._changed = True
+
+    def _is_buffer(self, name: str, kind: cst.ClassDef) -> bool:
+        return any(
+            self._tree.method_called(call, "register_buffer") is not None
+            and call.args
+            and self._tree.text(call.args[0].value).strip("\"'") == name
+            for inner in self._tree.family(kind)
+            for call in found(inner, cst.Call)
+        )
+
+    # Values
+
+    def _differs(self, node: cst.BaseExpression, frame: _Frame) -> bool:
+        """Return whether a value may come from a rank's own samples, not reduced."""
+        if self._numbers.is_reduced(node):
+            return False
+        if isinstance(node, cst.Name):
+            return self._read(node, frame)
+        if isinstance(node, cst.Attribute):
+            return self._attribute(node, frame)
+        if isinstance(node, cst.Subscript):
+            if self._is_inner_size(node):
+                return False
+            return self._differs(node.value, frame) or any(
+                self._differs(e, frame)
+                for i in node.slice
+                for e in i.slice.children
+                if isinstance(e, cst.BaseExpression)
+            )
+        if isinstance(node, cst.Call):
+            return self._result(node, frame, None)
+        if isinstance(node, cst.Lambda | cst.SimpleString | cst.Integer | cst.Float):
+            return False
+        if isinstance(node, cst.Comparison) and any(
+            isinstance(c.operator, cst.Is | cst.IsNot) for c in node.comparisons
+        ):
+            return False
+        return any(self._differs(e, frame) for e in _parts(node))
+
+    def _read(self, node: cst.Name, frame: _Frame) -> bool:
+        name = node.value
+        scope = frame.scope
+        for above in self._tree.ancestors(node):
+            part = above.for_in if isinstance(above, cst.BaseComp) else None
+            while part is not None:
+                if any(n.value == name for n in _stored(part.target)):
+                    return (id(part), name) in frame.within
+                part = part.inner_for_in
+        if scope is not None and name not in self._bound[id(scope)]:
+            outer = self._tree.function(scope)
+            home = self._home(name, outer)
+            return (home, name) in self._wild or any(
+                made.differs
+                for (of, _), other in self._frames.items()
+                if of == home
+                for made in other.defs.get(name, {}).values()
+            )
+        if (id(scope), name) in self._wild:
+            return True
+        line = self._tree.line(node)
+        every = list(frame.defs.get(name, {}).values())
+        around = {id(a) for a in self._tree.ancestors(node)}
+        before = [
+            d
+            for d in every
+            if d.block is not None and id(d.block) in around and d.line < line
+        ]
+        if before:
+            first = max(d.line for d in before)
+            every = [d for d in every if first <= d.line <= line]
+        return any(d.differs for d in every)
+
+    def _attribute(self, node: cst.Attribute, frame: _Frame) -> bool:
+        name = node.attr.value
+        if name in _EQUAL_ATTRIBUTES:
+            return False
+        if dotted(node.value) == "self":
+            kind = self._tree.owner(frame.scope)
+            return kind is not None and any(
+                (id(k), name) in self._attributes for k in self._tree.family(kind)
+            )
+        if self._differs(node.value, frame):
+            return True
+        return name in self._names and not self._is_foreign(node.value)
+
+    def _is_foreign(self, node: cst.BaseExpression) -> bool:
+        return (dotted(node) or "").partition(".")[0] in self._tree.imported
+
+    def _is_inner_size(self, node: cst.Subscript) -> bool:
+        """Return whether this is the size of a dimension that is not the samples'."""
+        base = node.value
+        of_shape = isinstance(base, cst.Attribute) and base.attr.value == "shape"
+        of_size = (
+            isinstance(base, cst.Call)
+            and self._tree.method_called(base, "size") is not None
+        )
+        if not (of_shape or of_size):
+            return False
+        text = self._tree.text(node.slice[0].slice)
+        return len(node.slice) == 1 and text != "0" and not text.startswith((":", "0"))
+
+    def _result(self, call: cst.Call, frame: _Frame, place: int | None) -> bool:
+        """Return whether a call's result differs, or one place of it."""
+        if self._numbers.is_reduced(call):
+            return False
+        full = self._tree.called(call)
+        on = call.func.value if isinstance(call.func, cst.Attribute) else None
+        method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+        if full in _EQUAL_CALLS or method in _EQUAL_METHODS:
+            return False
+        if method == "size" and call.args and self._tree.text(call.args[0]) != "0":
+            return False
+        if full == "next" and call.args and self._is_divided(call.args[0].value):
+            return True
+        out = False
+        followed = False
+        for function in self._functions(call):
+            followed = True
+            returns = self._enter(function, call, frame).returns
+            if place is None:
+                out = out or None in returns
+            else:
+                out = out or place in returns or -1 in returns
+        kind = self._tree.classes.get(dotted(call.func) or "")
+        if kind is not None:
+            for init in found(kind.body, cst.FunctionDef):
+                if init.name.value == "__init__":
+                    self._enter(init, call, frame)
+            return False
+        if followed:
+            return out
+        return (on is not None and self._differs(on, frame)) or any(
+            self._differs(a.value, frame) for a in call.args
+        )
+
+    def _functions(self, call: cst.Call) -> list[cst.FunctionDef]:
+        called = self._numbers.functions_of(call)
+        # A method's name alone does not say whose it is.
+        return called if len(called) == 1 or not _is_method(call) else called[:4]
+
+    def _enter(
+        self, function: cst.FunctionDef, call: cst.Call, frame: _Frame
+    ) -> _Frame:
+        names = parameters(function)
+        if names and names[0] in ("self", "cls") and self._tree.owner(function):
+            names = names[1:]
+        given: set[str] = set()
+        star = function.params.star_arg
+        rest = star.name.value if isinstance(star, cst.Param) else None
+        more = function.params.star_kwarg
+        place = 0
+        for argument in call.args:
+            differs = self._differs(argument.value, frame)
+            if argument.keyword is not None:
+                name = argument.keyword.value
+                if name not in names:
+                    name = more.name.value if more is not None else ""
+            elif argument.star:
+                name = rest or ""
+            else:
+                name = names[place] if place < len(names) else rest or ""
+                place += 1
+            if differs and name:
+                given.add(name)
+        return self._frame(function, frozenset(given))
+
+    def _is_divided(self, node: cst.BaseExpression) -> bool:
+        """Return whether an iterator takes batches of a divided loader."""
+        return self._loaders.has_divided(
+            self._work.job.taken(node, self._tree.function(node))
+        )
+
+    # What is done with values
+
+    def _call(self, call: cst.Call, frame: _Frame) -> None:
+        full = self._tree.called(call)
+        method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+        self._result(call, frame, None)  # enters the functions
+        alone = isinstance(self._tree.parent(call), cst.Expr)
+        shows = full in ("print", "pprint.pprint") or full in SAVES
+        if shows or method in _SHOWING or method in SAVING_METHODS:
+            if method in SAVING_METHODS and isinstance(call.func, cst.Attribute):
+                self._tell(call.func.value, call, frame)
+            for argument in call.args:
+                self._tell(argument.value, call, frame)
+            return
+        if not alone or not isinstance(call.func, cst.Attribute):
+            if alone and not self._functions(call) and not full.startswith("torch."):
+                self._hand_over(call, frame)
+            return
+        on = call.func.value
+        differs = [a.value for a in call.args if self._differs(a.value, frame)]
+        if not differs or full.startswith("torch.") or method in _TRAINING:
+            return
+        functions = self._functions(call)
+        if functions and (
+            dotted(on) == "self" or any(f in self._training for f in functions)
+        ):
+            return
+        if functions:
+            self._hand_over(call, frame)
+        elif method.endswith("_"):
+            self._store(_innermost(on), self._tree.statement(call), frame, differs=True)
+        elif method in _COLLECTING:
+            self._collect(on, call, frame)
+        else:
+            self._hand_over(call, frame)
+
+    def _hand_over(self, call: cst.Call, frame: _Frame) -> None:
+        for argument in call.args:
+            self._tell(argument.value, call, frame)
+
+    def _collect(
+        self, container: cst.BaseExpression, at: cst.CSTNode, frame: _Frame
+    ) -> None:
+        """Add to a container; list it if the container outlives the step."""
+        path = dotted(container)
+        inner: cst.BaseExpression = container
+        while path is None and isinstance(inner, cst.Subscript | cst.Call):
+            inner = inner.value if isinstance(inner, cst.Subscript) else inner.func
+            if isinstance(inner, cst.Attribute) and dotted(inner) is None:
+                inner = inner.value
+            path = dotted(inner)
+        if path is None or path in self._numbers.graph:
+            return
+        if self._outlives(path, at, frame):
+            if self._telling and id(at) not in self._told:
+                self._told.add(id(at))
+                self._work.undecided(
+                    at,
+                    f"`{path}` collects values of each rank's own samples: on rank 0 "
+                    "it has rank 0's only. Reduce or gather them "
+                    "(torch.distributed.all_gather_object) before they are used",
+                )
+        elif isinstance(inner, cst.Name):
+            self._set(inner.value, at, frame, differs=True)
+        elif isinstance(inner, cst.Attribute):
+            self._set_attribute(inner, at, frame)
+
+    def _outlives(self, path: str, at: cst.CSTNode, frame: _Frame) -> bool:
+        """Return whether a container exists before the step in which it is filled."""
+        loop = next(
+            (x for x in self._divided if self._tree.within(at, x.body)),
+            None,
+        )
+        where: cst.CSTNode | None = loop.body if loop is not None else None
+        if where is None:
+            if frame.scope is None or not frame.given:
+                return False
+            where = frame.scope.body
+        made = self._flow.assigned(path, frame.scope)
+        if "." not in path:
+            made = [o for o in made if o.scope is frame.scope]
+        return not any(self._tree.within(o.statement, where) for o in made)
+
+    def _tell(self, node: cst.BaseExpression, call: cst.Call, frame: _Frame) -> None:
+        if not self._telling or not self._differs(node, frame):
+            return
+        smallest = self._smallest(node, frame)
+        if id(smallest) in self._told:
+            return
+        self._told.add(id(smallest))
+        done = self._tree.text(call.func)[:40]
+        self._work.undecided(
+            smallest,
+            f"`{self._tree.text(smallest)[:60]}`, which `{done}` is given, is of each "
+            "rank's own samples: rank 0's differs from that of one process. Reduce "
+            "it over ranks (mean_over_ranks, sum_over_ranks) or gather it",
+        )
+
+    def _smallest(self, node: cst.BaseExpression, frame: _Frame) -> cst.BaseExpression:
+        """Return the part to name: without the text and the calculation around it."""
+        while isinstance(
+            node,
+            cst.FormattedString
+            | cst.ConcatenatedString
+            | cst.Dict
+            | cst.Tuple
+            | cst.List
+            | cst.BinaryOperation,
+        ) or (isinstance(node, cst.Call) and self._is_format(node)):
+            inner = next((e for e in _parts(node) if self._differs(e, frame)), None)
+            if inner is None:
+                return node
+            node = inner
+        return node
+
+    def _is_format(self, call: cst.Call) -> bool:
+        return self._tree.method_called(call, "format", "join") is not None
+
+    def _tell_buffer(self, target: cst.Attribute, at: cst.CSTNode) -> None:
+        if self._telling and id(at) not in self._told:
+            self._told.add(id(at))
+            self._work.undecided(
+                at,
+                f"the buffer `{self._tree.text(target)}` is computed from each rank's "
+                "own samples: before a step all ranks get rank 0's. Average over "
+                "ranks what it is computed from",
+            )
+
+
+def _innermost(node: cst.BaseExpression) -> cst.BaseExpression:
+    """Return the object at the beginning of ``x.mul_(a).add_(b)``."""
+    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        node = node.func.value
+    return node
+
+
+def _is_method(call: cst.Call) -> bool:
+    return isinstance(call.func, cst.Attribute)
+
+
+def _every_parameter(function: cst.FunctionDef) -> list[str]:
+    of = function.params
+    rest = [of.star_arg] if isinstance(of.star_arg, cst.Param) else []
+    more = [of.star_kwarg] if of.star_kwarg is not None else []
+    return [*parameters(function), *(p.name.value for p in (*rest, *more))]
+
+
+def _targets(node: cst.CSTNode) -> list[cst.BaseExpression]:
+    if isinstance(node, cst.Assign):
+        return [t.target for t in node.targets]
+    if isinstance(node, cst.AnnAssign | cst.AugAssign | cst.NamedExpr | cst.For):
+        return [node.target]
+    if isinstance(node, cst.WithItem) and node.asname is not None:
+        return [node.asname.name]
+    return []
+
+
+def _stored(target: cst.BaseExpression) -> Iterator[cst.Name]:
+    if isinstance(target, cst.Name):
+        yield target
+    elif isinstance(target, cst.Tuple | cst.List):
+        for element in target.elements:
+            yield from _stored(element.value)
+
+
+def _parts(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
+    """Yield the expressions directly inside a node, through what is none."""
+    for child in node.children:
+        if isinstance(child, cst.BaseExpression):
+            if isinstance(node, cst.Arg) and child is node.keyword:
+                continue
+            yield child
+        elif not isinstance(child, cst.BaseSmallStatement):
+            yield from _parts(child)
