@@ -1035,3 +1035,237 @@ def test_a_mean_of_a_models_output_is_not_listed(loss):
     conversion = convert(TRAINING.replace(LOSS, loss))
     assert not [n for n in conversion.notes if "whether this loss" in n.text]
     assert "WORLD_SIZE).backward()" not in conversion.after
+
+
+# Values of each rank's own samples
+
+
+def opened(source):
+    return [str(n) for n in convert(source).notes if n.kind is Kind.OPEN]
+
+
+def step(lines, before="", after=""):
+    """A script with more lines before the epochs, in the step and after an epoch."""
+    inner = "".join(f"        {x}\n" for x in lines.splitlines())
+    outer = "".join(f"    {x}\n" for x in after.splitlines())
+    source = TRAINING.replace("model =", f"{before}model =", 1)
+    return (
+        source.replace("        opt.step()\n", f"        opt.step()\n{inner}") + outer
+    )
+
+
+METER = """\
+class Meter:
+    sum = count = 0
+
+    def update(self, value, n=1):
+        self.sum += value * n
+        self.count += n
+
+
+def accuracy(out):
+    return [(out > 0).double().mean(0)]
+
+
+def hits(out):
+    return (out > 0).sum()
+
+
+meter = Meter()
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "before", "after", "words"),
+    [
+        ("acc, = accuracy(model(x))\nmeter.update(acc[0], 2)", METER, "", "acc[0]"),
+        ("kept.extend(model(x).tolist())", "kept = []\n", "", "`kept` collects"),
+        ("kept.append(model(x).detach())", "kept = []\n", "", "`kept` collects"),
+        (
+            "for a in x.long():\n    conf[a] += 1",
+            "conf = torch.zeros(9)\n",
+            "",
+            "`conf` collects",
+        ),
+        ("sums['x'] += model(x)", "sums = {'x': 0}\n", "", "`sums` collects"),
+        (
+            "count(x)",
+            "seen = 0\ndef count(x):\n    global seen\n    seen += len(x)\n",
+            "print(seen)",
+            "`seen` in `print",
+        ),
+        (
+            "report(a=loss)",
+            (
+                "def report(**kw):\n"
+                "    print(', '.join(f'{float(v)}' for v in kw.values()))\n"
+            ),
+            "",
+            "`float(v)` in `print",
+        ),
+        ("", "", "print(loss)", "`loss` in `print"),
+        ("", "", "print(x.shape[0], epoch)", "`x.shape[0]` in `print"),
+        ("", "", "print(loss.detach().numpy())", "`loss.detach().numpy()` in"),
+        ("", "", "print(v := x.max())", "in `print"),
+        ("pass", "import json\n", "json.dump(x.tolist(), f)", "`x.tolist()` in"),
+        ("pass", "", "torch.save({'x': x}, 'x.pt')", "`x` in `torch.save"),
+        ("holder.loss = model(x)", "holder = Holder()\n", "show(holder)\n", None),
+        ("foreign.keep(model(x))", "import foreign\n", "", "`model(x)` in `foreign"),
+        ("pass", "", "print(len(next(iter(loader))[0]))", "in `print"),
+        (
+            "pass",
+            (
+                "def estimate():\n"
+                "    out = {}\n"
+                "    for name, d in (('train', loader), ('val', None)):\n"
+                "        it = iter(d)\n"
+                "        x, = next(it)\n"
+                "        out[name] = model(x).mean().item()\n"
+                "    return out\n"
+            ),
+            "print(estimate())",
+            "`estimate()` in `print",
+        ),
+    ],
+)
+def test_a_value_of_a_ranks_samples_is_listed_where_it_leaves_the_step(
+    lines, before, after, words
+):
+    if words is None:
+        before = "class Holder: pass\ndef show(h):\n    print(h.loss)\n" + before
+        words = "`h.loss` in `print"
+        before = before.replace("class Holder: pass", HOLDER)
+        lines = "holder.set(model(x))"
+        words = "in `holder.set"
+    asked = opened(step(lines, before, after))
+    assert len(asked) == 1, asked
+    assert words in asked[0]
+
+
+HOLDER = """\
+class Holder:
+    def set(self, loss):
+        self.loss = loss
+
+
+"""
+
+
+def test_an_attribute_that_a_callback_prints_is_listed():
+    source = (
+        "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n\n\n"
+        "class Trainer:\n"
+        "    def __init__(self, net, opt, data):\n"
+        "        self.net, self.opt, self.data = net, opt, data\n"
+        "        self.callbacks = []\n\n"
+        "    def run(self):\n"
+        "        for (x,) in self.data:\n"
+        "            self.loss = self.net(x).mean()\n"
+        "            self.opt.zero_grad()\n"
+        "            self.loss.backward()\n"
+        "            self.opt.step()\n"
+        "            for callback in self.callbacks:\n"
+        "                callback(self)\n\n\n"
+        "def show(trainer):\n"
+        "    print(trainer.loss.item())\n\n\n"
+        "net = torch.nn.Linear(2, 1)\n"
+        "opt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)\n"
+        "trainer = Trainer(net, opt, data)\n"
+        "trainer.callbacks.append(show)\n"
+        "trainer.run()\n"
+    )
+    asked = opened(source)
+    assert len(asked) == 1, asked
+    assert asked[0].startswith("line 21: `trainer.loss.item()` in `print")
+
+
+@pytest.mark.parametrize(
+    ("lines", "before", "after"),
+    [
+        ("kept.append(loss.item())", "kept = []\n", "print(kept)"),
+        ("kept = []\nkept.append(model(x))", "", ""),
+        ("total += loss.item()", "total = 0\n", "print(total / len(loader))"),
+        ("meter.update(loss.item(), x.size(0))", METER, "print(meter.sum)"),
+        ("print(x.shape[1], x.dtype, x is None)", "", ""),
+        ("step = epoch", "", "print(step, len(loader), opt.param_groups)"),
+        ("pass", "", "torch.save(model.state_dict(), 'm.pt')"),
+        ("loss = loss.item()", "", "print(loss)"),
+        (
+            "pass",
+            "",
+            "with torch.no_grad():\n    print(model(torch.ones(2, 2)).max())",
+        ),
+        ("pass", "", "print(sum(x for x in [1, 2]))"),
+    ],
+)
+def test_what_is_equal_on_all_ranks_is_not_listed(lines, before, after):
+    assert opened(step(lines, before, after)) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = x - x.mean(0)",
+        "x = (x - 1) / x.std(0)",
+        "x = x / torch.std(x, dim=0)",
+        "x = x / x.std()",
+        "x = x + x.flip(0)",
+        "x = x + torch.roll(x, 1, 0)",
+    ],
+)
+def test_statistics_of_a_batch_in_a_step_are_listed(line):
+    asked = opened(TRAINING.replace(LOSS, f"{line}\n        {LOSS}"))
+    assert len(asked) == 1, asked
+    assert "combines the samples of a batch" in asked[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["x = x - x.mean(1, keepdim=True)", "x = x.flip(1)", "part = x.sum(1).mean(0)"],
+)
+def test_statistics_of_each_sample_are_not_listed(line):
+    assert opened(TRAINING.replace(LOSS, f"{line}\n        {LOSS}")) == []
+
+
+def test_a_buffer_computed_from_the_batch_is_listed():
+    source = TRAINING.replace(
+        "model = torch.nn.Linear(2, 1)",
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.line = torch.nn.Linear(2, 1)\n"
+        "        self.register_buffer('seen', torch.zeros(2))\n\n"
+        "    def forward(self, x):\n"
+        "        self.seen = self.seen + x.sum(0)\n"
+        "        return self.line(x)\n\n\n"
+        "model = Net()",
+    )
+    asked = opened(source)
+    assert len(asked) == 1, asked
+    assert asked[0].startswith("line 11: the buffer `self.seen`")
+
+
+@pytest.mark.parametrize(
+    "count", ["x.numel()", "len(x)", "x.size(0)", "x.shape[0]", "n"]
+)
+def test_counts_given_beside_reduced_numbers_are_summed(count):
+    source = step(f"n = len(x)\nmeter.update(loss.item(), {count})", METER)
+    assert f"update(mean_over_ranks(loss.item()), sum_over_ranks({count}))" in (
+        convert(source).after
+    )
+
+
+def test_results_of_functions_given_beside_reduced_numbers_are_reduced():
+    source = step("meter.update(loss.item(), hits(model(x)))", METER)
+    assert "sum_over_ranks(hits(model(x))))" in convert(source).after
+
+
+def test_other_dimensions_are_no_counts():
+    source = step("meter.update(loss.item(), x.size(1))", METER)
+    assert "update(mean_over_ranks(loss.item()), x.size(1))" in convert(source).after
+
+
+def test_the_sum_of_a_mean_over_samples_is_averaged():
+    after = convert(step("print(x.mean(0).sum().item())")).after
+    assert "mean_over_ranks(x.mean(0).sum().item())" in after

@@ -60,6 +60,9 @@ _COLLECTING = frozenset(
         "push",
     ]
 )
+_COMBINING = frozenset(
+    ["mean", "std", "var", "median", "flip", "roll", "cov", "corrcoef"]
+)
 _TRAINING = frozenset(["backward", "zero_grad", "train", "eval", "unscale_"])
 """Methods that only train."""
 
@@ -127,6 +130,8 @@ class _Apart:
         self._changed = False
         self._telling = False
         self._told: set[int] = set()
+        self._dividing: dict[int, bool] = {}
+        self._called: dict[int, list[cst.FunctionDef]] = {}
         self._divided: list[cst.For | cst.While] = []
         self._events: dict[int, list[cst.CSTNode]] = {}
         self._training = reaching_training(work)
@@ -214,7 +219,7 @@ class _Apart:
                     node.target, node, frame, differs=self._differs(node.value, frame)
                 )
             elif isinstance(node, cst.For):
-                if node in self._divided and self._is_divided(node.iter):
+                if self._is_divided(node.iter):
                     self._batches(node, frame)
                 else:
                     self._bind(node.target, node.iter, node, frame, each=True)
@@ -447,7 +452,19 @@ class _Apart:
         if before:
             first = max(d.line for d in before)
             every = [d for d in every if first <= d.line <= line]
-        return any(d.differs for d in every)
+        latest: dict[int, float] = {}
+        for made in every:
+            # Behind a block, its last assignment to the name is the one in effect.
+            if made.block is not None and made.line < line:
+                key = id(made.block)
+                latest[key] = max(latest.get(key, 0), made.line)
+        return any(
+            d.differs
+            for d in every
+            if d.block is None
+            or id(d.block) in around
+            or d.line >= latest.get(id(d.block), 0)
+        )
 
     def _attribute(self, node: cst.Attribute, frame: _Frame) -> bool:
         name = node.attr.value
@@ -491,6 +508,8 @@ class _Apart:
             return False
         if full == "next" and call.args and self._is_divided(call.args[0].value):
             return True
+        if self._is_handed_over(call, frame):
+            return True
         out = False
         followed = False
         for function in self._functions(call):
@@ -513,9 +532,9 @@ class _Apart:
         )
 
     def _functions(self, call: cst.Call) -> list[cst.FunctionDef]:
-        called = self._numbers.functions_of(call)
-        # A method's name alone does not say whose it is.
-        return called if len(called) == 1 or not _is_method(call) else called[:4]
+        if id(call) not in self._called:
+            self._called[id(call)] = self._numbers.functions_of(call)
+        return self._called[id(call)]
 
     def _enter(
         self, function: cst.FunctionDef, call: cst.Call, frame: _Frame
@@ -543,51 +562,96 @@ class _Apart:
                 given.add(name)
         return self._frame(function, frozenset(given))
 
-    def _is_divided(self, node: cst.BaseExpression) -> bool:
-        """Return whether an iterator takes batches of a divided loader."""
-        return self._loaders.has_divided(
-            self._work.job.taken(node, self._tree.function(node))
+    def _is_divided(self, node: cst.BaseExpression, depth: int = 4) -> bool:
+        """Return whether an expression may go through batches of a divided loader."""
+        key = id(node)
+        if key not in self._dividing:
+            self._dividing[key] = False
+            self._dividing[key] = self._may_divide(node, depth)
+        return self._dividing[key]
+
+    def _may_divide(self, node: cst.BaseExpression, depth: int) -> bool:
+        scope = self._tree.function(node)
+        if self._loaders.has_divided(self._work.job.taken(node, scope)):
+            return True
+        while isinstance(node, cst.Call) and self._tree.called(node) in WRAPPERS:
+            if not node.args:
+                return False
+            node = node.args[0].value
+        path = dotted(node)
+        if path is None or depth == 0:
+            return False
+        for origin in self._flow.assigned(path, scope):
+            if self._tree.called(origin.value) in WRAPPERS and self._is_divided(
+                origin.value, depth - 1
+            ):
+                return True
+        return any(
+            self._is_divided(part, depth - 1)
+            for around in self._events.get(id(scope), [])
+            if isinstance(around, cst.For | cst.CompFor)
+            and any(n.value == path for n in _stored(around.target))
+            for part in self._elements(around.iter, scope)
         )
+
+    def _elements(
+        self, node: cst.BaseExpression, scope: Scope
+    ) -> Iterator[cst.BaseExpression]:
+        """Yield the names in a tuple, a list or a dict that a loop goes through."""
+        on = node
+        if isinstance(node, cst.Call):
+            given = self._tree.method_called(node, "items", "values")
+            on = given if given is not None else node
+        values = [on]
+        if (path := dotted(on)) is not None:
+            values = [o.value for o in self._flow.assigned(path, scope)]
+        for value in values:
+            if isinstance(value, cst.Tuple | cst.List | cst.Dict):
+                yield from found(value, (cst.Name, cst.Attribute))
 
     # What is done with values
 
     def _call(self, call: cst.Call, frame: _Frame) -> None:
-        full = self._tree.called(call)
-        method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+        self._combine(call, frame)
+        if self._is_handed_over(call, frame):
+            self._tell(call, [a.value for a in call.args], frame)
+            return
         self._result(call, frame, None)  # enters the functions
-        alone = isinstance(self._tree.parent(call), cst.Expr)
-        shows = full in ("print", "pprint.pprint") or full in SAVES
+        full = self._tree.called(call)
+        on = call.func.value if isinstance(call.func, cst.Attribute) else None
+        method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+        shows = full in ("print", "pprint.pprint", "pprint.pp") or full in SAVES
         if shows or method in _SHOWING or method in SAVING_METHODS:
-            if method in SAVING_METHODS and isinstance(call.func, cst.Attribute):
-                self._tell(call.func.value, call, frame)
-            for argument in call.args:
-                self._tell(argument.value, call, frame)
-            return
-        if not alone or not isinstance(call.func, cst.Attribute):
-            if alone and not self._functions(call) and not full.startswith("torch."):
-                self._hand_over(call, frame)
-            return
-        on = call.func.value
-        differs = [a.value for a in call.args if self._differs(a.value, frame)]
-        if not differs or full.startswith("torch.") or method in _TRAINING:
-            return
-        functions = self._functions(call)
-        if functions and (
-            dotted(on) == "self" or any(f in self._training for f in functions)
+            saved = [on] if on is not None and method in SAVING_METHODS else []
+            self._tell(call, [*saved, *(a.value for a in call.args)], frame)
+        elif (
+            not isinstance(self._tree.parent(call), cst.Expr)
+            or self._functions(call)
+            or full.startswith("torch.")
+            or method in _TRAINING
+            or not any(self._differs(a.value, frame) for a in call.args)
         ):
             return
-        if functions:
-            self._hand_over(call, frame)
-        elif method.endswith("_"):
-            self._store(_innermost(on), self._tree.statement(call), frame, differs=True)
-        elif method in _COLLECTING:
+        elif on is not None and method.endswith("_"):
+            at = self._tree.statement(call)
+            self._store(_innermost(on), at, frame, differs=True)
+        elif on is not None and method in _COLLECTING:
             self._collect(on, call, frame)
         else:
-            self._hand_over(call, frame)
+            self._tell(call, [a.value for a in call.args], frame)
 
-    def _hand_over(self, call: cst.Call, frame: _Frame) -> None:
-        for argument in call.args:
-            self._tell(argument.value, call, frame)
+    def _is_handed_over(self, call: cst.Call, frame: _Frame) -> bool:
+        """Return whether an object that does not train is given a rank's values."""
+        if not isinstance(call.func, cst.Attribute):
+            return False
+        functions = self._functions(call)
+        if not functions or not isinstance(self._tree.parent(call), cst.Expr):
+            return False
+        if dotted(call.func.value) in ("self", "super"):
+            return False
+        if any(f in self._training for f in functions):
+            return False
+        return any(self._differs(a.value, frame) for a in call.args)
 
     def _collect(
         self, container: cst.BaseExpression, at: cst.CSTNode, frame: _Frame
@@ -632,19 +696,24 @@ class _Apart:
             made = [o for o in made if o.scope is frame.scope]
         return not any(self._tree.within(o.statement, where) for o in made)
 
-    def _tell(self, node: cst.BaseExpression, call: cst.Call, frame: _Frame) -> None:
-        if not self._telling or not self._differs(node, frame):
+    def _tell(
+        self, call: cst.Call, given: list[cst.BaseExpression], frame: _Frame
+    ) -> None:
+        if not self._telling or id(call) in self._told:
             return
-        smallest = self._smallest(node, frame)
-        if id(smallest) in self._told:
+        shown = [self._smallest(n, frame) for n in given if self._differs(n, frame)]
+        if not shown:
             return
-        self._told.add(id(smallest))
-        done = self._tree.text(call.func)[:40]
+        self._told.add(id(call))
+        called = self._tree.text(call.func)[:40]
+        names = list(dict.fromkeys(f"`{self._tree.text(n)[:50]}`" for n in shown))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         self._work.undecided(
-            smallest,
-            f"`{self._tree.text(smallest)[:60]}`, which `{done}` is given, is of each "
-            "rank's own samples: rank 0's differs from that of one process. Reduce "
-            "it over ranks (mean_over_ranks, sum_over_ranks) or gather it",
+            call,
+            f"{', '.join(names[:3])}{more} in `{called}(...)`: "
+            "computed from each rank's own samples, so rank 0's value is not that of "
+            "one process. Reduce it over ranks (mean_over_ranks, sum_over_ranks) or "
+            "gather it",
         )
 
     def _smallest(self, node: cst.BaseExpression, frame: _Frame) -> cst.BaseExpression:
@@ -656,7 +725,9 @@ class _Apart:
             | cst.Dict
             | cst.Tuple
             | cst.List
-            | cst.BinaryOperation,
+            | cst.BinaryOperation
+            | cst.GeneratorExp
+            | cst.ListComp,
         ) or (isinstance(node, cst.Call) and self._is_format(node)):
             inner = next((e for e in _parts(node) if self._differs(e, frame)), None)
             if inner is None:
@@ -666,6 +737,70 @@ class _Apart:
 
     def _is_format(self, call: cst.Call) -> bool:
         return self._tree.method_called(call, "format", "join") is not None
+
+    def _combine(self, call: cst.Call, frame: _Frame) -> None:
+        """List statistics over a batch, or another order of it, in a step."""
+        if not self._telling or id(call) in self._told:
+            return
+        full = self._tree.called(call)
+        module, _, last = full.rpartition(".")
+        on: cst.BaseExpression | None = None
+        given = list(call.args)
+        if module == "torch" and last in _COMBINING and given:
+            on, given = given[0].value, given[1:]
+        elif isinstance(call.func, cst.Attribute) and not module.startswith("torch"):
+            last = call.func.attr.value
+            on = call.func.value if last in _COMBINING else None
+        if on is None or not self._is_over_samples(last, given):
+            return
+        if self._numbers.is_within_reduced(call) or not self._differs(on, frame):
+            return
+        if last == "mean" and self._is_loss(call, on):
+            return
+        self._told.add(id(call))
+        self._work.undecided(
+            call,
+            f"`{self._tree.text(call)[:50]}` combines the samples of a batch: each "
+            "rank has its own samples only, so the step is not that of one process. "
+            "Average it over ranks, or gather the samples first",
+        )
+
+    def _is_over_samples(self, last: str, given: list[cst.Arg]) -> bool:
+        """Return whether the arguments of a reduction say that it is over samples."""
+        place = 1 if last == "roll" else 0
+        plain = [a for a in given if a.keyword is None]
+        dims = [
+            a.value
+            for a in given
+            if a.keyword is not None and a.keyword.value in ("dim", "dims", "axis")
+        ]
+        dims += [a.value for a in plain[place : place + 1]]
+        if not dims:
+            return last in ("std", "var", "cov", "corrcoef")
+        return self._tree.text(dims[0]).strip("([ ").startswith("0")
+
+    def _is_loss(self, call: cst.Call, on: cst.BaseExpression) -> bool:
+        """Return whether a mean over samples is of one number for each of them."""
+        above = self._tree.parent(call)
+        if isinstance(above, cst.Attribute) and above.attr.value in (
+            "mean",
+            "sum",
+            "item",
+            "backward",
+        ):
+            return True
+        if any(True for _ in found(on, cst.Comparison)):
+            return True  # a share of the samples, which has no gradient
+        names = " ".join(n.value for n in found(on, cst.Name)).lower()
+        if isinstance(above, cst.Assign):
+            names += self._tree.text(above.targets[0].target).lower()
+        if any(word in names for word in ("loss", "kl", "nll", "err", "ce", "acc")):
+            return True
+        return any(
+            self._tree.called(c) in ("torch.sum", "torch.mean")
+            or self._tree.method_called(c, "sum", "mean") is not None
+            for c in found(on, cst.Call)
+        )
 
     def _tell_buffer(self, target: cst.Attribute, at: cst.CSTNode) -> None:
         if self._telling and id(at) not in self._told:
@@ -683,10 +818,6 @@ def _innermost(node: cst.BaseExpression) -> cst.BaseExpression:
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
         node = node.func.value
     return node
-
-
-def _is_method(call: cst.Call) -> bool:
-    return isinstance(call.func, cst.Attribute)
 
 
 def _every_parameter(function: cst.FunctionDef) -> list[str]:

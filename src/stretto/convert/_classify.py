@@ -167,6 +167,16 @@ class Classifier:
         kind = self.losses.criterion(node, self._tree.function(node))
         if kind in (Loss.MEAN, Loss.SUM):
             return Amount.SUM if kind is Loss.SUM else Amount.MEAN
+        returned = {
+            self.of(given, function.body, depth - 1)
+            for function in self.losses.functions(node)
+            if not any(
+                self._tree.within(call, function) for call in self._work.job.backwards
+            )  # whose numbers are reduced inside
+            for given in self._flow.returned(function)
+        }
+        if returned in ({Amount.MEAN}, {Amount.SUM}):
+            return returned.pop()
         return Amount.UNKNOWN
 
     def _of_sum(self, node: cst.BaseExpression, within: cst.CSTNode) -> Amount:

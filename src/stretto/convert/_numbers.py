@@ -74,6 +74,10 @@ class Numbers:
         """Return whether an expression was reduced over ranks."""
         return id(node) in self._handled
 
+    def is_within_reduced(self, node: cst.CSTNode) -> bool:
+        """Return whether an expression, or one around it, was reduced over ranks."""
+        return any(id(n) in self._handled for n in (node, *self._tree.ancestors(node)))
+
     def functions_of(self, call: cst.Call) -> list[cst.FunctionDef]:
         """Return the functions of the script that a call may execute."""
         return self._classify.losses.functions(call)
@@ -391,6 +395,7 @@ class Numbers:
             if amount is Amount.MEAN:
                 self._reduce(name, amount)
             elif amount is Amount.UNKNOWN:
+                self._handled.add(id(name))
                 self._work.undecided(
                     name, f"whether `{name.value}` differs by rank: rank 0's is shown"
                 )
@@ -416,17 +421,24 @@ class Numbers:
                     self._reduce(node, Amount.SUM)
 
     def _beside(self, call: cst.Call, body: cst.CSTNode) -> None:
-        """Sum the counts of samples that a call is given beside reduced numbers."""
-        given = [a.value for a in call.args if self._is_count(a.value, body)]
+        """Reduce counts, and results of functions, given beside reduced numbers."""
         numbers = [
             a.value
             for a in call.args
             if any(id(n) in self._handled for n in found(a.value, cst.BaseExpression))
         ]
-        if numbers and isinstance(self._tree.parent(call), cst.Expr):
-            for node in given:
-                if not self._is_handled(node):
-                    self._reduce(node, Amount.SUM)
+        if not numbers or not isinstance(self._tree.parent(call), cst.Expr):
+            return
+        for argument in call.args:
+            node = argument.value
+            if self._is_handled(node) or argument.star:
+                continue
+            if self._is_count(node, body):
+                self._reduce(node, Amount.SUM)
+            elif isinstance(node, cst.Call) and self.functions_of(node):
+                amount = self._classify.of(node, body)
+                if amount in (Amount.MEAN, Amount.SUM):
+                    self._reduce(node, amount)
 
     def _is_count(self, node: cst.BaseExpression, body: cst.CSTNode) -> bool:
         """Return whether an expression is a number of samples, or of elements."""
