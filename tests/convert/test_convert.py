@@ -1269,3 +1269,24 @@ def test_other_dimensions_are_no_counts():
 def test_the_sum_of_a_mean_over_samples_is_averaged():
     after = convert(step("print(x.mean(0).sum().item())")).after
     assert "mean_over_ranks(x.mean(0).sum().item())" in after
+
+
+EVALUATED = """\
+def check(data):
+    n = 0
+    with torch.no_grad():
+        for (x,) in data:
+            n += x.size(0)
+    print(n)
+
+
+"""
+
+
+def test_a_loop_over_divided_and_whole_loaders_is_listed():
+    source = step("pass", EVALUATED, "check(loader)")
+    assert opened(source) == []
+    whole = "test = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)\n"
+    asked = opened(source.replace("for epoch", f"{whole}for epoch") + "check(test)\n")
+    assert len(asked) == 1, asked
+    assert "sums over ranks count the other's samples" in asked[0]

@@ -92,7 +92,7 @@ _PASSES = 6
 class _Def:
     """An assignment to a name."""
 
-    line: float
+    line: int
     block: cst.CSTNode | None
     """Where the assignment certainly happened before what follows."""
     differs: bool = False
@@ -185,13 +185,6 @@ class _Apart:
                 for name in _every_parameter(scope):
                     made = _Def(0, scope.body, name in given)
                     frame.defs.setdefault(name, {})[id(scope)] = made
-            for node, names in self._numbers.reduced_after:
-                if self._tree.function(node) is scope:
-                    for name in names:
-                        # The number of all ranks, from the end of its loop on.
-                        last = max(self._tree.line(n) for n in found(node, cst.Name))
-                        made = _Def(last + 0.5, self._tree.parent(node))
-                        frame.defs.setdefault(name, {})[id(node)] = made
         return self._frames[key]
 
     def _bound_in(self, function: cst.FunctionDef) -> set[str]:
@@ -345,6 +338,11 @@ class _Apart:
                 self._wild.add((home, name))
                 self._changed = True
             return
+        if any(
+            name in names and self._tree.within(at, loop)
+            for loop, names in self._numbers.reduced_after
+        ):
+            differs = False  # only added up there, and reduced after the loop
         block: cst.CSTNode | None
         if isinstance(at, cst.For):
             block = at.body
@@ -452,7 +450,7 @@ class _Apart:
         if before:
             first = max(d.line for d in before)
             every = [d for d in every if first <= d.line <= line]
-        latest: dict[int, float] = {}
+        latest: dict[int, int] = {}
         for made in every:
             # Behind a block, its last assignment to the name is the one in effect.
             if made.block is not None and made.line < line:
@@ -846,7 +844,7 @@ def _stored(target: cst.BaseExpression) -> Iterator[cst.Name]:
 
 
 def _parts(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
-    """Yield the expressions directly inside a node, through what is none."""
+    """Yield the outermost expressions inside a node."""
     for child in node.children:
         if isinstance(child, cst.BaseExpression):
             if isinstance(node, cst.Arg) and child is node.keyword:

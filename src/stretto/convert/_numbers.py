@@ -158,6 +158,13 @@ class Numbers:
 
     def _divided(self, loop: Loop) -> None:
         body, scope = loop.node.body, loop.scope
+        if not all(self._loaders.has_divided([o]) for o in loop.origins):
+            self._work.undecided(
+                loop.node,
+                "this loop goes through a loader that is divided among ranks, and in "
+                "another call through one that is not: sums over ranks count the "
+                "other's samples once for each rank. Use one function for each",
+            )
         after: dict[Amount, list[str]] = {Amount.MEAN: [], Amount.SUM: []}
         for added in self._added(body):
             amount = self._classify.of(added.value, body)
