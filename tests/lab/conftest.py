@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,11 @@ def outside_state():
     }
 
 
+def _hears_interrupts():
+    """Let Ctrl-C reach it also where the tests run in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Lab:
     """Runs `stretto lab run` as a person would, and looks for what it left."""
 
@@ -54,6 +60,7 @@ class Lab:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=_hears_interrupts,
             **options,
         )
 
