@@ -79,7 +79,7 @@ def settles(rank: int, size: int, micro_steps: int) -> dict[str, Any]:
     return {
         "losses": (theirs, ours),
         "plan": plan.digest,
-        "carried out": model.plan == (plan if settled[0].applied else settled[0].ddp),
+        "executed": model.plan == (plan if settled[0].applied else settled[0].ddp),
         "ranks": settled[0].cluster.ranks,
         "tensors": len(settled[0].workload.tensors),
         "lines": lines.lines,
@@ -94,7 +94,7 @@ def test_all_steps_of_an_automatic_run_are_ddp_s(ranks, micro_steps):
         assert ours == theirs
         assert one["ranks"] == 2
         assert one["tensors"] == 6
-        assert one["carried out"]
+        assert one["executed"]
     assert found[0]["plan"] == found[1]["plan"]
     (line,) = found[0]["lines"]
     assert "measured step" in line

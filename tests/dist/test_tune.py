@@ -99,7 +99,7 @@ def searches(rank: int, size: int, techniques: tuple[str, ...]) -> dict[str, Any
         "same": ours.losses == theirs.losses,
         "settled": len(settled),
         "digest": settled[0].executed.digest,
-        "carried out": model.plan.digest == settled[0].executed.digest,
+        "executed": model.plan.digest == settled[0].executed.digest,
         "events": events(settled[0]),
         "tried": {
             e.values["technique"] for e in settled[0].story.events if e.what == "tried"
@@ -120,8 +120,8 @@ def test_all_steps_of_a_search_are_ddp_s_and_ranks_settle_on_one_plan(
     assert first["same"]
     assert second["same"]
     assert first["digest"] == second["digest"]
-    assert first["carried out"]
-    assert second["carried out"]
+    assert first["executed"]
+    assert second["executed"]
     assert first["settled"] == 1
     assert first["done"]
     assert first["events"][:3] == ["started", "profiled", "planned"]

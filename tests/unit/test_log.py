@@ -10,6 +10,18 @@ import pytest
 WARN = "logging.getLogger('stretto.tune.controller').warning('a plan')"
 
 
+def shown(before: str, line: str) -> str:
+    """What a program that runs two lines after its imports writes to stderr."""
+    found = subprocess.run(
+        [sys.executable, "-c", f"import logging, stretto\n{before}\n{line}"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return found.stderr
+
+
 @pytest.mark.parametrize(
     ("before", "expected"),
     [
@@ -24,15 +36,7 @@ WARN = "logging.getLogger('stretto.tune.controller').warning('a plan')"
 def test_a_line_names_us_unless_the_program_formats_it(
     before: str, expected: str
 ) -> None:
-    code = f"import logging, stretto\n{before}\n{WARN}"
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert found.stderr == expected
+    assert shown(before, WARN) == expected
 
 
 RESULT = "from stretto.tune.controller import _announce; _announce('a plan')"
@@ -52,12 +56,4 @@ RESULT = "from stretto.tune.controller import _announce; _announce('a plan')"
 def test_a_result_is_shown_unless_the_program_wants_warnings_alone(
     before: str, expected: str
 ) -> None:
-    code = f"import logging, stretto\n{before}\n{RESULT}"
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert found.stderr == expected
+    assert shown(before, RESULT) == expected

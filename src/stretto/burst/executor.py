@@ -393,8 +393,8 @@ class BurstParallel(nn.Module):
 
     def _why_unknown(self, graph: LayerGraph, name: str) -> str:
         """Return why a layer of a later capture is not in the plan."""
-        (node,) = (node for node in graph.nodes if node.name == name)
-        owners = (self._layer_of.get(id(p)) for p in node.module.parameters())
+        parameters = graph.by_name[name].module.parameters()
+        owners = (self._layer_of.get(id(p)) for p in parameters)
         layer = next((owner for owner in owners if owner is not None), None)
         if layer is None:
             return (

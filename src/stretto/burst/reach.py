@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from stretto.burst.tracing.packing import Results
 
@@ -46,7 +46,10 @@ class Reached:
 
     def _arrived(self, results: Results, number: int, _grad: Tensor) -> None:
         assert results.behind is not None  # noqa: S101 - hooks are set only then
-        for name in results.behind[number]:
+        self._mark(results.behind[number])
+
+    def _mark(self, names: Iterable[str]) -> None:
+        for name in names:
             self._mask[self._numbers[name]] = 1
 
     def arrived_at_all(self, results: Results) -> None:
@@ -54,8 +57,7 @@ class Reached:
         if results.behind is None:
             self._mask.fill_(1)
         else:
-            for name in results.behind[0]:
-                self._mask[self._numbers[name]] = 1
+            self._mark(results.behind[0])
 
     def arrived_at(self, parameter: nn.Parameter) -> None:
         """Record that a loss uses a parameter directly."""

@@ -18,6 +18,7 @@ from stretto.schema import NARROWER, model_digest, slice_bounds, tensors_digest
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from stretto.runtime.backends.base import AbstractBackend
     from stretto.schema import Bucket, Plan
 
 
@@ -87,7 +88,8 @@ def routes_of(
     index_of = {row.name: i for i, (row, _) in enumerate(table)}
     _check_names(plan, index_of)
     _check_digest(plan, [row for row, _ in table], index_of)
-    _check_supported(plan, backend, device)
+    kind = backends.get(backend)
+    _check_supported(plan, kind, device)
     sparse = sparse_parameters(module)
     routes = [
         _route(
@@ -97,11 +99,11 @@ def routes_of(
             [table[index_of[n]] for n in bucket.tensors],
             [index_of[n] for n in bucket.tensors],
             sparse,
-            backends.get(backend).collectives_per_slice(bucket.resource),
+            kind.collectives_per_slice(bucket.resource),
         )
         for i, bucket in enumerate(plan.buckets)
     ]
-    if device.type != backends.get(backend).device_type:
+    if device.type != kind.device_type:
         for route in routes:
             if route.wire is not None:
                 raise PlanMismatch(
@@ -169,8 +171,7 @@ def _check_digest(
         )
 
 
-def _check_supported(plan: Plan, backend: str, device: torch.device) -> None:
-    kind = backends.get(backend)
+def _check_supported(plan: Plan, kind: AbstractBackend, device: torch.device) -> None:
     if plan.overlap == "forward":
         raise PlanMismatch(
             "this runtime does not support overlap 'forward' yet: plan with 'backward' "
@@ -186,10 +187,10 @@ def _check_supported(plan: Plan, backend: str, device: torch.device) -> None:
         if pieces > 1 and device.type != kind.device_type:
             raise PlanMismatch(
                 f"this runtime does not support the {bucket.slices} slices of bucket "
-                f"{i}, of resource {bucket.resource or 1}, on {backend} with tensors "
+                f"{i}, of resource {bucket.resource or 1}, on {kind.name} with tensors "
                 f"on {device.type} yet: plan with 1 slice and resource null."
             )
-    check_lanes(plan, backend, device)
+    check_lanes(plan, kind.name, device)
 
 
 def _check_wire(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from stretto.errors import SpecError
@@ -68,14 +67,7 @@ class TuneOptions:
     def __post_init__(self) -> None:
         if self.steps < 0:
             raise SpecError(f"steps must be >= 0, got {self.steps}", place=".steps")
-        if not (math.isfinite(self.lost_ratio) and self.lost_ratio >= 0):
-            raise SpecError(
-                f"lost_ratio must be >= 0, got {self.lost_ratio}", place=".lost_ratio"
-            )
-        if self.patience is not None and self.patience < 1:
-            raise SpecError(
-                f"patience must be >= 1, got {self.patience}", place=".patience"
-            )
+        _ = self.limits  # which checks lost_ratio and patience
         for i, name in enumerate(self.techniques):
             if name not in TECHNIQUES or name in self.techniques[:i]:
                 raise SpecError(

@@ -8,6 +8,7 @@ that are no floats.
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,14 +78,14 @@ def _behind(
             continue
         seen.add(node)
         if node.op == "get_attr":
-            held = _held(root, str(node.target))
+            held = attrgetter(str(node.target))(root)
             if isinstance(held, Tensor) and id(held) in names:
                 found.add(names[id(held)])
             continue
         if shapes is not None and _stops(node, shapes):
             continue
         if node.op == "call_module":
-            part = _held(root, str(node.target))
+            part = attrgetter(str(node.target))(root)
             if isinstance(part, nn.Module):
                 found |= {names[id(p)] for p in part.parameters() if id(p) in names}
         left += node.all_input_nodes
@@ -118,10 +119,3 @@ def _stops(node: fx.Node, shapes: Mapping[fx.Node, tuple[Any, Any]]) -> bool:
         return False
     dtype: torch.dtype = given[0].dtype
     return not (dtype.is_floating_point or dtype.is_complex)
-
-
-def _held(root: nn.Module, target: str) -> Any:
-    found: Any = root
-    for name in target.split("."):
-        found = getattr(found, name, None)
-    return found

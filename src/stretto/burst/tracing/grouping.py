@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import defaultdict
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -535,11 +536,8 @@ def buffers_of(traced: Traced, op: fx.Node) -> Iterator[Tensor]:
 def _held_by(traced: Traced, op: fx.Node) -> Iterator[Any]:
     """Yield the modules and tensors of the model that an operation uses."""
     for node in (op, *_fixed_of(traced, op)):
-        if node.op == "call_module":
-            yield traced.root.get_submodule(str(node.target))
-        elif node.op == "get_attr":
-            path, _, last = str(node.target).rpartition(".")
-            yield getattr(traced.root.get_submodule(path), last)
+        if node.op in ("call_module", "get_attr"):
+            yield attrgetter(str(node.target))(traced.root)
 
 
 def count_batch_norms(module: nn.Module) -> int:

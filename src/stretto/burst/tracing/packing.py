@@ -7,6 +7,7 @@ their bits. Gradients flow through floats.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -254,7 +255,7 @@ class Results:
         """For each tensor, names of the parameters that its gradient reaches; ``None``
         if each reaches all."""
 
-    @property
+    @cached_property
     def differs(self) -> bool:
         """Whether gradients of different tensors reach different parameters."""
         return self.behind is not None and len(set(self.behind)) > 1
