@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -151,3 +154,35 @@ def test_an_aborted_lane_ends_its_collectives_at_once_on_all_connections(
 ) -> None:
     waited, _ = ranks(rank_loses_a_peer, 2)
     assert waited < 3  # its time-out is 20
+
+
+def rank_interrupted_while_it_waits(rank: int, size: int) -> list[str]:
+    """Interrupt rank 0 (Ctrl-C) while it waits in backward for rank 1."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    found = []
+    # The first step of a plan waits in futures, later ones in the step's works.
+    for steps_before in (0, 3):
+        model = DistributedDataParallel(net(), plan=resourceful(size))
+        for _ in range(steps_before):
+            model(torch.ones(5, 7)).sum().backward()
+        loss = model(torch.ones(5, 7)).sum()
+        torch.distributed.barrier()
+        if rank == 1:
+            time.sleep(1.0)
+            loss.backward()
+            continue
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            loss.backward()
+            found.append("nothing")
+        except BaseException as exc:  # noqa: BLE001 - the type is what is tested
+            found.append(type(exc).__name__)
+        timer.join()
+    return found
+
+
+def test_an_interrupt_in_backward_is_a_keyboard_interrupt(ranks):
+    first, second = ranks(rank_interrupted_while_it_waits, size=2)
+    assert first == ["KeyboardInterrupt", "KeyboardInterrupt"]
+    assert second == []

@@ -26,6 +26,7 @@ callback.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from functools import partial
@@ -145,6 +146,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._works: list[Any] = []
         self._aside: list[Any] = []
         self._pending: list[tuple[Future[Any], torch.Tensor]] = []
+        self._settles: list[Future[Any]] = []
         self._held: list[tuple[Any, torch.Tensor, Any, Future[Any]]] = []
         self._rebuild_rows: list[list[int]] = []
         self._nothing = self._closing([launch_nothing] * len(self._routes))
@@ -364,7 +366,7 @@ class PlannedGroup(dist.ProcessGroup):
         except RuntimeError as exc:
             return self._give_up(route, buffer, exc)
         future = futures[0] if len(futures) == 1 else collect_all(futures)
-        return Launched(future.then(partial(settle, buffer)))
+        return self._awaited(future.then(partial(settle, buffer)))
 
     def _launch_guarded(
         self, launch: Any, route: BucketSchedule, buffer: torch.Tensor, opts: Any
@@ -391,14 +393,19 @@ class PlannedGroup(dist.ProcessGroup):
             .then(partial(stamp, finished, part))
             for reduce, part, finished in rows
         ]
-        return Launched(collect_all(futures).then(partial(settle, buffer)))
+        return self._awaited(collect_all(futures).then(partial(settle, buffer)))
+
+    def _awaited(self, future: Future[Any]) -> dist.Work:
+        if self._in_backward and self._streams is None:
+            self._settles.append(future)
+        return Launched(future)
 
     def _hold(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
         pending: Future[Any] = (
             Future() if self._streams is None else self._streams.future()
         )
         self._held.append((launch, buffer, opts, pending))
-        return Launched(pending.then(value_or_raise))
+        return self._awaited(pending.then(value_or_raise))
 
     def _launch_held(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
         held, self._held = self._held, []
@@ -437,6 +444,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._works.clear()
         self._aside.clear()
         self._pending.clear()
+        self._settles.clear()
         self._looked_at.clear()
         quick = self._in_backward and self._raises_late and self._warm
         self._launchers = self._tables[quick]
@@ -474,7 +482,17 @@ class PlannedGroup(dist.ProcessGroup):
     # raise the same error first. Either way backward() raises before any optimizer can
     # see the gradients.
 
+    # Note [Python waits before the Reducer does]
+    # While the Reducer waits for a future in C++, an interrupt (Ctrl-C) is left to the
+    # first Python code after the wait. That is torch's own `_extract_tensors`, called
+    # from C++, which turns it into a bare RuntimeError. So all waiting is done here,
+    # where the interrupt stays a KeyboardInterrupt. The Reducer raises the errors.
+
     def _before_finalize(self) -> None:
+        for future in self._settles:
+            with contextlib.suppress(RuntimeError):
+                future.wait()
+        self._settles.clear()
         for route, work in zip(self._waits, self._works, strict=False):
             try:
                 work.wait()
