@@ -548,6 +548,47 @@ def gradient_reversal() -> nn.Module:
     return Adversarial()
 
 
+class Stop(torch.autograd.Function):
+    """Pass values, but no gradient; a graph doesn't show that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None
+
+
+class Stopped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.unused = mlp(8, 8), nn.Linear(2, 2)
+        self.one, self.two = nn.Linear(8, 3), mlp(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.one(Stop.apply(self.body(x))), self.two(x)
+
+
+@right(flat)
+def function_without_gradients() -> nn.Module:
+    return Stopped()
+
+
+class StoppedWhole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(8, 8), mlp(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(Stop.apply(self.body(x)))
+
+
+@right(flat)
+def function_without_gradients_before_the_only_output() -> nn.Module:
+    return StoppedWhole()
+
+
 class Straight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 _EXACT_BITS = {
     torch.float64: 53,
@@ -259,6 +259,13 @@ class Results:
     def differs(self) -> bool:
         """Whether gradients of different tensors reach different parameters."""
         return self.behind is not None and len(set(self.behind)) > 1
+
+    def exclude(self, never: frozenset[str], names: Iterable[str]) -> None:
+        """Record parameters that no output's gradient reaches, of all names."""
+        behind = self.behind
+        if behind is None:
+            behind = (frozenset(names),) * len(self.tensors)
+        self.behind = tuple(some - never for some in behind)
 
     def packed(self, output: Any, rows: int) -> Tensor:
         """Return the result's tensors as one; the first call records their shapes."""

@@ -74,6 +74,9 @@ def require_equal(
 ) -> None:
     """Check captured layers against the module, and that they keep samples apart.
 
+    Also records in the graph's results which parameters get no gradient at all, because
+    a backward that is not torch's own returns ``None``.
+
     Raises:
         SpecError: naming the line from which they differ.
     """
@@ -81,10 +84,12 @@ def require_equal(
     device = examples[0].device
     devices = [device] if device.type == "cuda" else []
     mixed: list[SpecError] = []
+    missing: list[frozenset[str]] = []
     with torch.random.fork_rng(devices=devices), keep_attributes(module):
         for seed in (1, 2):
+            check = _Check(graph, module, examples, seed)
             try:
-                found = _Check(graph, module, examples, seed).run()
+                found = check.run()
             except SpecError:
                 raise
             except Exception as error:
@@ -95,11 +100,14 @@ def require_equal(
                     f"layers of {graph.name} can't be checked. Forward must take 1 to "
                     f"{_ROWS} samples with any values"
                 ) from error
+            missing.append(check.missing)
             if found is None:
                 break
             mixed.append(found)
     if len(mixed) == 2:
         raise mixed[0]
+    if never := frozenset.intersection(*missing):
+        graph.results.exclude(never, (name for name, _ in module.named_parameters()))
 
 
 @final
@@ -113,6 +121,8 @@ class _Check:
         self._is_coarse = graph.uses_half
         self._known: dict[str, _Found] = {}
         self._cotangent: Tensor | None = None
+        self.missing: frozenset[str] = frozenset()
+        """Names of the parameters that got no gradient from the module itself."""
 
     def _near(
         self,
@@ -266,7 +276,9 @@ class _Check:
             default=0.0,
         )
         named = {id(p): n for n, p in self._module.named_parameters()}
-        for parameter, want in zip(self._trained(), whole, strict=True):
+        trained = list(zip(self._trained(), whole, strict=True))
+        self.missing = frozenset(named[id(p)] for p, want in trained if want is None)
+        for parameter, want in trained:
             have = grads.get(id(parameter))
             zero = torch.zeros_like(parameter)
             if not self._near(
