@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -898,6 +899,188 @@ class FunctionalNorm(nn.Module):
 @refused(flat, "mixes samples")
 def functional_batch_norm() -> nn.Module:
     return FunctionalNorm()
+
+
+# ------------------------------------------------------------ what the check could miss
+
+
+class NotANumber(nn.Module):
+    """Perturbed as usual, its parameter gives NaN, which hides that it mixes rows."""
+
+    def __init__(self, own: float, *, mixes: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.rho, self.mixes = nn.Parameter(torch.tensor(own)), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x) * (1 - self.rho**2).sqrt()
+        return self.two(x.softmax(0) if self.mixes else x)
+
+
+@refused(flat, "mixes samples")
+def mixing_behind_a_root() -> nn.Module:
+    return NotANumber(0.99, mixes=True)
+
+
+@right(flat)
+def root_near_its_end() -> nn.Module:
+    return NotANumber(0.9, mixes=False)
+
+
+class AlwaysNaN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two((-1 - self.one(x).square()).sqrt().softmax(0))
+
+
+@refused(flat, "gives only NaN")
+def nothing_but_nan() -> nn.Module:
+    return AlwaysNaN()
+
+
+class WarmUp(nn.Module):
+    """Mixes rows with a weight that is zero until a program raises it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("alpha", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        return self.two(x + self.alpha * x.softmax(0))
+
+
+@refused(flat, "mixes samples")
+def mixing_behind_a_zero() -> nn.Module:
+    return WarmUp()
+
+
+class Teacher(nn.Module):
+    """Holds a module that is not one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = mlp()
+        self.teacher = [mlp().requires_grad_(requires_grad=False)]
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            wanted = self.teacher[0](x)
+        return self.student(x), wanted
+
+
+@right(flat)
+def teacher_in_a_list() -> nn.Module:
+    return Teacher()
+
+
+class Fields(nn.Module):
+    """Columns of one tensor with vocabularies of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(30, 4), nn.Embedding(3, 4)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.user(x[:, 0]), self.item(x[:, 1])], 1))
+
+
+def _two_columns(batch: int, draw: torch.Generator) -> Any:
+    columns = [
+        torch.randint(20, 30, (batch,), generator=draw),
+        torch.randint(0, 3, (batch,), generator=draw),
+    ]
+    return (torch.stack(columns, 1),), {}
+
+
+@right(_two_columns)
+def columns_of_categories() -> nn.Module:
+    return Fields()
+
+
+class SingleInside(nn.Module):
+    """Computes with fewer bits than its output has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).float().sigmoid().double())
+
+
+@right(flat, limit=1e-5)
+def single_precision_inside() -> nn.Module:
+    return SingleInside()
+
+
+class EachSample(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.two(self.one(row).tanh()) for row in x])
+
+
+@refused(flat, "depends on the number of samples")
+def loop_over_samples() -> nn.Module:
+    return EachSample()
+
+
+class SparseGraph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("edges", torch.eye(8).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two((self.edges @ self.one(x).t()).t())
+
+
+@refused(flat, "'edges' is a sparse tensor", names_line=False)
+def sparse_buffer() -> nn.Module:
+    return SparseGraph()
+
+
+def _twice(x: Tensor) -> Tensor:
+    return x * 2 + 1
+
+
+class CallsScripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.scripted = torch.jit.script(_twice)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.scripted(self.one(x)))
+
+
+@refused(flat, "remove the decorator", copies=False)
+def scripted_function() -> nn.Module:
+    return CallsScripted()
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(self.two)(self.one(x))
+
+
+@refused(flat, "torch.vmap and torch.func")
+def mapped_function() -> nn.Module:
+    return Mapped()
 
 
 # ---------------------------------------------------------------------- rows are mixed

@@ -233,13 +233,20 @@ def rank_that_drops(rank: int, size: int) -> Facts:
     torch.set_default_dtype(torch.float64)
     own = [dist.new_group([r]) for r in range(size)][rank]
     found: Facts = {}
-    for kind in ("odd", "transformer", "vgg11", "attention"):
+    for kind in ("odd", "transformer", "vgg11", "attention", "encoder"):
         if kind == "odd":
             model, data = odd(0.4), numbers
         elif kind == "attention":
             torch.manual_seed(3)
             model = nn.Sequential(
                 nn.Linear(6, 8), nn.Unflatten(1, (2, 4)), Attention(), nn.Flatten()
+            )
+            data = numbers
+        elif kind == "encoder":  # attention and dropout modules in one layer
+            torch.manual_seed(3)
+            layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.4, batch_first=True)
+            model = nn.Sequential(
+                nn.Linear(6, 8), nn.Unflatten(1, (2, 4)), layer, nn.Flatten()
             )
             data = numbers
         else:

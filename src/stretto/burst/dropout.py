@@ -129,9 +129,12 @@ def one_by_one(
     """
     device = inputs[0].device
     devices = [device] if device.type == "cuda" else []
-    found = []
+    samples, found = draws.samples, []
+    assert samples is not None  # noqa: S101
     with torch.random.fork_rng(devices=devices):
         for row, seed in enumerate(draws.seeds(name)):
             torch.manual_seed(seed)
+            draws.samples = samples[row : row + 1]  # of the layer's dropout modules
             found.append(module(*(x[row : row + 1] for x in inputs)))
+    draws.samples = samples
     return torch.cat(found)

@@ -19,10 +19,9 @@ from stretto.burst.tracing.fakes import swapped
 from stretto.burst.tracing.operations import keep_attributes
 from stretto.burst.tracing.recorder import BatchNorm
 from stretto.burst.tracing.trial import (
-    COARSE,
-    TOLERANCES,
     Calm,
     Numbers,
+    tolerance_of,
     without_inner_dropout,
 )
 from stretto.errors import SpecError, StrettoError
@@ -199,9 +198,7 @@ class Trial:
         return ""
 
     def _limit(self, tensor: Tensor) -> float:
-        if self._graph.uses_half:
-            return COARSE
-        return TOLERANCES.get(tensor.dtype, COARSE)
+        return tolerance_of(self._graph.precision_of(tensor.dtype))
 
     @contextlib.contextmanager
     def _changed_values(self) -> Iterator[None]:

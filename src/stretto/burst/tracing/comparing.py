@@ -84,11 +84,7 @@ def compare(
     """
     found = []
     for one, two in zip(first.records, second.records, strict=False):
-        same_target = one.target == two.target or (
-            getattr(one.target, "__func__", 1) is getattr(two.target, "__func__", 2)
-            and getattr(one.target, "__self__", 1) is getattr(two.target, "__self__", 2)
-        )
-        if one.kind != two.kind or not same_target or one.context != two.context:
+        if not _is_same_call(one, two):
             raise _differs(one, batches)
         found.append(
             (
@@ -103,6 +99,28 @@ def compare(
     if first.output != second.output:
         raise _differs(first.records[-1], batches)
     return found
+
+
+def require_like(
+    known: Recording, batches: tuple[int, int] | None, number: int, record: Record
+) -> None:
+    """Check an operation while it is recorded; a loop over samples may be long.
+
+    Raises:
+        SpecError: a known recording has another one, or none, at this place.
+    """
+    if number >= len(known.records):
+        raise _differs(record, batches)
+    if not _is_same_call(known.records[number], record):
+        raise _differs(known.records[number], batches)
+
+
+def _is_same_call(one: Record, two: Record) -> bool:
+    same_target = one.target == two.target or (
+        getattr(one.target, "__func__", 1) is getattr(two.target, "__func__", 2)
+        and getattr(one.target, "__self__", 1) is getattr(two.target, "__self__", 2)
+    )
+    return one.kind == two.kind and same_target and one.context == two.context
 
 
 def _differs(one: Record, batches: tuple[int, int] | None) -> SpecError:

@@ -128,6 +128,15 @@ class LayerGraph:
         """Whether some operation computes with fewer than 32 bits."""
         return self._traced.uses_half
 
+    def precision_of(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Return the type whose rounding results of a type have; None: a half's.
+
+        An operation with fewer bits may be behind a result with more.
+        """
+        if self._traced.uses_half or dtype not in (torch.float32, torch.float64):
+            return None
+        return torch.float32 if self._traced.uses_single else dtype
+
     @cached_property
     def semantics(self) -> str:
         """Digest of all operations and their constants, the same on all ranks."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import logging
 import operator
 import random
 import re
@@ -32,7 +33,14 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from stretto.burst.tracing.behind import behind_outputs
-from stretto.burst.tracing.comparing import BATCHES, Count, Counts, compare, follows
+from stretto.burst.tracing.comparing import (
+    BATCHES,
+    Count,
+    Counts,
+    compare,
+    follows,
+    require_like,
+)
 from stretto.burst.tracing.fakes import Fakes
 from stretto.burst.tracing.packing import Arguments, Results
 from stretto.burst.tracing.places import place_of, places_in
@@ -81,6 +89,18 @@ _HEAVY = {
 }
 
 _HALVES = (torch.float16, torch.bfloat16)
+_SINGLES = (torch.float32, torch.complex64)
+
+_WAYS = {
+    "TorchScript": (
+        "Functions of torch.jit.script can't be recorded: remove the decorator"
+    ),
+    "BatchedTensorImpl": (
+        "torch.vmap and torch.func can't be recorded: compute the copies by batched "
+        "operations or in a loop"
+    ),
+}
+"""What to do, by a part of torch's message."""
 
 _DROPOUTS: dict[Any, Any] = {
     functional.dropout: nn.Dropout,
@@ -130,6 +150,9 @@ class Traced:
     uses_half: bool
     """Whether some operation computes with fewer than 32 bits."""
 
+    uses_single: bool
+    """Whether some operation computes with 32 bits."""
+
     ambient: Ambient
     """The modes in which it was recorded."""
 
@@ -158,6 +181,7 @@ def trace(
     """
     _refuse_scripted(module)
     _refuse_reserved(module)
+    _refuse_sparse(module)
     arguments = Arguments(tuple(example_inputs), dict(kwargs or {}))
     if module._backward_hooks or module._backward_pre_hooks:  # noqa: SLF001
         raise SpecError(
@@ -209,6 +233,17 @@ def _refuse_scripted(module: nn.Module) -> None:
                 f"{line}{what} was made by torch.jit.script or torch.jit.trace, whose "
                 "layers and parameters are not visible: use the module from "
                 "which it was made"
+            )
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    """Reject sparse parameters and buffers, which have no storage to be recorded."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.layout != torch.strided:
+            owner, _, key = name.rpartition(".")
+            raise SpecError(
+                f"{line_setting(module.get_submodule(owner), key)}{name!r} is a sparse "
+                "tensor, which can't be recorded: use a dense one, or index operations"
             )
 
 
@@ -290,8 +325,10 @@ def _recordings(
     fakes = Fakes(module)
     hooks = _hooks_in(module)
 
-    def once(batch: int) -> Recording:
-        found = _once(module, run, (batch, *shape), arguments, fakes, reads)
+    def once(batch: int, known: Recording | None = None) -> Recording:
+        batches = None if batch == BATCHES[0] else BATCHES
+        check = known and partial(require_like, known, batches)
+        found = _once(module, run, (batch, *shape), arguments, fakes, reads, check)
         _refuse_new_hooks(module, hooks)
         return found
 
@@ -302,20 +339,20 @@ def _recordings(
     ):
         first = once(BATCHES[0])
         _refuse_stored(module)
-        before = reads.plain()
-        other = once(BATCHES[1])
-        _refuse_counted(module, before, reads.plain())
+        before, watch = reads.plain(), reads.watch(is_between=False)
+        other = once(BATCHES[1], first)
+        _refuse_counted(module, before, reads.plain(), watch)
         compare(first, other, BATCHES)
         return first, other
     with keep_attributes(module), given_momenta(module):
         first = once(BATCHES[0])
         _refuse_stored(module)
-        before = reads.plain()
-        again = once(BATCHES[0])
+        before, watch = reads.plain(), reads.watch(is_between=False)
+        again = once(BATCHES[0], first)
         compare(first, again, None)
-        _refuse_counted(module, before, reads.plain())
+        _refuse_counted(module, before, reads.plain(), watch)
     with keep_attributes(module), given_momenta(module):
-        other = once(BATCHES[1])
+        other = once(BATCHES[1], first)
     return first, other
 
 
@@ -338,6 +375,7 @@ def _once(
     arguments: Arguments,
     fakes: Fakes,
     reads: Reads | None,
+    check: Any = None,
 ) -> Recording:
     dtype, device = arguments.packing.dtype, arguments.device
     distributions: Any = torch.distributions.Distribution
@@ -345,7 +383,8 @@ def _once(
     try:
         # Their argument checks read values; a run on values disables them.
         distributions.set_default_validate_args(value=False)
-        found = record(module, run, (shape, dtype, device), fakes, reads)
+        with _quiet():
+            found = record(module, run, (shape, dtype, device), fakes, reads, check)
     except SpecError:
         raise
     except Exception as error:
@@ -353,9 +392,8 @@ def _once(
         text = (str(error).splitlines() or [type(error).__name__])[0]
         raise SpecError(
             f"{where}: the layers of {type(module).__name__} can't be found "
-            f"without values of tensors ({type(error).__name__}: {text}). What "
-            "runs must not depend on a tensor's value: rewrite this line with "
-            "tensor operations, or move it out of the model"
+            f"without values of tensors ({type(error).__name__}: {text}). "
+            f"{_way_around(error)}"
         ) from error
     finally:
         distributions.set_default_validate_args(value=checked)
@@ -369,6 +407,35 @@ def _once(
             "outside of the model"
         )
     return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging the error that is about to be raised."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
+
+
+def _way_around(error: Exception) -> str:
+    """Return what to do about an operation that can't be recorded."""
+    text = str(error)
+    for part, way in _WAYS.items():
+        if part in text:
+            return way
+    if type(error).__module__.startswith(("torch._subclasses", "torch.fx")):
+        return (
+            "What runs must not depend on a tensor's value: rewrite this line with "
+            "tensor operations, or move it out of the model"
+        )
+    return (
+        "If the model runs on the example, this line needs a tensor's value or memory: "
+        "rewrite it with tensor operations, or move it out of the model; if it does "
+        "not, correct the example's sizes or types"
+    )
 
 
 def _generators() -> tuple[Any, Any]:
@@ -449,7 +516,7 @@ def _keep_contents(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
 
 
 def _refuse_counted(
-    module: nn.Module, before: dict[str, Any], after: dict[str, Any]
+    module: nn.Module, before: dict[str, Any], after: dict[str, Any], watch: Watch
 ) -> None:
     """Reject values that forward reads and changes in every call."""
     for name, value in after.items():
@@ -460,6 +527,12 @@ def _refuse_counted(
                 "each call and reads it, which layers on other ranks would not: count "
                 "calls outside of the model, and set the attribute between steps"
             )
+    if (changed := watch.changed()) is not None:
+        raise SpecError(
+            f"forward of {type(module).__name__} changes {changed!r} in each call and "
+            "reads it, which layers on other ranks would not: change it outside of the "
+            "model, between steps; draw random numbers with torch, for each sample"
+        )
 
 
 def _hooks_in(module: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -722,6 +795,7 @@ def _classify(
             if "context" in node.meta
         )
         or any(one.dtype in _HALVES for one, _ in build.shapes.values()),
+        uses_single=any(one.dtype in _SINGLES for one, _ in build.shapes.values()),
         ambient=Ambient.now(arguments.device),
         watch=watch,
         counts_known=counts_known,

@@ -14,6 +14,7 @@ by constants: the executor joins the first over ranks and draws the second by sa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -28,10 +29,9 @@ from stretto.burst.tracing.operations import keep_attributes
 from stretto.burst.tracing.places import place_of
 from stretto.burst.tracing.recorder import BatchNorm, place_in
 from stretto.burst.tracing.trial import (
-    COARSE,
-    TOLERANCES,
     Calm,
     Numbers,
+    tolerance_of,
     without_inner_dropout,
 )
 from stretto.errors import SpecError
@@ -55,6 +55,9 @@ rows to hold about ``_WIDE_NUMBERS`` numbers."""
 
 _SCALES = (1e4, 1e-4)
 """Scales of gradients, because a backward may treat large or small ones differently."""
+
+_NOISES = (1.0, 0.1, 0.0)
+"""Sizes of perturbations, relative to the usual; smaller ones where it gives NaN."""
 
 _MOST_INPUT = 1e3
 """Larger inputs, such as word numbers beside floats, are ignored for rounding."""
@@ -87,19 +90,7 @@ def require_equal(
     missing: list[frozenset[str]] = []
     with torch.random.fork_rng(devices=devices), keep_attributes(module):
         for seed in (1, 2):
-            check = _Check(graph, module, examples, seed)
-            try:
-                found = check.run()
-            except SpecError:
-                raise
-            except Exception as error:
-                text = (str(error).splitlines() or [""])[0]
-                raise SpecError(
-                    f"{place_in(error, graph.name)}: computing with random rows like "
-                    f"the example's fails ({type(error).__name__}: {text}), so the "
-                    f"layers of {graph.name} can't be checked. Forward must take 1 to "
-                    f"{_ROWS} samples with any values"
-                ) from error
+            found, check = _checked(graph, module, examples, seed)
             missing.append(check.missing)
             if found is None:
                 break
@@ -110,15 +101,66 @@ def require_equal(
         graph.results.exclude(never, (name for name, _ in module.named_parameters()))
 
 
+def _checked(
+    graph: LayerGraph, module: nn.Module, examples: list[Tensor], seed: int
+) -> tuple[SpecError | None, _Check]:
+    """Check with values that the model can compute with, if any.
+
+    Perturbed parameters may give NaN, which would hide everything, and an integer input
+    may hold values for which other columns have no place.
+    """
+    first: Exception | None = None
+    blind: _Check | None = None
+    for noise, by_column in itertools.product(_NOISES, (False, True)):
+        numbers = Numbers(seed, noise=noise, by_column=by_column)
+        check = _Check(graph, module, examples, numbers)
+        try:
+            found = check.run()
+        except SpecError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the user's code
+            first = first or error
+            continue
+        if found is not None or not check.hidden:
+            return found, check
+        blind = check
+    if blind is not None:
+        if blind.is_blind:
+            raise SpecError(
+                f"{blind.hidden}: gives only NaN for random rows like the example's, "
+                f"so the layers of {graph.name} can't be checked: give an example "
+                "of usual values"
+            )
+        return None, blind
+    assert first is not None  # noqa: S101
+    text = (str(first).splitlines() or [""])[0]
+    raise SpecError(
+        f"{place_in(first, graph.name)}: computing with random rows like the example's "
+        f"fails ({type(first).__name__}: {text}), so the layers of {graph.name} can't "
+        f"be checked. Forward must take 1 to {_ROWS} samples with any values"
+    ) from first
+
+
 @final
 class _Check:
     def __init__(
-        self, graph: LayerGraph, module: nn.Module, examples: list[Tensor], seed: int
+        self,
+        graph: LayerGraph,
+        module: nn.Module,
+        examples: list[Tensor],
+        numbers: Numbers,
     ) -> None:
         self._graph, self._module = graph, module
-        self._examples, self._seed = examples, seed
-        self._numbers = Numbers(seed)
+        self._examples = examples
+        self._numbers = numbers
+        self.hidden = ""
+        """The line of a layer with NaN among its values or gradients, which hide
+        differences."""
+        self.is_blind = False
+        """Whether a layer gives nothing but NaN."""
         self._is_coarse = graph.uses_half
+        # Tensors from elsewhere are read by the module itself as they are.
+        self._owned = {id(x) for x in (*module.parameters(), *module.buffers())}
         self._known: dict[str, _Found] = {}
         self._cotangent: Tensor | None = None
         self.missing: frozenset[str] = frozenset()
@@ -140,9 +182,7 @@ class _Check:
         if not found.is_floating_point():
             return bool(torch.equal(found, wanted))
         scale = max(_largest(wanted), 0.0 if largest is None else largest)
-        limit = COARSE
-        if not self._is_coarse:
-            limit = TOLERANCES.get(found.dtype, COARSE)
+        limit = tolerance_of(self._graph.precision_of(found.dtype))
         limit = max(limit * scale, rounding) or 1e-30
         return bool(torch.allclose(found, wanted, rtol=0.0, atol=limit, equal_nan=True))
 
@@ -163,14 +203,40 @@ class _Check:
             wanted, whole = self._whole(packed)
             values, grads, cotangents = self._layers(packed)
             self._compare(wanted, values[self._graph.output], whole, grads)
+            self._find_hidden(values, cotangents)
             with _fixed_norms(parts.values()):
                 return self._rows(values, cotangents)
+
+    def _find_hidden(
+        self, values: dict[str, Tensor], cotangents: dict[str, Tensor]
+    ) -> None:
+        for node in self._graph.nodes:
+            for found in (values.get(node.name), cotangents.get(node.name)):
+                if found is None or not found.numel() or not _has_gradient(found):
+                    continue
+                nan = found.isnan()
+                if bool(nan.any()):
+                    self.hidden = self.hidden or self._first_nan(node, values)
+                    self.is_blind |= bool(nan.all())
+
+    def _first_nan(self, node: LayerNode, values: dict[str, Tensor]) -> str:
+        """Return the line of a layer's first operation that gives NaN."""
+        for op, value in self._trace(node, values, _EVERY).items():
+            if not isinstance(value, Tensor) or not _has_gradient(value):
+                continue
+            if op.meta.get("place") and bool(value.isnan().any()):
+                return place_of(op)
+        return f"layer {node.name!r}"
 
     def _perturbed(self, tensor: Tensor) -> Tensor:
         with torch.no_grad():
             made = tensor.detach().clone()
-            if isinstance(tensor, nn.Parameter) and _has_gradient(made):
+            if not _has_gradient(made) or id(tensor) not in self._owned:
+                pass
+            elif isinstance(tensor, nn.Parameter):
                 made += self._numbers.noise_for(made)
+            else:
+                made = self._numbers.other_buffer(made)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, requires_grad=tensor.requires_grad)
         return made

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 import types
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
+from stretto.burst.tracing.freezing import ATOMS, Freezer
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 HOOKS = (
@@ -34,23 +37,10 @@ HOOKS = (
 _OF_LAYERS = ("training", "p", "dropout")
 """Attributes that change the meaning of torch's own modules, which run as they are."""
 
-_ATOMS = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-)
 _NOT_USERS = frozenset(("torch", "stretto", *sys.stdlib_module_names)) - {"__main__"}
 """Packages whose functions read no state of the user's; names of top-level modules."""
 
 _MISSING = object()
-_MOST_ITEMS = 64
-_DEPTH = 3
 
 
 @contextlib.contextmanager
@@ -106,52 +96,6 @@ class Ambient:
 
 
 @final
-class _Same:
-    """Equal only to itself: an object that is compared by identity."""
-
-    __slots__ = ("held",)
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.held is self.held
-
-    def __hash__(self) -> int:
-        return id(self.held)
-
-
-def _frozen(value: Any, depth: int = _DEPTH) -> Any:
-    """Return a value that can be compared with a later one."""
-    if isinstance(value, _ATOMS):
-        return type(value), value
-    if depth and isinstance(value, (list, tuple, set, frozenset)):
-        if len(value) > _MOST_ITEMS:
-            return type(value), len(value)
-        parts = (_frozen(v, depth - 1) for v in value)
-        is_set = isinstance(value, (set, frozenset))
-        return type(value), frozenset(parts) if is_set else tuple(parts)
-    if depth and isinstance(value, dict):
-        return type(value), _frozen_items(value, depth)
-    if depth and _has_fields(value):
-        return type(value), _frozen_items(vars(value), depth)
-    return _Same(value)
-
-
-def _frozen_items(held: Mapping[Any, Any], depth: int) -> Any:
-    if len(held) > 4 * _MOST_ITEMS:
-        return len(held)
-    return tuple((k, _frozen(v, depth - 1)) for k, v in held.items())
-
-
-def _has_fields(value: Any) -> bool:
-    """Return whether an object is a plain record, such as a configuration."""
-    if isinstance(value, (nn.Module, Tensor, type, types.ModuleType)):
-        return False
-    return not callable(value) and isinstance(getattr(value, "__dict__", None), dict)
-
-
-@final
 @dataclass(frozen=True, slots=True)
 class _Row:
     held: Any
@@ -166,13 +110,15 @@ class _Row:
 
     name: str
 
+    freeze: Freezer
+
     def holds(self) -> bool:
         value = self.held.get(self.key, _MISSING)
         if self.frozen is None:
             return value is self.value
-        if value is self.value and isinstance(value, _ATOMS):
+        if value is self.value and isinstance(value, ATOMS):
             return True
-        return bool(_frozen(value) == self.frozen)
+        return bool(self.freeze(value) == self.frozen)
 
 
 @final
@@ -246,19 +192,28 @@ class Reads:
                 found[f"{name}.{key}" if name else key] = value
         return found
 
-    def watch(self) -> Watch:
-        """Return all values as they are now."""
+    def watch(self, *, is_between: bool = True) -> Watch:
+        """Return all values as they are now.
+
+        They are for a comparison between steps, or else with what one forward changes:
+        then tensors and the state of installed packages do not count.
+        """
+        tensors = is_between
         rows: dict[tuple[int, str], _Row] = {}
         deep: set[int] = set()
+        freeze = Freezer(self._names(), self._modules.keys(), tensors=tensors)
 
         def add(held: Any, key: str, name: str) -> None:
             value = held.get(key, _MISSING)
             frozen = None
-            if value is not _MISSING and not (_has_fields(value) and id(value) in deep):
-                if _has_fields(value):
-                    deep.add(id(value))
-                frozen = _frozen(value)
-            rows[id(held), key] = _Row(held, key, value, frozen, name)
+            if isinstance(value, ATOMS) or (
+                value is not _MISSING and id(value) not in deep
+            ):
+                deep.add(id(value))
+                frozen = freeze(value)
+            elif not tensors:
+                return
+            rows[id(held), key] = _Row(held, key, value, frozen, name, freeze)
 
         for number, key in self._found:
             prefix, part = self._modules[number]
@@ -275,7 +230,7 @@ class Reads:
             add(vars(part), key, name)
             if key not in vars(part):
                 for kind in type(part).__mro__:
-                    if key in vars(kind) and isinstance(vars(kind)[key], _ATOMS):
+                    if key in vars(kind) and isinstance(vars(kind)[key], ATOMS):
                         add(vars(kind), key, name)
                         break
         for prefix, part in self._modules.values():
@@ -283,8 +238,16 @@ class Reads:
                 if part is self._root or not _is_layer(part):
                     add(vars(part), key, f"the hooks of {prefix or 'the model'}")
         self._add_globals(add)
-        self._add_helpers(add)
+        self._add_helpers(add, installed=is_between)
         return Watch(list(rows.values()))
+
+    def _names(self) -> set[str]:
+        """Return the names that functions called by forward contain."""
+        names: set[str] = set()
+        for code, _ in self._helpers:
+            names.update(code.co_names)
+            names.update(c for c in code.co_consts if isinstance(c, str))
+        return names
 
     def _add_globals(self, add: Any) -> None:
         """Add plain globals that the modules' own functions name."""
@@ -295,15 +258,17 @@ class Reads:
             if not kind.__module__.startswith("torch.")
         }
         for kind in sorted(kinds, key=lambda k: (k.__module__, k.__qualname__)):
-            for function in vars(kind).values():
+            for method, function in vars(kind).items():
                 if not isinstance(function, types.FunctionType):
                     continue
+                if self._is_called(function):
+                    add(vars(kind), method, f"{kind.__qualname__}.{method}")
                 held = function.__globals__
                 for key in function.__code__.co_names:
                     if isinstance(held.get(key), (bool, int, float, str)):
                         add(held, key, f"{function.__module__}.{key}")
 
-    def _add_helpers(self, add: Any) -> None:
+    def _add_helpers(self, add: Any, *, installed: bool) -> None:
         """Add names from outside that functions called by forward use.
 
         These are globals, attributes of imported modules and of classes, and values
@@ -311,7 +276,12 @@ class Reads:
         numbers and texts. Cells are found by the functions that have the code.
         """
         for code, held in self._helpers:
-            is_state = _is_state if _INSTALLED.isdisjoint(_folders(code)) else _is_plain
+            if not _READ_ENVIRONMENT.isdisjoint(code.co_names):
+                add(vars(os), "environ", "os.environ")
+            is_users = _INSTALLED.isdisjoint(_folders(code))
+            if not is_users and not installed:
+                continue
+            is_state = _is_state if is_users else _is_plain
             for key in code.co_names:
                 value = held.get(key)
                 if isinstance(value, (types.ModuleType, type)):
@@ -321,9 +291,13 @@ class Reads:
                     for inner in code.co_names:
                         if is_state(vars(value).get(inner)):
                             add(vars(value), inner, f"{value.__name__}.{inner}")
-                elif is_state(value):
+                elif is_state(value) or self._is_called(value):
                     add(held, key, f"{held.get('__name__')}.{key}")
-        closing = [code for code, _ in self._helpers if code.co_freevars]
+        closing = [
+            code
+            for code, _ in self._helpers
+            if code.co_freevars and (installed or _INSTALLED.isdisjoint(_folders(code)))
+        ]
         # One search for all: it visits every object of the process.
         for function in gc.get_referrers(*closing) if closing else ():
             if not isinstance(function, types.FunctionType):
@@ -334,6 +308,12 @@ class Reads:
                 found = _Cell(cell)
                 if _is_state(found.get("")):
                     add(found, "", f"{key!r} in {function.__qualname__}")
+
+    def _is_called(self, value: Any) -> bool:
+        """Return whether it is a function that forward calls."""
+        return isinstance(value, types.FunctionType) and (
+            id(value.__code__) in self._codes
+        )
 
 
 @final
@@ -352,6 +332,8 @@ class _Cell:
 
 
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
+_READ_ENVIRONMENT = frozenset(("environ", "getenv"))
+_CODE = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
 
 
 def _folders(code: types.CodeType) -> tuple[str, ...]:
@@ -363,12 +345,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_state(value: Any) -> bool:
-    """Return whether a value is plain, or a container or record of such."""
-    if _is_plain(value) or isinstance(value, (list, tuple, set, dict)):
+    """Return whether a value may hold what a decision depends on."""
+    if value is None or isinstance(value, _CODE):
+        return False
+    if isinstance(value, (Tensor, torch.Generator)):
         return True
-    return _has_fields(value) and not type(value).__module__.startswith(
-        ("logging", "torch.")
-    )
+    return not type(value).__module__.startswith(("logging", "torch.", "typing"))
 
 
 def _is_layer(part: nn.Module) -> bool:

@@ -225,9 +225,11 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         mode: FakeTensorMode,
         trained: dict[int, str],
         batch: int,
+        check: Callable[[int, Record], None] | None,
     ) -> None:
         super().__init__()
         self._batch = batch
+        self._check = check
         self.recording = Recording()
         self._root = root
         self._mode = mode
@@ -455,6 +457,8 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
 
     def _add(self, record: Record, result: Any, given: list[Tensor]) -> None:
         number = len(self.recording.records)
+        if self._check is not None:
+            self._check(number, record)
         self.recording.records.append(record)
         storages = {storage_of(t) for t in given if isinstance(t, FakeTensor)}
         for path, tensor in _leaves(result):
@@ -875,17 +879,18 @@ def record(
     source: tuple[tuple[int, ...], torch.dtype, torch.device],
     fakes: Fakes,
     reads: Reads | None = None,
+    check: Callable[[int, Record], None] | None = None,
 ) -> Recording:
     """Record what ``run`` does with an input of a shape, in the current modes.
 
     ``run`` gets the input and returns the output's tensors, as a tree. The plain state
-    that it reads is added to ``reads``.
+    that it reads is added to ``reads``. ``check`` may raise at an operation.
     """
     mode = fakes.mode
     shape, dtype, device = source
     trained = fakes.trained()
     with swapped(root.named_modules(), fakes.of) as named:
-        recorder = Recorder(root, mode, trained, shape[0])
+        recorder = Recorder(root, mode, trained, shape[0], check)
         for name, tensor in named.items():
             recorder.knows(tensor, Fixed(name))
         for prefix, part in root.named_modules():

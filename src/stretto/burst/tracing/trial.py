@@ -24,6 +24,12 @@ TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 COARSE = 5e-2
 """The same if something computes with fewer than 32 bits."""
 
+
+def tolerance_of(precision: torch.dtype | None) -> float:
+    """Return the tolerance for a type's rounding; None is a type of 16 bits."""
+    return COARSE if precision is None else TOLERANCES.get(precision, COARSE)
+
+
 _DROPOUTS = {
     functional.dropout,
     functional.dropout1d,
@@ -117,8 +123,20 @@ def _gumbel_softmax(
 class Numbers:
     """Random numbers that depend only on a seed, whatever the device and type."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(
+        self, seed: int, *, noise: float = 1.0, by_column: bool = False
+    ) -> None:
+        """Prepare.
+
+        Args:
+            seed: The seed.
+            noise: Size of parameters' perturbations, relative to the usual one.
+            by_column: Whether an integer input's values stay in their columns, as where
+                each has a vocabulary of its own.
+        """
         self._generator = torch.Generator().manual_seed(seed)
+        self._noise = noise
+        self._by_column = by_column
 
     def normal(self, shape: Any, like: Tensor) -> Tensor:
         """Return normal numbers of a shape, with the type and device of a tensor."""
@@ -148,6 +166,11 @@ class Numbers:
                 low = torch.randint(2, rows.shape, generator=self._generator)
                 return low.to(device=rows.device, dtype=rows.dtype)
             flat = rows.reshape(number, -1)
+            if self._by_column:
+                for column in flat.unbind(1):
+                    mixed = torch.randperm(number, generator=self._generator)
+                    column.copy_(column[mixed.to(column.device)])
+                return flat.reshape(rows.shape)
             for row in flat:
                 mixed = torch.randperm(len(row), generator=self._generator)
                 row.copy_(row[mixed.to(row.device)])
@@ -176,7 +199,18 @@ class Numbers:
         scale = tensor.abs().mean() if tensor.numel() else tensor.new_zeros(())
         if not bool(torch.isfinite(scale)):
             scale = scale.new_zeros(())
-        return noise * (0.1 * scale if scale > 0 else 0.2)
+        return self._noise * noise * (0.1 * scale if scale > 0 else 0.2)
+
+    def other_buffer(self, buffer: Tensor) -> Tensor:
+        """Return other values for a buffer of floats.
+
+        Signs are kept, because it may hold variances or a mask. Zeros become positive,
+        because a program may raise a weight that begins at zero.
+        """
+        size = self._noise * self.normal(buffer.shape, buffer).abs()
+        kept = buffer.isinf() | buffer.isnan()
+        made = torch.where(buffer == 0, 0.1 * size, buffer * (1 + 0.1 * size))
+        return torch.where(kept, buffer, made)
 
 
 @contextlib.contextmanager

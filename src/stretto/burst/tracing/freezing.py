@@ -1,0 +1,242 @@
+"""Copies of plain state that can be compared with what it is later.
+
+# Note [How far state is followed]
+Containers and objects are followed to any depth, objects only through attributes whose
+names the recorded functions contain: a model may hold its trainer, and through it all
+of a program. A value of more than `MOST_ITEMS` parts is compared by identity and length
+from there on, and an array of more than `MOST_BYTES` by a sample of its elements.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import enum
+import functools
+import hashlib
+import itertools
+import os
+import random
+import types
+import warnings
+import weakref
+from collections.abc import Sized
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+ATOMS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+)
+"""Types whose values are compared as they are."""
+
+MOST_ITEMS = 20_000
+MOST_DEPTH = 50
+MOST_BYTES = 1 << 24
+_MOST_KEPT = 1 << 12
+"""Bytes of an array that are kept as they are; of longer ones a digest."""
+
+_OPAQUE = (
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    enum.Enum,
+    weakref.ReferenceType,
+)
+_MAPPINGS = (
+    dict,
+    types.MappingProxyType,
+    type(os.environ),
+    collections.UserDict,
+)
+_SEQUENCES = (list, tuple, collections.deque, collections.UserList)
+_COUNTS = (itertools.count, itertools.repeat)
+"""Iterators whose text contains their state."""
+
+
+@final
+class _Same:
+    """Equal only to itself: an object that is compared by identity."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+@final
+class Freezer:
+    """Makes copies of values that can be compared with later ones."""
+
+    def __init__(
+        self, names: Collection[str], known: Collection[int], *, tensors: bool = True
+    ) -> None:
+        """Prepare.
+
+        Args:
+            names: Attributes that are followed in objects.
+            known: The ids of modules that are watched otherwise.
+            tensors: Whether tensors are compared by identity, or not at all.
+        """
+        self._names = names
+        self._known = known
+        self._tensors = tensors
+
+    def __call__(self, value: Any) -> Any:
+        """Return a copy of a value."""
+        return _Freeze(self._names, self._known, tensors=self._tensors).of(value)
+
+
+@final
+class _Freeze:
+    """One copy in the making."""
+
+    def __init__(
+        self, names: Collection[str], known: Collection[int], *, tensors: bool
+    ) -> None:
+        self._names = names
+        self._known = known
+        self._tensors = tensors
+        self._path: dict[int, int] = {}
+        self._left = MOST_ITEMS
+
+    def of(self, value: Any) -> Any:
+        """Return the copy of a value."""
+        if isinstance(value, ATOMS):
+            return type(value), value
+        if isinstance(value, Tensor):
+            return _Same(value) if self._tensors else Tensor
+        if isinstance(value, _OPAQUE) or id(value) in self._known:
+            return _Same(value)
+        if (depth := self._path.get(id(value))) is not None:
+            return "again", depth
+        self._left -= 1
+        if self._left < 0 or len(self._path) > MOST_DEPTH:
+            return _Same(value), len(value) if isinstance(value, Sized) else 0
+        self._path[id(value)] = len(self._path)
+        try:
+            return type(value), self._parts(value)
+        finally:
+            del self._path[id(value)]
+
+    def _parts(self, value: Any) -> Any:
+        fields = self._fields(value)
+        if isinstance(value, _MAPPINGS):
+            items = ((self.of(key), self.of(inner)) for key, inner in value.items())
+            return tuple(items), fields
+        if isinstance(value, (set, frozenset)):
+            return frozenset(self.of(inner) for inner in value), fields
+        if isinstance(value, _SEQUENCES):
+            return tuple(self.of(inner) for inner in value), fields
+        if (found := _bytes_of(value)) is not None:
+            return found
+        if (state := _state_of(value)) is not None:
+            return self.of(state), fields
+        if isinstance(value, nn.Module):
+            held = (value._parameters, value._buffers, value._modules)  # noqa: SLF001
+            return fields, tuple(self.of(part) for part in held)
+        if isinstance(value, types.FunctionType):
+            return _Same(value), fields
+        if fields:
+            return fields
+        if hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
+            return _Same(value)
+        return self._reduced(value)
+
+    def _fields(self, value: Any) -> tuple[Any, ...]:
+        """Return copies of an object's own attributes."""
+        found = [
+            (key, self.of(inner))
+            for key, inner in _attributes(value)
+            if key in self._names
+        ]
+        return tuple(found)
+
+    def _reduced(self, value: Any) -> Any:
+        """Return what pickle would store of an object of a type written in C."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                parts = value.__reduce_ex__(2)
+        except Exception:  # noqa: BLE001 - it can't be stored
+            return _Same(value)
+        if not isinstance(parts, tuple):
+            return _Same(value)
+        return tuple(self.of(part) for part in parts[1:3])
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that an object itself holds."""
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, dict):
+        yield from held.items()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for key in (slots,) if isinstance(slots, str) else slots:
+            if key.startswith("__") and not key.endswith("__"):
+                key = f"_{kind.__name__.lstrip('_')}{key}"  # as code names it
+            if key != "__dict__" and hasattr(value, key):
+                yield key, getattr(value, key)
+
+
+def _bytes_of(value: Any) -> Any:
+    """Return the content of an array, or None."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, (bytearray, array.array)):
+        return bytes(value)
+    if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.hasobject:
+        return None
+    if value.nbytes > MOST_BYTES:
+        step = -(-value.nbytes // MOST_BYTES)
+        return _Same(value), np.asarray(value.flat[::step]).tobytes()
+    content = value.tobytes()
+    if len(content) > _MOST_KEPT:
+        content = hashlib.blake2b(content).digest()
+    return value.dtype.str, value.shape, content
+
+
+def _state_of(value: Any) -> Any:
+    """Return a value that holds all state of a known type, or None."""
+    if isinstance(value, np.ndarray):  # of objects
+        return value.tolist()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.RandomState):
+        return value.get_state(legacy=False)
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.random.BitGenerator):
+        return value.state
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, types.MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, contextvars.ContextVar):
+        return (value.get(None),)
+    if isinstance(value, _COUNTS):
+        return repr(value)
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        return (-1,) if frame is None else (frame.f_lasti, frame.f_locals)
+    return None
