@@ -119,6 +119,37 @@ def test_a_program_keeps_its_exit_status_while_workers_lag(
         assert "rank 1 is gone" in found[0][1]
 
 
+WAITING = """
+import sys, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    work = dist.all_reduce(torch.ones(4), async_op=True)  # rank 1 does not join
+    raise ValueError("mine")
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_fails_does_not_wait_for_collectives_of_others(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WAITING)
+    begin_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "stretto", "run", "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "ValueError: mine" in done.stderr
+    assert time.monotonic() - begin_s < 55
+
+
 def named_worker(work: Any) -> threading.Thread:
     """Run ``work`` in a thread that looks like one of Gloo's workers."""
     named = threading.Event()

@@ -6,12 +6,17 @@ torchrun starts this as ``python -m stretto._api.script SCRIPT ARGS``.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import gc
 import importlib.util
+import io
 import logging
 import os
-import runpy
+import pkgutil
 import sys
+import threading
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,14 +28,18 @@ from stretto._api.ddp import DistributedDataParallel
 from stretto._api.environment import check_interfaces
 from stretto.convert import Choices, run_converted
 from stretto.errors import SpecError, StrettoError
+from stretto.main_module import main_file, run_file, run_named
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
 
 _log = logging.getLogger(__name__)
 
 CONVERT_VARIABLE = "STRETTO_CONVERT"
 """Set by `stretto run --convert`: scripts for one device are converted first."""
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 def replace_ddp() -> None:
@@ -71,28 +80,36 @@ def warn_of_spawn() -> None:
     package.spawn = warn_and_spawn
 
 
-def run_script(script: Path, arguments: Sequence[str]) -> None:
+def run_script(script: str, arguments: Sequence[str]) -> None:
     """Run a script as ``python SCRIPT ARGUMENTS`` would, on stretto's DDP.
+
+    An error that the script does not catch ends the process.
 
     Raises:
         SpecError: There is no such script, or no such network interface.
     """
-    if not script.is_file():
+    path = Path(script)
+    if not path.is_file():
         raise SpecError(f"{script}: no such script")
     check_interfaces(os.environ)
     replace_ddp()
     warn_of_spawn()
     _show_log()
-    sys.argv = [str(script), *arguments]
-    sys.path[0:1] = [str(script.resolve().parent)]
-    if os.environ.get(CONVERT_VARIABLE):
-        run_converted(script, Choices())
+    sys.argv = [script, *arguments]
+    if pkgutil.get_importer(script) is not None:  # an archive, which contains modules
+        sys.path[: _own_entries()] = [main_file(script)]
     else:
-        runpy.run_path(str(script), run_name="__main__")
+        _search_first(path.resolve().parent)
+    if os.environ.get(CONVERT_VARIABLE):
+        _end_on_error(lambda: run_converted(path, Choices()))
+    else:
+        _end_on_error(lambda: run_file(script))
 
 
 def run_module(module: str, arguments: Sequence[str]) -> None:
     """Run a module as ``python -m MODULE ARGUMENTS`` would, on stretto's DDP.
+
+    An error that the module does not catch ends the process.
 
     Raises:
         SpecError: There is no such module or network interface, or the module would
@@ -104,8 +121,8 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
     replace_ddp()
     warn_of_spawn()
     _show_log()
-    sys.argv = [module, *arguments]
-    sys.path[0:1] = [str(Path.cwd())]
+    sys.argv = ["-m", *arguments]
+    _search_first(Path.cwd())
     try:
         known = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -114,7 +131,18 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
         raise SpecError(
             f"-m {module}: no such module: give the name of an importable module"
         )
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    _end_on_error(lambda: run_named(module))
+
+
+def _own_entries() -> int:
+    """Return how many entries of ``sys.path`` this program's start has put first."""
+    return 0 if sys.flags.safe_path else 1
+
+
+def _search_first(folder: Path) -> None:
+    """Search a program's folder first, unless Python is asked not to (``-P``)."""
+    if not sys.flags.safe_path:
+        sys.path[: _own_entries()] = [str(folder)]
 
 
 def _show_log() -> None:
@@ -135,26 +163,73 @@ def main() -> None:
         if script == "-m":
             run_module(arguments[0], arguments[1:])
         else:
-            run_script(Path(script), arguments)
+            run_script(script, arguments)
     except StrettoError as error:
         sys.stderr.write(f"stretto: error: {error}\n")
         sys.exit(error.exit_code)
-    except Exception:  # noqa: BLE001 - whatever the script raised
-        sys.excepthook(*sys.exc_info())
+
+
+def _end_on_error(run: Callable[[], None]) -> None:
+    """Run a program; an error that it does not catch ends the process.
+
+    Raises:
+        StrettoError: The program raised it; the caller reports it in one line.
+    """
+    try:
+        run()
+    except StrettoError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever the script raised
+        error.__traceback__ = _of_program(error)
+        sys.excepthook(type(error), error, error.__traceback__)
         _leave(1)
 
 
-def _leave(status: int) -> NoReturn:
-    """End the process with an error's exit status.
+def _of_program(error: Exception) -> TracebackType | None:
+    """Return an error's traceback as plain Python shows it: without our frames."""
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    if trace is None and not isinstance(error, SyntaxError):  # in the program's text
+        return error.__traceback__
+    return trace
 
-    Communication threads may still run, because other ranks end at the same time. An
-    interpreter that ends under them occasionally aborts, and a launcher would then
-    report that signal instead of the error.
+
+def _is_ours(file: str) -> bool:
+    return Path(file).is_relative_to(_PACKAGE)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process with an error's exit status, after what Python does at its end.
+
+    Threads of the program may still save a checkpoint, so this waits for all that are
+    not daemons and for executors, as the interpreter does. stretto's own threads are
+    daemons, or end by themselves within seconds.
+
+    The interpreter itself is not finalized. Communication threads may still run,
+    because other ranks end at the same time: an interpreter that ends under them
+    occasionally aborts, and a launcher would then report that signal instead of the
+    error. It also destroys the process group, whose destructor waits for collectives
+    that the other ranks may never join.
     """
-    atexit._run_exitfuncs()  # noqa: SLF001 - what an ordinary end would do first
-    sys.stdout.flush()
-    sys.stderr.flush()
+    threads: Any = threading
+    for end in (threads._shutdown, atexit._run_exitfuncs, _flush_files):  # noqa: SLF001
+        try:
+            end()
+        except BaseException:  # noqa: BLE001 - an interrupt, too, ends only this wait
+            traceback.print_exc()
     os._exit(status)
+
+
+def _flush_files() -> None:
+    """Write what open files have buffered, as their destruction would."""
+    files = [sys.stdout, sys.stderr]
+    for kind in (io.TextIOWrapper, io.BufferedWriter):  # the outer ones first
+        # `isinstance` would ask proxies, of which some warn.
+        files += [f for f in gc.get_objects() if issubclass(type(f), kind)]
+    for file in files:
+        with contextlib.suppress(Exception):  # closed, or nothing reads it
+            file.flush()
 
 
 if __name__ == "__main__":

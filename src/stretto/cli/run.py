@@ -105,7 +105,7 @@ def _run_here(arguments: tuple[str, ...]) -> None:
             f"launcher started: torchrun options such as {script} have no effect here. "
             "Put SCRIPT first."
         )
-    run_script(Path(script), rest)
+    run_script(script, rest)
 
 
 def _launch(arguments: tuple[str, ...], *, convert: bool) -> None:
@@ -127,7 +127,9 @@ def _launch(arguments: tuple[str, ...], *, convert: bool) -> None:
             raise SpecError("--convert needs the path of a script, not a module (-m)")
         _check_conversion(script)
         _all_local_ranks(parsed, arguments)
-    given = [MODULE, str(script)] if parsed.module else [str(script)]
+    given = [parsed.training_script]
+    if parsed.module:
+        given.insert(0, MODULE)
     parsed.module = True
     parsed.training_script = "stretto._api.script"
     parsed.training_script_args = [*given, *parsed.training_script_args]

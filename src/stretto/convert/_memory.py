@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import difflib
 import linecache
-import sys
-import types
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +13,7 @@ from stretto.convert._reading import decoded
 from stretto.convert._result import Choices, Kind
 from stretto.convert._script import convert_source
 from stretto.errors import SpecError
+from stretto.main_module import new_script_module
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -48,14 +47,12 @@ def run_converted(path: Path, choices: Choices) -> None:
         SpecError: The script is not understood.
     """
     conversion = conversion_to_run(path, choices)
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=str(path), __builtins__=__builtins__)
+    names = new_script_module(str(path))
     if path.suffix == ".ipynb":
         # Its lines are those of the joined cells, which are in no file.
         _remember(str(path), conversion.before)
-    sys.modules["__main__"] = main
     for code in compiled(conversion, str(path)):
-        exec(code, main.__dict__)
+        exec(code, names)
 
 
 def open_questions(conversion: Conversion) -> list[str]:

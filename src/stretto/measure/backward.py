@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
 
+_graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
+
 DEFAULT_WARMUP = 3
 DEFAULT_REPETITIONS = 10
 DEFAULT_MAX_SPREAD_RATIO = 0.35
@@ -62,7 +64,9 @@ class StepObserver:
     counts toward the step that contains it, so keep it out of the measured steps.
 
     Backward begins when the gradient of the model's output is ready: the loss, its
-    backward, the optimizer and the input pipeline count as time outside backward. Times
+    backward, the optimizer and the input pipeline count as time outside backward. In a
+    model whose forward runs backward itself, forward ends and backward begins when the
+    last module before it has returned, so the loss counts as backward there. Times
     exclude communication only if the model does not communicate: observe the module
     inside a ``DistributedDataParallel``, and run under its ``no_sync``.
 
@@ -160,6 +164,7 @@ class StepObserver:
             if module is not model and next(module.parameters(), None) is not None:
                 hook = self._module_hook(prefix)
                 self._handles.append(module.register_forward_pre_hook(hook))
+                self._handles.append(module.register_forward_hook(self._returned))
 
     def _watch_aside(self) -> None:
         # Hooks of all modules, because one module's own hooks would be copied and saved
@@ -202,8 +207,11 @@ class StepObserver:
             self._first_use.setdefault(prefix, self._mark())
 
     def _any_returned(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._prefixes.get(id(module)) == "":
+        prefix = self._prefixes.get(id(module))
+        if prefix == "":
             self._root_returned(module, args, output)
+        elif prefix is not None:
+            self._returned(module, args, output)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -240,11 +248,15 @@ class StepObserver:
         """
         self._finish(step_s)
         self._reset()
+        self._resume()
 
     # -- hooks -------------------------------------------------------------
 
     def _reset(self) -> None:
         self._begin: Any = None
+        self._resumed = False
+        """Whether the step began where the one before it ended, within forward."""
+        self._last_return: Any = None
         self._forward_end: Any = None
         self._backward_begin: Any = None
         self._backward_end: Any = None
@@ -255,14 +267,20 @@ class StepObserver:
         self._excluded_s = 0.0
         self._started = None
 
+    def _resume(self) -> None:
+        """Begin a step: another backward may follow within the same forward."""
+        self._begin = self._first_use[""] = self._mark()
+        self._resumed = True
+
     def _root_called(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if not torch.is_grad_enabled():
             return
-        if self._begin is not None and not self._ready_order:
+        if self._begin is not None and not (self._ready_order or self._resumed):
             return  # a second forward before backward: the same step continues
-        self._finish()
+        if not self._resumed:
+            self._finish()
         started = self._started
         self._reset()
         for leaf in pytree.tree_leaves((args, kwargs)):
@@ -275,8 +293,8 @@ class StepObserver:
         self._begin = started or self._first_use[""]
 
     def _root_returned(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if self._begin is None or not torch.is_grad_enabled():
-            return
+        if self._begin is None or not torch.is_grad_enabled() or self._ready_order:
+            return  # with gradients: the backward was run within this forward
         self._forward_end = self._mark()
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -290,6 +308,16 @@ class StepObserver:
                 self._first_use[prefix] = self._mark()
 
         return first_used
+
+    def _returned(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        """Note the last module that returned before backward."""
+        if (
+            self._begin is not None
+            and not self._ready_order
+            and torch.is_grad_enabled()
+            and _graph_task_id() == -1  # not recomputed within backward
+        ):
+            self._last_return = self._mark()
 
     def _backward_began(self, _gradient: torch.Tensor) -> None:
         if self._begin is None:
@@ -364,7 +392,8 @@ class StepObserver:
                 "these (requires_grad=False) or use them in the loss"
             )
         seconds = self._clock.seconds
-        begin, forward_end = self._begin, self._forward_end
+        begin = self._begin
+        forward_end = self._forward_end or self._last_return or begin
         backward_begin = self._backward_begin or forward_end
         self.order = tuple(self._ready_order)
         self.steps.append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from typing import TYPE_CHECKING, Any, final
 
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stretto.errors import SpecError
+from stretto.main_module import run_file
 from stretto.measure.backward import (
     DEFAULT_MAX_SPREAD_RATIO,
     DEFAULT_WARMUP,
@@ -75,11 +75,12 @@ def profile_script(
         on_step=on_step,
     )
     saved_argv, saved_path = sys.argv, list(sys.path)
+    saved_main = sys.modules["__main__"]
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:
         with watcher:
-            runpy.run_path(str(script), run_name="__main__")
+            run_file(str(script))
     except _Enough:
         pass
     except SystemExit as end:
@@ -87,6 +88,7 @@ def profile_script(
             raise
     finally:
         sys.argv, sys.path[:] = saved_argv, saved_path
+        sys.modules["__main__"] = saved_main
     if watcher.workload is None:
         raise watcher.refusal()
     return watcher.workload

@@ -287,7 +287,7 @@ class DistributedDataParallel(TorchDDP):
         self._keep_used_map(before[3])
 
     def _retire(self, reducer: Any, logger: Any) -> None:
-        """Take an old Reducer out of service; its iterations still count."""
+        """Take an old Reducer out of service; its logged iterations still count."""
         self._own_planned()
         # Remove its parameter hooks now, not when the last reference is dropped.
         reducer._remove_autograd_hooks()  # noqa: SLF001
@@ -316,7 +316,12 @@ class DistributedDataParallel(TorchDDP):
             used.copy_(reducer._get_local_used_map())  # noqa: SLF001
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return DDP's log; its iterations are the model's, over all its plans."""
+        """Return DDP's log, with the sum of iterations logged under all plans.
+
+        DDP logs the first ten iterations of a Reducer and every hundredth after them,
+        each when the next one starts. Each plan has its own Reducer, whose last
+        iterations may be missing, so the sum is at most the number of steps.
+        """
         parent: Any = super()
         data: dict[str, Any] = parent._get_ddp_logging_data()  # noqa: SLF001
         if self._iterations and "iteration" in data:
@@ -335,6 +340,11 @@ class DistributedDataParallel(TorchDDP):
         if self._gradient_counts is not None:
             counts, self._gradient_counts = self._gradient_counts, None
             self._gradients_come_once = counts.end()
+        # A second backward in the same forward needs the rebuilt buckets. If they are
+        # known, this does not communicate.
+        known = self._planned is not None or self._rule_buckets is not None
+        if known and self.reducer._rebuild_buckets():  # noqa: SLF001
+            self._has_rebuilt_buckets = True
         if self._counts_steps:
             key = (str(self.process_group.group_name), self._agreement.serial)
             at_the_end(key, self._step_reduced)

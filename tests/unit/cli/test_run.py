@@ -1,19 +1,23 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import zipfile
+from functools import partial
 
 import pytest
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def stretto_run(*arguments, **variables):
+def stretto_run(*arguments, folder=None, **variables):
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
     return subprocess.run(
         [sys.executable, "-m", "stretto", "run", *map(str, arguments)],
         env={**environment, **variables},
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=100,
@@ -21,8 +25,19 @@ def stretto_run(*arguments, **variables):
     )
 
 
-def as_rank_0(*arguments):
-    return stretto_run(*arguments, RANK="0", WORLD_SIZE="1")
+def as_rank_0(*arguments, folder=None):
+    return stretto_run(*arguments, folder=folder, RANK="0", WORLD_SIZE="1")
+
+
+def plain_python(*arguments, folder):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
 
 
 @pytest.fixture
@@ -113,3 +128,124 @@ def test_a_network_interface_that_does_not_exist_is_named_at_once(script, comman
     assert "names network interface 'nope0', which this host lacks" in last_line(done)
     assert "it has lo" in last_line(done)
     assert done.stdout == ""
+
+
+MAIN = """
+import re, sys
+main = sys.modules["__main__"]
+assert vars(main) is globals()
+own = {n: v for n, v in globals().items() if n.startswith("__")}
+own["__builtins__"] = type(own["__builtins__"])
+text = re.sub("0x[0-9a-f]+", "", repr(sorted(own.items())))
+print(text, sys.argv, sys.path[:2])
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Write a program as script, package, module and archive; return its folder."""
+
+    def write(text):
+        package = tmp_path / "job"
+        package.mkdir()
+        (package / "__init__.py").write_text("")
+        for path in (tmp_path / "train.py", package / "train.py"):
+            path.write_text(text)
+        (package / "__main__.py").write_text(text)
+        with zipfile.ZipFile(tmp_path / "train.zip", "w") as archive:
+            archive.writestr("__main__.py", text)
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.py"],
+        ["job/../train.py"],
+        ["train.zip"],
+        ["-m", "job"],
+        ["-m", "job.train"],
+    ],
+)
+def test_the_main_module_is_that_of_plain_python(program, words):
+    folder = program(MAIN)
+    expected = plain_python(*words, "--lr", "3", folder=folder)
+    done = as_rank_0(*words, "--lr", "3", folder=folder)
+    assert done.stdout == expected.stdout != "", done.stderr
+
+
+AT_THE_END = """
+import atexit, os, pickle, sys, threading
+from pathlib import Path
+
+class Net: pass
+
+def save(how):
+    assert pickle.loads(pickle.dumps(Net())).__class__ is Net
+    print(how, sys.argv[1:], flush=True)
+
+def save_late():
+    threading.main_thread().join()
+    save("thread")
+
+atexit.register(save, "atexit")
+threading.Thread(target=save_late).start()
+os.chdir("/")
+print(Path(__file__).read_text() != "")
+"""
+
+
+@pytest.mark.parametrize("words", [["train.py"], ["-m", "job.train"]])
+def test_a_script_s_classes_last_until_the_process_ends(program, words):
+    folder = program(AT_THE_END)
+    launched = stretto_run("--nproc-per-node", 1, *words, "7", folder=folder)
+    for done in (as_rank_0(*words, "7", folder=folder), launched):
+        assert done.returncode == 0, done.stderr
+        lines = ["True", "thread ['7']", "atexit ['7']"]
+        assert done.stdout.splitlines() == lines, done.stderr
+
+
+FAILING = """
+import atexit, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+def save():
+    time.sleep(1)
+    print("saved", flush=True)
+
+log = open(sys.argv[1], "w")
+log.write("not flushed yet")
+atexit.register(print, "atexit")
+ThreadPoolExecutor().submit(save)
+
+def load():
+    raise ValueError("the data end here")
+
+if __name__ == "__main__":
+    load()
+"""
+
+
+@pytest.mark.parametrize("words", [["train.py"], ["-m", "job.train"]])
+def test_an_error_of_a_script_ends_it_as_plain_python(program, words):
+    folder = program(FAILING)
+    expected = plain_python(*words, "log", folder=folder)
+    assert expected.stdout.splitlines() == ["saved", "atexit"]
+    for run in (as_rank_0, partial(stretto_run, "--nproc-per-node", 1)):
+        (folder / "log").unlink()
+        done = run(*words, "log", folder=folder)
+        assert done.returncode == expected.returncode == 1
+        assert done.stdout == expected.stdout
+        assert expected.stderr in re.sub(r"(?m)^\[rank0\]: ?", "", done.stderr)
+        assert (folder / "log").read_text() == "not flushed yet"
+
+
+def test_an_error_in_a_script_s_text_is_shown_as_by_plain_python(program):
+    folder = program("x = = 2\n")
+    expected = plain_python("train.py", folder=folder)
+    done = as_rank_0("train.py", folder=folder)
+    assert done.stderr.strip().endswith(expected.stderr.strip())
+    assert done.returncode == 1

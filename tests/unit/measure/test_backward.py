@@ -224,3 +224,61 @@ def test_a_step_that_never_calls_the_model_is_refused():
 def test_a_model_without_parameters_is_refused():
     with pytest.raises(SpecError, match="requires a gradient"):
         StepObserver(nn.ReLU())
+
+
+class Manual(nn.Module):
+    """A model whose forward runs backward itself, as Lightning's may."""
+
+    def __init__(self, backwards, layer):
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+        self.backwards = backwards
+
+    def forward(self, x):
+        for number in range(self.backwards):
+            y = x if number else x + 0.5
+            for layer in self.layers:
+                y = layer(y)
+            y.sum().backward()
+            self.ended(number)
+        return y.detach() if self.backwards else self.layers[1](self.layers[0](x))
+
+    def ended(self, number):
+        """Called after each backward."""
+
+
+def test_a_backward_within_forward_begins_where_the_last_module_returns():
+    model = Manual(1, Slow)
+
+    def step():
+        model(torch.ones(3, 4))
+        time.sleep(3 * PAUSE_S)
+
+    workload = profiled(model, step)
+    assert workload.backward_s >= 2 * PAUSE_S
+    assert workload.forward_s >= 5 * PAUSE_S
+    found = by_name(workload)
+    assert found["layers.1.linear.weight"].needed_s >= PAUSE_S
+    assert (
+        found["layers.1.linear.weight"].ready_s < found["layers.0.linear.bias"].ready_s
+    )
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_each_of_several_backwards_within_forward_may_be_a_step(aside):
+    model = Manual(2, Slow)
+    with StepObserver(model, aside=aside) as observer:
+        model.ended = lambda _number: observer.end_step(1.0)
+        for backwards in (2, 1, 0, 2):
+            model.backwards = backwards
+            y = model(torch.ones(3, 4))
+            if not backwards:
+                y.sum().backward()
+                observer.end_step(1.0)
+    assert observer.error is None
+    assert len(observer.steps) == 6
+    for step in observer.steps:
+        assert step.forward_s >= 2 * PAUSE_S
+        assert step.backward_s >= 2 * PAUSE_S
+        assert max(step.ready_s) <= step.backward_s
+        assert max(step.needed_s) <= step.forward_s

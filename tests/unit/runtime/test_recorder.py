@@ -78,3 +78,24 @@ def test_only_the_last_steps_are_kept() -> None:
     recorder.clear()
     assert recorder.timeline is None
     assert recorder.ready_s == {}
+
+
+def test_backwards_within_one_forward_are_steps_of_their_own() -> None:
+    recorder = Recorder()
+    recorder.attached(["a", "b", "c"], ROWS)
+    recorder.forward_started(100.0)
+    for start_s in (101.0, 111.0):
+        recorder.gradient_ready(2, start_s)
+        recorder.bucket_launched(0, start_s)
+        recorder.slice_finished(0, 0, 1, start_s + 2.0)
+        recorder.backward_computed(start_s + 1.0)
+        recorder.backward_ended(start_s + 3.0)
+    recorder.forward_ended(120.0)
+    (first, _), (second, _) = recorder.steps
+    assert first.forward_s == (100.0, 101.0)
+    assert second.forward_s == (104.0, 111.0)
+    for step, start_s in ((first, 101.0), (second, 111.0)):
+        assert step.backward_s == start_s
+        assert step.computed_s == start_s + 1.0
+        assert step.finished == ((0, 0, start_s + 2.0),)
+    assert second.number == first.number + 1

@@ -301,6 +301,8 @@ class _Step:
 
     number: int = 0
     forward: tuple[Any, Any] | None = None
+    has_returned: bool = False
+    """Whether forward ended before backward; it may run backward itself."""
     backward: Any = None
     ready: list[tuple[int, Any]] = field(default_factory=list)
     launched: list[tuple[int, Any]] = field(default_factory=list)
@@ -386,19 +388,32 @@ class Recorder(AbstractStepObserver):
         self._step = _Step(forward=(mark, mark))
 
     def forward_ended(self, now_s: float) -> None:  # noqa: D102
+        if self._step.ready:
+            return  # it ran backward itself
         mark = self._mark(now_s)
         started = self._step.forward
         self._step.forward = (mark if started is None else started[0], mark)
+        self._step.has_returned = True
 
     def backward_started(self, now_s: float) -> None:  # noqa: D102
         if self._step.backward is None:  # a model may have several outputs
             self._step.backward = self._mark(now_s)
 
     def gradient_ready(self, tensor: int, now_s: float) -> None:  # noqa: D102
-        self._step.ready.append((tensor, self._mark(now_s)))
+        step, mark = self._current(), self._mark(now_s)
+        if step.forward is not None and not step.has_returned and not step.ready:
+            step.forward = (step.forward[0], mark)
+        step.ready.append((tensor, mark))
 
     def bucket_launched(self, bucket: int, now_s: float) -> None:  # noqa: D102
-        self._step.launched.append((bucket, self._mark(now_s)))
+        self._current().launched.append((bucket, self._mark(now_s)))
+
+    def _current(self) -> _Step:
+        """Return a gradient's step; a second backward after a forward is one, too."""
+        if self._step.ended is not None:
+            ended = self._step.ended
+            self._step = _Step(forward=(ended, ended))
+        return self._step
 
     def slice_finished(  # noqa: D102
         self, bucket: int, lane: int, elements: int, now_s: float

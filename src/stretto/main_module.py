@@ -1,0 +1,90 @@
+"""Run a user's script or module as this process's main module.
+
+The module stays in ``sys.modules`` after the last line has run, as it does in plain
+Python: functions registered with atexit, threads that still run, and pickle look up the
+script's classes there. `runpy.run_path` would put the former main module back.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import pkgutil
+import runpy
+import sys
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+
+def new_main_module() -> dict[str, Any]:
+    """Replace the main module by an empty one, and return its names."""
+    main = ModuleType("__main__")
+    names = vars(main)
+    names["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        names["__annotations__"] = {}
+    sys.modules["__main__"] = main
+    return names
+
+
+def new_script_module(path: str) -> dict[str, Any]:
+    """Replace the main module by an empty one for a script, and return its names.
+
+    Its attributes are those of ``python PATH``: ``__file__`` is absolute, so that a
+    script finds its files after it has changed the folder.
+    """
+    names = new_main_module()
+    file = main_file(path)
+    compiled = file.endswith(".pyc")
+    loader = SourcelessFileLoader if compiled else SourceFileLoader
+    names.update(__file__=file, __cached__=None, __loader__=loader("__main__", file))
+    return names
+
+
+def run_file(path: str) -> None:
+    """Run a script, a compiled one or a zip archive, as ``python PATH`` does.
+
+    The caller sets ``sys.argv`` and ``sys.path``.
+    """
+    if pkgutil.get_importer(path) is not None:  # an archive with a __main__.py
+        new_main_module()
+        _run_as_main("__main__", alter_argv=False)
+        return
+    names = new_script_module(path)
+    exec(_code_of(names["__file__"]), names)
+
+
+def run_named(module: str) -> None:
+    """Run a module or package, as ``python -m MODULE`` does.
+
+    The caller sets ``sys.path`` and ``sys.argv``, whose first element is replaced by
+    the module's file.
+    """
+    new_main_module()
+    _run_as_main(module, alter_argv=True)
+
+
+def _run_as_main(module: str, *, alter_argv: bool) -> None:
+    """Call what the interpreter itself calls for ``-m`` and for archives."""
+    python: Any = runpy
+    python._run_module_as_main(module, alter_argv)  # noqa: SLF001
+
+
+def main_file(path: str) -> str:
+    """Return a script's ``__file__``: absolute, with each ``.`` and ``..`` kept."""
+    return os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - see above
+
+
+def _code_of(file: str) -> CodeType:
+    """Return a script's code, without the flags of this file and without a cache."""
+    with io.open_code(file) as opened:
+        code: CodeType | None = pkgutil.read_code(opened)
+    if code is not None:
+        return code
+    with io.open_code(file) as opened:
+        return compile(opened.read(), file, "exec", dont_inherit=True)
