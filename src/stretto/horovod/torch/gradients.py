@@ -150,6 +150,9 @@ class GradientReducer:
             else:
                 self._send_sparse(i, gradient)
                 return
+        elif not gradient.is_contiguous() and 0 in gradient.stride():
+            # Expanded: its elements share memory, and results must not.
+            gradient = parameter.grad = gradient.contiguous()
         tensor, self._contexts[i] = self._compression.compress(gradient.detach())
         member = self._member_of.get(i)
         try:

@@ -55,6 +55,9 @@ DTYPES: Mapping[str, int] = {
 }
 """Supported element types, with their bytes."""
 
+DEVICES = ("cpu", "cuda")
+"""Supported types of devices."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -78,7 +81,7 @@ class Request:
     """Whole shape; for all-gather and all-to-all, without the first dimension."""
 
     device: str = "cpu"
-    """Type of device: ``cpu`` or ``cuda``."""
+    """Type of device: one of `DEVICES`."""
 
     op: Op = Op.SUM
 
@@ -113,6 +116,11 @@ class Request:
             raise SpecError(
                 f"{self.kind} {self.name!r}: dtype must be one of "
                 f"{', '.join(DTYPES)}, got {self.dtype}"
+            )
+        if self.device not in DEVICES:
+            raise SpecError(
+                f"{self.kind} {self.name!r}: the device must be one of "
+                f"{', '.join(DEVICES)}, got {self.device}"
             )
         if self.kind is Kind.REDUCESCATTER and not self.shape:
             raise SpecError(
