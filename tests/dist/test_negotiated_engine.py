@@ -467,7 +467,9 @@ def test_a_stall_names_who_did_not_come_and_ends_with_an_error(
     found = values(3, run, timeout_s=3.0, stall_s=1.0)
     assert len(set(found)) == 1
     assert "did not submit it" in found[0]
+    assert "different names" in found[0]
     text = caplog.text
+    assert "rank 2 waits for allreduce 'y', which rank 0 did not submit" in text
     assert "allreduce 'x' has waited 1 s for rank 2, which did not submit it" in text
     assert "allreduce 'y' has waited 1 s for ranks 0, 1" in text
 

@@ -517,19 +517,20 @@ class ControlLoop(AbstractControlLoop):
             raise CommTimeout(
                 f"{self.ranks.name(self.ranks.rank)}: {place} waited {waited_s:.0f} s, "
                 f"longer than timeout_s = {self.ranks.timeout_s:g}: {who} did not "
-                "submit it. Make every rank submit the same collectives, or increase "
-                "the timeout."
+                f"submit it{self._stalls.instead(missing)}. Make every rank submit the "
+                "same collectives, or increase the timeout."
             )
 
     def _warn(self, place: str, waited_s: float) -> None:
         missing = self._stalls.missing(place)
         if missing:
             _log.warning(
-                "%s: %s has waited %.0f s for %s, which did not submit it",
+                "%s: %s has waited %.0f s for %s, which did not submit it%s",
                 self.ranks.name(self.ranks.rank),
                 place,
                 waited_s,
                 self.ranks.name_all(missing),
+                self._stalls.instead(missing),
             )
 
 

@@ -106,6 +106,9 @@ class Request:
     group_size: int = 0
     """Number of requests in that group."""
 
+    owner: str = ""
+    """Which of the caller's objects submits it, where names can't tell."""
+
     members: tuple[Request, ...] = ()
     """For register: the tensor set's members, sorted by name."""
 
@@ -172,6 +175,7 @@ _WORDS = {
     "root": "root ranks",
     "group": "groups",
     "group_size": "numbers of requests in the group",
+    "owner": "owners",
     "members": "members",
 }
 _COMMON = tuple(_WORDS)
