@@ -35,9 +35,9 @@ _created = itertools.count()
 # common are numbered in the order in which they first send a gradient. That order is
 # the same on all ranks, since sending is collective, but the order of creation may not
 # be: a rank may create an optimizer that it never uses, or may have failed before it
-# used one. Numbers start anew with each init(), and with each join(), before which
-# some ranks used fewer. If ranks use such optimizers in
-# different orders, each request's ``owner`` shows it.
+# used one. Numbers begin at 0 again with each init(), and with each join(), before
+# which some ranks may have used fewer. If ranks use such optimizers in different
+# orders, each request's ``owner`` shows it.
 
 
 @final

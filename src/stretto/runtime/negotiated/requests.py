@@ -32,6 +32,7 @@ class Op(enum.StrEnum):
     """How an all-reduce or a reduce-scatter combines the ranks' values."""
 
     SUM = "sum"
+    """In the tensors' own type: integers beyond its range wrap around."""
     AVERAGE = "average"
     """Divides the sum by the number of ranks; integers truncate towards zero."""
     MIN = "min"
