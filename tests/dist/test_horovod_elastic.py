@@ -27,6 +27,35 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.dist
 
 
+class _WithExtra(nn.Linear):
+    """State of a module that is no parameter or buffer, of any type."""
+
+    def __init__(self, extra: object) -> None:
+        super().__init__(1, 1)
+        self.extra = extra
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        self.extra = state
+
+
+def _extra_state(rank: int, size: int) -> None:
+    hvd.init()
+    model = nn.Sequential(
+        _WithExtra({"scale": rank}), _WithExtra(torch.full((rank + 1,), float(rank)))
+    )
+    state = hvd.elastic.TorchState(model)
+    state.sync()
+    assert model[0].extra == {"scale": 0}
+    assert model[1].extra.tolist() == [0.0]
+    model[0].extra = {"scale": 7}
+    state.restore()
+    assert model[0].extra == {"scale": 0}
+    hvd.shutdown()
+
+
 def _in_process(rank: int, size: int) -> None:
     hvd.init()
     model = nn.Linear(1, 1, bias=False)
@@ -98,6 +127,10 @@ def _in_process(rank: int, size: int) -> None:
 
 def test_training_goes_on_in_the_same_processes(ranks: Ranks) -> None:
     ranks(_in_process, 2, timeout_s=90)
+
+
+def test_modules_extra_state_is_sent(ranks: Ranks) -> None:
+    ranks(_extra_state, 2, timeout_s=60)
 
 
 _STEPS = 26

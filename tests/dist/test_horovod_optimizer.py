@@ -128,6 +128,61 @@ def _several_optimizers(rank: int, size: int) -> None:
         _close([p.detach() for p in model.parameters()], _reference(size, 6))
 
 
+def _stepped(optimizer: Any, model: nn.Module, batch: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    _loss(model, batch).backward()
+    optimizer.step()
+
+
+def _uneven_optimizers(rank: int, size: int) -> None:
+    """Some are made on one rank only, and some names are equal."""
+
+    def made(model: nn.Module) -> Any:
+        return hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            named_parameters=model.named_parameters(),
+        )
+
+    hvd.init()
+    kept = [made(_model()) for _ in range(rank)]  # never used
+    for again in (False, True):
+        models = [_model(), _model(), nn.Linear(6, 2)]
+        torch.nn.init.constant_(models[2].weight, 0.1)
+        torch.nn.init.zeros_(models[2].bias)
+        optimizers = [made(model) for model in models]
+        for step in range(5):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            # The last has names of its own, so it may be used at any time.
+            for i in (2, 0, 1) if rank else (0, 1, 2):
+                _loss(models[i], _batch(rank, step)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for i in (0, 1):
+            _close([p.detach() for p in models[i].parameters()], _reference(size, 5))
+        if not again:  # an error on one rank while it built something
+            kept += [made(_model()) for _ in range(2 - rank)]
+            hvd.shutdown()
+            hvd.init()
+            # The same optimizers take part in the new job.
+            _stepped(optimizers[1], models[1], _batch(rank, 9))
+            if rank == 1:
+                kept.append(made(_model()))
+    assert len(kept) > 0
+
+    # Used in different orders: an error, not a mix of two models.
+    models = [_model(), _model()]
+    optimizers = [made(model) for model in models]
+    first = rank % 2
+    optimizers[first].zero_grad()
+    _loss(models[first], _batch(rank, 0)).backward()
+    optimizers[first].step()
+    _loss(models[1 - first], _batch(rank, 0)).backward()
+    with pytest.raises(hvd.HorovodInternalError, match="in order of creation"):
+        optimizers[1 - first].step()
+    hvd.shutdown()
+
+
 def _unused(rank: int, size: int) -> None:
     """What has no gradient on a rank, or on all, counts as zeros."""
     torch.manual_seed(1)
@@ -383,6 +438,10 @@ def _protests(rank: int, size: int) -> None:
 def test_steps_are_those_of_one_process(ranks: Ranks) -> None:
     ranks(_trains, 2, timeout_s=120)
     ranks(_trains, 4, timeout_s=180)
+
+
+def test_optimizers_of_some_ranks_only(ranks: Ranks) -> None:
+    ranks(_uneven_optimizers, 2, timeout_s=120)
 
 
 def test_wrong_use_is_told_and_common_use_works(ranks: Ranks) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import random
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,14 @@ from stretto.runtime.negotiated import (
     Kind,
     Op,
     Request,
+    collectives,
+    control_thread,
     members_of,
+    pending,
+    reductions,
     request_of,
+    rounds,
+    send,
 )
 
 if TYPE_CHECKING:
@@ -460,7 +467,9 @@ def test_a_stall_names_who_did_not_come_and_ends_with_an_error(
     found = values(3, run, timeout_s=3.0, stall_s=1.0)
     assert len(set(found)) == 1
     assert "did not submit it" in found[0]
+    assert "different names" in found[0]
     text = caplog.text
+    assert "rank 2 waits for allreduce 'y', which rank 0 did not submit" in text
     assert "allreduce 'x' has waited 1 s for rank 2, which did not submit it" in text
     assert "allreduce 'y' has waited 1 s for ranks 0, 1" in text
 
@@ -480,6 +489,80 @@ def test_closing_fails_what_is_pending_on_all_ranks() -> None:
         return str(caught.value)
 
     assert values(2, run)[1] == "rank 0 closed its engine"
+
+
+def test_an_exception_at_the_end_of_a_request_fails_only_its_handle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a lane's thread, and on the control thread."""
+    real_of = {
+        "write": pending.write,
+        "_unpack": send._unpack,
+        "combine": reductions.combine,
+    }
+    names: set[str] = set()
+
+    def maybe(what: str, *args: Any) -> Any:
+        if what in names:
+            raise ValueError(f"no {what}")
+        return real_of[what](*args)
+
+    for module in (pending, collectives, rounds):
+        monkeypatch.setattr(module, "write", partial(maybe, "write"))
+    monkeypatch.setattr(send, "_unpack", partial(maybe, "_unpack"))
+    monkeypatch.setattr(reductions, "combine", partial(maybe, "combine"))
+    turn = threading.Barrier(2, timeout=30)
+
+    def run(engine: Engine, rank: int) -> list[str]:
+        found = []
+        for what in ("write", "_unpack", "combine"):
+            for kind in (Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCESCATTER):
+                for _ in range(3):  # the second may ride along
+                    x = torch.ones(4, 4).t()
+                    out = x if kind is not Kind.REDUCESCATTER else torch.ones(2, 4)
+                    turn.wait()
+                    names.add(what)
+                    turn.wait()
+                    handle = engine.submit(request("x", x, kind), x, out)
+                    try:
+                        handle.wait(30)
+                    except StrettoError as exc:
+                        found.append(str(exc))
+                    turn.wait()
+                    names.clear()
+                    turn.wait()
+                    engine.submit(request("y", torch.ones(2)), torch.ones(2)).wait(30)
+        return found
+
+    for texts in values(2, run):
+        for what in ("write", "_unpack", "combine"):
+            assert f"no {what}" in "\n".join(texts)
+        assert all("can't be written on this rank" in text for text in texts)
+
+
+@pytest.mark.parametrize("kind", [Kind.ALLREDUCE, Kind.BROADCAST, Kind.ALLGATHER])
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_an_exception_at_the_start_of_a_request_fails_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, kind: Kind, error: type[Exception]
+) -> None:
+    def new_output(shape: Any, like: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread().name == "stretto-control" and shape[0] == 7:
+            raise error("no room")
+        return torch.empty(tuple(shape), dtype=like.dtype)
+
+    for module in (control_thread, collectives):
+        monkeypatch.setattr(module, "new_output", new_output)
+
+    def run(engine: Engine, rank: int) -> str:
+        x = torch.ones(7 if kind is not Kind.ALLGATHER else 3 + rank, 2)
+        engine.submit(request("y", torch.ones(2)), torch.ones(2)).wait(30)
+        with pytest.raises(StrettoError) as caught:
+            engine.submit(request("x", x, kind), x).wait(30)
+        with pytest.raises(StrettoError):
+            engine.submit(request("y", torch.ones(2)), torch.ones(2)).wait(30)
+        return str(caught.value)
+
+    assert all("no room" in text for text in values(2, run, timeout_s=10.0))
 
 
 def test_opening_and_closing_leaves_nothing_behind() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import threading
@@ -13,6 +14,8 @@ from typing import Any, final
 
 from stretto.errors import SpecError
 from stretto.runtime.negotiated import AbstractEngineObserver, Kind
+
+_log = logging.getLogger(__name__)
 
 _KINDS = frozenset(kind.value for kind in Kind)
 _NAMES = {"pack": "MEMCPY_IN_FUSION_BUFFER"}
@@ -35,6 +38,7 @@ class _Writer:
         self._file = os.open(path, flags, 0o644)
         self._at = os.pwrite(self._file, b"[\n", 0)
         self._first = True
+        self._failed = False
         self._began_s = perf_counter()
         self._tracks: dict[str, int] = {}
         self._queued_until_s: dict[str, float] = {}
@@ -74,11 +78,16 @@ class _Writer:
                 spans.append(self._queue.get())
             events: list[dict[str, Any]] = []
             for span in spans:
-                if span is None:
-                    self._write(events)
-                    return
-                events += self._events(*span)
-            self._write(events)
+                if span is not None:
+                    events += self._events(*span)
+            try:
+                self._write(events)
+            except OSError as exc:
+                if not self._failed:
+                    _log.warning("the timeline %s lacks spans: %s", self.path, exc)
+                self._failed = True
+            if None in spans:
+                return
 
     def _events(
         self, track: str, name: str, start_s: float, end_s: float
@@ -129,8 +138,8 @@ class _Writer:
         text = ",\n".join(json.dumps(event) for event in events).encode()
         if not self._first:
             text = b",\n" + text
-        self._first = False
         os.pwrite(self._file, text + _END, self._at)
+        self._first = False
         self._at += len(text)
 
 

@@ -76,7 +76,9 @@ def allreduce_async(
         average: Older form of ``op``: true is `Average`, false `Sum`.
         name: Unique among operations of this kind that are under way.
         op: `Average` (the default), `Sum`, `Min`, `Max` or `Product`. Averages of
-            integers truncate towards zero.
+            integers truncate towards zero. A sum beyond the type's range wraps
+            around, also within an average: convert int8 and uint8 to a wider type
+            first.
         prescale_factor: Factor on every rank's values before they are combined.
             Integers are scaled in float64, float16 on the CPU in float32.
         postscale_factor: Factor on the combined values.

@@ -46,6 +46,9 @@ __all__ = ["ElasticSampler", "TorchState", "run"]
 
 _log = logging.getLogger(__name__)
 
+_EXTRA_STATE = "_extra_state"
+"""How the names of modules' extra state in a ``state_dict`` end."""
+
 _TRIES = 3
 """Consecutive failures of a training function without a commit before it raises."""
 
@@ -181,11 +184,7 @@ class TorchState:
         root = self._root
         for name, value in self._values():
             if isinstance(value, torch.nn.Module):
-                tensors = value.state_dict()
-                broadcast_parameters(
-                    {k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)},
-                    root,
-                )
+                self._sync_model(value, root, f"state.{name}")
             elif isinstance(value, torch.optim.Optimizer):
                 broadcast_optimizer_state(value, root)
             elif _has_state(value):
@@ -195,6 +194,17 @@ class TorchState:
                 setattr(self, name, broadcast_object(value, root, f"state.{name}"))
         self._root = 0
         self.save()
+
+    def _sync_model(self, model: torch.nn.Module, root: int, label: str) -> None:
+        state = model.state_dict()
+        # What modules add with get_extra_state may have any type and size.
+        extra = {k: v for k, v in state.items() if k.endswith(_EXTRA_STATE)}
+        tensors = {k: v for k, v in state.items() if k not in extra}
+        broadcast_parameters(tensors, root)
+        if extra:
+            extra = broadcast_object(extra, root, label)
+            if world.rank() != root:
+                model.load_state_dict(extra, strict=False)
 
     def recover(self) -> bool:
         """Load the newest commit of any host; return whether there is one.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections import defaultdict
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn, final
@@ -19,17 +18,26 @@ from stretto.horovod.torch import world
 from stretto.horovod.torch.compression import FP16Compressor, NoneCompressor
 from stretto.horovod.torch.reduce_ops import ENGINE_OPS, Average, ReduceOp
 from stretto.horovod.torch.sparse import sparse_allreduce_async
+from stretto.horovod.torch.world import Used
 from stretto.runtime.negotiated import Kind, Op, request_of
 from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from stretto.horovod.torch.process_sets import ProcessSet
     from stretto.runtime.negotiated import Engine, Request, TensorSet
 
-_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
-"""By process set: its number of optimizers so far. Ranks create them in one order."""
+_created = itertools.count()
+
+# Note [Names of gradients]
+# A gradient has its parameter's name, as in Horovod. Optimizers that have a name in
+# common are numbered in the order in which they first send a gradient. That order is
+# the same on all ranks, since sending is collective, but the order of creation may not
+# be: a rank may create an optimizer that it never uses, or may have failed before it
+# used one. Numbers begin at 0 again with each init(), and with each join(), before
+# which some ranks may have used fewer. If ranks use such optimizers in different
+# orders, each request's ``owner`` shows it.
 
 
 @final
@@ -57,7 +65,9 @@ class GradientReducer:
         self._process_set = process_set
         world.current()  # raises if init() was not called
         self._active = bool(process_set.included()) and (process_set.size() or 0) > 1
-        self._number = next(_numbers[process_set.process_set_id or 0])
+        self._created = next(_created)
+        self._used = Used(self._created, frozenset(), 0)
+        self._owner = ""
         self._names = [name for name, _ in names]
         self._parameters = [parameter for _, parameter in names]
         self._compression = compression
@@ -150,6 +160,9 @@ class GradientReducer:
             else:
                 self._send_sparse(i, gradient)
                 return
+        elif not gradient.is_contiguous() and 0 in gradient.stride():
+            # Expanded: its elements share memory, and results must not.
+            gradient = parameter.grad = gradient.contiguous()
         tensor, self._contexts[i] = self._compression.compress(gradient.detach())
         member = self._member_of.get(i)
         try:
@@ -168,17 +181,41 @@ class GradientReducer:
         self._sent[i] = partial(_waited, handle)
 
     def _request(self, i: int, tensor: torch.Tensor) -> Request:
-        more = f".{self._number}" if self._number else ""
+        number = self._number()
+        more = f".{number}" if number else ""
         return request_of(
             f"allreduce.{self._names[i]}{more}",
             Kind.ALLREDUCE,
             tensor,
             op=ENGINE_OPS[self._op],
+            owner=self._owner,
             **self._scales,
         )
 
+    def _number(self) -> int:
+        """Return this optimizer's number: see Note [Names of gradients]."""
+        member = world.current().member(self._process_set)
+        with member.lock:
+            if self._used not in member.optimizers:
+                names = frozenset(self._names)
+                like = [used for used in member.optimizers if used.names & names]
+                number = max((used.number + 1 for used in like), default=0)
+                self._used = Used(self._created, names, number)
+                member.optimizers.append(self._used)
+                earlier = sum(used.created < self._created for used in like)
+                self._owner = (
+                    f"optimizer {earlier + 1} of {len(like) + 1} in order of creation"
+                    if like
+                    else ""
+                )
+            return self._used.number
+
+    def _label(self) -> str:
+        """Return a name that no other optimizer has."""
+        return f"{self._names[0]}.{self._number()}"
+
     def _send_sparse(self, i: int, gradient: torch.Tensor) -> None:
-        name = f"sparse.{self._number}.{self._names[i]}"
+        name = f"sparse.{self._number()}.{self._names[i]}"
         self._sent[i] = sparse_allreduce_async(
             gradient, name=name, op=self._op, process_set=self._process_set
         )
@@ -236,7 +273,7 @@ class GradientReducer:
         dims = [self._sparse_dims.get(i, 0) for i in new]
         # A sum, so that ranks that have joined contribute zeros.
         both = torch.tensor([dims, [int(dim > 0) for dim in dims]])
-        name = f"sparse_dims.{self._number}.{len(self._layouts_known)}"
+        name = f"sparse_dims.{self._label()}.{len(self._layouts_known)}"
         request = request_of(name, Kind.ALLREDUCE, both, op=Op.SUM)
         try:
             self._require_engine().submit(request, both, both).wait()
@@ -290,7 +327,7 @@ class GradientReducer:
         for number, group in enumerate(groups):
             for place, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
-                    self._names.append(f"added.{number}.{place}")
+                    self._names.append(f"{self._names[0]}.added.{number}.{place}")
                     self._parameters.append(parameter)
                     self._left.append(self.passes)
 
@@ -300,7 +337,7 @@ class GradientReducer:
         if not new or not self._keeps_shape:
             return
         engine = self._require_engine()
-        name = f"gradients.{self._number}.{len(self._sets)}"
+        name = f"gradients.{self._label()}.{len(self._sets)}"
         try:
             tensor_set = engine.register(name, [self._requests[i] for i in new])
         except RankDisagreement as exc:

@@ -76,7 +76,8 @@ def reducescatter_async(
         tensor: At least one dimension, the same shape on every rank. The first one is
             divided among ranks; earlier ranks get one more row if it does not divide.
         name: Unique among operations of this kind that are under way.
-        op: `Average`, `Sum`, `Min`, `Max` or `Product`.
+        op: `Average`, `Sum`, `Min`, `Max` or `Product`; for integers see
+            `allreduce_async`.
         process_set: The participating ranks; all of them must call this.
         prescale_factor: Factor on every rank's values before they are combined.
         postscale_factor: Factor on the combined values.

@@ -236,6 +236,7 @@ def join(device: int = -1) -> int:
         raise HorovodInternalError(str(exc)) from exc
     # Ranks that joined early submitted fewer operations; nothing is under way now.
     member.numbered.clear()
+    member.optimizers.clear()
     return last
 
 

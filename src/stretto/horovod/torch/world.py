@@ -36,6 +36,18 @@ _LEAVE_S = 5.0
 DYNAMIC = "dynamic"
 
 
+@dataclass(frozen=True, slots=True)
+class Used:
+    """A distributed optimizer that has sent gradients."""
+
+    created: int
+    """Its index among the optimizers that this process created."""
+    names: frozenset[str]
+    """Of its parameters."""
+    number: int
+    """Distinguishes it from others that have a name in common with it."""
+
+
 @dataclass(slots=True)
 class Member:
     """A process set that this rank is in."""
@@ -46,6 +58,8 @@ class Member:
     engine: Engine
     numbered: dict[str, int] = field(default_factory=dict)
     """Number of unnamed operations so far, by kind."""
+    optimizers: list[Used] = field(default_factory=list)
+    """Distributed optimizers that have sent gradients, in that order."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 

@@ -15,7 +15,12 @@ import torch
 import torch.distributed as dist
 
 from stretto.runtime.negotiated import reductions
-from stretto.runtime.negotiated.pending import new_output, output_shape
+from stretto.runtime.negotiated.pending import (
+    as_row,
+    new_output,
+    output_shape,
+    write,
+)
 from stretto.runtime.negotiated.requests import DTYPES, Kind
 
 if TYPE_CHECKING:
@@ -40,13 +45,13 @@ def prepare(job: PendingRequest, by_rank: Sequence[Request], rank: int) -> Prepa
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return as_row(tensor).view(torch.uint8)
 
 
 def _input(job: PendingRequest) -> torch.Tensor:
     if job.tensor is None:
         raise AssertionError(f"{job.request.place} has no tensor")
-    return job.tensor.contiguous()
+    return job.tensor.contiguous().resolve_neg()
 
 
 def _broadcast(job: PendingRequest, by_rank: Sequence[Request], rank: int) -> Any:
@@ -169,7 +174,7 @@ def _barrier(_job: PendingRequest, _by_rank: Sequence[Request], _rank: int) -> A
 def _deliver(job: PendingRequest, result: torch.Tensor) -> torch.Tensor:
     if job.output is None:
         return result
-    return job.output.copy_(result)
+    return write(job.output, result)
 
 
 _PREPARE: dict[Kind, Callable[[Any, Sequence[Any], int], Any]] = {

@@ -37,6 +37,7 @@ from stretto.runtime.negotiated.pending import (
     RequestSlice,
     check_tensors,
     new_output,
+    writable,
 )
 from stretto.runtime.negotiated.progress import AbortReason, Pace, StallDetector
 from stretto.runtime.negotiated.requests import Kind, Request
@@ -92,6 +93,8 @@ class ControlLoop(AbstractControlLoop):
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._jobs: dict[str, PendingRequest] = {}
+        self._launching: dict[str, PendingRequest] = {}
+        """Those that the control thread took from the pending ones in this round."""
         self._outstanding: set[Handle] = set()
         self._prune_at = _PRUNE_AT
         self._join: Handle | None = None
@@ -146,8 +149,8 @@ class ControlLoop(AbstractControlLoop):
         jobs = []
         for request, tensor, output in rows:
             check_tensors(request, tensor, output, rank=rank, size=size)
-            taken = None if tensor is None else tensor.detach()
-            out = None if output is None else output.detach()
+            taken = None if tensor is None else writable(tensor)
+            out = None if output is None else writable(output)
             event = None
             if taken is not None and taken.is_cuda:
                 event = torch.cuda.Event()
@@ -262,6 +265,10 @@ class ControlLoop(AbstractControlLoop):
 
     def report(self, place: str, cause: BaseException) -> StrettoError:
         """Return the engine's one error, after a failure of its communication."""
+        if not isinstance(cause, StrettoError | RuntimeError):  # not communication
+            cause = StrettoError(
+                f"{self.ranks.name(self.ranks.rank)}: {place} failed: {cause!r}"
+            )
         if self._closing:
             error = StrettoError(f"{place} was not finished: the engine was closed")
         elif isinstance(cause, StrettoError):
@@ -331,7 +338,9 @@ class ControlLoop(AbstractControlLoop):
                 while self._round():
                     pass
         except Exception as exc:  # noqa: BLE001
-            self.report(self._round_place(), exc)
+            error = self.report(self._round_place(), exc)
+            for job in self._launching.values():
+                job.handle.fail(error)
 
     def _round(self) -> bool:
         if not self._sleep():
@@ -353,7 +362,7 @@ class ControlLoop(AbstractControlLoop):
             if self._closing or self.error is not None:
                 return False
             decisions = self._ledger.finish(agreed, told)
-            jobs = self._take(decisions)
+            jobs = self._launching = self._take(decisions)
             self._pace.end(perf_counter(), launched=bool(decisions))
         if self.observer is not None:
             self.observer.span("rounds", "negotiate", began_s, perf_counter())
@@ -363,6 +372,7 @@ class ControlLoop(AbstractControlLoop):
             name, kind = rode_along.request.name, rode_along.request.kind
             self.observer.span(name, kind, began_s, perf_counter())
         self._execute(rest, jobs)
+        self._launching = {}
         if self._stalls.published:
             with self._lock:
                 waiting = self._waiting()
@@ -507,19 +517,20 @@ class ControlLoop(AbstractControlLoop):
             raise CommTimeout(
                 f"{self.ranks.name(self.ranks.rank)}: {place} waited {waited_s:.0f} s, "
                 f"longer than timeout_s = {self.ranks.timeout_s:g}: {who} did not "
-                "submit it. Make every rank submit the same collectives, or increase "
-                "the timeout."
+                f"submit it{self._stalls.instead(missing)}. Make every rank submit the "
+                "same collectives, or increase the timeout."
             )
 
     def _warn(self, place: str, waited_s: float) -> None:
         missing = self._stalls.missing(place)
         if missing:
             _log.warning(
-                "%s: %s has waited %.0f s for %s, which did not submit it",
+                "%s: %s has waited %.0f s for %s, which did not submit it%s",
                 self.ranks.name(self.ranks.rank),
                 place,
                 waited_s,
                 self.ranks.name_all(missing),
+                self._stalls.instead(missing),
             )
 
 

@@ -9,6 +9,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stretto.errors import SpecError, StrettoError
 from stretto.runtime.negotiated.api import Handle
@@ -46,7 +48,7 @@ class RequestSlice:
     left: int = 0
     events: tuple[Any, ...] = ()
     flat: torch.Tensor | None = None
-    """The output as one row; a separate copy if the output is not contiguous."""
+    """The output as one row; a separate copy if the output is not one in memory."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def source(self, start: int, end: int) -> torch.Tensor | None:
@@ -60,8 +62,8 @@ class RequestSlice:
         if self.flat is None and self.output is not None:
             out = self.output
             self.flat = (
-                out.view(-1)
-                if out.is_contiguous()
+                as_row(out)
+                if is_row(out)
                 else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
             )
         return self.flat
@@ -79,10 +81,78 @@ class RequestSlice:
                 self.ended(error, ())
             return
         output, flat = self.output, self.flat
-        gaps = output is not None and not output.is_contiguous()
-        if error is None and output is not None and flat is not None and gaps:
-            output.copy_(flat.view(output.shape))
+        apart = output is not None and not is_row(output)
+        if error is None and output is not None and flat is not None and apart:
+            try:
+                write(output, flat.view(output.shape))
+            except Exception as exc:  # noqa: BLE001
+                error = Undelivered(self.request.place, exc)
         self.ended(error, self.events)
+
+
+class Undelivered(StrettoError):
+    """A collective ended on all ranks, but this one can't use its result."""
+
+    def __init__(self, place: str, cause: BaseException) -> None:
+        super().__init__(
+            f"{place} ended, but its result can't be written on this rank: {cause}"
+        )
+        self.__cause__ = cause
+
+
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory that every thread may write.
+
+    Inference mode is local to a thread, and tensors made in it can be written only in
+    it.
+    """
+    if not tensor.is_inference():
+        return tensor.detach()
+    with torch.inference_mode(mode=False):
+        found = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            tensor.untyped_storage(),
+            tensor.storage_offset(),
+            tensor.size(),
+            tensor.stride(),
+        )
+        return torch._neg_view(found) if tensor.is_neg() else found  # noqa: SLF001
+
+
+def is_row(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory contains its values, in order."""
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
+def as_row(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor that is a row in memory, with stride 1.
+
+    A contiguous tensor of one element may have any stride, which views keep.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def write(output: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Copy values into a tensor of the same shape; return it.
+
+    Raises:
+        SpecError: elements of ``output`` that share memory get different values.
+    """
+    target = output
+    for d, (length, stride) in enumerate(
+        zip(output.shape, output.stride(), strict=True)
+    ):
+        if stride or length < 2:
+            continue
+        first = values.narrow(d, 0, 1)
+        if not ((values == first) | ((values != values) & (first != first))).all():
+            raise SpecError(
+                f"elements of the expanded tensor of shape {list(output.shape)} and "
+                f"strides {list(output.stride())} share memory but get different "
+                "values. Pass tensor.contiguous()."
+            )
+        target, values = target.narrow(d, 0, 1), first
+    target.copy_(values)
+    return output
 
 
 def request_of(name: str, kind: Kind, tensor: torch.Tensor, **more: Any) -> Request:
@@ -131,6 +201,12 @@ def check_tensors(
         return
     if tensor is None:
         raise SpecError(f"{place} needs a tensor")
+    has_memory: bool = not is_traceable_wrapper_subclass(tensor)
+    if isinstance(tensor, FakeTensor) or not has_memory:
+        raise SpecError(
+            f"{place} needs a tensor with memory of its own, got a "
+            f"{type(tensor).__name__}"
+        )
     _check_is(place, "tensor", tensor, request, input_shape(request))
     if request.kind is Kind.BROADCAST and not 0 <= request.root < size:
         raise SpecError(

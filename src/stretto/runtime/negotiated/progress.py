@@ -102,6 +102,22 @@ class StallDetector:
         """Return the last result of `missing`, without a request to the store."""
         return self._missing.get(place, [])
 
+    def instead(self, ranks: Sequence[int]) -> str:
+        """Return what ``ranks`` wait for and this one has not submitted, as a clause.
+
+        If each waits for the other, they probably use different names for one request.
+        """
+        for rank in ranks:
+            others = [p for p in self._waiting(rank) if p not in self._told]
+            if others:
+                more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+                return (
+                    f"; {self._ranks.name(rank)} waits for {others[0]}{more}, which "
+                    f"{self._ranks.name(self._ranks.rank)} did not submit: check "
+                    "whether they use different names"
+                )
+        return ""
+
     def _waiting(self, rank: int) -> list[str]:
         if not self._store.check([str(rank)]):
             return []

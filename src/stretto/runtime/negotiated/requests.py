@@ -32,6 +32,7 @@ class Op(enum.StrEnum):
     """How an all-reduce or a reduce-scatter combines the ranks' values."""
 
     SUM = "sum"
+    """In the tensors' own type: integers beyond its range wrap around."""
     AVERAGE = "average"
     """Divides the sum by the number of ranks; integers truncate towards zero."""
     MIN = "min"
@@ -54,6 +55,9 @@ DTYPES: Mapping[str, int] = {
     "float64": 8,
 }
 """Supported element types, with their bytes."""
+
+DEVICES = ("cpu", "cuda")
+"""Supported types of devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,7 @@ class Request:
     """Whole shape; for all-gather and all-to-all, without the first dimension."""
 
     device: str = "cpu"
-    """Type of device: ``cpu`` or ``cuda``."""
+    """Type of device: one of `DEVICES`."""
 
     op: Op = Op.SUM
 
@@ -103,6 +107,9 @@ class Request:
     group_size: int = 0
     """Number of requests in that group."""
 
+    owner: str = ""
+    """Which of the caller's objects submits it, where names can't tell."""
+
     members: tuple[Request, ...] = ()
     """For register: the tensor set's members, sorted by name."""
 
@@ -113,6 +120,11 @@ class Request:
             raise SpecError(
                 f"{self.kind} {self.name!r}: dtype must be one of "
                 f"{', '.join(DTYPES)}, got {self.dtype}"
+            )
+        if self.device not in DEVICES:
+            raise SpecError(
+                f"{self.kind} {self.name!r}: the device must be one of "
+                f"{', '.join(DEVICES)}, got {self.device}"
             )
         if self.kind is Kind.REDUCESCATTER and not self.shape:
             raise SpecError(
@@ -164,6 +176,7 @@ _WORDS = {
     "root": "root ranks",
     "group": "groups",
     "group_size": "numbers of requests in the group",
+    "owner": "owners",
     "members": "members",
 }
 _COMMON = tuple(_WORDS)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from stretto.runtime.negotiated import reductions
 from stretto.runtime.negotiated.ledger import Launch
+from stretto.runtime.negotiated.pending import Undelivered, as_row, write
 from stretto.runtime.negotiated.requests import Kind
 
 if TYPE_CHECKING:
@@ -200,7 +201,10 @@ class PiggybackSlot:
                 rest.append(decision)
                 continue
             ended = job
-            job.handle.succeed(_result(job, self._rows, size))
+            try:
+                job.handle.succeed(_result(job, self._rows, size))
+            except Exception as exc:  # noqa: BLE001
+                job.handle.fail(Undelivered(job.request.place, exc))
         return rest, ended
 
 
@@ -210,7 +214,7 @@ def _packed(job: PendingRequest) -> bytes:
     wire = reductions.wire_dtype(job.tensor.dtype)
     values = job.tensor.detach().reshape(-1).to(wire, copy=True)
     reductions.scale(values, job.request.prescale)
-    return bytes(values.view(torch.uint8).numpy().tobytes())
+    return bytes(as_row(values).view(torch.uint8).numpy().tobytes())
 
 
 def _result(job: PendingRequest, rows: torch.Tensor, size: int) -> torch.Tensor:
@@ -221,4 +225,4 @@ def _result(job: PendingRequest, rows: torch.Tensor, size: int) -> torch.Tensor:
     values = reductions.combine(used, request.op)
     reductions.finish(values, request, size)
     found = values.to(dtype).view(request.shape)
-    return found if job.output is None else job.output.copy_(found)
+    return found if job.output is None else write(job.output, found)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -17,7 +19,8 @@ import torch.distributed as dist
 from stretto.runtime import backends
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.negotiated import collectives, reductions
-from stretto.runtime.negotiated.requests import DTYPES
+from stretto.runtime.negotiated.pending import Undelivered
+from stretto.runtime.negotiated.requests import DEVICES, DTYPES
 from stretto.runtime.negotiated.rounds import is_direct
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from stretto.runtime.negotiated.api import AbstractEngineObserver, EngineOptions
     from stretto.runtime.negotiated.pending import PendingRequest, RequestSlice
     from stretto.runtime.negotiated.requests import Request
+
+_log = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
@@ -175,7 +180,7 @@ class GlooCompletionThreads:
         """Start a collective now; ``finish`` is called when it has ended."""
         try:
             work = begin(self._lanes[lane])
-        except RuntimeError as exc:
+        except Exception as exc:  # noqa: BLE001
             finish(exc, ())
             return
         self._queues[lane].put((work, finish))
@@ -195,9 +200,16 @@ def _wait_in_turn(jobs: queue.SimpleQueue[Any]) -> None:
         error: BaseException | None = None
         try:
             work.wait()
-        except RuntimeError as exc:
+        except Exception as exc:  # noqa: BLE001
             error = exc
-        finish(error, ())
+        try:
+            finish(error, ())
+        except Exception as exc:  # noqa: BLE001
+            # Without this thread later requests would never end. `finish` handles what
+            # a user can cause, and has not failed its handles if it raises.
+            _log.exception("a collective ended, but its result was not delivered")
+            with contextlib.suppress(Exception):
+                finish(exc, ())
         del job, work, finish  # do not hold a tensor while sleeping
 
 
@@ -238,9 +250,6 @@ class NcclCompletion:
         self._lanes.clear()
 
 
-_DEVICES = ("cpu", "cuda")
-
-
 @final
 class Sender:
     """Sends ready requests, in the given order, over the engine's lanes.
@@ -262,11 +271,11 @@ class Sender:
         self._observer = observer
         self._pools: list[LanePool] = []
         self._completions: dict[str, GlooCompletionThreads | NcclCompletion] = {}
-        self._loads = {device: LaneLoads(options.lanes) for device in _DEVICES}
+        self._loads = {device: LaneLoads(options.lanes) for device in DEVICES}
 
     def reduce(self, parts: Sequence[RequestSlice]) -> None:
         """Reduce tensors that are ready everywhere, in this order."""
-        for device in _DEVICES:
+        for device in DEVICES:
             self._reduce([p for p in parts if p.request.device == device], device)
 
     def send(self, job: PendingRequest, by_rank: Sequence[Request]) -> None:
@@ -274,8 +283,9 @@ class Sender:
         request, rank = job.request, self._ranks.rank
         begin, finish = collectives.prepare(job, by_rank, rank)
         if begin is None:
-            result, splits = finish()
-            job.handle.succeed(result, splits=splits)
+            finished = _finished(job, finish)
+            if finished is not None:
+                job.handle.succeed(finished[0], splits=finished[1])
             return
         lane = self._loads[request.device].take(request.bytes or 1)
         began_s = perf_counter()
@@ -288,11 +298,14 @@ class Sender:
             if error is not None:
                 job.handle.fail(self._report(f"{request.place} on lane {lane}", error))
                 return
-            result, splits = finish()
+            finished = _finished(job, finish)
+            if finished is None:
+                return
             if self._observer is not None:
                 now_s = perf_counter()
                 self._observer.span(request.name, request.kind, began_s, now_s)
                 self._observer.span(f"lane{lane}", request.name, began_s, now_s)
+            result, splits = finished
             job.handle.succeed(result, splits=splits, events=events)
 
         self._on(request.device).send(lane, start, ended)
@@ -321,7 +334,7 @@ class Sender:
             )
             pool = LanePool(
                 self._ranks,
-                serial=_DEVICES.index(device),
+                serial=DEVICES.index(device),
                 backend=backends.for_device(device).name,
                 device=where,
             )
@@ -396,17 +409,19 @@ class Sender:
         events: tuple[Any, ...],
     ) -> None:
         told: StrettoError | None = None
+        first = parts[unit.pieces[0].position].request
+        more = len(unit.pieces) - 1
+        place = f"{first.place} and {more} more" if more else first.place
         if error is not None:
-            first = parts[unit.pieces[0].position].request
-            more = len(unit.pieces) - 1
-            also = f" and {more} more" if more else ""
-            told = self._report(f"{first.place}{also} on lane {unit.lane}", error)
+            told = self._report(f"{place} on lane {unit.lane}", error)
         else:
-            first = parts[unit.pieces[0].position].request
-            if len(buffer) > 1:
-                buffer[0].copy_(reductions.combine(buffer[1], first.op))
-            reductions.finish(buffer[0], first, self._ranks.size)
-            _unpack(unit, parts, buffer[0])
+            try:
+                if len(buffer) > 1:
+                    buffer[0].copy_(reductions.combine(buffer[1], first.op))
+                reductions.finish(buffer[0], first, self._ranks.size)
+                _unpack(unit, parts, buffer[0])
+            except Exception as exc:  # noqa: BLE001
+                told = Undelivered(place, exc)
             if self._observer is not None:
                 self._note(unit, parts, "allreduce", began_s)
         for piece in unit.pieces:
@@ -423,6 +438,17 @@ class Sender:
             observer.span(name, what, began_s, now_s)
         if what != "pack":
             observer.span(f"lane{unit.lane}", ", ".join(names), began_s, now_s)
+
+
+def _finished(
+    job: PendingRequest, finish: Callable[[], collectives.Finished]
+) -> collectives.Finished | None:
+    """Return the result of a job whose data has arrived, or fail its handle."""
+    try:
+        return finish()
+    except Exception as exc:  # noqa: BLE001
+        job.handle.fail(Undelivered(job.request.place, exc))
+        return None
 
 
 def _await_input(event: Any, tensor: torch.Tensor | None) -> None:

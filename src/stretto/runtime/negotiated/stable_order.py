@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.runtime.negotiated import reductions
+from stretto.runtime.negotiated.pending import as_row, is_row, write
 from stretto.runtime.negotiated.requests import DTYPES
 from stretto.runtime.negotiated.send import LaneLoads, Row, cut
 
@@ -193,8 +194,8 @@ class FixedOrder:
 
     def _submit_alone(self, member: int, tensor: torch.Tensor) -> None:
         wire = reductions.wire_dtype(tensor.dtype)
-        if tensor.is_contiguous() and wire is tensor.dtype:
-            flat = tensor.view(-1)
+        if is_row(tensor) and wire is tensor.dtype:
+            flat = as_row(tensor)
         else:
             flat = tensor.to(wire, copy=True).reshape(-1)
             self._moved.append((tensor, flat))
@@ -229,7 +230,7 @@ class FixedOrder:
             else:
                 self._buffers[number] = None  # the caller's own memory
         for tensor, flat in self._moved:
-            tensor.copy_(flat.view(tensor.shape))
+            write(tensor, flat.view(tensor.shape))
         self._begin()
 
     def _place(self, number: int) -> str:

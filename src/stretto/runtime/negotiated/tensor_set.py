@@ -16,7 +16,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from stretto.errors import SpecError, StrettoError
 from stretto.runtime import backends
 from stretto.runtime.lanes import LanePool
-from stretto.runtime.negotiated.pending import RequestSlice
+from stretto.runtime.negotiated.pending import (
+    RequestSlice,
+    Undelivered,
+    writable,
+)
 from stretto.runtime.negotiated.reductions import dtype_of
 from stretto.runtime.negotiated.requests import Kind, Request
 from stretto.runtime.negotiated.stable_order import (
@@ -199,15 +203,18 @@ class SetSteps:
                     f"{self.place}: call wait() between two steps."
                 )
             self._check(member, tensor)
+            if tensor.is_inference():
+                tensor = writable(tensor)
             self._tensors[member] = tensor
             self._order.append(member)
             if not used:
                 self._unused |= 1 << member
-            fixed, failed = self.fixed, None
+            fixed = self.fixed
+            failed: Exception | None = None
             if fixed is not None:
                 try:
                     fixed.submit(member, tensor)
-                except UnitFailed as exc:
+                except Exception as exc:  # noqa: BLE001
                     failed = exc
             elif tensor.is_cuda:
                 event = self._cuda_events[member] = torch.cuda.Event()
@@ -216,7 +223,7 @@ class SetSteps:
         if fixed is None:
             self._loop.submit_member(self._id, member)
         elif failed is not None:
-            raise self._loop.report(str(failed), failed.__cause__ or failed)
+            raise self._failed(failed)
         if complete:
             self._vote()
 
@@ -226,11 +233,14 @@ class SetSteps:
             tensor.shape != request.shape
             or tensor.dtype is not self._dtypes[member]
             or tensor.layout is not torch.strided
+            or tensor.device.type != request.device
         ):
             raise SpecError(
                 f"{request.place} of {self._name} is registered as a dense "
-                f"{request.dtype} tensor of shape {list(request.shape)}, got "
-                f"{tensor.layout} {tensor.dtype} of shape {list(tensor.shape)}"
+                f"{request.dtype} tensor on {request.device} of shape "
+                f"{list(request.shape)}, got "
+                f"{tensor.layout} {tensor.dtype} on {tensor.device.type} of shape "
+                f"{list(tensor.shape)}"
             )
 
     def _vote(self) -> None:
@@ -275,8 +285,21 @@ class SetSteps:
     def _finish(self, fixed: FixedOrder) -> None:
         try:
             fixed.finish()
-        except UnitFailed as exc:
-            raise self._loop.report(str(exc), exc.__cause__ or exc) from exc
+        except Exception as exc:
+            raise self._failed(exc) from exc
+
+    def _failed(self, error: Exception) -> StrettoError:
+        """Return the engine's one error after a failure in a kept order."""
+        if isinstance(error, UnitFailed):
+            return self._loop.report(str(error), error.__cause__ or error)
+        return self._undelivered(Undelivered(self.place, error))
+
+    def _undelivered(self, error: Undelivered) -> StrettoError:
+        # This rank can't go on to the next step, so the others can't either.
+        ranks = self._loop.ranks
+        told = StrettoError(f"{ranks.name(ranks.rank)}: {error}")
+        told.__cause__ = error.__cause__
+        return self._loop.report(self.place, told)
 
     def abandon(self) -> None:
         """End a step that was cut short."""
@@ -325,6 +348,8 @@ class SetSteps:
     def _member_ended(
         self, error: StrettoError | None, events: tuple[Any, ...]
     ) -> None:
+        if isinstance(error, Undelivered):
+            error = self._undelivered(error)
         with self._lock:
             if error is not None:
                 self._error = error
