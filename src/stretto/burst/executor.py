@@ -47,6 +47,7 @@ from stretto.burst.optimizers import first_difference, kept_outside
 from stretto.burst.reach import Reached
 from stretto.burst.redistribute import Mover
 from stretto.burst.replicas import Replicas
+from stretto.burst.separable import why_together
 from stretto.burst.shadows import MODEL_GONE, Shadows
 from stretto.burst.shares import Shares
 from stretto.burst.steps import Steps, steps_of, widths_of
@@ -1090,19 +1091,26 @@ class BurstParallel(nn.Module):
         with self._links.guard(place):
             self._links.reduce_number(value, operation)
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Record that an optimizer of the model's parameters takes a step.
 
         Raises:
             StrettoError: it reads all gradients together, and each rank holds only
             some.
         """
-        if isinstance(optimizer, torch.optim.LBFGS) and not self.is_whole():
-            raise StrettoError(
-                "LBFGS reads the gradients of all layers together, and this plan does "
-                "not run every layer on every rank: use an optimizer that treats each "
-                "parameter by itself, or a plan with all ranks for every layer"
-            )
+        if not self.is_whole():
+            with self._freshness.opened():
+                found = why_together(optimizer, args, kwargs)
+            if found is not None:
+                error = StrettoError(
+                    f"{found}, and this plan does not run every layer on every rank: "
+                    "use an optimizer that treats each parameter by itself, or a plan "
+                    "with all ranks for every layer"
+                )
+                self._links.refusals.tell(error)
+                raise error
         self._freshness.before_step(optimizer)
         self._changes.before_step(
             p for group in optimizer.param_groups for p in group["params"]
