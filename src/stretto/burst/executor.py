@@ -1101,6 +1101,8 @@ class BurstParallel(nn.Module):
             some.
         """
         if not self.is_whole():
+            if self._freshness.is_preparing(optimizer):
+                return
             with self._freshness.opened():
                 found = why_together(optimizer, args, kwargs)
             if found is not None:
