@@ -700,6 +700,24 @@ def resumed_by_checkpoint(side: Side) -> Any:
     return side.state(later)
 
 
+def zeros_from_before(side: Side) -> Any:
+    """Gradients from before the model was wrapped, set to zero or dropped."""
+    found = []
+    for drops in (True, False):
+        model = net()
+        cross(model(side.data(0)[0]), side.data(0)[1]).backward()
+        model.load_state_dict(net().state_dict())  # running statistics as before
+        model = side.wrap(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=drops)
+            x, y = side.data(step)
+            cross(model(x), y).backward()
+            optimizer.step()
+        found.append(side.state(model))
+    return found
+
+
 def apart(side: Side, model: nn.Module) -> Any:
     """A burst model of whose layers none runs on two ranks."""
     if not side.size:
@@ -806,6 +824,7 @@ RIGHT = [
     averaged_then_refreshed,
     initialized_again,
     resumed_by_checkpoint,
+    zeros_from_before,
     clip_by_global_norm,
     changed_by_hand,
     gradients_of_some_steps,
@@ -1165,6 +1184,28 @@ def saved_after_a_change(side: Side) -> None:
     model.module.state_dict()
 
 
+def plan_of_another_kind(side: Side) -> None:
+    BurstParallel(net(), {} if side.rank else None)  # type: ignore[arg-type]
+
+
+def example_without_tuple(side: Side) -> None:
+    model = net()
+    plan = side.plan(model, side.widths)
+    BurstParallel(model, plan, example_inputs=example_of(model))  # type: ignore[arg-type]
+
+
+def no_model(side: Side) -> None:
+    BurstParallel(None, side.plan(net(), side.widths))  # type: ignore[arg-type]
+
+
+def gradients_from_before(side: Side) -> None:
+    model = net()
+    x, y = side.data(0)
+    cross(model(x), y).backward()
+    wrapped = side.wrap(model)
+    cross(wrapped(x), y).backward()
+
+
 def stale_save(side: Side) -> None:
     model = side.wrap(net())
     train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
@@ -1274,6 +1315,10 @@ REFUSED = {
     gradients_limited_together: "Scaled reads the gradients of several parameters",
     averaged_after_refresh: "or refresh(optimizer) before it",
     saved_after_a_change: "let all ranks call refresh() after the change",
+    plan_of_another_kind: "the plan must be a BurstPlan",
+    example_without_tuple: "got Tensor: pass (x,)",
+    no_model: "must be a torch.nn.Module, got None",
+    gradients_from_before: "call optimizer.zero_grad() or model.zero_grad()",
     gradients_read_together: "LBFGS reads the gradients of all layers together",
     optimizer_with_an_attribute: "attribute 'kept' of Momentum differs between ranks",
     optimizer_with_an_entry: "entry 'seen' of Momentum's parameter group 0 differs",
