@@ -705,8 +705,8 @@ def zeros_from_before(side: Side) -> Any:
     found = []
     for drops in (True, False):
         model = net()
-        cross(model(side.data(0)[0]), side.data(0)[1]).backward()
-        model.load_state_dict(net().state_dict())  # running statistics as before
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
         model = side.wrap(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
         for step in range(3):

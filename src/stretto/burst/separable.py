@@ -151,8 +151,9 @@ def _seed(device: torch.device) -> None:
     np.random.seed(0)  # noqa: NPY002, TID251
     torch.default_generator.manual_seed(0)
     if device.type not in ("cpu", "meta"):
-        with device:
-            torch.get_device_module(device).manual_seed(0)
+        module = torch.get_device_module(device)
+        with getattr(module, "device", contextlib.nullcontext)(device):
+            module.manual_seed(0)
 
 
 class _Trial:
