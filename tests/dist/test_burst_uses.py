@@ -11,6 +11,7 @@ import copy
 import io
 import sys
 import tempfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -559,6 +560,164 @@ def compiled(side: Side) -> Any:
 # Gradients and parameters that a program changes by hand.
 
 
+class Scaled(torch.optim.Optimizer):
+    """Scales each update, by the parameter's norm or by that of all gradients."""
+
+    def __init__(self, parameters: Any, kind: str = "each") -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.kind = kind
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            held = [p for p in group["params"] if p.grad is not None]
+            total = sum((p.grad.square().sum() for p in held), torch.zeros(()))
+            for p in held:
+                if self.kind == "each":
+                    factor = p.norm() / p.grad.norm()
+                else:
+                    factor = 0.1 / total.sqrt()
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.mul_(0.9).add_(p.grad * factor)
+                p.sub_(group["lr"] * mean)
+
+
+class Around(torch.optim.Optimizer):
+    """Slow weights around an optimizer; it does not initialize its base class."""
+
+    def __init__(self, base: Any) -> None:
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self.base = base
+        self.param_groups = base.param_groups
+        self.defaults = base.defaults
+        self.state = base.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    slow = self.state[p].setdefault("slow", p.clone())
+                    p.copy_(slow.lerp_(p, 0.5))
+
+
+Around.step = torch.optim.Optimizer.profile_hook_step(Around.step)  # type: ignore[method-assign]
+
+
+class Averaging(torch.optim.Optimizer):
+    """Replaces parameters by their average in ``eval()``, as schedule-free ones do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(0.1 * p.grad)
+                mean = self.state[p].setdefault("mean", p.clone())
+                mean.lerp_(p, 0.3)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            if "mean" in self.state[p]:
+                p.lerp_(self.state[p]["mean"], 0.9)
+
+
+def own_optimizers(side: Side) -> Any:
+    found = []
+    for make in (Scaled, lambda held: Around(torch.optim.SGD(held, lr=0.1))):
+        model = side.wrap(net())
+        train(side, model, make(model.parameters()))
+        found.append(side.state(model))
+    return found
+
+
+def averaged_by_an_optimizer(side: Side, order: str = "state") -> Any:
+    model = side.wrap(net())
+    optimizer = Averaging(model.parameters())
+    train(side, model, optimizer)
+    if side.size and order == "state":
+        model.refresh(optimizer)
+    elif side.size and order == "early":
+        model.refresh()
+    optimizer.eval()
+    if side.size and order == "late":
+        model.refresh()
+    inner = model.module if side.size else model
+    inner.eval()
+    found = [inner(torch.ones(2, 6)).detach()]
+    state = copy.deepcopy(inner).state_dict()
+    return [*found, *state.values()]
+
+
+def averaged_then_refreshed(side: Side) -> Any:
+    return averaged_by_an_optimizer(side, "late")
+
+
+def initialized_again(side: Side) -> Any:
+    """By `torch.nn.init`, which passes all arguments by name, layer by layer."""
+    model = side.wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(side, model, optimizer)
+    if side.size:
+        model.refresh()
+    torch.manual_seed(11)
+    inner = model.module if side.size else model
+    nn.init.normal_(inner[0].weight, 0.0, 0.2)
+    nn.init.uniform_(inner[5].weight, -0.2, 0.2)
+    nn.init.constant_(inner[2].weight, 0.1)
+    nn.init.trunc_normal_(inner[2].weight, std=0.1)
+    nn.init.orthogonal_(inner[0].weight)
+    nn.init.kaiming_uniform_(inner[5].weight)
+    inner[5].reset_parameters()
+    train(side, model, optimizer)
+    return side.state(model)
+
+
+def resumed_by_checkpoint(side: Side) -> Any:
+    """A new optimizer, prepared and loaded by torch.distributed.checkpoint."""
+    from torch.distributed.checkpoint import state_dict as checkpoint
+
+    model = side.wrap(net())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train(side, model, optimizer)
+    if side.size:
+        model.refresh(optimizer)
+    inner = model.module if side.size else model
+    saved = copy.deepcopy(checkpoint.get_state_dict(inner, optimizer))
+    later = side.wrap(net(seed=5))
+    inner = later.module if side.size else later
+    optimizer = torch.optim.Adam(later.parameters(), lr=0.1)
+    checkpoint.get_state_dict(inner, optimizer)
+    checkpoint.set_state_dict(
+        inner, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1]
+    )
+    train(side, later, optimizer)
+    return side.state(later)
+
+
+def zeros_from_before(side: Side) -> Any:
+    """Gradients from before the model was wrapped, set to zero or dropped."""
+    found = []
+    for drops in (True, False):
+        model = net()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        model = side.wrap(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=drops)
+            x, y = side.data(step)
+            cross(model(x), y).backward()
+            optimizer.step()
+        found.append(side.state(model))
+    return found
+
+
 def apart(side: Side, model: nn.Module) -> Any:
     """A burst model of whose layers none runs on two ranks."""
     if not side.size:
@@ -660,6 +819,12 @@ def gradients_of_some_steps(side: Side) -> Any:
 
 
 RIGHT = [
+    own_optimizers,
+    averaged_by_an_optimizer,
+    averaged_then_refreshed,
+    initialized_again,
+    resumed_by_checkpoint,
+    zeros_from_before,
     clip_by_global_norm,
     changed_by_hand,
     gradients_of_some_steps,
@@ -997,6 +1162,50 @@ def gradients_read_together(side: Side) -> None:
     optimizer.step(lambda: cross(wrapped(x), y))
 
 
+def gradients_limited_together(side: Side) -> None:
+    """An optimizer limits the norm of all gradients in its step."""
+    model = side.wrap(net())
+    train(side, model, Scaled(model.parameters(), "all"), 1)
+
+
+def averaged_after_refresh(side: Side) -> None:
+    averaged_by_an_optimizer(side, "early")
+
+
+def saved_after_a_change(side: Side) -> None:
+    """Only the layers that a rank runs were changed, after `refresh`."""
+    model = side.wrap(net())
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.refresh()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.mul_(0.5)
+    model.module.state_dict()
+
+
+def plan_of_another_kind(side: Side) -> None:
+    BurstParallel(net(), {} if side.rank else None)  # type: ignore[arg-type]
+
+
+def example_without_tuple(side: Side) -> None:
+    model = net()
+    plan = side.plan(model, side.widths)
+    BurstParallel(model, plan, example_inputs=example_of(model))  # type: ignore[arg-type]
+
+
+def no_model(side: Side) -> None:
+    BurstParallel(None, side.plan(net(), side.widths))  # type: ignore[arg-type]
+
+
+def gradients_from_before(side: Side) -> None:
+    model = net()
+    x, y = side.data(0)
+    cross(model(x), y).backward()
+    wrapped = side.wrap(model)
+    cross(wrapped(x), y).backward()
+
+
 def stale_save(side: Side) -> None:
     model = side.wrap(net())
     train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
@@ -1103,6 +1312,13 @@ REFUSED = {
     stale_optimizer: "refresh(optimizer)",
     stale_save: "full_state_dict(), or refresh()",
     stale_statistics: "full_state_dict(), or refresh()",
+    gradients_limited_together: "Scaled reads the gradients of several parameters",
+    averaged_after_refresh: "or refresh(optimizer) before it",
+    saved_after_a_change: "let all ranks call refresh() after the change",
+    plan_of_another_kind: "the plan must be a BurstPlan",
+    example_without_tuple: "got Tensor: pass (x,)",
+    no_model: "must be a torch.nn.Module, got None",
+    gradients_from_before: "call optimizer.zero_grad() or model.zero_grad()",
     gradients_read_together: "LBFGS reads the gradients of all layers together",
     optimizer_with_an_attribute: "attribute 'kept' of Momentum differs between ranks",
     optimizer_with_an_entry: "entry 'seen' of Momentum's parameter group 0 differs",

@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import time
 import weakref
 from collections import OrderedDict
@@ -39,7 +40,7 @@ from stretto.burst.changes import NUM_VALUES, Changes
 from stretto.burst.clock import StepClock
 from stretto.burst.forward import Forward
 from stretto.burst.freshness import Freshness
-from stretto.burst.graph import capture
+from stretto.burst.graph import capture, require_module
 from stretto.burst.kept import kept_behind, marked
 from stretto.burst.links import Links, Width
 from stretto.burst.norm import KINDS
@@ -47,6 +48,7 @@ from stretto.burst.optimizers import first_difference, kept_outside
 from stretto.burst.reach import Reached
 from stretto.burst.redistribute import Mover
 from stretto.burst.replicas import Replicas
+from stretto.burst.separable import why_together
 from stretto.burst.shadows import MODEL_GONE, Shadows
 from stretto.burst.shares import Shares
 from stretto.burst.steps import Steps, steps_of, widths_of
@@ -172,13 +174,21 @@ class BurstParallel(nn.Module):
         self._batch_norm = batch_norm
         self._bucket_bytes = bucket_bytes
         group = process_group or dist.distributed_c10d._get_default_group()  # noqa: SLF001
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        held = module.parameters() if isinstance(module, nn.Module) else iter(())
+        device = next((p.device for p in held), torch.device("cpu"))
         self._device_used = device
         self._ranks = ranks_of(group, timeout_s=timeout_s)
         self._agreement = Agreement(self._ranks)
         self.plan = self._together(
             "begin to build a burst-parallel model",
-            lambda: _checked(module, plan, batch_norm, bucket_bytes, lanes),
+            lambda: _checked(
+                module,
+                plan,
+                (example_inputs, example_kwargs),
+                batch_norm,
+                bucket_bytes,
+                lanes,
+            ),
         )
         self._links = Links(
             self._ranks,
@@ -225,10 +235,12 @@ class BurstParallel(nn.Module):
         self._loose: tuple[nn.Parameter, ...] = ()
         self._direct_handles: list[Any] = []
         self._share = 1 / self._ranks.size
+        self._left_over: list[tuple[str, nn.Parameter, Tensor]] = []
+        """Gradients from before the model was set up."""
         torch_calls.add(self)
         self.register_load_state_dict_pre_hook(_accept_module_names)  # type: ignore[no-untyped-call]
         if example_inputs is not None or example_kwargs is not None:
-            self._set_up(example_inputs or (), example_kwargs or {})
+            self._set_up(tuple(example_inputs or ()), example_kwargs or {})
 
     # Setup.
 
@@ -290,6 +302,11 @@ class BurstParallel(nn.Module):
             place = "sending the first rank's state"
             params.bring(self._links, graph, roots, place)
             params.bring_tensors(self._links, self._loose, 0, place)
+        self._left_over = [
+            (name, p, p.grad)
+            for name, p in self._structure.parameters
+            if p.grad is not None
+        ]
         if self._verify:
             try:
                 self._require_one_process()
@@ -761,10 +778,8 @@ class BurstParallel(nn.Module):
                 )
 
     def _own_parameters(self) -> Iterator[nn.Parameter]:
-        rank = self._ranks.rank
         for _, parameter in self._structure.parameters:
-            first, width = self._width_of[id(parameter)]
-            if first <= rank < first + width:
+            if self._runs_parameter(parameter):
                 yield parameter
 
     @contextlib.contextmanager
@@ -792,9 +807,33 @@ class BurstParallel(nn.Module):
             if any(self._trained or ()):
                 self._freshness.backward_begins()
             with self._inside():
+                self._require_none_left_over()
                 self._changes.backward_begins()
                 self._sync.begin()
             _queue_callback(self._backward_ended)
+
+    def _require_none_left_over(self) -> None:
+        """Reject gradients from before the model was set up, except zeros.
+
+        Raises:
+            StrettoError: the backward would add to one.
+        """
+        for name, parameter, grad in self._left_over:
+            if parameter.grad is not grad:
+                continue
+            if bool(grad.count_nonzero()):
+                raise StrettoError(
+                    f"parameter {name!r} still has a gradient from before the burst "
+                    "model was built, which no other rank has: call "
+                    "optimizer.zero_grad() or model.zero_grad() before backward()"
+                )
+            if not self._runs_parameter(parameter):
+                parameter.grad = None  # an optimizer would take a step with zeros
+        self._left_over = []
+
+    def _runs_parameter(self, parameter: nn.Parameter) -> bool:
+        first, width = self._width_of[id(parameter)]
+        return first <= self._ranks.rank < first + width
 
     def _gradient_arrived(self, parameter: nn.Parameter) -> None:
         assert self._sync is not None  # noqa: S101
@@ -1090,19 +1129,28 @@ class BurstParallel(nn.Module):
         with self._links.guard(place):
             self._links.reduce_number(value, operation)
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Record that an optimizer of the model's parameters takes a step.
 
         Raises:
             StrettoError: it reads all gradients together, and each rank holds only
             some.
         """
-        if isinstance(optimizer, torch.optim.LBFGS) and not self.is_whole():
-            raise StrettoError(
-                "LBFGS reads the gradients of all layers together, and this plan does "
-                "not run every layer on every rank: use an optimizer that treats each "
-                "parameter by itself, or a plan with all ranks for every layer"
-            )
+        if not self.is_whole():
+            if self._freshness.is_preparing(optimizer):
+                return
+            with self._freshness.opened():
+                found = why_together(optimizer, args, kwargs)
+            if found is not None:
+                error = StrettoError(
+                    f"{found}, and this plan does not run every layer on every rank: "
+                    "use an optimizer that treats each parameter by itself, or a plan "
+                    "with all ranks for every layer"
+                )
+                self._links.refusals.tell(error)
+                raise error
         self._freshness.before_step(optimizer)
         self._changes.before_step(
             p for group in optimizer.param_groups for p in group["params"]
@@ -1171,17 +1219,26 @@ _Made = TypeVar("_Made")
 
 
 def _loaded(plan: BurstPlan | str | Path) -> BurstPlan:
-    return plan if isinstance(plan, BurstPlan) else BurstPlan.load(plan)
+    if isinstance(plan, BurstPlan):
+        return plan
+    if not isinstance(plan, str | os.PathLike):
+        raise SpecError(
+            "the plan must be a BurstPlan, from stretto.plan_layers, or the path of "
+            f"its file, got {'None' if plan is None else type(plan).__name__}"
+        )
+    return BurstPlan.load(plan)
 
 
 def _checked(
     module: nn.Module,
     plan: BurstPlan | str | Path,
+    examples: tuple[Any, Any],
     batch_norm: str,
     bucket_bytes: int,
     lanes: int,
 ) -> BurstPlan:
     """Return the plan, if the arguments are valid."""
+    require_module(module, *examples)
     if batch_norm not in KINDS:
         raise SpecError(
             f"batch_norm must be one of {', '.join(KINDS)}, got {batch_norm!r}"

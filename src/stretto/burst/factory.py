@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ def made_by(
     make = getattr(module, function, None)
     if not callable(make):
         raise SpecError(f"{where} has no function {function!r}")
+    _require_no_arguments(name, make)
     made = make()
     if not isinstance(made, tuple) or not 2 <= len(made) <= 4:
         raise SpecError(
@@ -53,8 +55,34 @@ def made_by(
             f"dictionary of keyword arguments; it returned {type(model).__name__} and "
             f"{type(inputs).__name__}"
         )
+    for what, value in (("loss", loss), ("optimizer", optimizer)):
+        if value is not None and not callable(value):
+            gives = {"loss": "the output to the loss", "optimizer": "parameters to one"}
+            raise SpecError(
+                f"{name} must return as {what} a function from {gives[what]}, or None; "
+                f"it returned {type(value).__name__}"
+            )
     given = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     return model, given, loss, optimizer
+
+
+def _require_no_arguments(name: str, make: Callable[..., Any]) -> None:
+    """Require a function that can be called without arguments.
+
+    Raises:
+        SpecError: it needs some.
+    """
+    try:
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):  # of a built-in
+        return
+    try:
+        signature.bind()
+    except TypeError as exc:
+        raise SpecError(
+            f"{name} is called without arguments, but its function needs some ({exc}): "
+            "give them default values, or add a function without arguments"
+        ) from None
 
 
 def _file(path: Path) -> Any:

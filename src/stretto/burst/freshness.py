@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from stretto.burst.separable import is_known
 from stretto.errors import StrettoError
 from stretto.runtime.torch_compat import is_tracing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.optim import Optimizer
 
@@ -51,8 +52,12 @@ _FACTS = frozenset(
 )
 
 _WRITES = frozenset(
-    ("copy_", "fill_", "zero_", "normal_", "uniform_", "set_", "__set__")
+    (
+        *("copy_", "fill_", "zero_", "normal_", "uniform_", "set_", "__set__"),
+        *("constant_", "kaiming_uniform_"),  # of torch.nn.init
+    )
 )
+_PRODUCTS = frozenset(("matmul", "__matmul__", "__rmatmul__", "mm", "addmm", "einsum"))
 
 
 @final
@@ -69,7 +74,9 @@ class Freshness:
         self._guarded: list[tuple[torch.Tensor, type[torch.Tensor]]] = []
         """Each guarded tensor with its own class."""
         self._guard, self._buffer_guard = _guards_of(self)
+        self._foreign_parameters: tuple[nn.Parameter, ...] = ()
         self._own_versions = -1
+        self._foreign_versions = -1
         self._is_unstepped = False
         """Whether there may be gradients that no known optimizer has applied."""
         self._open = 0
@@ -93,6 +100,10 @@ class Freshness:
         self.release()
         self._own = tuple(t for t in own if isinstance(t, nn.Parameter))
         self._foreign = tuple(name for name, _ in foreign)
+        self._foreign_parameters = tuple(
+            t for _, tensors in foreign for t in tensors if isinstance(t, nn.Parameter)
+        )
+        self._own_versions = self._foreign_versions = -1
         mine = {id(tensor) for tensor in own}
         guards = {nn.Parameter: self._guard, torch.Tensor: self._buffer_guard}
         for _, tensors in foreign:
@@ -120,7 +131,8 @@ class Freshness:
     def refreshed(self, optimizers: Sequence[Optimizer] = ()) -> None:
         """Record that all parameters, and these optimizers' states, have arrived."""
         self.is_stale = False
-        self._own_versions = self._versions()
+        self._own_versions = _versions(self._own)
+        self._foreign_versions = _versions(self._foreign_parameters)
         for optimizer in optimizers:
             self._stepped.discard(optimizer)
 
@@ -140,29 +152,47 @@ class Freshness:
         self._own_versions = -1
 
     def check(self) -> None:
-        """Require that all values are current.
+        """Require that all values are current, of code that uses all of them.
 
         Raises:
             StrettoError: naming a layer of which they are not.
         """
+        self._check(is_of_all=True)
+
+    def _check(self, *, is_of_all: bool) -> None:
         if not self._foreign or self._open:
             return
         # A program's own optimizer is only seen by what it writes. Where there is
         # nothing left to apply, a write changes current values, on all ranks equally.
-        stepped = (
-            self._is_unstepped
-            and self._own_versions >= 0
-            and self._own_versions != self._versions()
+        is_changed = self._own_versions >= 0 and self._own_versions != _versions(
+            self._own
         )
-        if self.is_stale or stepped:
+        if self.is_stale or (is_changed and self._is_unstepped):
             raise self._told(
                 f"{self._ranks.name(self._ranks.rank)} does not run layer "
                 f"{self._foreign[0]!r} and has no current parameters of it: let all "
                 "ranks call full_state_dict(), or refresh() after optimizer.step()"
             )
+        # Except where only the parameters that this rank runs were written: by an
+        # optimizer whose state it has for these alone, such as a schedule-free one. In
+        # a loop over all parameters, the others may be about to follow.
+        is_changed &= self._foreign_versions == _versions(self._foreign_parameters)
+        if is_changed and (is_of_all or self._has_other_optimizers()):
+            raise self._told(
+                f"{self._ranks.name(self._ranks.rank)} does not run layer "
+                f"{self._foreign[0]!r}, whose parameters were not changed with the "
+                "others after the last refresh(), as an optimizer's eval() or train() "
+                "does: let all ranks call refresh() after the change, or "
+                "refresh(optimizer) before it"
+            )
 
-    def check_reading(self) -> None:
+    def _has_other_optimizers(self) -> bool:
+        return any(not is_known(found) for found in self._stepped)
+
+    def check_reading(self, *, is_of_all: bool = False) -> None:
         """Require that a guarded parameter may be read.
+
+        ``is_of_all``: by code that does not only change parameters one by one.
 
         Raises:
             StrettoError: its values are not current.
@@ -175,7 +205,7 @@ class Freshness:
                 "compiled function"
             )
         try:
-            self.check()
+            self._check(is_of_all=is_of_all)
         except StrettoError as exc:
             raise StrettoError(
                 f"{exc}. For a penalty on parameters use the optimizer's weight_decay "
@@ -187,9 +217,6 @@ class Freshness:
         error = StrettoError(text)
         self._tell(error)
         return error
-
-    def _versions(self) -> int:
-        return sum(parameter._version for parameter in self._own)  # noqa: SLF001
 
     # Optimizers.
 
@@ -205,7 +232,26 @@ class Freshness:
         self._is_unstepped = False
         if all(known is not optimizer for known in self.optimizers()):
             self._optimizers.append(weakref.ref(optimizer))
-            optimizer.register_state_dict_pre_hook(_Callback(self, "check_optimizer"))
+            # A wrapper that does not initialize its base class returns the state of
+            # the optimizer inside it.
+            if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
+                hook = _Callback(self, "check_optimizer")
+                optimizer.register_state_dict_pre_hook(hook)
+
+    def is_preparing(self, optimizer: Optimizer) -> bool:
+        """Return whether a step only makes the state of all parameters.
+
+        `torch.distributed.checkpoint` takes such a step: with gradients of 0 for all
+        parameters, also of layers that do not run here, and a learning rate of 0.
+        """
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        # Reading a learning rate or a gradient may wait for an accelerator.
+        return (
+            not optimizer.state
+            and all((p.grad is not None) == p.requires_grad for p in held)
+            and not any(group.get("lr") for group in optimizer.param_groups)
+            and not any(bool(p.grad.any()) for p in held if p.grad is not None)
+        )
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers that have taken a step, in the order of their first."""
@@ -225,6 +271,10 @@ class Freshness:
             )
 
 
+def _versions(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter._version for parameter in parameters)  # noqa: SLF001
+
+
 def _guards_of(freshness: Freshness) -> tuple[Any, Any]:
     """Return classes of parameters and buffers that may be read only when current."""
     ref = weakref.ref(freshness)
@@ -236,7 +286,7 @@ def _guards_of(freshness: Freshness) -> tuple[Any, Any]:
         for kind in _read(func, types, args, kwargs):
             owner = kind.stretto_owner()
             if owner is not None:
-                owner.check_reading()
+                owner.check_reading(is_of_all=_computes(func))
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return func(*args, **(kwargs or {}))
 
@@ -248,6 +298,7 @@ def _guards_of(freshness: Freshness) -> tuple[Any, Any]:
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
             if id(self) not in memo:
+                _check_copying(ref)
                 values = self.data.clone(memory_format=torch.preserve_format)
                 memo[id(self)] = nn.Parameter(values, self.requires_grad)
             found: nn.Parameter = memo[id(self)]
@@ -261,6 +312,7 @@ def _guards_of(freshness: Freshness) -> tuple[Any, Any]:
 
         def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
             if id(self) not in memo:
+                _check_copying(ref)
                 memo[id(self)] = self.clone(memory_format=torch.preserve_format)
             found: torch.Tensor = memo[id(self)]
             return found
@@ -274,6 +326,18 @@ def _guards_of(freshness: Freshness) -> tuple[Any, Any]:
     return GuardedParameter, GuardedBuffer
 
 
+def _check_copying(owner: weakref.ref[Freshness]) -> None:
+    found = owner()
+    if found is not None:
+        found.check_reading(is_of_all=True)
+
+
+def _computes(func: Any) -> bool:
+    """Return whether a call is one of a layer's operations."""
+    name = getattr(func, "__name__", "")
+    return name in _PRODUCTS or hasattr(torch.nn.functional, name)
+
+
 def _read(func: Any, types: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the guarded classes, of any model, whose values a call reads."""
     if func not in _READING:
@@ -282,8 +346,11 @@ def _read(func: Any, types: Any, args: Any, kwargs: Any) -> list[Any]:
             return []
         if name in _WRITES:
             # If a counter is missing from a state, batch norms load it from itself.
-            given = (*args[1:], *(kwargs or {}).values())
-            types = [type(arg) for arg in given if arg is not args[0]]
+            # Initializers give everything by name.
+            named = kwargs or {}
+            target = args[0] if args else named.get("tensor")
+            given = (*args, *named.values())
+            types = [type(arg) for arg in given if arg is not target]
     return [kind for kind in types if hasattr(kind, "stretto_owner")]
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from stretto.burst.tracing import grouping, operations, proof
 from stretto.burst.tracing.layers import layers_of
 from stretto.burst.tracing.reads import Ambient
+from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import nn
+    from collections.abc import Iterator
 
     from stretto.burst.tracing.layers import LayerGraph
 
@@ -48,9 +51,53 @@ def capture(
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     with (ambient or Ambient()).set(device):
-        traced = operations.trace(module, example_inputs, kwargs)
+        with _without_log():
+            traced = operations.trace(module, example_inputs, kwargs)
         groups = grouping.groups_of(traced)
         graph = layers_of(traced, groups, type(module).__name__, {})
         if verify:
             proof.require_equal(graph, module, example_inputs, kwargs)
     return graph
+
+
+def require_module(module: Any, arguments: Any, named: Any) -> None:
+    """Require a module and its example inputs.
+
+    Raises:
+        SpecError: one is something else.
+    """
+    if not isinstance(module, nn.Module):
+        raise SpecError(f"the model must be a torch.nn.Module, got {_kind(module)}")
+    if not isinstance(arguments, tuple | list | None):
+        hint = ": pass (x,) for one tensor x" if isinstance(arguments, Tensor) else ""
+        raise SpecError(
+            "example inputs must be a tuple of forward's positional arguments, got "
+            f"{_kind(arguments)}{hint}"
+        )
+    if not isinstance(named, Mapping | None):
+        raise SpecError(
+            "keyword arguments of forward must be a dictionary of example inputs by "
+            f"name, got {_kind(named)}"
+        )
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else type(value).__name__
+
+
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """Leave out PyTorch's log of an operation that fails on tensors without values.
+
+    It logs a whole traceback, of an error that is then raised in one sentence.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta")
+
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.burst._rounds import Rounds
-from stretto.burst.graph import capture
+from stretto.burst.graph import capture, require_module
 from stretto.burst.tracing.layers import INPUT, JOINED, LayerGraph, LayerNode
 from stretto.burst.tracing.packing import Arguments, tensors_in
 from stretto.cost.burst import samples_on, widths_of
@@ -95,6 +95,13 @@ def profile(
     """
     if repetitions < 2:
         raise SpecError(f"repetitions must be >= 2, got {repetitions}")
+    require_module(module, example_inputs, kwargs)
+    example_inputs = tuple(example_inputs)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise SpecError(
+            f"{type(module).__name__} has no parameter to train, so there is no "
+            "backward to measure: set requires_grad of those that will be trained"
+        )
     counts = sorted(
         {samples_on(batch, g) for g in widths_of(widths, gpus, batch)} | {batch}
     )
@@ -110,7 +117,7 @@ def profile(
         return results.packed(module(*args, **named), len(packed))
 
     def loss_of(packed: Tensor) -> Tensor:
-        return of_output(results.unpack(packed))
+        return _required_loss(of_output(results.unpack(packed)))
 
     with _restored(module):
         graph = _joined(graph, example, loss_of, warmup, least_layer_s)
@@ -211,6 +218,41 @@ def _mean_square(output: Any) -> Tensor:
     return total
 
 
+def _required_loss(found: Any) -> Tensor:
+    """Return a loss.
+
+    Raises:
+        SpecError: it is not a number with a gradient.
+    """
+    if not isinstance(found, Tensor):
+        what = type(found).__name__
+    elif found.numel() != 1:
+        what = f"a tensor of shape {tuple(found.shape)}"
+    elif not found.requires_grad:
+        what = "a tensor without a gradient"
+    else:
+        return found
+    raise SpecError(
+        f"the loss must be one number that depends on the output, got {what}: return "
+        "its mean, and do not detach it"
+    )
+
+
+def _made(optimizer: MakeOptimizer, parameters: list[nn.Parameter]) -> Any:
+    """Return an optimizer for parameters.
+
+    Raises:
+        SpecError: the function makes something else.
+    """
+    found = optimizer(parameters)
+    if not callable(getattr(found, "step", None)):
+        raise SpecError(
+            "the optimizer's function must return an optimizer for the parameters that "
+            f"it gets, such as torch.optim.Adam(parameters), got {type(found).__name__}"
+        )
+    return found
+
+
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
     """Restore what training steps change: values, gradients, random state."""
@@ -292,7 +334,7 @@ def _update_times(
         parameters = [p for p in node.module.parameters() if p.requires_grad]
         if not parameters:
             continue
-        made = optimizer(parameters)
+        made = _made(optimizer, parameters)
         times = []
         for _ in range(repetitions + 2):
             for parameter in parameters:
@@ -320,7 +362,7 @@ def _whole_steps(
     ]
     if not parameters:
         return [0.0]
-    made = optimizer(parameters)
+    made = _made(optimizer, parameters)
     clock = clock_for(inputs.device)
     marks = []
     for _ in range(warmup + rounds):

@@ -53,7 +53,9 @@ class Model(Protocol):
     def reduce_number(self, value: Tensor, operation: Any, place: str) -> None:
         """All-reduce a number over the model's ranks in place."""
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Record that an optimizer of the model's parameters takes a step."""
 
     def after_step(self) -> None:
@@ -123,9 +125,9 @@ def _install() -> None:
 
 
 @without_dynamo
-def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     for model in _of_optimizer(optimizer):
-        model.before_step(optimizer)
+        model.before_step(optimizer, args, kwargs)
 
 
 @without_dynamo

@@ -210,6 +210,13 @@ def odd():
     return 3
 def three():
     return 1, (2,)
+def needs(width):
+    return make()
+def text_for_loss():
+    return *make()[:2], "loss"
+def made_optimizer():
+    model, inputs, loss = make()
+    return model, inputs, loss, torch.optim.SGD(model.parameters(), lr=0.1)
 class Named(nn.Module):
     def __init__(self):
         super().__init__()
@@ -274,12 +281,50 @@ def test_a_model_that_gives_no_floats_needs_a_loss():
         ("{}:missing", "has no function 'missing'"),
         ("{}:odd", r"must return \(model, example_inputs\).*returned int"),
         ("{}:three", "must return a torch.nn.Module"),
+        ("{}:needs", "called without arguments, but its function needs some"),
+        ("{}:text_for_loss", "must return as loss a function.*returned str"),
+        ("{}:made_optimizer", "must return as optimizer a function.*returned SGD"),
     ],
 )
 def test_what_makes_no_model_is_refused(tmp_path, name, message):
     (tmp_path / "train_me.py").write_text(FACTORY)
     with pytest.raises(SpecError, match=message):
         made_by(name.format(tmp_path / "train_me.py"))
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "message"),
+    [
+        (torch.zeros(2, 4), {}, r"must be a tuple .*got Tensor: pass \(x,\)"),
+        (3, {}, "must be a tuple .*got int"),
+        ((), {"kwargs": 3}, "keyword arguments of forward must be a dictionary"),
+        (None, {"loss": lambda out: out}, r"must be one number.*shape \(2, 4\)"),
+        (None, {"loss": lambda out: out.detach().sum()}, "without a gradient"),
+        (None, {"loss": lambda out: 3.0}, "must be one number.*got float"),
+        (None, {"optimizer": lambda p: "x"}, "must return an optimizer.*got str"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(given, more, message):
+    model = nn.Sequential(nn.Linear(4, 4))
+    inputs = (torch.randn(2, 4),) if given is None else given
+    with pytest.raises(SpecError, match=message):
+        profile(model, inputs, batch=2, gpus=1, **more, **CALM)
+
+
+def test_a_model_that_is_none_or_has_nothing_to_train_is_refused():
+    inputs = (torch.randn(2, 4),)
+    with pytest.raises(SpecError, match="Module, got None"):
+        profile(None, inputs, batch=2, gpus=1, **CALM)
+    model = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(SpecError, match="Linear has no parameter to train"):
+        profile(model, inputs, batch=2, gpus=1, **CALM)
+
+
+def test_an_input_of_another_width_is_refused_without_a_log(caplog):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.raises(SpecError, match="same reduction dim"):
+        capture(model, (torch.randn(2, 5),))
+    assert not caplog.records
 
 
 def test_a_layer_that_needs_no_gradient_is_timed_too():

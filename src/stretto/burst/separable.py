@@ -1,0 +1,294 @@
+"""Find out whether an optimizer treats parameters separately.
+
+# Note [A trial of an optimizer]
+A rank has gradients only of the layers that it runs, so an optimizer whose step reads
+all gradients together, such as a limit on their norm, would compute another step on
+each rank. PyTorch's own optimizers are known. Any other one is tried before its first
+step: a copy of it takes some steps on random values of a few parameters, and again on
+each half of them. If parameters are treated separately, all values are equal bit for
+bit. Gradients keep their direction, so that estimates that grow with the distance from
+the start differ too, and are large in some steps.
+
+Other parameters of the copy have no gradient, and no memory if the step allows it. The
+chosen parameters depend on shapes only, so all ranks come to the same result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import random
+import types
+import weakref
+from collections import OrderedDict, defaultdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_SCALES = (*(1.0,) * 8, 1e3, 1.0, 1e3, 1e-3, 1.0, 1.0)
+"""By what the gradients of a trial's steps are multiplied."""
+
+_MOST_STEPS = 48
+"""Number of steps after which a trial that has changed nothing ends."""
+
+_OF_A_KIND = 4
+"""Number of parameters to try of each group and number of dimensions."""
+
+_MOST_PARAMETERS = 48
+
+_LEAST_RATE = 1e-3
+"""Replaces a learning rate of 0, as at the start of a warm-up."""
+
+_separate: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that a trial has found to be separate."""
+
+
+def why_together(
+    optimizer: Optimizer,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> str | None:
+    """Return how an optimizer reads several parameters together, or ``None``.
+
+    Args:
+        optimizer: about to take its first step.
+        args: arguments of its ``step``.
+        kwargs: further arguments, by name.
+    """
+    kind = type(optimizer)
+    if isinstance(optimizer, LBFGS):
+        return "LBFGS reads the gradients of all layers together"
+    if is_known(optimizer) or optimizer in _separate:
+        return None
+    try:
+        found = _tried(optimizer, args, dict(kwargs or {}))
+    except Exception as exc:  # noqa: BLE001 - of the program's optimizer
+        text = (str(exc) or type(exc).__name__).splitlines()[0]
+        found = (
+            f"{kind.__name__} could not be tried on copies of some parameters, to find "
+            f"out whether it reads gradients of several layers together ({text})"
+        )
+    if found is None:
+        _separate.add(optimizer)
+    return found
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is one of PyTorch's own."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _tried(
+    optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]
+) -> str | None:
+    chosen = _chosen(optimizer)
+    if len(chosen) < 2:
+        return None
+    name = type(optimizer).__name__
+    with _own_draws(chosen[0].device):
+        _seed(chosen[0].device)
+        values = [_random_values(p) for p in chosen]
+        grads = [torch.randn_like(v) for v in values]
+
+        def run(part: Sequence[int], *, is_thin: bool) -> list[list[Tensor]]:
+            _seed(chosen[0].device)
+            trial = _Trial(optimizer, chosen, values, grads, part, is_thin=is_thin)
+            with _NoMessages():  # type: ignore[no-untyped-call]
+                return trial.run(args, kwargs)
+
+        every = range(len(chosen))
+        is_thin = True
+        try:
+            whole = run(every, is_thin=is_thin)
+        except Exception:  # noqa: BLE001 - some write to all parameters
+            is_thin = False
+            whole = run(every, is_thin=is_thin)
+        if _is_same(whole[-1], values):
+            return (
+                f"{name} changed none of some copied parameters in {_MOST_STEPS} "
+                "steps, so it is unknown whether it reads gradients of several layers "
+                "together"
+            )
+        for part in (every[::2], every[1::2]):
+            alone = run(part, is_thin=is_thin)
+            same = len(alone) == len(whole) and all(
+                _is_same([ours[i] for i in part], [theirs[i] for i in part])
+                for ours, theirs in zip(whole, alone, strict=True)
+            )
+            if not same:
+                return (
+                    f"{name} reads the gradients of several parameters together (its "
+                    "step on some copied parameters differs from its step on half of "
+                    "them)"
+                )
+    return None
+
+
+@contextlib.contextmanager
+def _own_draws(device: torch.device) -> Iterator[None]:
+    """Leave the program's random numbers as they are."""
+    plain, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002
+    devices = [] if device.type in ("cpu", "meta") else [device]
+    kind = device.type if devices else "cuda"
+    try:
+        with torch.random.fork_rng(devices, device_type=kind):
+            yield
+    finally:
+        random.setstate(plain)
+        np.random.set_state(arrays)  # noqa: NPY002
+
+
+def _seed(device: torch.device) -> None:
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002, TID251
+    torch.default_generator.manual_seed(0)
+    if device.type not in ("cpu", "meta"):
+        module = torch.get_device_module(device)
+        with getattr(module, "device", contextlib.nullcontext)(device):
+            module.manual_seed(0)
+
+
+class _Trial:
+    """A copy of an optimizer, with copies of some of its parameters."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        chosen: Sequence[Tensor],
+        values: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        part: Sequence[int],
+        *,
+        is_thin: bool,
+    ) -> None:
+        numbers = {id(p): i for i, p in enumerate(chosen)}
+        memo: dict[int, Any] = {}
+        for parameter in _parameters(optimizer):
+            number = numbers.get(id(parameter))
+            if number is not None:
+                replica = nn.Parameter(values[number].clone())
+            else:
+                nothing = torch.zeros(
+                    () if is_thin else parameter.shape,
+                    dtype=parameter.dtype,
+                    device=parameter.device,
+                )
+                replica = nn.Parameter(
+                    nothing.expand(parameter.shape),
+                    requires_grad=parameter.requires_grad,
+                )
+            vars(replica).update(vars(parameter))
+            memo[id(parameter)] = replica
+        self._parameters = [memo[id(p)] for p in chosen]
+        self._starts = values
+        self._grads = {i: grads[i] for i in part}
+        self._optimizer = _copy_of(optimizer, set(numbers), memo)
+        for group in self._optimizer.param_groups:
+            rate = group.get("lr")
+            if isinstance(rate, (float, int, Tensor)) and not rate:
+                group["lr"] = rate + _LEAST_RATE
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[Tensor]]:
+        """Return all values after each step."""
+        given = [self._closure if callable(arg) else arg for arg in args[1:]]
+        named = {k: self._closure if callable(v) else v for k, v in kwargs.items()}
+        found: list[list[Tensor]] = []
+        for step in range(_MOST_STEPS):
+            if step >= len(_SCALES) and not _is_same(found[-1], self._starts):
+                break
+            self._scale = _SCALES[step % len(_SCALES)]
+            self._closure()
+            self._optimizer.step(*given, **named)
+            found.append([p.detach().clone() for p in self._parameters])
+        return found
+
+    def _closure(self) -> Tensor:
+        for number, grad in self._grads.items():
+            self._parameters[number].grad = grad * self._scale
+        return torch.ones((), requires_grad=True) * 1.0
+
+
+class _NoMessages(TorchDispatchMode):
+    """Rejects communication: ranks need not try an optimizer at the same time."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+            raise RuntimeError("its step communicates with other ranks")
+        return func(*args, **(kwargs or {}))
+
+
+def _is_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether values are equal bit for bit, or not numbers in both."""
+    return all(
+        torch.equal(a.nan_to_num(), b.nan_to_num())
+        for a, b in zip(some, others, strict=True)
+    )
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups)
+
+
+def _chosen(optimizer: Optimizer) -> list[Tensor]:
+    """Return the smallest trained parameters of each group and number of dimensions."""
+    rows = []
+    for number, group in enumerate(optimizer.param_groups):
+        kinds: dict[int, list[Tensor]] = {}
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.numel():
+                kinds.setdefault(parameter.dim(), []).append(parameter)
+        for kind, some in sorted(kinds.items()):
+            some.sort(key=lambda p: p.numel())  # stable, so equal on all ranks
+            rows += [(i, number, kind, p) for i, p in enumerate(some[:_OF_A_KIND])]
+    # If there are many groups, the first of each come first.
+    rows.sort(key=lambda row: row[0])
+    rows = sorted(rows[:_MOST_PARAMETERS], key=lambda row: row[1:3] + row[:1])
+    return [row[3] for row in rows]
+
+
+def _random_values(parameter: Tensor) -> Tensor:
+    """Return large and small values, of which small ones show the smallest changes."""
+    values = torch.randn_like(torch.empty_like(parameter, requires_grad=False))
+    sizes = torch.rand_like(values, dtype=torch.float32).mul(-6.0)
+    return values * torch.pow(10.0, sizes).to(values.dtype)
+
+
+def _copy_of(optimizer: Any, chosen: set[int], memo: dict[int, Any]) -> Any:
+    """Return a copy of an optimizer for the parameters of ``memo``.
+
+    Copying by `copy.deepcopy` would lose attributes, which `Optimizer` does not pickle.
+    """
+    kind = type(optimizer)
+    found: Any = object.__new__(kind)
+    memo[id(optimizer)] = found
+    state = getattr(optimizer, "state", None)
+    if isinstance(state, dict) and id(state) not in memo:
+        kept: dict[Any, Any] = defaultdict(dict)
+        memo[id(state)] = kept
+        for key, value in state.items():
+            if not isinstance(key, Tensor) or id(key) in chosen:
+                kept[copy.deepcopy(key, memo)] = copy.deepcopy(value, memo)
+    for key, value in vars(optimizer).items():
+        if key.startswith("_optimizer_") and isinstance(value, OrderedDict):
+            vars(found)[key] = OrderedDict()  # the program's hooks
+        elif isinstance(value, types.FunctionType | types.MethodType) and hasattr(
+            kind, key
+        ):
+            continue  # a scheduler's or the program's, for the original
+        else:
+            for inner in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(inner, Optimizer) and id(inner) not in memo:
+                    _copy_of(inner, chosen, memo)
+            vars(found)[key] = copy.deepcopy(value, memo)
+    return found
