@@ -69,6 +69,7 @@ def phases(rank: int, size: int) -> list[tuple[str, str | None]]:
 
 def test_the_forced_schedule_passes_every_phase_twice(ranks: Any) -> None:
     first, second = ranks(phases, 2)
+    assert first == second
     search = [("profile", "profile")] * 2 + [("search", "forced")] * 4
     settled = [("confirm", "forced"), *[("watch", "forced")] * 8]
     # A step with DDP's own buckets came before.
