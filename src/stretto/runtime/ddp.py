@@ -341,9 +341,11 @@ class DistributedDataParallel(TorchDDP):
             counts, self._gradient_counts = self._gradient_counts, None
             self._gradients_come_once = counts.end()
         # A second backward in the same forward needs the rebuilt buckets. If they are
-        # known, this does not communicate.
+        # known, this does not communicate. Not after forward: with DDP's own mixed
+        # precision, parameters then still have their narrow types.
+        in_forward = getattr(TorchDDP, "_active_ddp_module", None) is self
         known = self._planned is not None or self._rule_buckets is not None
-        if known and self.reducer._rebuild_buckets():  # noqa: SLF001
+        if in_forward and known and self.reducer._rebuild_buckets():  # noqa: SLF001
             self._has_rebuilt_buckets = True
         if self._counts_steps:
             key = (str(self.process_group.group_name), self._agreement.serial)
