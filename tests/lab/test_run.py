@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.lab,
     pytest.mark.dist,
     pytest.mark.slow,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(320),
     pytest.mark.usefixtures("namespaces"),
 ]
 
@@ -27,9 +27,9 @@ STEPS = 44
 SHORT = 60
 """Enough for the speed and the losses of plain DDP."""
 
-LONG = 400
+LONG = 600
 """By then tuning has settled: its last comparison waits until what was lost before is a
-small share of the time trained, about 280 of these short steps."""
+small share of the time trained, 280 to over 400 of these short steps."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def run(lab, tmp_path):
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
 
     def run_in_lab(*arguments):
-        return lab.run(*arguments, timeout=120, env=cache)
+        return lab.run(*arguments, timeout=220, env=cache)
 
     return run_in_lab
 
