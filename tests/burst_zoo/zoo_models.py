@@ -1257,6 +1257,23 @@ def running_mean_of_its_own() -> nn.Module:
     return RunningMean()
 
 
+class StatisticsBeforeNorm(nn.Module):
+    """Reads a norm's statistics as they were before the batch updates them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(8, 8), nn.BatchNorm1d(8), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.norm.running_mean.clone()
+        return self.two(self.norm(self.one(x)) - before)
+
+
+@right(flat)
+def statistics_read_before_their_norm() -> nn.Module:
+    return StatisticsBeforeNorm()
+
+
 class ConstantNoise(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -411,11 +411,11 @@ class _Copy:
         self._traced, self._group = traced, group
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, Any] = {}
-        inside = set(group)
+        self._inside = set(group)
         self._read: list[fx.Node] = []
         for op in group:
             for node in _reads(traced, op):
-                if node not in inside and node not in self._read:
+                if node not in self._inside and node not in self._read:
                     self._read.append(node)
         for node in self._read:
             self._copies[node] = self._graph.placeholder(f"from_{node.name}")
@@ -424,8 +424,11 @@ class _Copy:
         self._entered: list[fx.Node] = []
 
     def module(self, result: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
-        for op in self._group:
-            self._copies[op] = self._copy(op)
+        for op in self._in_order():
+            if op in self._inside:
+                self._copies[op] = self._copy(op)
+            else:
+                self._of(op)
         self._into(Context())
         self._graph.output(self._copies[result])
         root = self._traced.root
@@ -433,6 +436,16 @@ class _Copy:
         # Not by train(): submodules keep the mode that the user set.
         module.training = root.training
         return module, self._read
+
+    def _in_order(self) -> list[fx.Node]:
+        """Return all operations to copy in the order in which they were recorded.
+
+        A fixed one may read a buffer that another operation then updates.
+        """
+        traced = self._traced
+        needed = {node for op in self._group for node in _fixed_of(traced, op)}
+        needed |= self._inside
+        return [node for node in traced.root.graph.nodes if node in needed]
 
     def _copy(self, op: fx.Node) -> fx.Node:
         self._out_of_place(op)
@@ -470,7 +483,7 @@ class _Copy:
             return
         target = op.args[position]
         assert isinstance(target, fx.Node)  # noqa: S101
-        own = target in self._group and not target.meta.get("aliases")
+        own = target in self._inside and not target.meta.get("aliases")
         if own and all(user is op for user in target.users):
             return
         kept = self._of(target)

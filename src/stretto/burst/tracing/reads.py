@@ -182,16 +182,6 @@ class Reads:
         if name.partition(".")[0] not in _NOT_USERS:
             self._helpers.append((code, frame.f_globals))
 
-    def plain(self) -> dict[str, Any]:
-        """Return plain values that were read, as they are now, by name."""
-        found = {}
-        for number, key in self._found:
-            name, part = self._modules[number]
-            value = vars(part).get(key, _MISSING)
-            if isinstance(value, (bool, int, float, str)) and not _is_layer(part):
-                found[f"{name}.{key}" if name else key] = value
-        return found
-
     def watch(self, *, is_between: bool = True) -> Watch:
         """Return all values as they are now.
 
