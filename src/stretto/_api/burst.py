@@ -272,8 +272,8 @@ def scale(
 def profile(
     module: nn.Module, example_inputs: tuple[Any, ...], **options: Any
 ) -> LayerProfile:
-    """Return the layer profile of a module; see `stretto.burst.measure.profile`."""
-    from stretto.burst.measure import profile as measured
+    """Return the layer profile of a module, see `stretto.burst.profile`."""
+    from stretto.burst.layer_profile import profile as measured
 
     return measured(module, example_inputs, **options)
 
@@ -297,7 +297,7 @@ def profile_on_ranks(
         module: The module, on this rank's device.
         example_inputs: As for `profile`.
         process_group: The ranks; all ranks of the job if ``None``.
-        options: Options of `stretto.burst.measure.profile`.
+        options: Options of `stretto.burst.layer_profile.profile`.
 
     Raises:
         SpecError, NoisyProfile: On every rank, the error of the first rank's `profile`.
@@ -310,9 +310,8 @@ def profile_on_ranks(
     if not dist.is_initialized():
         return profile(module, example_inputs, **options)
 
-    from stretto.burst.measure import steps_of
-    from stretto.burst.messages import measure_host
-    from stretto.burst.together import slowdowns
+    from stretto.burst.host_costs import measure_host, slowdowns
+    from stretto.burst.layer_profile import steps_of
 
     group = process_group or dist.distributed_c10d._get_default_group()  # noqa: SLF001
     found: list[LayerProfile | StrettoError | None] = [None]

@@ -12,7 +12,7 @@ _HOMES = {
     "LayerGraph": "tracing.layers",
     "LayerNode": "tracing.layers",
     "capture": "graph",
-    "profile": "measure",
+    "profile": "layer_profile",
 }
 
 

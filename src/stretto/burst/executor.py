@@ -30,6 +30,8 @@ from torch.utils import _pytree as pytree
 from stretto._version import __version__
 from stretto.burst import hooks, torch_calls
 from stretto.burst import parameters as params
+from stretto.burst.activation_transfer import ActivationTransfer
+from stretto.burst.batch_partition import BatchPartition
 from stretto.burst.boundary import (
     in_checkpoint,
     mark_input,
@@ -37,24 +39,21 @@ from stretto.burst.boundary import (
     require_values,
 )
 from stretto.burst.changes import NUM_VALUES, Changes
-from stretto.burst.clock import StepClock
 from stretto.burst.forward import Forward
-from stretto.burst.freshness import Freshness
+from stretto.burst.gradient_sync import GradientSync, SyncedLayer
 from stretto.burst.graph import capture, require_module
-from stretto.burst.kept import kept_behind, marked
-from stretto.burst.links import Links, Width
+from stretto.burst.held_activations import kept_behind, marked
 from stretto.burst.norm import KINDS
 from stretto.burst.optimizers import first_difference, kept_outside
+from stretto.burst.rank_groups import RankGroups, Width
 from stretto.burst.reach import Reached
-from stretto.burst.redistribute import Mover
 from stretto.burst.replicas import Replicas
+from stretto.burst.schedule import ExecutionPlan, execution_plan_of, widths_of
 from stretto.burst.separable import why_together
 from stretto.burst.shadows import MODEL_GONE, Shadows
-from stretto.burst.shares import Shares
-from stretto.burst.steps import Steps, steps_of, widths_of
+from stretto.burst.stale_guard import StaleParameterGuard
 from stretto.burst.structure import Structure, number_of
-from stretto.burst.sync import GradientSync, SyncedLayer
-from stretto.burst.timings import Timings
+from stretto.burst.timings import StepClock, Timings
 from stretto.burst.tracing.reads import Ambient, normal_tensors
 from stretto.burst.verify import SEEDS, Trial, require_comparable
 from stretto.errors import (
@@ -190,33 +189,40 @@ class BurstParallel(nn.Module):
                 lanes,
             ),
         )
-        self._links = Links(
+        self._rank_groups = RankGroups(
             self._ranks,
             serial=self._agreement.serial,
             backend=group._get_backend(device).name(),  # noqa: SLF001
             device=device,
             lanes=lanes,
         )
-        self._links.elsewhere = self._agreement.others_wait
+        self._rank_groups.elsewhere = self._agreement.others_wait
         self._clock = StepClock()
         # The last forward's graph may keep the links alive; close connections here.
-        ended = weakref.finalize(self, self._links.close)
+        ended = weakref.finalize(self, self._rank_groups.close)
         ended.atexit = False
-        weak = weakref.ref(self._links)
+        weak = weakref.ref(self._rank_groups)
         self._agreement.is_over = lambda: _is_ended(weak)
-        self._mover = Mover(self._links, self._clock)
+        self._activations = ActivationTransfer(self._rank_groups, self._clock)
         self._timings = Timings(self._clock)
         self._forward = Forward(
-            module, self._links, self._mover, self._clock, device=device, seed=seed
+            module,
+            self._rank_groups,
+            self._activations,
+            self._clock,
+            device=device,
+            seed=seed,
         )
-        self._shares = Shares(self._links, self._clock)
+        self._partition = BatchPartition(self._rank_groups, self._clock)
         self._example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
-        self._steps: dict[LayerGraph, Steps] = {}
+        self._execution_plans: dict[LayerGraph, ExecutionPlan] = {}
         """Empty before the model is set up."""
         self._widths: dict[str, Width] = {}
         self._sync: GradientSync | None = None
         self._queued = False
-        self._freshness = Freshness(module, self._ranks, self._links.refusals.tell)
+        self._stale_guard = StaleParameterGuard(
+            module, self._ranks, self._rank_groups.refusals.tell
+        )
         self._replicas = Replicas(self._ranks)
         self._changes = Changes(self._ranks)
         self._shadows = Shadows(self._gradient_arrived)
@@ -227,7 +233,7 @@ class BurstParallel(nn.Module):
         change of the mode, autocast, or values that its code reads."""
 
         self._recaptures = 0
-        self._patterns: dict[tuple[bool, ...], dict[LayerGraph, Steps]] = {}
+        self._patterns: dict[tuple[bool, ...], dict[LayerGraph, ExecutionPlan]] = {}
         self._syncs: OrderedDict[tuple[bool, ...], GradientSync] = OrderedDict()
         self._trained: tuple[bool, ...] | None = None
         self._width_of: dict[int, Width] = {}
@@ -268,18 +274,18 @@ class BurstParallel(nn.Module):
     ) -> None:
         """Compare all ranks. A rank with an error of its own raises nothing here."""
         # There are no connections yet at the first comparison.
-        links: Links | None = vars(self).get("_links")
+        rank_groups: RankGroups | None = vars(self).get("_rank_groups")
         try:
             with contextlib.ExitStack() as stack:
-                if links is not None:
+                if rank_groups is not None:
                     what = f"the meeting to {purpose}"
-                    stack.enter_context(links.refusals.waiting(what))
+                    stack.enter_context(rank_groups.refusals.waiting(what))
                 self._agreement.require_same(purpose, values)
         except RankDisagreement:
             if trouble is None:
                 raise
         except CommTimeout as exc:
-            known = None if links is None else links.failures.error
+            known = None if rank_groups is None else rank_groups.failures.error
             raise known or exc from None
 
     def _set_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -298,10 +304,10 @@ class BurstParallel(nn.Module):
         assert graph is not None  # noqa: S101
         self._follow(graph, widths)
         roots = dict.fromkeys(widths, 0)
-        with self._freshness.opened():
+        with self._stale_guard.opened():
             place = "sending the first rank's state"
-            params.bring(self._links, graph, roots, place)
-            params.bring_tensors(self._links, self._loose, 0, place)
+            params.bring(self._rank_groups, graph, roots, place)
+            params.bring_tensors(self._rank_groups, self._loose, 0, place)
         self._left_over = [
             (name, p, p.grad)
             for name, p in self._structure.parameters
@@ -311,7 +317,7 @@ class BurstParallel(nn.Module):
             try:
                 self._require_one_process()
             except BaseException:
-                self._steps = {}  # never train a model that failed verification
+                self._execution_plans = {}  # failed: never train it
                 raise
 
     def _require_one_process(self) -> None:
@@ -327,13 +333,13 @@ class BurstParallel(nn.Module):
         own = [node for node in graph.nodes if self._runs(node.name)]
 
         def run(rows: Tensor) -> Tensor:
-            return self._through_layers(self._steps[graph], rows, None)
+            return self._through_layers(self._execution_plans[graph], rows, None)
 
         for seed in SEEDS:
-            with self._training(), self._freshness.opened():
-                trial = Trial(self.module, graph, own, self._links, seed)
+            with self._training(), self._stale_guard.opened():
+                trial = Trial(self.module, graph, own, self._rank_groups, seed)
                 mine = trial.difference(examples, self._forward.draws, run)
-            self._freshness.is_stale = False  # all values are restored
+            self._stale_guard.is_stale = False  # all values are restored
             self._changes.reset()
             texts = self._agreement.gather("verify a burst-parallel model", mine)
             rank, text = next(((i, t) for i, t in enumerate(texts) if t), (0, ""))
@@ -362,7 +368,7 @@ class BurstParallel(nn.Module):
     def _capture(self) -> LayerGraph:
         """Capture the model in train mode, for which the plan is made."""
         assert self._example is not None  # noqa: S101
-        with self._training(), self._freshness.opened():
+        with self._training(), self._stale_guard.opened():
             graph = capture(self.module, *self._example)
             return graph.joined([entry.layer for entry in self.plan.layers])
 
@@ -370,7 +376,7 @@ class BurstParallel(nn.Module):
         """Capture the model in its current modes and state."""
         assert self._example is not None  # noqa: S101
         begin = time.monotonic()
-        with self._freshness.opened():
+        with self._stale_guard.opened():
             # Low precision hides the differences that the check looks for; the model
             # was already checked without autocast.
             graph = capture(
@@ -461,7 +467,7 @@ class BurstParallel(nn.Module):
     def _follow(self, graph: LayerGraph, widths: dict[str, Width]) -> None:
         """Run these layers on these ranks from now on."""
         _refuse_sparse(graph)
-        self._shares.forget_courses()
+        self._partition.forget_schedules()
         for old in self._graphs:
             self._forward.forget(old)
         self._graphs, self._widths = [graph], widths
@@ -480,12 +486,14 @@ class BurstParallel(nn.Module):
         for parameter in self._loose:
             self._width_of[id(parameter)] = everywhere
             self._layer_of[id(parameter)] = _LOOSE
-        self._links.open([*widths.values(), *([everywhere] if self._loose else [])])
+        self._rank_groups.open(
+            [*widths.values(), *([everywhere] if self._loose else [])]
+        )
         self._forward.prepare(graph, widths, self._batch_norm)
         self._replicas.watch(graph, widths)
         self._changes.reset(is_on=not self.is_whole())
         mine = [node for node in graph.nodes if self._runs(node.name)]
-        self._freshness.runs(
+        self._stale_guard.runs(
             [
                 *(t for node in mine for t in params.trained_and_changed(node)),
                 *self._loose,
@@ -525,8 +533,8 @@ class BurstParallel(nn.Module):
         self._syncs.move_to_end(trained)
         self._sync = self._forward.sync = self._syncs[trained]
         self._sync.is_on = is_on
-        self._steps = self._patterns.setdefault(
-            trained, {graph: steps_of(graph, self._widths)}
+        self._execution_plans = self._patterns.setdefault(
+            trained, {graph: execution_plan_of(graph, self._widths)}
         )
 
     def _use_shadows(self) -> None:
@@ -565,7 +573,7 @@ class BurstParallel(nn.Module):
             )
         )
         return GradientSync(
-            self._links,
+            self._rank_groups,
             self._clock,
             self._shadows,
             layers,
@@ -576,11 +584,11 @@ class BurstParallel(nn.Module):
         first, width = self._widths[layer]
         return first <= self._ranks.rank < first + width
 
-    def _steps_now(self) -> Steps:
+    def _execution_plan_now(self) -> ExecutionPlan:
         graph = self._graph_now()
-        if graph not in self._steps:
-            self._steps[graph] = steps_of(graph, self._widths)
-        return self._steps[graph]
+        if graph not in self._execution_plans:
+            self._execution_plans[graph] = execution_plan_of(graph, self._widths)
+        return self._execution_plans[graph]
 
     def _graph_now(self) -> LayerGraph:
         """Return the capture for the current modes; local to this rank."""
@@ -594,9 +602,9 @@ class BurstParallel(nn.Module):
         if len(self._graphs) > _MOST_GRAPHS:
             old = self._graphs.pop(1)
             self._forward.forget(old)
-            self._shares.forget_courses()
-            for steps in self._patterns.values():
-                steps.pop(old, None)
+            self._partition.forget_schedules()
+            for plans in self._patterns.values():
+                plans.pop(old, None)
         self._use_shadows()
         return graph
 
@@ -613,7 +621,7 @@ class BurstParallel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
         """Change parameters' types or devices; what changed ends the model's use."""
-        with self._freshness.opened():  # converting is not reading
+        with self._stale_guard.opened():  # converting is not reading
             parent: Any = super()
             return parent._apply(fn, recurse)  # noqa: SLF001
 
@@ -632,13 +640,13 @@ class BurstParallel(nn.Module):
         try:
             return self._forwarded(args, kwargs)
         except Exception as exc:
-            if self._links.failures.error is None:
-                self._links.refusals.tell(exc)
+            if self._rank_groups.failures.error is None:
+                self._rank_groups.refusals.tell(exc)
             raise
 
     def _forwarded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._links.failures.error is not None:
-            raise self._links.failures.error
+        if self._rank_groups.failures.error is not None:
+            raise self._rank_groups.failures.error
         if in_checkpoint():
             raise StrettoError(
                 "a burst model can't run again inside a backward, so it can't be "
@@ -647,13 +655,13 @@ class BurstParallel(nn.Module):
         self._refuse_callers(args, kwargs)
         args, kwargs = hooks.before(self.module, args, kwargs)
         with normal_tensors():
-            steps, trouble = self._ready_steps(args, kwargs)
-        batch, odd = self._packed(steps.graph, args, kwargs)
+            execution, trouble = self._ready_plan(args, kwargs)
+        batch, odd = self._packed(execution.graph, args, kwargs)
         trouble = trouble or odd
         if self._timings.is_on:
             self._clock.other()
-        output = self._through_layers(steps, batch, trouble)
-        results = steps.graph.results
+        output = self._through_layers(execution, batch, trouble)
+        results = execution.graph.results
         hook_of = None
         if results.behind is not None:
             watch = self._reached.watch(results)
@@ -661,60 +669,60 @@ class BurstParallel(nn.Module):
         found = results.unpack(output, hook_of)
         return hooks.after(self.module, args, kwargs, found)
 
-    def _ready_steps(
+    def _ready_plan(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Steps, StrettoError | None]:
-        """Return the steps of the next forward, and the reason if it can't run."""
-        if not self._steps:
+    ) -> tuple[ExecutionPlan, StrettoError | None]:
+        """Return the execution of the next forward, and the reason if it can't run."""
+        if not self._execution_plans:
             self._set_up(args, kwargs)
         trouble = self._trouble()
         if trouble is None and (trained := self._structure.trained()) != self._trained:
             self._use_trained(trained)
         if trouble is None:
             try:
-                return self._steps_now(), None
+                return self._execution_plan_now(), None
             except StrettoError as exc:
                 trouble = exc
-        return next(iter(self._steps.values())), trouble
+        return next(iter(self._execution_plans.values())), trouble
 
     def _through_layers(
-        self, steps: Steps, batch: Tensor, trouble: StrettoError | None
+        self, execution: ExecutionPlan, batch: Tensor, trouble: StrettoError | None
     ) -> Tensor:
         """Return the layers' output for this rank's packed rows, ready for backward."""
         self._cut_short()
-        self._links.refusals.next_step()
-        self._mover.settle()
+        self._rank_groups.refusals.next_step()
+        self._activations.settle()
         assert self._trained is not None  # noqa: S101
         with normal_tensors():
-            layouts, input_needs = self._shares.exchange(
-                steps.graph,
+            layouts, input_needs = self._partition.exchange(
+                execution.graph,
                 batch,
                 is_training=self.module.training,
                 step=self._forward.draws.step,
                 trained=number_of(self._trained),
-                operations=int(steps.graph.semantics[-14:], 16),
+                operations=int(execution.graph.semantics[-14:], 16),
                 replicas=self._replicas,
                 changes=self._changes,
                 trouble=trouble,
             )
             # Buffers such as running statistics change without a backward.
             if self.module.training:
-                self._freshness.changed()
-            with self._inside(), self._freshness.opened():
-                steps.graph.require_count(layouts.num_samples)
-                course = self._shares.course(steps, layouts)
+                self._stale_guard.changed()
+            with self._inside(), self._stale_guard.opened():
+                execution.graph.require_count(layouts.num_samples)
+                schedule = self._partition.schedule(execution, layouts)
         grad = torch.is_grad_enabled()
         with (
             self._inside(),
-            self._freshness.opened(),
+            self._stale_guard.opened(),
             self._shadows.in_place(),
             marked(self.module, batch.grad_fn) as has_hooks,
         ):
             if has_hooks:
                 torch_calls.look_before_backward()
             output = self._forward(
-                steps,
-                course,
+                execution,
+                schedule,
                 batch,
                 input_needs=input_needs,
                 stamp=self._timings.is_on,
@@ -724,7 +732,7 @@ class BurstParallel(nn.Module):
             output = mark_output(
                 output,
                 self._share,
-                partial(self._output_backward, steps.graph.results),
+                partial(self._output_backward, execution.graph.results),
                 [p for p in self._own_parameters() if p.requires_grad],
             )
         if self._timings.is_on:
@@ -732,7 +740,7 @@ class BurstParallel(nn.Module):
             self._timings.forward_ended(
                 {
                     step.node.name: len(layouts.samples(step.width)[self._ranks.rank])
-                    for step in steps.layers
+                    for step in execution.layers
                 }
             )
         return output
@@ -788,8 +796,8 @@ class BurstParallel(nn.Module):
         try:
             yield
         except Exception as exc:
-            if self._links.failures.error is None:
-                self._links.refusals.tell(exc, inside=True)
+            if self._rank_groups.failures.error is None:
+                self._rank_groups.refusals.tell(exc, inside=True)
             raise
 
     def _output_backward(self, results: Results, grad: Tensor) -> None:
@@ -805,7 +813,7 @@ class BurstParallel(nn.Module):
             self._queued = True
             assert self._sync is not None  # noqa: S101
             if any(self._trained or ()):
-                self._freshness.backward_begins()
+                self._stale_guard.backward_begins()
             with self._inside():
                 self._require_none_left_over()
                 self._changes.backward_begins()
@@ -871,10 +879,10 @@ class BurstParallel(nn.Module):
         assert self._sync is not None  # noqa: S101
         with self._inside():
             # See Note [Outputs that no loss uses] in `stretto.burst.reach`.
-            with self._links.guard("joining the outputs that losses use"):
-                self._reached.join(self._links.reduce_number, self._device_used)
+            with self._rank_groups.guard("joining the outputs that losses use"):
+                self._reached.join(self._rank_groups.reduce_number, self._device_used)
             self._sync.finish(self._reached.unreached())
-            self._mover.settle()
+            self._activations.settle()
         if self._sync.is_on:
             self._reached.reset()
         torch_calls.backward_ended(self)
@@ -887,11 +895,11 @@ class BurstParallel(nn.Module):
         if self._queued and self._sync is not None:
             self._queued = False
             error = StrettoError("its backward was ended by an exception")
-            self._links.refusals.tell(error, inside=True)
+            self._rank_groups.refusals.tell(error, inside=True)
             self._sync.reset()
             self._reached.reset()
             self._changes.reset()
-            self._mover.drop()
+            self._activations.drop()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -915,7 +923,7 @@ class BurstParallel(nn.Module):
         Every rank must call it, after the optimizer's step. If optimizers are passed,
         their states are sent too, so that ``optimizer.state_dict()`` is complete.
         """
-        if not self._steps:
+        if not self._execution_plans:
             return
         self._meet_to_refresh(optimizers)
         self._require_equal_copies()
@@ -923,7 +931,7 @@ class BurstParallel(nn.Module):
             self._require_nothing_else(optimizers)
         roots = {name: first for name, (first, _) in self._widths.items()}
         self._bring(roots, optimizers, "bringing parameters")
-        self._freshness.refreshed(optimizers)
+        self._stale_guard.refreshed(optimizers)
 
     def _meet_to_refresh(self, optimizers: tuple[Optimizer, ...]) -> None:
         """Check that all ranks make this call before anything is sent. Collective.
@@ -937,9 +945,9 @@ class BurstParallel(nn.Module):
         """
         if self._ranks.size == 1:
             return
-        if self._links.failures.error is not None:
-            raise self._links.failures.error
-        self._links.refusals.withdraw()
+        if self._rank_groups.failures.error is not None:
+            raise self._rank_groups.failures.error
+        self._rank_groups.refusals.withdraw()
         purpose = f"refresh a burst model with {len(optimizers)} optimizers"
         # States are sent by parameter, so each optimizer must hold the same ones.
         held = [
@@ -950,26 +958,26 @@ class BurstParallel(nn.Module):
         try:
             self._compare(purpose, {"the optimizers' parameters": counts}, None)
         except CommTimeout as exc:
-            self._links.end(
+            self._rank_groups.end(
                 f"{exc} Every rank must call refresh() and full_state_dict(), as "
                 "often and in the same place: ranks make different calls"
             )
-            assert self._links.failures.error is not None  # noqa: S101
-            raise self._links.failures.error from None
+            assert self._rank_groups.failures.error is not None  # noqa: S101
+            raise self._rank_groups.failures.error from None
 
     def _bring(
         self, roots: dict[str, int], optimizers: tuple[Optimizer, ...], place: str
     ) -> None:
         graph = self._graphs[0]
-        with self._freshness.opened():
-            params.bring(self._links, graph, roots, place)
+        with self._stale_guard.opened():
+            params.bring(self._rank_groups, graph, roots, place)
             params.bring_states(
-                self._links, graph, roots, optimizers, self._device_used
+                self._rank_groups, graph, roots, optimizers, self._device_used
             )
 
     def _bring_gradients(self, roots: dict[str, int]) -> None:
-        with self._freshness.opened():
-            params.bring_gradients(self._links, self._graphs[0], roots)
+        with self._stale_guard.opened():
+            params.bring_gradients(self._rank_groups, self._graphs[0], roots)
 
     def _require_equal_copies(self) -> None:
         """Compare a sample of every parameter that several ranks hold. Collective.
@@ -979,8 +987,8 @@ class BurstParallel(nn.Module):
         values = self._replicas.all_values()
         if values or self._changes.is_on:
             mine = [*self._changes.next_values(), *values]
-            with self._links.guard("comparing the ranks' copies"):
-                rows = self._links.exchange(mine)
+            with self._rank_groups.guard("comparing the ranks' copies"):
+                rows = self._rank_groups.exchange(mine)
             self._replicas.require_all_equal([row[NUM_VALUES:] for row in rows])
             self._changes.require_alike(rows)
 
@@ -992,9 +1000,9 @@ class BurstParallel(nn.Module):
         """
         if self._ranks.size == 1:
             return
-        with self._freshness.opened():
+        with self._stale_guard.opened():
             mine = json.dumps(kept_outside(optimizers))
-        with self._links.refusals.waiting("comparing what optimizers keep"):
+        with self._rank_groups.refusals.waiting("comparing what optimizers keep"):
             texts = self._agreement.gather("compare what optimizers keep", mine)
         found = first_difference([json.loads(text) for text in texts])
         if found is None:
@@ -1026,12 +1034,12 @@ class BurstParallel(nn.Module):
                 plan is kept.
         """
         given, purpose = plan, "begin to apply a burst plan"
-        self._links.refusals.withdraw()
+        self._rank_groups.refusals.withdraw()
         plan = self._together(purpose, lambda: _loaded(given))
-        if not self._steps:
+        if not self._execution_plans:
             self.plan = plan
             return
-        known = [o for o in self._freshness.optimizers() if o not in optimizers]
+        known = [o for o in self._stale_guard.optimizers() if o not in optimizers]
         every = (*optimizers, *known)
         trouble: StrettoError | None = None
         before, old = self.plan, self._widths
@@ -1078,7 +1086,7 @@ class BurstParallel(nn.Module):
         The same as `torch.nn.utils.clip_grad_norm_` on ``parameters()``. Every rank
         must call it. Returns the norm before scaling.
         """
-        if not self._steps:
+        if not self._execution_plans:
             raise StrettoError("there are no gradients before the first forward")
         held = list(self.module.parameters())
         self._changes.look_at_gradients()
@@ -1099,7 +1107,7 @@ class BurstParallel(nn.Module):
             SpecError: ``norm_type`` is not above 0.
             CommTimeout: a rank was lost.
         """
-        if not self._steps:
+        if not self._execution_plans:
             raise StrettoError("there are no gradients before the first forward")
         held = list(self.module.parameters())
         return torch_calls.joint_norm(held, [self], float(norm_type))
@@ -1126,8 +1134,8 @@ class BurstParallel(nn.Module):
 
     def reduce_number(self, value: Tensor, operation: Any, place: str) -> None:
         """All-reduce a number over the model's ranks in place."""
-        with self._links.guard(place):
-            self._links.reduce_number(value, operation)
+        with self._rank_groups.guard(place):
+            self._rank_groups.reduce_number(value, operation)
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -1139,9 +1147,9 @@ class BurstParallel(nn.Module):
             some.
         """
         if not self.is_whole():
-            if self._freshness.is_preparing(optimizer):
+            if self._stale_guard.is_preparing(optimizer):
                 return
-            with self._freshness.opened():
+            with self._stale_guard.opened():
                 found = why_together(optimizer, args, kwargs)
             if found is not None:
                 error = StrettoError(
@@ -1149,9 +1157,9 @@ class BurstParallel(nn.Module):
                     "use an optimizer that treats each parameter by itself, or a plan "
                     "with all ranks for every layer"
                 )
-                self._links.refusals.tell(error)
+                self._rank_groups.refusals.tell(error)
                 raise error
-        self._freshness.before_step(optimizer)
+        self._stale_guard.before_step(optimizer)
         self._changes.before_step(
             p for group in optimizer.param_groups for p in group["params"]
         )
@@ -1251,8 +1259,8 @@ def _checked(
     return _loaded(plan)
 
 
-def _is_ended(links: weakref.ref[Links]) -> bool:
-    found = links()
+def _is_ended(rank_groups: weakref.ref[RankGroups]) -> bool:
+    found = rank_groups()
     return found is not None and found.failures.error is not None
 
 

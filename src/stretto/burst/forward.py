@@ -15,22 +15,26 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from stretto.burst.clock import FORWARD
+from stretto.burst.activation_transfer import Move, absent, tied
 from stretto.burst.dropout import Draws, Dropout, DropoutDraw, dropouts_of, one_by_one
 from stretto.burst.norm import BatchNorm, NormSync
-from stretto.burst.redistribute import Move, absent, tied
+from stretto.burst.timings import FORWARD
 from stretto.burst.tracing.layers import INPUT, norm_calls
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from stretto.burst.clock import StepClock
-    from stretto.burst.course import Course, Turn
-    from stretto.burst.links import Links, Width
-    from stretto.burst.redistribute import Mover
-    from stretto.burst.steps import LayerStep, Steps
-    from stretto.burst.sync import GradientSync
+    from stretto.burst.activation_transfer import ActivationTransfer
+    from stretto.burst.gradient_sync import GradientSync
+    from stretto.burst.rank_groups import RankGroups, Width
+    from stretto.burst.schedule import (
+        ExecutionPlan,
+        LayerExecution,
+        LayerStep,
+        RankSchedule,
+    )
+    from stretto.burst.timings import StepClock
     from stretto.burst.tracing.layers import LayerGraph, LayerNode
 
 
@@ -48,16 +52,16 @@ class Forward:
     def __init__(
         self,
         module: nn.Module,
-        links: Links,
-        mover: Mover,
+        rank_groups: RankGroups,
+        activations: ActivationTransfer,
         clock: StepClock,
         *,
         device: torch.device,
         seed: int,
     ) -> None:
         self._module = module
-        self._links = links
-        self._mover = mover
+        self._rank_groups = rank_groups
+        self._activations = activations
         self._clock = clock
         self._device = device
         self.draws = Draws(seed)
@@ -78,7 +82,7 @@ class Forward:
             for name, part in dropouts_of(node.module):
                 stands[part] = DropoutDraw(part, name, self.draws)
             self._norms[node] = []
-            group = self._links.group(widths[node.name])
+            group = self._rank_groups.group(widths[node.name])
             made: dict[str, NormSync] = {}
             for name, part in node.module.named_modules():
                 if not isinstance(part, BatchNorm):
@@ -87,7 +91,7 @@ class Forward:
                     made[name] = NormSync(
                         part,
                         layer=node.name,
-                        links=self._links,
+                        rank_groups=self._rank_groups,
                         group=group,
                         clock=self._clock,
                     )
@@ -104,8 +108,8 @@ class Forward:
 
     def __call__(
         self,
-        steps: Steps,
-        course: Course,
+        plan: ExecutionPlan,
+        schedule: RankSchedule,
         batch: Tensor,
         *,
         input_needs: bool,
@@ -117,75 +121,75 @@ class Forward:
         layers are timed.
         """
         grad = torch.is_grad_enabled()
-        tag = self._mover.next_tags(2 * course.num_numbers)
+        tag = self._activations.next_tags(2 * schedule.num_numbers)
         moves = {
-            number: Move(self._mover, transfer, tag=tag + 2 * number, layer=layer)
-            for number, transfer, layer in course.moves
+            number: Move(self._activations, transfer, tag=tag + 2 * number, layer=layer)
+            for number, transfer, layer in schedule.moves
         }
         held: dict[str, Held] = {INPUT: batch}
         ways: dict[str, tuple[Tensor, ...]] = {}
         training = self._module.training
         needs = False
-        self._graph = steps.graph
-        with self._standing(steps.graph):
+        self._graph = plan.graph
+        with self._standing(plan.graph):
             first = self._anchor if grad and input_needs else None
-            for number in course.input_starts:
+            for number in schedule.input_starts:
                 moves[number].begin(batch, first)
-            for turn in course.turns:
-                step = turn.step
+            for execution in schedule.layers:
+                step = execution.step
                 needs = grad and (step.trains or input_needs)
                 inputs = [
                     held[name] if number is None else moves[number].end()
-                    for name, number in turn.takes
+                    for name, number in execution.takes
                 ]
                 # See Note [Outputs without a gradient].
-                extra = [w for name, _ in turn.takes for w in ways.get(name, ())]
+                extra = [w for name, _ in execution.takes for w in ways.get(name, ())]
                 if needs and not _has_gradient(step.node.output_dtype):
                     ways[step.node.name] = _ways_of([*inputs, tuple(extra)])
                     needs, extra = False, []
                 output: Held
-                if turn.is_passed:
+                if execution.is_passed:
                     output = _ways_of([*inputs, tuple(extra)]) if needs else ()
                 else:
                     if stamp:
                         self._clock.begin(step.node.name, FORWARD)
-                    output = self._turn(turn, inputs, tuple(extra), needs)
+                    output = self._execute(execution, inputs, tuple(extra), needs)
                     if stamp:
                         self._clock.other()
                         self._clock.stamp(output, step.node.name)
                 for name in step.last_of:
                     held.pop(name, None)
                     ways.pop(name, None)
-                if turn.starts:
+                if execution.starts:
                     output = self._here(output, step, needs)
-                    for number in turn.starts:
+                    for number in execution.starts:
                         moves[number].begin(output, self._anchor if needs else None)
                 held[step.node.name] = output
-        if training or steps.draws:
+        if training or plan.draws:
             self.draws.step += 1
         self.draws.samples = None
-        if course.output_takes is not None:
-            output = moves[course.output_takes].end()
+        if schedule.output_takes is not None:
+            output = moves[schedule.output_takes].end()
         else:
             output = self._here(output, step, needs)
         if needs and not output.requires_grad:
             output = tied(output, [self._anchor])
         return output
 
-    def _turn(
+    def _execute(
         self,
-        turn: Turn,
+        execution: LayerExecution,
         given: list[Held],
         extra: tuple[Tensor, ...],
         needs: bool,  # noqa: FBT001
     ) -> Tensor:
         """Return a layer's output on one of its ranks; tie it to ``extra`` too."""
-        node = turn.step.node
-        if not len(turn.samples):
-            return self._without(turn.step, [*given, extra], needs)
+        node = execution.step.node
+        if not len(execution.samples):
+            return self._without(execution.step, [*given, extra], needs)
         inputs: list[Tensor] = given  # type: ignore[assignment]  # samples are tensors
-        self.draws.samples = turn.samples
-        if turn.step.is_alone:
+        self.draws.samples = execution.samples
+        if execution.step.is_alone:
             output = one_by_one(node.module, inputs, node.name, self.draws)
         else:
             output = node.module(*inputs)
@@ -196,7 +200,7 @@ class Forward:
                 "captured: build BurstParallel again after changing the model's type "
                 "or sizes"
             )
-        if needs and turn.is_tied:
+        if needs and execution.is_tied:
             behind = [x for x in (*inputs, *extra) if x.requires_grad]
             return tied(output, behind) if behind else output
         return output

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
-    from stretto.burst.clock import StepClock
-    from stretto.burst.links import GroupLinks, Links
+    from stretto.burst.rank_groups import GroupLanes, RankGroups
+    from stretto.burst.timings import StepClock
 
 KINDS = ("sync", "local")
 """Over all samples of the layer, or over those of each rank separately."""
@@ -38,13 +38,13 @@ class NormSync:
         norm: Any,
         *,
         layer: str,
-        links: Links,
-        group: GroupLinks,
+        rank_groups: RankGroups,
+        group: GroupLanes,
         clock: StepClock,
     ) -> None:
         self.norm = norm
         self.place = f"the batch norm of layer {layer!r}"
-        self.links = links
+        self.rank_groups = rank_groups
         self.group = group
         self.clock = clock
 
@@ -95,7 +95,7 @@ class NormSync:
             # There may be more rows than samples if a model folds other dimensions in.
             mine[-1] = x.numel() // channels
         rows = [torch.empty_like(mine) for _ in range(self.group.size)]
-        with self.links.guard(self.place):
+        with self.rank_groups.guard(self.place):
             work = self.group.norms.allgather([rows], [mine])
             self.clock.wait("batch norm", work.wait)
         every = torch.stack(rows)
@@ -127,7 +127,7 @@ class NormSync:
 
     def add(self, sums: Tensor) -> None:
         """Add sums over the layer's ranks in place."""
-        with self.links.guard(self.place):
+        with self.rank_groups.guard(self.place):
             work = self.group.norms.allreduce([sums])
             self.clock.wait("batch norm", work.wait)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from stretto.burst.links import Links
+    from stretto.burst.rank_groups import RankGroups
     from stretto.burst.tracing.layers import LayerGraph, LayerNode
 
 
@@ -41,34 +41,36 @@ def trained_and_changed(node: LayerNode) -> list[Tensor]:
 
 @torch.no_grad()
 def bring(
-    links: Links, graph: LayerGraph, roots: Mapping[str, int], place: str
+    rank_groups: RankGroups, graph: LayerGraph, roots: Mapping[str, int], place: str
 ) -> None:
     """Give all ranks the parameters and buffers of each layer's root."""
     for node in graph.nodes:
         if node.name in roots:
             where = f"{place} of layer {node.name!r}"
-            bring_tensors(links, tensors_of(node), roots[node.name], where)
+            bring_tensors(rank_groups, tensors_of(node), roots[node.name], where)
 
 
 @torch.no_grad()
 def bring_tensors(
-    links: Links, tensors: Iterable[Tensor], root: int, place: str
+    rank_groups: RankGroups, tensors: Iterable[Tensor], root: int, place: str
 ) -> None:
     """Give all ranks ``root``'s values of some tensors."""
-    if links.ranks.size == 1:
+    if rank_groups.ranks.size == 1:
         return
     for tensor in tensors:
         whole = tensor.detach().contiguous()
-        with links.guard(place):
-            links.broadcast(whole, root)
+        with rank_groups.guard(place):
+            rank_groups.broadcast(whole, root)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.copy_(whole)
 
 
 @torch.no_grad()
-def bring_gradients(links: Links, graph: LayerGraph, roots: Mapping[str, int]) -> None:
+def bring_gradients(
+    rank_groups: RankGroups, graph: LayerGraph, roots: Mapping[str, int]
+) -> None:
     """Give all ranks the gradients of each layer's root."""
-    if links.ranks.size == 1:
+    if rank_groups.ranks.size == 1:
         return
     for node in graph.nodes:
         held = list(node.module.parameters()) if node.name in roots else []
@@ -77,24 +79,24 @@ def bring_gradients(links: Links, graph: LayerGraph, roots: Mapping[str, int]) -
         place = f"bringing gradients of layer {node.name!r}"
         present = [parameter.grad is not None for parameter in held]
         flags = torch.tensor(present, dtype=torch.int64, device=held[0].device)
-        bring_tensors(links, [flags], roots[node.name], place)
+        bring_tensors(rank_groups, [flags], roots[node.name], place)
         for parameter, is_present in zip(held, flags.tolist(), strict=True):
             if not is_present:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            bring_tensors(links, [parameter.grad], roots[node.name], place)
+            bring_tensors(rank_groups, [parameter.grad], roots[node.name], place)
 
 
 def bring_states(
-    links: Links,
+    rank_groups: RankGroups,
     graph: LayerGraph,
     roots: Mapping[str, int],
     optimizers: Sequence[Optimizer],
     device: torch.device,
 ) -> None:
     """Give all ranks the optimizer states of each layer's parameters on its root."""
-    if links.ranks.size == 1:
+    if rank_groups.ranks.size == 1:
         return
     for optimizer in optimizers:
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -103,11 +105,11 @@ def bring_states(
                 continue
             mine = [p for p in node.module.parameters() if id(p) in known]
             root = roots[node.name]
-            is_root = links.ranks.rank == root
+            is_root = rank_groups.ranks.rank == root
             states = [optimizer.state.get(p, {}) for p in mine] if is_root else None
             place = f"bringing the optimizer's state of layer {node.name!r}"
-            with links.guard(place):
-                found = _broadcast_states(links, states, root, device)
+            with rank_groups.guard(place):
+                found = _broadcast_states(rank_groups, states, root, device)
             if not is_root:
                 for parameter, state in zip(mine, found, strict=True):
                     if state:
@@ -115,7 +117,7 @@ def bring_states(
 
 
 def _broadcast_states(
-    links: Links, states: list[Any] | None, root: int, device: torch.device
+    rank_groups: RankGroups, states: list[Any] | None, root: int, device: torch.device
 ) -> list[Any]:
     text = b""
     if states is not None:
@@ -123,11 +125,11 @@ def _broadcast_states(
         torch.save(states, file)
         text = file.getvalue()
     size = torch.tensor([len(text)], dtype=torch.int64, device=device)
-    links.broadcast(size, root)
+    rank_groups.broadcast(size, root)
     body = torch.empty(int(size), dtype=torch.uint8, device=device)
     if text:
         body.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    links.broadcast(body, root)
+    rank_groups.broadcast(body, root)
     if states is not None:
         return states
     file = io.BytesIO(body.cpu().numpy().tobytes())

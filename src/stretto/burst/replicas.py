@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from stretto.burst.links import Width
 from stretto.burst.numbers import as_float, as_int
+from stretto.burst.rank_groups import Width
 from stretto.errors import RankDisagreement
 
 if TYPE_CHECKING:

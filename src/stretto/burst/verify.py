@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from stretto.burst.dropout import Draws
-    from stretto.burst.links import Links
+    from stretto.burst.rank_groups import RankGroups
     from stretto.burst.tracing.layers import LayerGraph, LayerNode
 
 SEEDS = (1, 2)
@@ -74,16 +74,16 @@ class Trial:
         module: nn.Module,
         graph: LayerGraph,
         own: Sequence[LayerNode],
-        links: Links,
+        rank_groups: RankGroups,
         seed: int,
     ) -> None:
         self._module, self._graph, self._own = module, graph, own
-        self._links = links
+        self._rank_groups = rank_groups
         self._numbers = Numbers(seed)
         self._twins: dict[int, Tensor] = {}
         self._output: Tensor | None = None
         self._cotangent: Tensor | None = None
-        ranks = links.ranks
+        ranks = rank_groups.ranks
         self._shares = [2 + (rank == ranks.size - 1) for rank in range(ranks.size)]
         start = sum(self._shares[: ranks.rank])
         self._mine = slice(start, start + self._shares[ranks.rank])
@@ -121,7 +121,7 @@ class Trial:
             except Exception as error:  # noqa: BLE001 - becomes one error on all ranks
                 first = (str(error).splitlines() or [""])[0]
                 trouble = f"one process fails: {type(error).__name__}: {first}"
-            if any(row[0] for row in self._links.exchange([int(bool(trouble))])):
+            if any(row[0] for row in self._rank_groups.exchange([int(bool(trouble))])):
                 return trouble
             output = run(packed[self._mine])
             if self._cotangent is not None:
@@ -135,8 +135,8 @@ class Trial:
         number = sum(self._shares)
         rows = [self._numbers.rows(e.detach(), number) for e in examples]
         packed = self._graph.arguments.packing.pack(rows).contiguous()
-        with self._links.guard("sending the rows to verify"):
-            self._links.broadcast(packed, 0)
+        with self._rank_groups.guard("sending the rows to verify"):
+            self._rank_groups.broadcast(packed, 0)
         return packed
 
     def _run_alone(self, packed: Tensor) -> None:

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from stretto.burst.changes import NUM_VALUES
-from stretto.burst.course import Course, course_of
 from stretto.burst.layout import Layouts
+from stretto.burst.schedule import RankSchedule, schedule_of
 from stretto.errors import RankDisagreement, SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.burst.changes import Changes
-    from stretto.burst.clock import StepClock
-    from stretto.burst.links import Links
+    from stretto.burst.rank_groups import RankGroups
     from stretto.burst.replicas import Replicas
-    from stretto.burst.steps import Steps
+    from stretto.burst.schedule import ExecutionPlan
+    from stretto.burst.timings import StepClock
     from stretto.burst.tracing.layers import LayerGraph
     from stretto.errors import StrettoError
 
@@ -35,14 +35,16 @@ _BAD_SAMPLE, _TROUBLE = -1, -2
 
 
 @final
-class Shares:
+class BatchPartition:
     """Exchanges the ranks' shares, and keeps the layouts derived from them."""
 
-    def __init__(self, links: Links, clock: StepClock) -> None:
-        self._links = links
+    def __init__(self, rank_groups: RankGroups, clock: StepClock) -> None:
+        self._rank_groups = rank_groups
         self._clock = clock
         self._layouts: OrderedDict[tuple[int, ...], Layouts] = OrderedDict()
-        self._courses: OrderedDict[tuple[int, tuple[int, ...]], Course] = OrderedDict()
+        self._schedules: OrderedDict[tuple[int, tuple[int, ...]], RankSchedule] = (
+            OrderedDict()
+        )
 
     def exchange(
         self,
@@ -96,9 +98,9 @@ class Shares:
         rows: list[list[int]] = []
 
         def ask() -> None:
-            rows.extend(self._links.exchange(mine))
+            rows.extend(self._rank_groups.exchange(mine))
 
-        with self._links.guard("the exchange of the ranks' shares"):
+        with self._rank_groups.guard("the exchange of the ranks' shares"):
             self._clock.wait("counts", ask)
         if trouble is not None:
             raise trouble
@@ -119,7 +121,7 @@ class Shares:
     def _require_alike(
         self, rows: Sequence[Sequence[int]], shares: tuple[int, ...]
     ) -> None:
-        name_all = self._links.ranks.name_all
+        name_all = self._rank_groups.ranks.name_all
         bad = [rank for rank, share in enumerate(shares) if share == _TROUBLE]
         if bad:
             raise RankDisagreement(
@@ -167,17 +169,17 @@ class Shares:
         self._layouts.move_to_end(shares)
         return self._layouts[shares]
 
-    def course(self, steps: Steps, layouts: Layouts) -> Course:
+    def schedule(self, plan: ExecutionPlan, layouts: Layouts) -> RankSchedule:
         """Return this rank's schedule of a forward with these shares."""
-        key = (id(steps), layouts.shares)
-        if key not in self._courses:
-            rank = self._links.ranks.rank
-            self._courses[key] = course_of(steps, layouts, rank)
-            while len(self._courses) > 2 * _KEPT:
-                self._courses.popitem(last=False)
-        self._courses.move_to_end(key)
-        return self._courses[key]
+        key = (id(plan), layouts.shares)
+        if key not in self._schedules:
+            rank = self._rank_groups.ranks.rank
+            self._schedules[key] = schedule_of(plan, layouts, rank)
+            while len(self._schedules) > 2 * _KEPT:
+                self._schedules.popitem(last=False)
+        self._schedules.move_to_end(key)
+        return self._schedules[key]
 
-    def forget_courses(self) -> None:
+    def forget_schedules(self) -> None:
         """Drop the schedules, because the plan changes."""
-        self._courses.clear()
+        self._schedules.clear()

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from stretto.burst.links import Width
+from stretto.burst.rank_groups import Width
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
-    from stretto.burst.clock import StepClock
-    from stretto.burst.links import GroupLinks, Links
+    from stretto.burst.rank_groups import GroupLanes, RankGroups
     from stretto.burst.shadows import Shadows
+    from stretto.burst.timings import StepClock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +101,14 @@ class GradientSync:
 
     def __init__(
         self,
-        links: Links,
+        rank_groups: RankGroups,
         clock: StepClock,
         shadows: Shadows,
         layers: Sequence[SyncedLayer],
         *,
         bucket_bytes: int,
     ) -> None:
-        self._links = links
+        self._rank_groups = rank_groups
         self._clock = clock
         self._shadows = shadows
         self._groups: list[_Group] = []
@@ -123,17 +123,17 @@ class GradientSync:
                 slot = _Slot(layer.name, parameter)
                 self._slots[id(parameter)] = slot
                 self._by_layer.setdefault(layer.name, []).append(slot)
-                if links.group(layer.width) is not None:
+                if rank_groups.group(layer.width) is not None:
                     rows.setdefault(layer.width, []).append(slot)
         for width in sorted(rows):
             self._add_group(width, rows[width], bucket_bytes)
 
     def _add_group(self, width: Width, rows: list[_Slot], bucket_bytes: int) -> None:
-        lanes: GroupLinks | None = self._links.group(width)
+        lanes: GroupLanes | None = self._rank_groups.group(width)
         assert lanes is not None  # noqa: S101
         group = _Group()
         self._groups.append(group)
-        names = self._links.ranks.name_all(range(width[0], sum(width)))
+        names = self._rank_groups.ranks.name_all(range(width[0], sum(width)))
         for slots in _cut(rows, bucket_bytes):
             index = len(group.buckets)
             place = (
@@ -244,7 +244,7 @@ class GradientSync:
             if bucket.missing:
                 return
             group.next += 1
-            with self._links.guard(bucket.place):
+            with self._rank_groups.guard(bucket.place):
                 bucket.work = bucket.lane.allreduce([bucket.buffer])
             bucket.is_sent = True
             self._launched.append(bucket)
@@ -271,7 +271,7 @@ class GradientSync:
                 bucket.missing = 0
             self._launch_ready(group)
         for bucket in self._launched:
-            with self._links.guard(bucket.place):
+            with self._rank_groups.guard(bucket.place):
                 self._clock.wait("synchronisation", bucket.work.wait)
             for slot in bucket.slots:
                 if id(slot.parameter) not in unreached:

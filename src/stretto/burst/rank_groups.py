@@ -35,7 +35,7 @@ _MOVES, _NUMBERS = 0, 1
 
 
 @final
-class GroupLinks:
+class GroupLanes:
     """The lanes among the ranks of one width; this rank is one of them."""
 
     def __init__(self, pool: LanePool, ranks: Ranks, *, lanes: int) -> None:
@@ -51,7 +51,7 @@ class GroupLinks:
 
 
 @final
-class Links:
+class RankGroups:
     """All connections of one model on this rank."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Links:
         self._device = device
         self._lanes = lanes
         self._pools: list[LanePool] = []
-        self._groups: dict[Width, GroupLinks] = {}
+        self._groups: dict[Width, GroupLanes] = {}
         self.failures = FailureReporter(
             ranks, self._abort, key=lambda: f"burst/{serial}"
         )
@@ -110,9 +110,9 @@ class Links:
             )
             with self.guard(f"opening connections for {ranks.name_all(range(size))}"):
                 pool = self._pool(ranks, self._backend, self._device)
-                self._groups[first, size] = GroupLinks(pool, ranks, lanes=self._lanes)
+                self._groups[first, size] = GroupLanes(pool, ranks, lanes=self._lanes)
 
-    def group(self, width: Width) -> GroupLinks | None:
+    def group(self, width: Width) -> GroupLanes | None:
         """Return the lanes of a width; ``None`` if it has only one rank."""
         return self._groups.get(width)
 
@@ -225,8 +225,8 @@ class Links:
             pool.abort()
 
 
-def _stop(links: weakref.ref[Links], text: str) -> None:
-    found = links()
+def _stop(rank_groups: weakref.ref[RankGroups], text: str) -> None:
+    found = rank_groups()
     if found is not None:
         found.end(text)
 

@@ -61,7 +61,7 @@ _PRODUCTS = frozenset(("matmul", "__matmul__", "__rmatmul__", "mm", "addmm", "ei
 
 
 @final
-class Freshness:
+class StaleParameterGuard:
     """Tracks whether one module's values on one rank are current."""
 
     def __init__(
@@ -275,9 +275,9 @@ def _versions(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter._version for parameter in parameters)  # noqa: SLF001
 
 
-def _guards_of(freshness: Freshness) -> tuple[Any, Any]:
+def _guards_of(stale_guard: StaleParameterGuard) -> tuple[Any, Any]:
     """Return classes of parameters and buffers that may be read only when current."""
-    ref = weakref.ref(freshness)
+    ref = weakref.ref(stale_guard)
 
     def guarded(
         _cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -326,7 +326,7 @@ def _guards_of(freshness: Freshness) -> tuple[Any, Any]:
     return GuardedParameter, GuardedBuffer
 
 
-def _check_copying(owner: weakref.ref[Freshness]) -> None:
+def _check_copying(owner: weakref.ref[StaleParameterGuard]) -> None:
     found = owner()
     if found is not None:
         found.check_reading(is_of_all=True)
@@ -358,7 +358,7 @@ def _read(func: Any, types: Any, args: Any, kwargs: Any) -> list[Any]:
 class _Callback:
     """Calls a method while its object exists; a copied module's copy calls nothing."""
 
-    def __init__(self, target: Freshness | None, method: str) -> None:
+    def __init__(self, target: StaleParameterGuard | None, method: str) -> None:
         self._target = None if target is None else weakref.ref(target)
         self._method = method
 

@@ -22,7 +22,7 @@ from stretto.burst.boundary import is_output
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_MARK = "stretto.burst.kept"
+_MARK = "stretto.burst.held_activations"
 
 
 @contextlib.contextmanager

@@ -1,4 +1,12 @@
-"""Execution plan of a captured model: what each layer needs, computed once."""
+"""What each layer of a forward needs, and what one rank does of it, computed once.
+
+# Note [Layers passed over]
+A rank outside a layer's ranks has neither its samples nor its parameters. It does not
+run the layer: anything that backward must reach there is passed on to the next layer,
+and a tensor is made only where samples arrive again. Moves in which a rank neither
+sends nor receives are left out of its schedule. The rest keep their order, which is the
+same on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +17,9 @@ import torch
 from torch import fx, nn
 
 from stretto.burst.dropout import draws_otherwise, dropouts_of
-from stretto.burst.links import Width
+from stretto.burst.layout import Numbers, Transfer
 from stretto.burst.norm import BatchNorm
+from stretto.burst.rank_groups import Width
 from stretto.burst.tracing.layers import INPUT, LayerGraph, LayerNode
 from stretto.burst.tracing.places import place_of
 from stretto.errors import PlanMismatch, SpecError
@@ -18,6 +27,7 @@ from stretto.errors import PlanMismatch, SpecError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from stretto.burst.layout import Layouts
     from stretto.schema.burst import BurstPlan
 
 
@@ -48,7 +58,7 @@ class LayerStep:
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Steps:
+class ExecutionPlan:
     """Execution of all layers."""
 
     graph: LayerGraph
@@ -65,6 +75,51 @@ class Steps:
 
     draws: bool
     """Whether a layer draws random numbers."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerExecution:
+    """One layer on one rank."""
+
+    step: LayerStep
+
+    samples: Numbers
+    """The rank's samples, in the order of its rows."""
+
+    is_passed: bool
+    """Whether the rank is outside the layer's ranks, see Note [Layers passed over]."""
+
+    takes: tuple[tuple[str, int | None], ...]
+    """Its inputs: the layer, and the number of its move if this rank takes part."""
+
+    starts: tuple[int, ...]
+    """Moves of its output in which this rank takes part."""
+
+    shares: tuple[int, ...]
+    """Samples of each of the layer's ranks."""
+
+    is_tied: bool
+    """Whether samples moved before it, so that backward must always pass through it:
+    other ranks wait for the gradients."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankSchedule:
+    """Execution of all layers on one rank."""
+
+    layers: tuple[LayerExecution, ...]
+
+    input_starts: tuple[int, ...]
+
+    output_takes: int | None
+
+    moves: tuple[tuple[int, Transfer, str], ...]
+    """Moves in which this rank takes part: number, rows, the layer they come from."""
+
+    num_numbers: int
+    """Moves of all ranks, for tags."""
 
 
 def widths_of(plan: BurstPlan, graph: LayerGraph, ranks: int) -> dict[str, Width]:
@@ -95,7 +150,7 @@ def widths_of(plan: BurstPlan, graph: LayerGraph, ranks: int) -> dict[str, Width
     return {entry.layer: (entry.first_gpu, entry.gpus) for entry in plan.layers}
 
 
-def steps_of(graph: LayerGraph, widths: Mapping[str, Width]) -> Steps:
+def execution_plan_of(graph: LayerGraph, widths: Mapping[str, Width]) -> ExecutionPlan:
     """Return the execution of all layers under a plan.
 
     Raises:
@@ -141,7 +196,7 @@ def steps_of(graph: LayerGraph, widths: Mapping[str, Width]) -> Steps:
         )
         if layers[-1].is_alone:
             _require_samples_alone(node)
-    return Steps(
+    return ExecutionPlan(
         graph=graph,
         layers=tuple(layers),
         input_starts=tuple(starts.get(INPUT, ())),
@@ -152,6 +207,53 @@ def steps_of(graph: LayerGraph, widths: Mapping[str, Width]) -> Steps:
             or any(part.training for _, part in dropouts_of(step.node.module))
             for step in layers
         ),
+    )
+
+
+def schedule_of(plan: ExecutionPlan, layouts: Layouts, rank: int) -> RankSchedule:
+    """Return one rank's schedule for these shares."""
+    rows: list[tuple[Width | None, tuple[tuple[int, Width | None], ...]]]
+    rows = [(None, plan.input_starts)]
+    rows += [(step.width, step.starts) for step in plan.layers]
+    moves: dict[int, Transfer] = {}
+    real = set()
+    for source, starts in rows:
+        for number, target in starts:
+            transfer = layouts.transfer(source, target, rank)
+            if transfer is not None:
+                real.add(number)
+                if not transfer.is_idle:
+                    moves[number] = transfer
+    layers = []
+    moved_before: dict[str, bool] = {}
+    for step in plan.layers:
+        first, width = step.width
+        every = layouts.samples(step.width)
+        moved_before[step.node.name] = any(
+            number in real or moved_before.get(name, False)
+            for name, number in step.takes
+        )
+        layers.append(
+            LayerExecution(
+                step=step,
+                samples=every[rank],
+                is_passed=not first <= rank < first + width,
+                takes=tuple(
+                    (name, number if number in moves else None)
+                    for name, number in step.takes
+                ),
+                starts=tuple(n for n, _ in step.starts if n in moves),
+                shares=tuple(len(some) for some in every[first : first + width]),
+                is_tied=moved_before[step.node.name],
+            )
+        )
+    output = plan.output_takes
+    return RankSchedule(
+        layers=tuple(layers),
+        input_starts=tuple(n for n, _ in plan.input_starts if n in moves),
+        output_takes=output if output in moves else None,
+        moves=tuple((n, moves[n], plan.names[n]) for n in sorted(moves)),
+        num_numbers=len(plan.names),
     )
 
 

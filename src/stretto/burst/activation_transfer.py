@@ -26,9 +26,9 @@ from stretto.runtime.torch_compat import without_dynamo
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stretto.burst.clock import StepClock
     from stretto.burst.layout import Rows, Transfer
-    from stretto.burst.links import Links
+    from stretto.burst.rank_groups import RankGroups
+    from stretto.burst.timings import StepClock
 
 
 _TAGS = 2**30
@@ -57,11 +57,11 @@ class _Pending:
 
 
 @final
-class Mover:
+class ActivationTransfer:
     """Sends and receives rows over one model's connections."""
 
-    def __init__(self, links: Links, clock: StepClock) -> None:
-        self._links = links
+    def __init__(self, rank_groups: RankGroups, clock: StepClock) -> None:
+        self._rank_groups = rank_groups
         self._clock = clock
         self._in_flight: list[tuple[Any, torch.Tensor, int, str]] = []
         self._left: list[tuple[Any, torch.Tensor, int, str]] = []
@@ -77,8 +77,8 @@ class Mover:
             after[rows_of(there)] = rows[rows_of(here)]
         places = [(peer, after[rows_of(some)]) for peer, some in transfer.receives]
         buffers = [(peer, rows[rows_of(some)]) for peer, some in transfer.sends]
-        with self._links.guard(f"the redistribution of layer {layer!r}"):
-            sent, coming = self._links.post(buffers, places, tag)
+        with self._rank_groups.guard(f"the redistribution of layer {layer!r}"):
+            sent, coming = self._rank_groups.post(buffers, places, tag)
         for work, (_, buffer) in zip(sent, buffers, strict=True):
             self._in_flight.append((work, buffer, _version(buffer), layer))
         # Rows that are not contiguous arrive in a separate tensor.
@@ -94,7 +94,7 @@ class Mover:
 
     def end(self, pending: _Pending, layer: str) -> torch.Tensor:
         """Return the rows, once they have arrived."""
-        with self._links.guard(f"the redistribution of layer {layer!r}"):
+        with self._rank_groups.guard(f"the redistribution of layer {layer!r}"):
             self._clock.wait("redistribution", pending.finish)
         return pending.after
 
@@ -106,7 +106,7 @@ class Mover:
         """
         in_flight, self._in_flight = self._in_flight, []
         for work, buffer, version, layer in in_flight:
-            with self._links.guard(f"the redistribution of layer {layer!r}"):
+            with self._rank_groups.guard(f"the redistribution of layer {layer!r}"):
                 self._clock.wait("redistribution", work.wait)
             if _version(buffer) != version:
                 raise StrettoError(
@@ -137,9 +137,14 @@ class Move:
     """The move of one output to the ranks of a layer that reads it, in one forward."""
 
     def __init__(
-        self, mover: Mover, transfer: Transfer, *, tag: int, layer: str
+        self,
+        activations: ActivationTransfer,
+        transfer: Transfer,
+        *,
+        tag: int,
+        layer: str,
     ) -> None:
-        self.mover = mover
+        self.activations = activations
         self.transfer = transfer
         self.tag = tag
         self.layer = layer
@@ -163,20 +168,20 @@ class Move:
             self._ended = (
                 _End.apply(begun, self)  # type: ignore[no-untyped-call]
                 if begun.requires_grad
-                else self.mover.end(self.pending, self.layer)
+                else self.activations.end(self.pending, self.layer)
             )
         assert self._ended is not None  # noqa: S101
         return self._ended
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
         """Begin moving the samples."""
-        self.pending = self.mover.begin(rows, self.transfer, self.tag, self.layer)
+        self.pending = self.activations.begin(rows, self.transfer, self.tag, self.layer)
         return self.pending.after
 
     def back(self, grad: torch.Tensor) -> None:
         """Begin moving the gradients back."""
         assert self.transfer.back is not None  # noqa: S101
-        self.pending = self.mover.begin(
+        self.pending = self.activations.begin(
             grad, self.transfer.back, self.tag + 1, self.layer
         )
 
@@ -193,7 +198,7 @@ class _Begin(torch.autograd.Function):
     @without_dynamo
     def backward(ctx: Any, *_grads: Any) -> Any:
         move = ctx.move
-        return move.mover.end(move.pending, move.layer), None, None
+        return move.activations.end(move.pending, move.layer), None, None
 
 
 class _End(torch.autograd.Function):
@@ -202,7 +207,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, begun: torch.Tensor, move: Move) -> Any:
         ctx.move = move
-        move.mover.end(move.pending, move.layer)  # type: ignore[arg-type]
+        move.activations.end(move.pending, move.layer)  # type: ignore[arg-type]
         # Rows arrived in the output of `_Begin`; layers could not modify a view in
         # place.
         ctx.mark_dirty(begun)

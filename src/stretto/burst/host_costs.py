@@ -4,6 +4,11 @@ Samples move around a ring, from each rank to the next, with the executor's own 
 Ranks are idle between them, as most are in a step. The measured time is that of the
 calling thread, without its waits; the processor time of the process's other threads,
 which serve the connections, is counted separately.
+
+Ranks on one host share its memory, and in an emulated cluster its processors, so they
+slow each other when they compute at once. Steps of one rank alone and of several at
+once alternate, so that a machine whose speed drifts is not mistaken for one whose ranks
+slow each other.
 """
 
 from __future__ import annotations
@@ -16,16 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from stretto.burst.clock import StepClock
+from stretto.burst.activation_transfer import ActivationTransfer
+from stretto.burst.batch_partition import NUM_NUMBERS
 from stretto.burst.layout import Transfer
-from stretto.burst.links import Links
-from stretto.burst.redistribute import Mover
-from stretto.burst.shares import NUM_NUMBERS
+from stretto.burst.rank_groups import RankGroups
+from stretto.burst.timings import StepClock
+from stretto.measure.clocks import clock_for
 from stretto.runtime.agreement import Agreement, ranks_of
-from stretto.schema.burst_host import HostCosts
+from stretto.schema.burst_host import HostCosts, Slowdown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 SIZES_BYTES = (4 * 2**10, 256 * 2**10)
 """Message sizes; the cost of one more byte is the slope between them."""
@@ -43,25 +49,27 @@ def measure_host(
         CommTimeout: a rank was lost.
     """
     ranks = ranks_of(group, timeout_s=None)
-    links = Links(
+    rank_groups = RankGroups(
         ranks,
         serial=Agreement(ranks).serial,
         backend=group._get_backend(device).name(),  # noqa: SLF001
         device=device,
         lanes=1,
     )
-    mover = Mover(links, StepClock())
+    activations = ActivationTransfer(rank_groups, StepClock())
 
     def exchange() -> None:
-        with links.guard("measuring the exchange of the ranks' shares"):
-            links.exchange([0] * NUM_NUMBERS)
+        with rank_groups.guard("measuring the exchange of the ranks' shares"):
+            rank_groups.exchange([0] * NUM_NUMBERS)
 
     def ready() -> None:
         exchange()
         time.sleep(_PAUSE_S)
 
     small, large = (
-        _message_s(mover, ranks.rank, ranks.size, size, device, ready, repetitions)
+        _message_s(
+            activations, ranks.rank, ranks.size, size, device, ready, repetitions
+        )
         for size in SIZES_BYTES
     )
     asked = []
@@ -99,7 +107,7 @@ def _line(small_s: float, large_s: float) -> tuple[float, float]:
 
 
 def _message_s(
-    mover: Mover,
+    activations: ActivationTransfer,
     rank: int,
     size: int,
     size_bytes: int,
@@ -128,10 +136,10 @@ def _message_s(
         ready()
         behind_s -= time.process_time() - time.thread_time()
         begin_s = perf_counter()
-        pending = mover.begin(rows, shift, mover.next_tags(2), "measured")
+        pending = activations.begin(rows, shift, activations.next_tags(2), "measured")
         found.append((perf_counter() - begin_s) / 2)
-        mover.end(pending, "measured")
-        mover.settle()
+        activations.end(pending, "measured")
+        activations.settle()
         behind_s += time.process_time() - time.thread_time()
     return median(found), max(0.0, behind_s) / (2 * repetitions)
 
@@ -148,3 +156,40 @@ def _copy_s(device: torch.device, repetitions: int) -> float:
             torch.cuda.synchronize(device)
         found.append(perf_counter() - begin_s)
     return median(found)
+
+
+def slowdowns(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    step: Callable[[int], None],
+    widths: Sequence[int],
+    *,
+    repetitions: int = 10,
+) -> tuple[Slowdown, ...]:
+    """Return the slowest rank's time with several ranks at once, relative to one alone.
+
+    Collective. ``step`` computes as one rank of a width does; ``widths`` are the
+    numbers of ranks, of which those above 1 are measured.
+    """
+    clock = clock_for(device)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+
+    def timed(width: int, ranks: int) -> float:
+        dist.barrier(group)
+        if rank >= ranks:
+            return 0.0
+        begin = clock.mark()
+        step(width)
+        return clock.seconds(begin, clock.mark())
+
+    found = []
+    for width in sorted(w for w in set(widths) if 1 < w <= size):
+        mine = [(timed(width, 1), timed(width, width)) for _ in range(repetitions + 2)]
+        every: list[Any] = [None] * size
+        dist.all_gather_object(every, mine[2:], group=group)
+        ratios = [
+            max(both for _, both in moment) / moment[0][0]
+            for moment in zip(*every, strict=True)
+        ]
+        found.append(Slowdown(ranks=width, ratio=median(ratios)))
+    return tuple(found)
