@@ -32,6 +32,9 @@ _JUMP_SHARE = 0.3
 """Share of the usual change from block to block that counts as every pair's error: the
 middle block may coincide with a fast or slow period that neither neighbor shows."""
 
+_FEW_PAIRS = 1.5
+"""Few pairs understate their error: multiply it by 1 plus this over their number."""
+
 _REMEMBERED_STEPS = 60
 _REMEMBERED_JUMPS = 20
 
@@ -141,7 +144,7 @@ def estimate(pairs: Iterable[Pair]) -> Estimate:
     """Return the combined estimate: a weighted median, robust to one bad pair.
 
     The error is the larger of the value from the pairs' own errors and the value from
-    their disagreement.
+    their disagreement, and larger than both for few pairs. That of one pair is its own.
     """
     found = sorted(pairs, key=lambda pair: pair.log_ratio)
     weights = [pair.error**-2 for pair in found]
@@ -164,7 +167,10 @@ def estimate(pairs: Iterable[Pair]) -> Estimate:
             ),
         )
         shown = 1.253 * _NORMAL * deviation / math.sqrt(len(found))
-    return Estimate(log_ratio=middle, error=max(promised, shown), pairs=len(found))
+    error = max(promised, shown)
+    if len(found) > 1:
+        error *= 1 + _FEW_PAIRS / len(found)
+    return Estimate(log_ratio=middle, error=error, pairs=len(found))
 
 
 def _weighted_median(

@@ -47,6 +47,9 @@ BETTER_RATIO = 0.005
 SURE = 2.0
 """Standard errors by which a plan must lead to replace another."""
 
+LIKELY = 1.0
+"""The same when a comparison must end undecided."""
+
 _SURE_AT_ONCE = 4.0
 _CLEAR_LOG = 0.3
 """A single pair decides if it exceeds this by `_SURE_AT_ONCE` standard errors."""
@@ -60,13 +63,13 @@ _LITTLE_HOPE = 0.5
 _LEAST_PAIRS = 2
 """Least pairs before a starting plan, or the incumbent, is rejected."""
 
-START_PAIRS = 16
+START_PAIRS = 40
 """Pairs after which a plan known before the search is rejected if it has not won ..."""
 
 PROPOSAL_PAIRS = 5
 """... the same for a technique's proposal ..."""
 
-FINAL_PAIRS = 20
+FINAL_PAIRS = 40
 """... and pairs in which a plan may show that it beats DDP's buckets."""
 
 _HOPELESS_RATIO = 1.15
@@ -75,7 +78,7 @@ _HOPELESS_RATIO = 1.15
 _HOPELESS_STEPS = 2
 
 _MORE_STEPS = 40
-"""Comparisons under way end after twice the limit of steps plus this many."""
+"""Comparisons under way end after three times the limit of steps plus this many."""
 
 _MOST_WITHOUT_CONTROL = 2
 """Consecutive hopeless proposals before the incumbent's speed is measured again."""
@@ -208,6 +211,7 @@ class Search:
         self._unit_s = 0.0
         self._ahead: float = 0.0
         self._lead: Estimate | None = None
+        self._accepted: str | None = None
         self._fruitless = 0
         self._without_control = 0
         self._tail: tuple[float, ...] = ()
@@ -493,7 +497,7 @@ class Search:
         self._unit_s = trial.step_s
         self._lost_s += sum(s - trial.step_s for s in trial.uncounted_s)
         self._scores[trial.plan.digest] = trial.step_s
-        if self._baseline is not None and trial.plan.digest == self._baseline.digest:
+        if self._is_baseline(trial):
             self._lead = Estimate(log_ratio=0.0, error=0.0, pairs=0)
         if trial.step_s <= min(self._seen_s.values(), default=math.inf):
             self._findings.append(Finding(trial=trial, step_s=trial.step_s))
@@ -529,15 +533,27 @@ class Search:
         margin = self._margin(duel.plan)
         proposed = duel.proposal is not None
         hope, least = (_LITTLE_HOPE, 1) if proposed else (_HOPE, _LEAST_PAIRS)
-        if _surely_below(found, -margin):
+        is_last = self._is_last(duel)
+        if _is_below(found, -margin, is_last=is_last and not proposed):
+            if self._is_baseline(self.incumbent):
+                self._accepted = duel.plan.digest
             self._dethrone(duel, block, found, score_s)
         elif found.pairs >= least and (
             found.log_ratio - hope * found.error > -margin
-            or found.pairs >= duel.most_pairs
-            or self._exhausted
+            or is_last
             or (proposed and self.steps_used >= self._limits.steps)
         ):
             self._conclude(won=False, score_s=score_s)
+
+    def _is_baseline(self, trial: Trial | None) -> bool:
+        base = self._baseline
+        return (
+            base is not None and trial is not None and trial.plan.digest == base.digest
+        )
+
+    def _is_last(self, duel: _Duel) -> bool:
+        """Return whether a comparison must end with the pairs that it has."""
+        return len(duel.pairs) >= duel.most_pairs or self._exhausted
 
     def _margin(self, plan: Plan) -> float:
         """Return the margin by which a plan must be faster, as a logarithm."""
@@ -554,7 +570,7 @@ class Search:
         block.won = True
         if self._lead is not None:
             self._lead = found.chained(self._lead)
-        if self._baseline is not None and duel.plan.digest == self._baseline.digest:
+        if self._is_baseline(block):
             self._lead = Estimate(log_ratio=0.0, error=0.0, pairs=0)
         self._ahead += found.log_ratio
         level_s = [s * found.ratio for s in self._tail]
@@ -587,7 +603,7 @@ class Search:
     @property
     def _exhausted(self) -> bool:
         """Whether comparisons under way must end undecided."""
-        return self.steps_used >= 2 * self._limits.steps + _MORE_STEPS
+        return self.steps_used >= 3 * self._limits.steps + _MORE_STEPS
 
     # What comes next.
 
@@ -623,7 +639,10 @@ class Search:
         best, base = self.incumbent, self._baseline
         if base is None or best is None or best.plan.digest == base.digest:
             return None
-        if self._lead is not None and _surely_below(self._lead, -self._margin(base)):
+        if best.plan.digest == self._accepted or (
+            self._lead is not None
+            and _is_below(self._lead, -self._margin(base), is_last=self._exhausted)
+        ):
             return None
         return _Duel(
             technique=FINAL,
@@ -638,13 +657,14 @@ class Search:
         mine = found.inverse()
         margin = self._margin(duel.plan)
         score_s = self._unit_s * math.exp(self._ahead + found.log_ratio)
-        if _surely_below(mine, -margin):
-            self._lead = mine
+        is_last = self._is_last(duel)
+        if _is_below(mine, -margin, is_last=is_last):
+            best = self.incumbent
+            assert best is not None  # noqa: S101 - it has just been compared
+            self._lead, self._accepted = mine, best.plan.digest
             self._conclude(won=False, score_s=score_s)
         elif mine.pairs >= _LEAST_PAIRS and (
-            mine.log_ratio - _HOPE * mine.error > -margin
-            or mine.pairs >= duel.most_pairs
-            or self._exhausted
+            mine.log_ratio - _HOPE * mine.error > -margin or is_last
         ):
             block = self._digests[duel.plan.digest]
             self._dethrone(duel, block, found, score_s)
@@ -751,12 +771,13 @@ class Search:
             technique.tell(proposal, step_s, mine=other == name)
 
 
-def _surely_below(found: Estimate, log_ratio: float) -> bool:
+def _is_below(found: Estimate, log_ratio: float, *, is_last: bool) -> bool:
+    """Return whether a ratio is surely below; likely, if no more pairs can follow."""
     if found.pairs == 1:
         return found.log_ratio + _SURE_AT_ONCE * found.error < min(
             log_ratio, -_CLEAR_LOG
         )
-    return found.log_ratio + SURE * found.error < log_ratio
+    return found.log_ratio + (LIKELY if is_last else SURE) * found.error < log_ratio
 
 
 def _wanted(trial: Trial) -> int:

@@ -304,6 +304,15 @@ def test_a_gain_of_a_sixth_is_found_under_load(uncapped: Truth, load: str) -> No
 
 
 @pytest.mark.parametrize("load", LOADS)
+def test_a_gain_of_a_ninth_is_rarely_missed_under_load(
+    uncapped: Truth, load: str
+) -> None:
+    best_s = min(uncapped.times_s.values())
+    found = uncapped.runs(load, 60, ddp_ratio=1.12 * best_s / uncapped.ddp_s)
+    assert statistics.fmean(run.kept_ddp for _, run in found) <= 0.06
+
+
+@pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("ddp_ratio", [0.80, 0.83, 0.84])
 def test_no_search_ends_with_a_plan_slower_than_ddp_s_buckets(
     uncapped: Truth, load: str, ddp_ratio: float
@@ -336,4 +345,4 @@ def test_a_quiet_search_loses_little_of_the_first_hundred_steps(
 def test_a_search_ends_in_bounded_time_under_any_load(uncapped: Truth) -> None:
     for load in LOADS:
         steps = [run.steps for _, run in uncapped.runs(load, 20, ddp_ratio=0.85)]
-        assert max(steps) <= 2 * 100 + 40 + 2 * 18
+        assert max(steps) <= 3 * 100 + 40 + 2 * 18
