@@ -26,9 +26,54 @@ SETTINGS = {
 """Options, and the environment variables that pass them to ranks."""
 
 
-@click.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
-)
+class _Command(click.Command):
+    """Accepts stretto's options before, between and after torchrun's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        takes_value = {
+            name: not getattr(param, "is_flag", False)
+            for param in self.get_params(ctx)
+            if isinstance(param, click.Option)
+            for name in param.opts
+        }
+        return super().parse_args(ctx, _sorted(args, takes_value))
+
+
+def _sorted(args: list[str], takes_value: dict[str, bool]) -> list[str]:
+    """Return stretto's options first, then ``--`` and everything else.
+
+    Everything after the script, or after ``--``, is the script's.
+    """
+    ours: list[str] = []
+    others: list[str] = []
+    left = list(args)
+    while left and left[0] != "--" and left[0].startswith("-"):
+        option = left.pop(0)
+        name, separator, _ = option.partition("=")
+        is_ours = name in takes_value
+        found = ours if is_ours else others
+        found.append(option)
+        if separator or not left or left[0] == "--":
+            continue
+        if takes_value[name] if is_ours else _has_value(name):
+            found.append(left.pop(0))
+    if left and left[0] == "--" and not others:
+        left.pop(0)  # click's own, as in `stretto run -- script.py`
+    return [*ours, "--", *others, *left] if others or left else ours
+
+
+def _has_value(name: str) -> bool:
+    """Return whether a torchrun option is followed by its value."""
+    from torch.distributed.run import get_args_parser
+
+    known = get_args_parser()._option_string_actions  # noqa: SLF001
+    if name not in known:  # argparse accepts a unique beginning
+        actions = {id(a): a for text, a in known.items() if text.startswith(name)}
+        return len(actions) == 1 and next(iter(actions.values())).nargs != 0
+    return bool(known[name].nargs != 0)
+
+
+@click.command(cls=_Command)
 @click.option(
     "--plan",
     metavar="auto|ddp|FILE",
@@ -65,9 +110,9 @@ SETTINGS = {
 def command(arguments: tuple[str, ...], convert: bool, **settings: str | None) -> None:
     """Launch SCRIPT as torchrun does, with stretto's DistributedDataParallel.
 
-    stretto run [OPTIONS] [TORCHRUN OPTIONS] SCRIPT [SCRIPT ARGUMENTS]
+    stretto run [OPTIONS AND TORCHRUN OPTIONS] SCRIPT [SCRIPT ARGUMENTS]
 
-    stretto run [OPTIONS] [TORCHRUN OPTIONS] -m MODULE [ARGUMENTS]
+    stretto run [OPTIONS AND TORCHRUN OPTIONS] -m MODULE [ARGUMENTS]
 
     The script needs no change. Where a launcher has already set RANK and WORLD_SIZE
     (torchrun, `stretto lab run`, a scheduler), the script runs as that rank in this
