@@ -39,7 +39,9 @@ def test_a_line_names_us_unless_the_program_formats_it(
     assert shown(before, WARN) == expected
 
 
-RESULT = "from stretto.tune.controller import _announce; _announce('a plan')"
+RESULT = (
+    "from stretto.logs import get_logger; get_logger('stretto.tune').show('a plan')"
+)
 
 
 @pytest.mark.parametrize(
@@ -57,3 +59,17 @@ def test_a_result_is_shown_unless_the_program_wants_warnings_alone(
     before: str, expected: str
 ) -> None:
     assert shown(before, RESULT) == expected
+
+
+RAISES = """
+def record(*args, **kwargs):
+    raise LookupError("request_id")
+logging.setLogRecordFactory(record)
+"""
+
+
+def test_a_program_s_logging_that_raises_ends_no_training() -> None:
+    warning = RESULT.replace("show('a plan')", "warning('a %s', 'plan')")
+    expected = "stretto: a plan (logging raised LookupError('request_id'))\n"
+    assert shown(RAISES, warning) == expected
+    assert shown(RAISES, RESULT) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from functools import partial
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from stretto import runtime
 from stretto.errors import SpecError, StrettoError
+from stretto.logs import get_logger
 from stretto.runtime.negotiated.front import NEGOTIATED
 from stretto.runtime.torch_compat import without_dynamo
 from stretto.schema import Plan
@@ -36,7 +36,7 @@ PLAN_VARIABLE = "STRETTO_PLAN"
 _COMPARED = ("order", "lanes", "unit_bytes", "nan", "nan_patience", "error_feedback")
 """Options of the runtime that must be equal on all ranks."""
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class DistributedDataParallel(runtime.DistributedDataParallel):
@@ -179,6 +179,8 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Register a communication hook as DDP does; automatic planning ends."""
+        check: Any = self._check_comm_hook
+        check(hook)  # DDP's own check, before anything changes
         self._stop_tuning_for_hook()
         super().register_comm_hook(state, hook)
 
@@ -188,10 +190,19 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         super()._register_builtin_comm_hook(comm_hook_type)
 
     def _stop_tuning_for_hook(self) -> None:
-        if self._plans_itself:
+        if self._plans_itself and self._has_reduced():
             # The hook was written for DDP's buckets: PowerSGD on Gloo hangs with more.
+            # After an unfinished reduction DDP raises in the next forward; keep that.
             self._restore_rule()
         self._stop_tuning("a communication hook was registered")
+
+    def _has_reduced(self) -> bool:
+        """Return whether the last backward's reduction has finished."""
+        try:
+            self.reducer._check_reducer_finalized()  # noqa: SLF001
+        except RuntimeError:
+            return False
+        return True
 
     def _stop_tuning(self, reason: str) -> None:
         """End tuning, because the caller has decided."""

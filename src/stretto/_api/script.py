@@ -28,13 +28,14 @@ from stretto._api.ddp import DistributedDataParallel
 from stretto._api.environment import check_interfaces
 from stretto.convert import Choices, run_converted
 from stretto.errors import SpecError, StrettoError
+from stretto.logs import get_logger
 from stretto.main_module import main_file, run_file, run_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 CONVERT_VARIABLE = "STRETTO_CONVERT"
 """Set by `stretto run --convert`: scripts for one device are converted first."""

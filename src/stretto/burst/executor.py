@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import logging
 import os
 import time
 import weakref
@@ -63,6 +62,7 @@ from stretto.errors import (
     SpecError,
     StrettoError,
 )
+from stretto.logs import get_logger
 from stretto.runtime.agreement import Agreement, ranks_of
 from stretto.runtime.torch_compat import without_dynamo
 from stretto.schema.burst import BurstPlan
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from stretto.burst.tracing.packing import Results
     from stretto.schema.burst import LayerTiming
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 

@@ -141,7 +141,7 @@ def _memory(path: Path | None) -> PlanMemory | None:
 
     where = path or default_path()
     if where is None:
-        raise SpecError(f"{VARIABLE} is off: give --memory FILE")
+        raise SpecError(f"{VARIABLE} is off or there is no home: give --memory FILE")
     if where.exists():
         return PlanMemory(where, strict=True)
     if path is not None:

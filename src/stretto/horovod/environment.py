@@ -6,16 +6,16 @@ Horovod's names.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from stretto.errors import SpecError
+from stretto.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _LEAST_UNIT_BYTES = 64 * 2**10
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import queue
 import threading
@@ -13,9 +12,10 @@ from time import perf_counter
 from typing import Any, final
 
 from stretto.errors import SpecError
+from stretto.logs import get_logger
 from stretto.runtime.negotiated import AbstractEngineObserver, Kind
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _KINDS = frozenset(kind.value for kind in Kind)
 _NAMES = {"pack": "MEMCPY_IN_FUSION_BUFFER"}

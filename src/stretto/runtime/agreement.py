@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import time
 import weakref
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stretto._version import __version__
 from stretto.errors import CommTimeout, RankDisagreement, StrettoError
+from stretto.logs import get_logger
 from stretto.runtime.presence import Presence, State, Wait, call_aside
 from stretto.runtime.sockets import (
     Socket,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from stretto.schema import Plan
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class TensorRow(NamedTuple):
@@ -529,7 +529,7 @@ def timeout_of(seconds: float) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 def require_matching_setup(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stretto.errors import PlanMismatch, StrettoError
+from stretto.logs import get_logger
 from stretto.runtime import backends
 from stretto.runtime.agreement import (
     Agreement,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from stretto.runtime.bucket_schedule import BucketSchedule
     from stretto.runtime.recording.step import AbstractStepObserver, BucketRow
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 

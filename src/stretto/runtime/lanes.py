@@ -75,6 +75,7 @@ class LanePool:
             store_for=store_for,
             device=device,
             end_requests=partial(end_requests, store) if own else None,
+            notes=PrefixStore(f"lanes/{serial}/failed", ranks.store),
         )
         self._close = weakref.finalize(self, self._lanes.close)
         self._close.atexit = kind.ends_at_exit

@@ -21,7 +21,6 @@ report whose gradient it was. Only a hit has that cost.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from collections import deque
@@ -32,6 +31,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import NumericsError, SpecError
+from stretto.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from stretto.runtime.agreement import Agreement, Ranks
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 ACTIONS = ("off", "warn", "raise")
 

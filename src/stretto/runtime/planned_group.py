@@ -27,7 +27,6 @@ callback.
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from functools import partial
 from time import perf_counter
@@ -38,6 +37,7 @@ import torch.distributed as dist
 from torch.futures import Future, collect_all
 
 from stretto.errors import StrettoError
+from stretto.logs import get_logger
 from stretto.runtime.compress import NarrowLanes
 from stretto.runtime.launch import (
     Launched,
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from stretto.runtime.nan_check import NanCheck
     from stretto.runtime.recording.step import AbstractStepObserver
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _USED = "the all-reduce of which parameters were used"
 

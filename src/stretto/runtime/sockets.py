@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stretto.logs import get_logger
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch.distributed.distributed_c10d import Store
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 Socket = tuple[int, str]
 """Descriptor and inode: descriptors are reused, inodes are not while it is open."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import types
 from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stretto.errors import PlanMismatch
+from stretto.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound="Callable[..., Any]")
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 WHOLE_COMPILE = (
     "%s: the whole model is compiled: PyTorch computes its backward in few pieces, and "

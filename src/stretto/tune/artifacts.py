@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import statistics
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from stretto._version import __version__
 from stretto.errors import SpecError
+from stretto.logs import get_logger
 from stretto.report import DemoReport, MethodResult, save, save_trace
 from stretto.runtime import Recorder
 from stretto.runtime.agreement import ranks_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from stretto.runtime.recording.cross_rank import RankRecord
     from stretto.runtime.recording.step import StepMarks
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 RECORDED_STEPS = 8
 """Number of steps after settling for a trace and a report."""

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import enum
 import importlib
-import logging
 import math
 import platform
 import statistics
@@ -41,6 +40,7 @@ import torch
 
 from stretto._version import __version__
 from stretto.errors import Infeasible, SpecError, StrettoError
+from stretto.logs import get_logger
 from stretto.planners.base import predicted_s, with_prediction
 from stretto.schema import Plan, codec, tensors_digest
 from stretto.schema.tuning import Tuning, TuningEvent
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from stretto.runtime import DistributedDataParallel
     from stretto.tune.tuning_state import OnUnfinished
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 WARM_UP_STEPS = 1
 """DDP rebuilds its buckets after the first step."""
@@ -733,7 +733,7 @@ class AutoPlan:
         elif self._options.watch:
             self._watch = DriftDetector(settled.step_s)
         if self._sync.rank == 0:
-            _announce(summary(settled))
+            _log.show(summary(settled))
             within(
                 MEMORY_S, partial(self._keep, settled), what="writing the plan cache"
             )
@@ -800,16 +800,6 @@ class AutoPlan:
     def _record(self, what: str, why: str, **values: Any) -> None:
         self._known.events.append(
             TuningEvent(step=self._known.steps, what=what, why=why, values=values)
-        )
-
-
-def _announce(line: str) -> None:
-    """Log a result; also show it to a program that has set up no logging."""
-    if _log.isEnabledFor(logging.INFO) or logging.getLogger().handlers:
-        _log.info("%s", line)
-    else:  # such a program's loggers pass on warnings alone
-        _log.handle(
-            _log.makeRecord(_log.name, logging.INFO, __file__, 0, line, (), None)
         )
 
 

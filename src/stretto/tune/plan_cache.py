@@ -7,7 +7,6 @@ settled.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sqlite3
 from dataclasses import dataclass
@@ -15,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from stretto.errors import SpecError
+from stretto.logs import get_logger
 from stretto.schema import Cluster, Plan, Workload, codec
 from stretto.tune.job_similarity import Topology, chain_of, job_distance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 VERSION = 1
 """Version of the file's layout; a file with another version is not touched."""
@@ -118,11 +118,21 @@ class Unreadable:
 
 
 def default_path() -> Path | None:
-    """Return the file for plans, or ``None`` if the environment disables it."""
+    """Return the file for plans, or ``None`` if it is disabled or has no place."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         return None if named in ("", "off") else Path(named)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        try:
+            base = str(Path.home() / ".cache")
+        except RuntimeError:  # a container's user without an entry and without HOME
+            _log.warning(
+                "there is no home directory, so settled plans are not kept for the "
+                "next run: set HOME, or name a file in %s",
+                VARIABLE,
+            )
+            return None
     return Path(base) / "stretto" / "plans.sqlite"
 
 

@@ -6,13 +6,13 @@ nothing here waits for them.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar, final
 
+from stretto.logs import get_logger
 from stretto.schema.tuning import Tuning, TuningEvent
 from stretto.tune.cached_plans import ddp_step_s_at, settled_of
 from stretto.tune.initial_profile import ProfileResult
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 LEAST_STEPS_LEFT = 24
 """Least number of steps of a search after earlier runs have used its steps: enough for

@@ -78,6 +78,29 @@ def test_torchrun_options_launch_that_many_ranks(script):
         assert (path.parent / f"rank{rank}").read_text() == "--epochs 5"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--nproc-per-node", 2, "--plan", "ddp"),
+        ("--plan=ddp", "--nproc-per-node=2"),
+        ("--nproc_per_node", 2, "--standalone", "--plan", "ddp"),
+        ("--nproc-per", 2, "--plan", "ddp", "--"),
+        ("--plan", "ddp", "--", "--nproc-per-node", 2),
+    ],
+)
+def test_stretto_s_options_and_torchrun_s_come_in_any_order(script, options):
+    path = script(
+        "import os, sys, pathlib\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "words = [os.environ['STRETTO_PLAN'], *sys.argv[1:]]\n"
+        "(here / ('rank' + os.environ['RANK'])).write_text(' '.join(words))\n"
+    )
+    done = stretto_run(*options, path, "--plan", "theirs", "--", "5")
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert (path.parent / f"rank{rank}").read_text() == "ddp --plan theirs -- 5"
+
+
 def test_the_status_of_a_failed_rank_is_passed_on(script):
     done = stretto_run("--nproc-per-node", 2, script("import sys; sys.exit(5)"))
     assert done.returncode == 5

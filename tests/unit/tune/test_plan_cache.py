@@ -6,6 +6,7 @@ import logging
 import sqlite3
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,8 +24,6 @@ from stretto.tune.plan_cache import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from stretto.schema import Cluster, Workload
     from stretto.tune.search_space import Space
 
@@ -325,3 +324,16 @@ def test_the_environment_says_where_or_off(
     monkeypatch.delenv("STRETTO_MEMORY")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_path() == tmp_path / "stretto" / "plans.sqlite"
+
+
+def test_without_a_home_no_plan_is_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("STRETTO_MEMORY", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert default_path() is None
+    assert "set HOME, or name a file in STRETTO_MEMORY" in caplog.text

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +37,14 @@ from stretto.horovod.torch.functions import (
 )
 from stretto.horovod.torch.reduce_ops import Max
 from stretto.horovod.torch.sampler import ElasticSampler
+from stretto.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _EXTRA_STATE = "_extra_state"
 """How the names of modules' extra state in a ``state_dict`` end."""

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import dataclasses
 import gc
-import logging
 import os
 import threading
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from stretto.horovod import environment, timeline
 from stretto.horovod.exceptions import HorovodInternalError
 from stretto.horovod.torch import meeting, topology
 from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
+from stretto.logs import get_logger
 from stretto.runtime.agreement import Agreement
 from stretto.runtime.negotiated import Engine, EngineOptions
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stretto.horovod.torch.topology import Topology
     from stretto.runtime.agreement import Ranks
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _LEAVE_S = 5.0
 

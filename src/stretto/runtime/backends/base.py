@@ -101,10 +101,13 @@ class AbstractBackend(abc.ABC):
         store_for: Callable[[str], Store],
         device: torch.device,
         end_requests: Callable[[], None] | None,
+        notes: Store,
     ) -> AbstractLanes:
         """Return the lanes of a model, none of them open.
 
-        ``end_requests`` ends requests to the store that are under way.
+        ``store_for`` returns the store in which ranks find each other, by lane;
+        ``end_requests`` ends requests to it that are under way. ``notes`` is on another
+        connection: there a rank says that it can't open a lane.
         """
 
     @abc.abstractmethod

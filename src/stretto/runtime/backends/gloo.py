@@ -29,16 +29,17 @@ cores).
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import resource as process_limits
 import time
 from collections import Counter
-from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch.distributed as dist
 
-from stretto.errors import CommTimeout, PlanMismatch
+from stretto.errors import CommTimeout, PlanMismatch, StrettoError
 from stretto.runtime.agreement import timeout_of, who_is_gone
 from stretto.runtime.backends.base import AbstractBackend, AbstractLanes
 from stretto.runtime.presence import Wait, call_aside
@@ -57,6 +58,21 @@ LEAST_THREADS = 2
 
 _LATE_S = 1.0
 """A rank that has ended may have connected before."""
+
+_NOTE_CHARACTERS = 500
+
+_OWN_LIMITS = tuple(
+    os.strerror(number)
+    for number in (
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.ENOBUFS,
+        errno.EAGAIN,
+        errno.EADDRNOTAVAIL,
+    )
+)
+"""Errors of a process that has no more files, memory, threads or addresses."""
 
 _TIMEOUTS = 1.5
 """Gloo ends the wait itself at its timeout, unless the store does not answer."""
@@ -143,10 +159,13 @@ class GlooBackend(AbstractBackend):
         store_for: Callable[[str], Store],
         device: torch.device,
         end_requests: Callable[[], None] | None,
+        notes: Store,
     ) -> GlooLanes:
         """Return the lanes of a model."""
         del device  # Gloo itself stages device tensors through the host
-        return GlooLanes(ranks=ranks, store_for=store_for, end_requests=end_requests)
+        return GlooLanes(
+            ranks=ranks, store_for=store_for, end_requests=end_requests, notes=notes
+        )
 
     def collectives_per_slice(self, resource: int | None) -> int:
         """Return ``resource``: the connections that send a slice's parts."""
@@ -166,9 +185,11 @@ class GlooLanes(AbstractLanes):
         *,
         ranks: Ranks,
         store_for: Callable[[str], Store],
-        end_requests: Callable[[], None] | None = None,
+        end_requests: Callable[[], None] | None,
+        notes: Store,
     ) -> None:
         self._ranks = ranks
+        self._notes = notes
         self._store_for = store_for
         self._lanes: dict[tuple[int, int], Any] = {}
         self._sockets: set[Socket] = set()
@@ -196,44 +217,58 @@ class GlooLanes(AbstractLanes):
     def _make(self, number: int, connections: int) -> Any:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()  # noqa: SLF001
-        # Each device is a connection to every peer and a thread that serves it.
-        options._devices = [  # noqa: SLF001
-            _gloo_device(number + i) for i in range(connections)
-        ]
         options._threads = max(LEAST_THREADS, connections)  # noqa: SLF001
         options._timeout = timeout_of(self._ranks.timeout_s)  # noqa: SLF001
         # A reopened lane must not find its first addresses in the store.
         self._made[number, connections] += 1
         times = self._made[number, connections]
         name = f"{number}/{connections}" + (f"/{times}" if times > 1 else "")
-        return self._connect(
-            number,
-            partial(
-                gloo,
-                self._store_for(name),
-                self._ranks.rank,
-                self._ranks.size,
-                options,
-            ),
-        )
 
-    def _connect(self, number: int, connect: Callable[[], Any]) -> Any:
-        """Return the result of ``connect``, unless a rank is lost during the call.
+        def connect() -> Any:
+            # Each device is a connection to every peer and a thread that serves it.
+            options._devices = [  # noqa: SLF001
+                _gloo_device(number + i) for i in range(connections)
+            ]
+            return gloo(
+                self._store_for(name), self._ranks.rank, self._ranks.size, options
+            )
+
+        try:
+            return self._connect(number, name, connect)
+        except StrettoError:
+            raise
+        except Exception as exc:
+            # The others would wait for this rank until Gloo's timeout.
+            rank = self._ranks.name(self._ranks.rank)
+            note = f"{rank} can't open lane {number}: {exc}".splitlines()[0]
+            with contextlib.suppress(RuntimeError):
+                self._notes.set(name, note[:_NOTE_CHARACTERS])
+            if any(text in str(exc) for text in _OWN_LIMITS):
+                raise PlanMismatch(note) from exc
+            raise
+
+    def _connect(self, number: int, name: str, connect: Callable[[], Any]) -> Any:
+        """Return the result of ``connect``, unless a rank can't take part.
 
         Gloo itself waits for a lost peer until its timeout, which may be half an hour.
 
         Raises:
             CommTimeout: a rank is lost; the message names it.
+            PlanMismatch: another rank can't open the lane; the message says why.
             RuntimeError: Gloo's own error.
         """
         ranks = self._ranks
         watch = Wait(ranks.presence, grace_s=_LATE_S)
         deadline = time.perf_counter() + _TIMEOUTS * ranks.timeout_s
         lost: dict[int, str] = {}
+        failed: list[str] = []
 
         def in_vain() -> bool:
             lost.update(watch.lost(ranks.names))
-            return bool(lost) or time.perf_counter() > deadline
+            with contextlib.suppress(RuntimeError):
+                if self._notes.check([name]):
+                    failed.append(self._notes.get(name).decode())
+            return bool(lost or failed) or time.perf_counter() > deadline
 
         before = open_sockets()
         ended, found = call_aside(
@@ -244,14 +279,16 @@ class GlooLanes(AbstractLanes):
         )
         if ended:
             return found
-        why = (
-            who_is_gone(
-                ranks, [r for r in range(ranks.size) if ranks.names[r] in lost], lost
+        if lost:
+            gone = [r for r in range(ranks.size) if ranks.names[r] in lost]
+            why = who_is_gone(ranks, gone, lost)
+        elif failed:
+            raise PlanMismatch(failed[0])
+        else:
+            why = (
+                f"a rank or the store, held by {ranks.name(0)} or the launcher, did "
+                f"not answer for {_TIMEOUTS * ranks.timeout_s:g} s"
             )
-            if lost
-            else f"a rank or the store, held by {ranks.name(0)} or the launcher, "
-            f"did not answer for {_TIMEOUTS * ranks.timeout_s:g} s"
-        )
         raise CommTimeout(f"{ranks.name(ranks.rank)} can't open lane {number}: {why}")
 
     def _end_opening(self, before: set[Socket]) -> None:

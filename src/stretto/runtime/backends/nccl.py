@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import logging
 import os
 import threading
 from collections import Counter
@@ -59,6 +58,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from stretto.errors import PlanMismatch
+from stretto.logs import get_logger
 from stretto.runtime.agreement import timeout_of
 from stretto.runtime.backends.base import (
     AbstractBackend,
@@ -206,7 +206,7 @@ def _read(path: Path) -> str | None:
         return None
 
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 _told: set[str] = set()
 
 SHARE_OF_DEVICE = 0.5
@@ -412,9 +412,10 @@ class NcclBackend(AbstractBackend):
         store_for: Callable[[str], Store],
         device: torch.device,
         end_requests: Callable[[], None] | None,
+        notes: Store,
     ) -> NcclLanes:
         """Return the lanes of a model."""
-        del end_requests  # opening ends at its own timeout
+        del end_requests, notes  # opening ends at its own timeout
         return NcclLanes(ranks=ranks, store_for=store_for, device=device)
 
     def collectives_per_slice(self, resource: int | None) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import threading
 from functools import partial
 from time import perf_counter
@@ -19,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto._version import __version__
 from stretto.errors import CommTimeout, RankDisagreement, SpecError, StrettoError
+from stretto.logs import get_logger
 from stretto.runtime import backends
 from stretto.runtime.agreement import Agreement, store_lost
 from stretto.runtime.failure import FailureReporter
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from stretto.runtime.negotiated.api import AbstractEngineObserver, EngineOptions
     from stretto.runtime.negotiated.ledger import Decision
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _TICK_S = 1.0
 _CLOSE_S = 10.0

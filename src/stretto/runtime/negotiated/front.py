@@ -7,7 +7,6 @@ before backward. Here each gradient is submitted as soon as it is ready.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from stretto.errors import SpecError, StrettoError
+from stretto.logs import get_logger
 from stretto.runtime.negotiated.api import EngineOptions
 from stretto.runtime.negotiated.engine import Engine
 from stretto.runtime.negotiated.requests import Kind, Request
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stretto.runtime.agreement import Ranks
     from stretto.runtime.negotiated.tensor_set import TensorSet
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 STATIC = "static"
 NEGOTIATED = "negotiated"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 import torch.distributed as dist
 
+from stretto.logs import get_logger
 from stretto.runtime import backends
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.negotiated import collectives, reductions
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from stretto.runtime.negotiated.pending import PendingRequest, RequestSlice
     from stretto.runtime.negotiated.requests import Request
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class Row(NamedTuple):

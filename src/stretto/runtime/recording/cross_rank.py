@@ -21,7 +21,6 @@ others' records it shows which part of that was a wait for a rank that was not r
 from __future__ import annotations
 
 import itertools
-import logging
 import socket
 import threading
 import uuid
@@ -35,6 +34,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 
+from stretto.logs import get_logger
 from stretto.runtime.agreement import own_connection
 from stretto.runtime.recording.step import (
     StepMarks,
@@ -236,7 +236,7 @@ def wait_for_keys(
         poll_s = min(2 * poll_s, 0.2)
 
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 GATHER_S = 15.0
 """How long rank 0 waits for the others' records, and they for its clock."""

@@ -1,0 +1,53 @@
+"""Loggers whose failures never end a training.
+
+A program may install filters, record factories or logger classes that raise. Its own
+log lines then raise where it expects them; stretto's would raise within a backward, and
+on one rank only.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, final
+
+
+@final
+class SafeLogger(logging.LoggerAdapter[logging.Logger]):
+    """Writes a line to stderr if the program's logging raises."""
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log a line as `logging.Logger.log` does."""
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        try:
+            super().log(level, msg, *args, **kwargs)
+        except Exception as exc:  # noqa: BLE001 - whatever the program installed
+            _write(msg, args, exc)
+
+    def show(self, line: str) -> None:
+        """Log a result; also show it to a program that has set up no logging."""
+        logger = self.logger
+        if logger.isEnabledFor(logging.INFO) or logging.getLogger().handlers:
+            self.info("%s", line)
+            return
+        try:  # such a program's loggers pass on warnings alone
+            logger.handle(
+                logger.makeRecord(
+                    logger.name, logging.INFO, __file__, 0, line, (), None
+                )
+            )
+        except Exception as exc:  # noqa: BLE001 - as above
+            _write("%s", (line,), exc)
+
+
+def get_logger(name: str) -> SafeLogger:
+    """Return the logger of a module."""
+    return SafeLogger(logging.getLogger(name))
+
+
+def _write(msg: object, args: tuple[object, ...], exc: Exception) -> None:
+    try:
+        line = str(msg) % args if args else str(msg)
+        sys.stderr.write(f"stretto: {line} (logging raised {exc!r})\n")
+    except Exception:  # noqa: BLE001 - there is no one left to tell
+        pass
