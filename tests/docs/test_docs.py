@@ -10,7 +10,9 @@ import click
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.run import get_args_parser
 
+from stretto.cli import run as run_command
 from stretto.cli._main import group
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +107,29 @@ def test_a_command_line_names_commands_and_options_that_exist(text):
                 continue
             allowed = known | (TORCHRUN if name == "run" else set())
             assert option in allowed, f"stretto {name} has no option {option}"
+
+
+@pytest.mark.parametrize("text", blocks("bash"))
+def test_a_documented_run_is_one_that_torchrun_can_start(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("plan.json", "train.py"):
+        (tmp_path / name).touch()
+    started = []
+
+    def record(arguments, **_options):
+        started.append(get_args_parser().parse_args(list(arguments)))
+
+    monkeypatch.setattr(run_command, "_launch", record)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for variable in run_command.SETTINGS.values():
+        monkeypatch.setenv(variable, "")  # what the command sets is removed again
+    lines = [words[1:] for words in command_lines(text) if words[:1] == ["run"]]
+    for words in lines:
+        run_command.command.main(words, standalone_mode=False)
+    assert len(started) == len(lines)
+    for parsed in started:
+        assert not parsed.training_script.startswith("-")
 
 
 def test_blocks_of_both_kinds_are_found():
