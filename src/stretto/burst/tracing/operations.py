@@ -32,6 +32,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from stretto.burst.memory import in_memory
 from stretto.burst.tracing.behind import behind_outputs
 from stretto.burst.tracing.comparing import (
     BATCHES,
@@ -290,10 +291,10 @@ def _digest_of(value: Any) -> str:
     """Return a digest of a tensor's values, the same in every process."""
     if not isinstance(value, Tensor):
         return type(value).__name__
-    plain = value.detach().cpu().contiguous()
+    plain = value.detach().cpu()
     if plain.is_quantized or plain.layout != torch.strided:
         return f"{plain.dtype} {tuple(plain.shape)}"
-    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    data = in_memory(plain).reshape(-1).view(torch.uint8).numpy().tobytes()
     kind = f"{plain.dtype} {tuple(plain.shape)}"
     return f"{kind} {hashlib.sha256(data).hexdigest()[:16]}"
 
