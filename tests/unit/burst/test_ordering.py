@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from stretto.burst.graph import capture
-from stretto.burst.tracing.layers import LayerGraph
+
+if TYPE_CHECKING:
+    from stretto.burst.tracing.layers import LayerGraph
 
 KINDS = ("full", "sliding", "chunked")
 

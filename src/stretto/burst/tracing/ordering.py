@@ -18,7 +18,7 @@ from stretto.burst.tracing.recorder import SOURCE, Fixed, Ref
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from stretto.burst.tracing.recorder import Record, Recording
+    from stretto.burst.tracing.recorder import Recording
 
 Arguments = tuple[Any, Any]
 """An operation's positional and named arguments, with `Ref` and `Fixed` for tensors."""
@@ -71,7 +71,9 @@ class Order:
             missing = [
                 name.number
                 for name in self._reads[last]
-                if isinstance(name, Ref) and name != SOURCE and name.number not in placed
+                if isinstance(name, Ref)
+                and name != SOURCE
+                and name.number not in placed
             ]
             if missing and last not in placed:
                 work.append(missing[0])
