@@ -1,6 +1,6 @@
 """Put fixed operations in an order that all processes share.
 
-# Note [Where fixed operations stand]
+# Note [Where fixed operations go]
 A forward may run over a set of strings, whose order differs by process, and fill tables
 that layers look up. Such operations are fixed and have no effects, so each is placed
 where its result is first read. Then names, a layer's tensors and the digest of all
