@@ -208,7 +208,7 @@ def worst(found: Any, wanted: Any, floor: float = 1e-30) -> float:
     if not wanted.numel():
         return 0.0
     if wanted.is_complex():
-        found, wanted = torch.view_as_real(found), torch.view_as_real(wanted)
+        found, wanted = (torch.view_as_real(t.resolve_conj()) for t in (found, wanted))
     found, wanted = found.detach().double(), wanted.detach().double()
     scale = float(wanted.abs().max())
     return float((found - wanted).abs().max()) / max(scale, floor)

@@ -2322,6 +2322,38 @@ def complex_output() -> nn.Module:
     return GivesComplex()
 
 
+class Conjugated(nn.Module):
+    """Layers pass on tensors whose memory is only marked as conjugated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Linear(6, 6, dtype=torch.complex128) for _ in range(5)
+        )
+        self.register_buffer("phase", torch.randn(6, dtype=torch.complex128).conj())
+        self.shift = torch.randn(6, dtype=torch.complex128).conj()
+        self.scale = nn.Parameter(torch.randn(6, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = (part(x) * self.phase + self.shift).tanh().conj()
+        return torch.view_as_real((x * self.scale.conj()).resolve_conj())
+
+
+def conjugated(batch: int, draw: torch.Generator) -> Inputs:
+    return (torch.randn(batch, 6, dtype=torch.complex128, generator=draw).conj(),), {}
+
+
+@right(conjugated)
+def conjugated_between_layers() -> nn.Module:
+    return Conjugated()
+
+
+@right(conjugated, shares=("one", "even"))
+def conjugated_between_layers_on_one_share() -> nn.Module:
+    return Conjugated()
+
+
 class HasScripted(nn.Module):
     def __init__(self) -> None:
         super().__init__()

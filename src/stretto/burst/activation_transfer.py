@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from stretto.burst.memory import in_memory
 from stretto.errors import StrettoError
 from stretto.runtime.torch_compat import without_dynamo
 
@@ -71,7 +72,7 @@ class ActivationTransfer:
         self, rows: torch.Tensor, transfer: Transfer, tag: int, layer: str
     ) -> _Pending:
         """Start a move of ``rows``; ``tag`` distinguishes simultaneous moves."""
-        rows = rows.contiguous()
+        rows = in_memory(rows)
         after = rows.new_empty((transfer.num_after, *rows.shape[1:]))
         for here, there in transfer.kept:
             after[rows_of(there)] = rows[rows_of(here)]

@@ -47,7 +47,12 @@ from stretto.burst.optimizers import first_difference, kept_outside
 from stretto.burst.rank_groups import RankGroups, Width
 from stretto.burst.reach import Reached
 from stretto.burst.replicas import Replicas
-from stretto.burst.schedule import ExecutionPlan, execution_plan_of, widths_of
+from stretto.burst.schedule import (
+    ExecutionPlan,
+    execution_plan_of,
+    later_widths,
+    widths_of,
+)
 from stretto.burst.separable import why_together
 from stretto.burst.shadows import MODEL_GONE, Shadows
 from stretto.burst.stale_guard import StaleParameterGuard
@@ -218,6 +223,8 @@ class BurstParallel(nn.Module):
         self._execution_plans: dict[LayerGraph, ExecutionPlan] = {}
         """Empty before the model is set up."""
         self._widths: dict[str, Width] = {}
+        self._widths_in: dict[LayerGraph, dict[str, Width]] = {}
+        """Ranks of each capture's layers."""
         self._sync: GradientSync | None = None
         self._queued = False
         self._stale_guard = StaleParameterGuard(
@@ -399,9 +406,11 @@ class BurstParallel(nn.Module):
                     "model now has different layers than its plan: make such changes "
                     "before building BurstParallel, and plan again"
                 ) from exc
-        unknown = [n.name for n in graph.nodes if n.name not in self._widths]
-        if unknown:
-            raise PlanMismatch(self._why_unknown(graph, unknown[0]))
+        planned = self._graphs[0]
+        widths, unknown = later_widths(graph, planned, self._widths, self._width_of)
+        if unknown is not None:
+            raise PlanMismatch(self._why_unknown(graph, unknown))
+        self._widths_in[graph] = widths
         self._recaptures += 1
         if self._recaptures in (8, 64, 512):
             _log.warning(
@@ -471,6 +480,7 @@ class BurstParallel(nn.Module):
         for old in self._graphs:
             self._forward.forget(old)
         self._graphs, self._widths = [graph], widths
+        self._widths_in = {graph: widths}
         self._structure = Structure(self.module)
         self._reached = Reached(self._structure.parameters)
         everywhere = (0, self._ranks.size)
@@ -548,7 +558,7 @@ class BurstParallel(nn.Module):
                 part
                 for graph in self._graphs
                 for node in graph.nodes
-                if self._runs(node.name)
+                if self._is_in(self._widths_in[graph][node.name])
                 for part in node.module.modules()
             ),
             (p for p in self._loose if p.requires_grad),
@@ -581,13 +591,16 @@ class BurstParallel(nn.Module):
         )
 
     def _runs(self, layer: str) -> bool:
-        first, width = self._widths[layer]
-        return first <= self._ranks.rank < first + width
+        return self._is_in(self._widths[layer])
+
+    def _is_in(self, width: Width) -> bool:
+        return width[0] <= self._ranks.rank < sum(width)
 
     def _execution_plan_now(self) -> ExecutionPlan:
         graph = self._graph_now()
         if graph not in self._execution_plans:
-            self._execution_plans[graph] = execution_plan_of(graph, self._widths)
+            widths = self._widths_in[graph]
+            self._execution_plans[graph] = execution_plan_of(graph, widths)
         return self._execution_plans[graph]
 
     def _graph_now(self) -> LayerGraph:
@@ -597,10 +610,11 @@ class BurstParallel(nn.Module):
             if graph.ambient == ambient and graph.outdated() is None:
                 return graph
         graph = self._capture_as_is(ambient)
-        self._forward.prepare(graph, self._widths, self._batch_norm)
+        self._forward.prepare(graph, self._widths_in[graph], self._batch_norm)
         self._graphs.append(graph)
         if len(self._graphs) > _MOST_GRAPHS:
             old = self._graphs.pop(1)
+            del self._widths_in[old]
             self._forward.forget(old)
             self._partition.forget_schedules()
             for plans in self._patterns.values():

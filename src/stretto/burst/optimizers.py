@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stretto.burst.memory import in_memory
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -76,7 +78,7 @@ def _parts(value: Any, index: Mapping[int, str], depth: int) -> Iterable[bytes]:
     elif isinstance(value, Tensor):
         yield f"{value.dtype} {tuple(value.shape)}".encode()
         if value.layout == torch.strided:
-            whole = value.detach().cpu().contiguous().view(-1)
+            whole = in_memory(value.detach().cpu()).view(-1)
             yield whole.view(torch.uint8).numpy().tobytes() if len(whole) else b""
     elif depth == 0 or callable(value):
         yield type(value).__name__.encode()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stretto.burst.memory import in_memory
 from stretto.burst.tracing.recorder import BatchNorm
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def bring_tensors(
     if rank_groups.ranks.size == 1:
         return
     for tensor in tensors:
-        whole = tensor.detach().contiguous()
+        whole = in_memory(tensor.detach())
         with rank_groups.guard(place):
             rank_groups.broadcast(whole, root)
         if whole.data_ptr() != tensor.data_ptr():

@@ -137,7 +137,7 @@ class RankGroups:
         return rows
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Give every rank ``root``'s values of a contiguous tensor."""
+        """Give every rank ``root``'s values of a tensor, see `in_memory`."""
         if self._moves is not None and tensor.numel():
             # As bytes: backends do not support every type.
             whole = tensor.detach().view(-1).view(torch.uint8)

@@ -30,7 +30,12 @@ _EVERY = {"cpu": 1}
 _EVERY_ON_ACCELERATORS = 64
 """Interval of checks on accelerators, where reading values waits for the device."""
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
+_TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.complex128: 1e-9,
+    torch.float32: 1e-5,
+    torch.complex64: 1e-5,
+}
 """Tolerance: ranks with other processors may round an optimizer's step differently."""
 _OTHERS_TOLERANCE = 1e-2
 
@@ -56,7 +61,7 @@ class Replicas:
             held: list[torch.Tensor] = [
                 p
                 for p in node.module.parameters()
-                if p.is_floating_point() and p.numel()
+                if (p.is_floating_point() or p.is_complex()) and p.numel()
             ]
             if held and widths[node.name][1] > 1:
                 self._rows.append((node.name, widths[node.name], held))
@@ -141,6 +146,8 @@ class Replicas:
 def _chunk_of(tensor: torch.Tensor, position: int) -> torch.Tensor:
     """Return some consecutive rows of a tensor, different ones at each position."""
     whole = tensor.detach()
+    if whole.is_complex():
+        whole = torch.view_as_real(whole.resolve_conj())
     if whole.dim() == 0:
         return whole.double()
     rows = max(1, _VALUES * len(whole) // whole.numel())

@@ -19,6 +19,7 @@ from torch import fx, nn
 from stretto.burst.dropout import draws_otherwise, dropouts_of
 from stretto.burst.layout import Numbers, Transfer
 from stretto.burst.norm import BatchNorm
+from stretto.burst.parameters import tensors_of, trained_and_changed
 from stretto.burst.rank_groups import Width
 from stretto.burst.tracing.layers import INPUT, LayerGraph, LayerNode
 from stretto.burst.tracing.places import place_of
@@ -148,6 +149,56 @@ def widths_of(plan: BurstPlan, graph: LayerGraph, ranks: int) -> dict[str, Width
             "`stretto burst profile` and plan again"
         )
     return {entry.layer: (entry.first_gpu, entry.gpus) for entry in plan.layers}
+
+
+def later_widths(
+    graph: LayerGraph,
+    planned: LayerGraph,
+    widths: Mapping[str, Width],
+    width_of: Mapping[int, Width],
+) -> tuple[dict[str, Width], str | None]:
+    """Return the ranks of another capture's layers, and the first that can't have any.
+
+    A layer runs where its tensors are trained. Names do not tell: those of operations
+    count, and in evaluation a model may run fewer. A layer without tensors may run
+    anywhere: where the one before it does.
+
+    Args:
+        graph: the other capture, as of evaluation.
+        planned: the capture of the plan.
+        widths: the ranks of its layers.
+        width_of: the ranks of each parameter, by id.
+    """
+    owner = {
+        id(p): node.name for node in planned.nodes for p in node.module.parameters()
+    }
+    known = {id(t) for node in planned.nodes for t in tensors_of(node)}
+    trained = dict(width_of)
+    for node in planned.nodes:
+        for tensor in trained_and_changed(node):
+            trained.setdefault(id(tensor), widths[node.name])
+    names = {node.name for node in graph.nodes}
+    first = widths[planned.nodes[0].name]
+    found: dict[str, Width] = {}
+    for node in graph.nodes:
+        held = tensors_of(node)
+        owners = {owner[id(t)] for t in held if id(t) in owner} - {node.name}
+        ranks = {trained[id(t)] for t in held if id(t) in trained}
+        # A name stands for its parameters while gradients are sent.
+        if len(ranks) > 1 or owners & names or (owners and node.name in widths):
+            return found, node.name
+        if ranks:
+            (found[node.name],) = ranks
+        elif node.name in widths:
+            found[node.name] = widths[node.name]
+        elif any(
+            id(buffer) not in known and not name.startswith("constant_")
+            for name, buffer in node.module.named_buffers()
+        ):
+            return found, node.name  # a buffer that no rank was sent
+        else:
+            found[node.name] = found.get(node.inputs[0], first)
+    return found, None
 
 
 def execution_plan_of(graph: LayerGraph, widths: Mapping[str, Width]) -> ExecutionPlan:

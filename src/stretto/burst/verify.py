@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
+from stretto.burst.memory import in_memory
 from stretto.burst.tracing.fakes import swapped
 from stretto.burst.tracing.operations import keep_attributes
 from stretto.burst.tracing.recorder import BatchNorm
@@ -134,7 +135,7 @@ class Trial:
         """Return the rows of the first rank's example, the same on all ranks."""
         number = sum(self._shares)
         rows = [self._numbers.rows(e.detach(), number) for e in examples]
-        packed = self._graph.arguments.packing.pack(rows).contiguous()
+        packed = in_memory(self._graph.arguments.packing.pack(rows))
         with self._rank_groups.guard("sending the rows to verify"):
             self._rank_groups.broadcast(packed, 0)
         return packed

@@ -32,6 +32,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from stretto.burst.memory import in_memory
 from stretto.burst.tracing.behind import behind_outputs
 from stretto.burst.tracing.comparing import (
     BATCHES,
@@ -42,6 +43,7 @@ from stretto.burst.tracing.comparing import (
     require_like,
 )
 from stretto.burst.tracing.fakes import Fakes
+from stretto.burst.tracing.ordering import Order
 from stretto.burst.tracing.packing import Arguments, Results
 from stretto.burst.tracing.places import place_of, places_in
 from stretto.burst.tracing.reads import HOOKS, Ambient, Reads, Watch
@@ -203,12 +205,17 @@ def trace(
     reads = Reads(module)
     first, other = _recordings(module, run, shape, arguments, reads)
     counts = Counts(first, other, partial(_recording, module, run, shape, arguments))
-    build = _graph_of(module, first, other)
-    semantics = [_line_of(record, module) for record in first.records]
-    semantics += [
-        f"{name} {_digest_of(build.held(name))}"
-        for name in sorted(_constants_of(first, module))
+    given = compare(first, other, BATCHES)
+    order = Order(first, given)
+    build = _graph_of(module, first, other, given, order)
+    semantics = [
+        order.renamed(_line_of(first.records[number], module))
+        for number in order.numbers
     ]
+    held = {name: name for name in _held_tensors(first, module)} | order.constants
+    semantics += sorted(
+        f"{new} {_digest_of(build.held(old))}" for old, new in held.items()
+    )
     # Outputs' types follow autocast, and ranks must agree on the types they send.
     semantics.append(f"autocast {Ambient.now(arguments.device).autocast}")
     traced = _classify(
@@ -274,8 +281,8 @@ def _line_of(one: Record, module: nn.Module) -> str:
     return re.sub(r" at 0x[0-9a-f]+|(?<=cuda:)[0-9]+|index=[0-9]+", "", text)
 
 
-def _constants_of(recording: Recording, module: nn.Module) -> set[str]:
-    """Return tensors that operations read and that are not parameters or buffers."""
+def _held_tensors(recording: Recording, module: nn.Module) -> set[str]:
+    """Return tensors that operations read in plain attributes of modules."""
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     leaves = (
@@ -283,17 +290,18 @@ def _constants_of(recording: Recording, module: nn.Module) -> set[str]:
         for one in recording.records
         for leaf in pytree.tree_leaves((one.args, one.kwargs))
     )
-    return {leaf.name for leaf in leaves if isinstance(leaf, Fixed)} - known
+    names = {leaf.name for leaf in leaves if isinstance(leaf, Fixed)}
+    return names - known - recording.constants.keys()
 
 
 def _digest_of(value: Any) -> str:
     """Return a digest of a tensor's values, the same in every process."""
     if not isinstance(value, Tensor):
         return type(value).__name__
-    plain = value.detach().cpu().contiguous()
+    plain = value.detach().cpu()
     if plain.is_quantized or plain.layout != torch.strided:
         return f"{plain.dtype} {tuple(plain.shape)}"
-    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    data = in_memory(plain).reshape(-1).view(torch.uint8).numpy().tobytes()
     kind = f"{plain.dtype} {tuple(plain.shape)}"
     return f"{kind} {hashlib.sha256(data).hexdigest()[:16]}"
 
@@ -570,13 +578,16 @@ def _refuse_stored(module: nn.Module) -> None:
 class _Build:
     """Makes a graph from records."""
 
-    def __init__(self, module: nn.Module, recording: Recording) -> None:
+    def __init__(
+        self, module: nn.Module, recording: Recording, names: Mapping[str, str]
+    ) -> None:
         self.graph = fx.Graph()
         self.shapes: dict[fx.Node, tuple[Any, Any]] = {}
         self.counts: dict[fx.Node, int] = {}
         self.source = self.graph.placeholder("batch")
         self._module = module
         self._constants = recording.constants
+        self._names = names
         self._targets: dict[str, Any] = {}
         self._nodes: dict[Any, fx.Node] = {SOURCE: self.source}
         self._number = 0
@@ -591,8 +602,9 @@ class _Build:
         """Return the node of a tensor."""
         if name not in self._nodes:
             if isinstance(name, Fixed):
-                made = self.graph.get_attr(name.name)
-                self._targets[name.name] = self.held(name.name)
+                target = self._names.get(name.name, name.name)
+                made = self.graph.get_attr(target)
+                self._targets[target] = self.held(name.name)
             else:
                 before = self.node(Ref(name.number, name.path[:-1]))
                 made = self.graph.call_function(
@@ -610,15 +622,16 @@ class _Build:
         path, _, last = name.rpartition(".")
         return getattr(self._module.get_submodule(path), last)
 
-    def add(self, one: Record, two: Record, args: Any, kwargs: Any) -> None:
+    def add(
+        self, number: int, one: Record, two: Record, args: Any, kwargs: Any
+    ) -> None:
         """Add an operation; ``two`` is the same with the other batch."""
-        number, self._number = self._number, self._number + 1
         dropout = self._dropout(one, args, kwargs)
         if dropout is not None:
             for batch, recorded in zip(BATCHES, (one, two), strict=True):
                 for tensor in recorded.tensors.values():
                     require_rows(tensor, batch, one.place)
-            name = f"dropout_{number}"
+            name = f"dropout_{self._number}"
             self._targets[name] = dropout
             node = self.graph.call_module(name, (self._value(args[0]),))
         else:
@@ -640,6 +653,7 @@ class _Build:
             "keeps_state": one.keeps_state,
             "scans": next((s[1] for s in one.scanned if s not in two.scanned), ""),
         }
+        self._number += 1
         self._nodes[Ref(number)] = node
         for path, tensor in one.tensors.items():
             made = self.node(Ref(number, path))
@@ -723,13 +737,17 @@ _PLAIN = (
 )
 
 
-def _graph_of(module: nn.Module, first: Recording, other: Recording) -> _Build:
-    arguments = compare(first, other, BATCHES)
-    build = _Build(module, first)
-    for one, two, (args, kwargs) in zip(
-        first.records, other.records, arguments, strict=True
-    ):
-        build.add(one, two, args, kwargs)
+def _graph_of(
+    module: nn.Module,
+    first: Recording,
+    other: Recording,
+    given: list[tuple[Any, Any]],
+    order: Order,
+) -> _Build:
+    build = _Build(module, first, order.constants)
+    for number in order.numbers:
+        one, two = first.records[number], other.records[number]
+        build.add(number, one, two, *given[number])
     if not isinstance(first.output, (Ref, Fixed)):
         raise SpecError(f"{type(module).__name__} gives no tensor")
     build.graph.output(build.node(first.output))

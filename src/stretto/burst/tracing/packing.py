@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from stretto.burst.memory import in_memory
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Packing:
         for part, tensor in zip(self.parts, tensors, strict=True):
             flat = tensor.reshape(tensor.shape[0], _count(part.shape))
             if part.as_bits:
-                flat = flat.contiguous().view(self.dtype)
+                flat = in_memory(flat).view(self.dtype)
             rows.append(flat.to(self.dtype))
         return torch.cat(rows, 1)
 

@@ -1,0 +1,18 @@
+"""Tensors whose memory is read directly: to send, hash or reinterpret their values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor whose memory contains its values.
+
+    ``conj()`` of a complex tensor, and ``imag`` of that, only mark their memory as
+    conjugated or negated, even in a contiguous tensor; reading the memory would lose
+    the mark.
+    """
+    return tensor.resolve_conj().resolve_neg().contiguous()
