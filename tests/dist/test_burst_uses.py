@@ -1050,6 +1050,69 @@ def adaptive_sharpness_aware(side: Side) -> None:
     norm_by_hand_of_layers_apart(side, "asam")
 
 
+def norm_in_hooks_before_steps(side: Side, kind: str = "before") -> None:
+    model = apart(side, deep())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    @torch.no_grad()
+    def change(*_: Any) -> None:
+        norm = torch.stack([p.grad.norm() for p in held(model)]).norm()
+        for p in held(model):
+            if kind == "after":
+                p.sub_(p.grad, alpha=float(0.1 / norm))
+            else:
+                p.grad.mul_(0.05 / norm)
+
+    if kind == "before":
+        optimizer.register_step_pre_hook(change)
+    elif kind == "after":
+        optimizer.register_step_post_hook(change)
+    for step in range(3):
+        x, y = side.data(step)
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = cross(model(x), y)
+            loss.backward()
+            if kind == "closure":
+                change()
+            return loss
+
+        if kind == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    model.full_state_dict()
+
+
+def norm_in_hooks_after_steps(side: Side) -> None:
+    norm_in_hooks_before_steps(side, "after")
+
+
+def norm_in_closures(side: Side) -> None:
+    norm_in_hooks_before_steps(side, "closure")
+
+
+class LimitedHere(torch.optim.SGD):
+    """Limits gradients in its own step, and calls its base class's."""
+
+    def step(self, closure: Any = None) -> Any:
+        held = [p.grad for group in self.param_groups for p in group["params"]]
+        grads = [grad for grad in held if grad is not None]
+        if grads:
+            norm = torch.stack([grad.norm() for grad in grads]).norm()
+            for grad in grads:
+                grad.mul_(0.05 / norm)
+        return super().step(closure)
+
+
+def norm_in_a_step(side: Side) -> None:
+    model = apart(side, deep())
+    torch.optim.SGD(model.parameters(), lr=0.5)
+    train(side, model, LimitedHere(model.parameters(), lr=0.5))
+
+
 def step_left_out_on_one_rank(side: Side) -> None:
     model = apart(side, deep())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1302,6 +1365,10 @@ REFUSED = {
     normalized_steps_by_hand: "parameters were moved along their gradients",
     sharpness_aware: "parameters were moved along their gradients",
     adaptive_sharpness_aware: "parameters were moved along their gradients",
+    norm_in_hooks_before_steps: "gradients were scaled by different factors",
+    norm_in_hooks_after_steps: "parameters were moved along their gradients",
+    norm_in_closures: "gradients were scaled by different factors",
+    norm_in_a_step: "reads the gradients of several parameters",
     step_left_out_on_one_rank: "rank 0 took an optimizer step",
     norm_by_hand: "ranks 0, 1 hold different parameters of layer '0'",
     rate_by_rank: "ranks 0, 1 hold different parameters of layer '0'",

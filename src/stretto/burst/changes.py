@@ -98,6 +98,10 @@ class Changes:
         self._samples: list[_Sample] = []
         self._turn = 0
         self._state = _IDLE
+        self._in_use: set[int] = set()
+        """Parameters of the optimizer whose step runs."""
+        self._is_from_closure = False
+        """Whether the last backward ran within an optimizer's step."""
         self._scaled: dict[int, float | None] = {}
         self._moved: list[float] = []
         self._tolerance = 0.0
@@ -119,6 +123,7 @@ class Changes:
             return
         held = [p for p in parameters if _is_readable(p)]
         self._samples = []
+        self._is_from_closure = bool(self._in_use)
         if not held:
             return
         self._turn += 1
@@ -162,14 +167,19 @@ class Changes:
         """Compare the gradients that an optimizer will use."""
         if self.is_on:
             self._state = _STEPPED
-            used = {id(p) for p in parameters}
-            self._look_at_gradients(used)
+            self._in_use = {id(p) for p in parameters}
+            self._look_at_gradients(self._in_use)
             self._look_at_parameters()
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Exclude changes by an optimizer's step."""
+        """Exclude changes by an optimizer's step, but not by its closure."""
+        in_use, self._in_use = self._in_use, set()
+        if self._is_from_closure:
+            self._look_at_gradients(in_use)
         for sample in self._samples:
+            # Not before: a step may scale gradients and call its base class's step.
+            sample.is_done |= id(sample.parameter) in in_use
             self._keep_values(sample)
 
     def _look_at_gradients(self, used: set[int] | None) -> None:
@@ -177,7 +187,6 @@ class Changes:
             parameter = sample.parameter
             if sample.is_done or not (used is None or id(parameter) in used):
                 continue
-            sample.is_done = used is not None
             grad = parameter.grad
             if grad is None or not _is_readable(parameter):
                 continue

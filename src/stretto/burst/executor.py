@@ -241,6 +241,8 @@ class BurstParallel(nn.Module):
         self._loose: tuple[nn.Parameter, ...] = ()
         self._direct_handles: list[Any] = []
         self._share = 1 / self._ranks.size
+        self._is_preparing = False
+        """Whether the step that runs only makes an optimizer's state."""
         self._left_over: list[tuple[str, nn.Parameter, Tensor]] = []
         """Gradients from before the model was set up."""
         torch_calls.add(self)
@@ -1146,8 +1148,10 @@ class BurstParallel(nn.Module):
             StrettoError: it reads all gradients together, and each rank holds only
             some.
         """
+        self._is_preparing = False
         if not self.is_whole():
             if self._stale_guard.is_preparing(optimizer):
+                self._is_preparing = True
                 return
             with self._stale_guard.opened():
                 found = why_together(optimizer, args, kwargs)
@@ -1160,9 +1164,13 @@ class BurstParallel(nn.Module):
                 self._rank_groups.refusals.tell(error)
                 raise error
         self._stale_guard.before_step(optimizer)
-        self._changes.before_step(
-            p for group in optimizer.param_groups for p in group["params"]
-        )
+
+    def before_use(self, optimizer: Optimizer) -> None:
+        """Record that an optimizer's step uses the gradients as they are now."""
+        if not self._is_preparing:
+            self._changes.before_step(
+                p for group in optimizer.param_groups for p in group["params"]
+            )
 
     def after_step(self) -> None:
         """Record that an optimizer of the model's parameters has taken a step."""
