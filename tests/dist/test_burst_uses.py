@@ -818,7 +818,69 @@ def gradients_of_some_steps(side: Side) -> Any:
     return side.state(model)
 
 
+def gradients_dropped_by_layer(side: Side) -> Any:
+    """Those of the last layer in the first steps; by a GAN, those of one network."""
+    found = []
+    for kind in range(2):
+        model = apart(side, deep())
+        layers = list(model.module if side.size else model)
+        last = list(layers[-1].parameters())
+        first = [p for part in layers[:-1] for p in part.parameters()]
+        both = [torch.optim.Adam(some, lr=0.01) for some in (first, last)]
+        one = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(5):
+            for turn in range(2):
+                if kind:
+                    both[turn].zero_grad(set_to_none=step < 2)
+                else:
+                    one.zero_grad(set_to_none=step < 2)
+                x, y = side.data(2 * step + turn)
+                cross(model(x), y).backward()
+                if kind:
+                    both[turn].step()
+                    continue
+                for p in last if step < 3 else []:
+                    p.grad = None
+                one.step()
+        found.append(side.state(model))
+    return found
+
+
+def options_that_change(side: Side) -> Any:
+    """Rates of tensors, groups and a scheduler by a joined loss, layers apart."""
+    model = apart(side, deep())
+    rate = torch.tensor(0.1)
+    layers = list(model.module if side.size else model)
+    groups = [
+        {"params": list(part.parameters()), "lr": 0.01 * (i + 1)}
+        for i, part in enumerate(layers)
+        if i != 2
+    ]
+    optimizers = [
+        torch.optim.Adam(groups, betas=(0.8, 0.9)),
+        torch.optim.Adam(layers[2].parameters(), lr=rate, foreach=False),
+    ]
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizers[0], patience=0, factor=0.5
+    )
+    for step in range(6):
+        x, y = side.data(step % 2)
+        loss = cross(model(x), y)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        total = loss.detach() * len(y)
+        if side.size:
+            dist.all_reduce(total)
+        plateau.step(total)
+        rate.mul_(0.7)
+    return side.state(model)
+
+
 RIGHT = [
+    gradients_dropped_by_layer,
+    options_that_change,
     own_optimizers,
     averaged_by_an_optimizer,
     averaged_then_refreshed,
@@ -1123,6 +1185,38 @@ def step_left_out_on_one_rank(side: Side) -> None:
             optimizer.step()
 
 
+def use_by_rank(side: Side, kind: str = "loss") -> None:
+    """Layers apart: no two ranks have a copy that shows the difference."""
+    model = apart(side, deep())
+    decay = 0.1 * side.rank if kind == "decay" else 0.0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=decay)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for step in range(4):
+        x, y = side.data(step)
+        if kind != "zero" or side.rank == 0:
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss = cross(model(x), y)
+        loss.backward()
+        if kind == "drop" and side.rank == 1 and step == 2:
+            optimizer.zero_grad()
+        optimizer.step()
+        if kind == "loss":
+            plateau.step(loss.item() + side.rank * step)
+    model.full_state_dict()
+
+
+def decay_by_rank(side: Side) -> None:
+    use_by_rank(side, "decay")
+
+
+def zeroed_on_one_rank(side: Side) -> None:
+    use_by_rank(side, "zero")
+
+
+def dropped_on_one_rank(side: Side) -> None:
+    use_by_rank(side, "drop")
+
+
 def rate_by_rank(side: Side) -> None:
     model = side.wrap(net())
     train(side, model, torch.optim.SGD(model.parameters(), lr=0.1 + side.rank))
@@ -1371,8 +1465,12 @@ REFUSED = {
     norm_in_a_step: "reads the gradients of several parameters",
     step_left_out_on_one_rank: "rank 0 took an optimizer step",
     norm_by_hand: "ranks 0, 1 hold different parameters of layer '0'",
-    rate_by_rank: "ranks 0, 1 hold different parameters of layer '0'",
-    rate_by_rank_then_saved: "ranks 0, 1 hold different parameters of layer '0'",
+    rate_by_rank: "'lr' of SGD's parameter group 0 is 0.1 on rank 0 and 1.1 on rank 1",
+    rate_by_rank_then_saved: "'lr' of SGD's parameter group 0 is 0.1 on rank 0",
+    use_by_rank: "add the ranks' losses with torch.distributed.all_reduce",
+    decay_by_rank: "'weight_decay' of AdamW's parameter group 0 is 0.0 on rank 0",
+    zeroed_on_one_rank: "rank 0 zeroed gradients before a backward, rank 1 did not",
+    dropped_on_one_rank: "rank 1 dropped all gradients before an optimizer step",
     inner_module: "full_state_dict(), or refresh()",
     stale_average: "full_state_dict(), or refresh()",
     stale_by_foreach: "full_state_dict(), or refresh()",

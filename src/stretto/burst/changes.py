@@ -110,11 +110,17 @@ class Changes:
     # Events on this rank.
 
     @torch.no_grad()
-    def backward_begins(self) -> None:
-        """Compare gradients that a program changed and has not used yet."""
-        if self.is_on:
-            self.look_at_gradients()
-            self._samples = []
+    def backward_begins(self) -> dict[int, bool]:
+        """Compare gradients that a program changed and has not used yet.
+
+        Return by parameters' ids whether the last backward's gradients are still there.
+        """
+        if not self.is_on:
+            return {}
+        kept = self._still_there(None)
+        self.look_at_gradients()
+        self._samples = []
+        return kept
 
     @torch.no_grad()
     def backward_ended(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -163,13 +169,19 @@ class Changes:
                 sample.grad_version = grad._version  # noqa: SLF001
 
     @torch.no_grad()
-    def before_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Compare the gradients that an optimizer will use."""
-        if self.is_on:
-            self._state = _STEPPED
-            self._in_use = {id(p) for p in parameters}
-            self._look_at_gradients(self._in_use)
-            self._look_at_parameters()
+    def before_step(self, parameters: Iterable[torch.Tensor]) -> dict[int, bool]:
+        """Compare the gradients that an optimizer will use.
+
+        Return by parameters' ids whether they are still there.
+        """
+        if not self.is_on:
+            return {}
+        self._state = _STEPPED
+        self._in_use = {id(p) for p in parameters}
+        kept = self._still_there(self._in_use)
+        self._look_at_gradients(self._in_use)
+        self._look_at_parameters()
+        return kept
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -205,6 +217,23 @@ class Changes:
             self._tolerance = max(self._tolerance, tolerance)
             key = id(parameter)
             self._scaled[key] = (self._scaled.get(key) or 1.0) * found
+
+    def _still_there(self, used: set[int] | None) -> dict[int, bool]:
+        """Return whether gradients were not zeroed since they arrived, where known."""
+        found = {}
+        for sample in self._samples:
+            parameter = sample.parameter
+            if used is not None and (sample.is_done or id(parameter) not in used):
+                continue
+            grad = parameter.grad
+            if grad is None:
+                found[id(parameter)] = False
+            elif _is_readable(parameter) and self._reads(grad, sample.grad_version):
+                if bool(_elements(grad, sample.offset).any()):
+                    found[id(parameter)] = True
+                elif bool(sample.first.any()):
+                    found[id(parameter)] = False
+        return found
 
     def _look_at_parameters(self) -> None:
         for sample in self._samples:
