@@ -846,6 +846,24 @@ def gradients_dropped_by_layer(side: Side) -> Any:
     return found
 
 
+def fused_on_one_rank(side: Side) -> Any:
+    """Only one rank has gradients, so only its optimizer takes fused steps."""
+    found = []
+    for kind in (torch.optim.SGD, torch.optim.Adagrad):
+        model = net(6, 4)
+        if side.size:
+            plan = side.plan(model, [(0, 1)])
+            model = BurstParallel(model, plan, example_inputs=(example_of(model),))
+        optimizer = kind(model.parameters(), lr=0.1, fused=True)
+        train(side, model, optimizer)
+        if side.size:
+            model.refresh(optimizer)
+            model.apply_plan(side.plan(net(6, 4), [(0, side.size)]))
+        train(side, model, optimizer)
+        found.append(side.state(model))
+    return found
+
+
 def options_that_change(side: Side) -> Any:
     """Rates of tensors, groups and a scheduler by a joined loss, layers apart."""
     model = apart(side, deep())
@@ -879,6 +897,7 @@ def options_that_change(side: Side) -> Any:
 
 
 RIGHT = [
+    fused_on_one_rank,
     gradients_dropped_by_layer,
     options_that_change,
     own_optimizers,
