@@ -896,7 +896,27 @@ def options_that_change(side: Side) -> Any:
     return side.state(model)
 
 
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0), nn.Tanh())
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        run: Any = torch.utils.checkpoint.checkpoint
+        found: torch.Tensor = self.head(run(self.body, x, use_reentrant=False))
+        return found
+
+
+def no_dropout_in_a_checkpoint(side: Side) -> Any:
+    torch.manual_seed(0)
+    model = side.wrap(Checkpointed())
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return side.state(model)
+
+
 RIGHT = [
+    no_dropout_in_a_checkpoint,
     fused_on_one_rank,
     gradients_dropped_by_layer,
     options_that_change,

@@ -45,7 +45,7 @@ def kept_outside(optimizers: Iterable[Optimizer]) -> dict[str, str]:
                 if key != "params":
                     where = f"entry {key!r} of {place}'s parameter group {i}"
                     found[where] = _digest(value, index)
-        plain = _PLAIN | _private_of_torch(type(optimizer))
+        plain = _PLAIN | _private_of_torch(type(optimizer))  # type: ignore[arg-type]
         for key, value in vars(optimizer).items():
             if key in plain or key in _LATER or callable(value):
                 continue
