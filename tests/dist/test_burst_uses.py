@@ -818,7 +818,108 @@ def gradients_of_some_steps(side: Side) -> Any:
     return side.state(model)
 
 
+def gradients_dropped_by_layer(side: Side) -> Any:
+    """Those of the last layer in the first steps; by a GAN, those of one network."""
+    found = []
+    for kind in range(2):
+        model = apart(side, deep())
+        layers = list(model.module if side.size else model)
+        last = list(layers[-1].parameters())
+        first = [p for part in layers[:-1] for p in part.parameters()]
+        both = [torch.optim.Adam(some, lr=0.01) for some in (first, last)]
+        one = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(5):
+            for turn in range(2):
+                if kind:
+                    both[turn].zero_grad(set_to_none=step < 2)
+                else:
+                    one.zero_grad(set_to_none=step < 2)
+                x, y = side.data(2 * step + turn)
+                cross(model(x), y).backward()
+                if kind:
+                    both[turn].step()
+                    continue
+                for p in last if step < 3 else []:
+                    p.grad = None
+                one.step()
+        found.append(side.state(model))
+    return found
+
+
+def fused_on_one_rank(side: Side) -> Any:
+    """Only one rank has gradients, so only its optimizer takes fused steps."""
+    found = []
+    for kind in (torch.optim.SGD, torch.optim.Adagrad):
+        model = net(6, 4)
+        if side.size:
+            plan = side.plan(model, [(0, 1)])
+            model = BurstParallel(model, plan, example_inputs=(example_of(model),))
+        optimizer = kind(model.parameters(), lr=0.1, fused=True)
+        train(side, model, optimizer)
+        if side.size:
+            model.refresh(optimizer)
+            model.apply_plan(side.plan(net(6, 4), [(0, side.size)]))
+        train(side, model, optimizer)
+        found.append(side.state(model))
+    return found
+
+
+def options_that_change(side: Side) -> Any:
+    """Rates of tensors, groups and a scheduler by a joined loss, layers apart."""
+    model = apart(side, deep())
+    rate = torch.tensor(0.1)
+    layers = list(model.module if side.size else model)
+    groups = [
+        {"params": list(part.parameters()), "lr": 0.01 * (i + 1)}
+        for i, part in enumerate(layers)
+        if i != 2
+    ]
+    optimizers = [
+        torch.optim.Adam(groups, betas=(0.8, 0.9)),
+        torch.optim.Adam(layers[2].parameters(), lr=rate, foreach=False),
+    ]
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizers[0], patience=0, factor=0.5
+    )
+    for step in range(6):
+        x, y = side.data(step % 2)
+        loss = cross(model(x), y)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        total = loss.detach() * len(y)
+        if side.size:
+            dist.all_reduce(total)
+        plateau.step(total)
+        rate.mul_(0.7)
+    return side.state(model)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0), nn.Tanh())
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        run: Any = torch.utils.checkpoint.checkpoint
+        found: torch.Tensor = self.head(run(self.body, x, use_reentrant=False))
+        return found
+
+
+def no_dropout_in_a_checkpoint(side: Side) -> Any:
+    torch.manual_seed(0)
+    model = side.wrap(Checkpointed())
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return side.state(model)
+
+
 RIGHT = [
+    no_dropout_in_a_checkpoint,
+    fused_on_one_rank,
+    gradients_dropped_by_layer,
+    options_that_change,
     own_optimizers,
     averaged_by_an_optimizer,
     averaged_then_refreshed,
@@ -1050,6 +1151,69 @@ def adaptive_sharpness_aware(side: Side) -> None:
     norm_by_hand_of_layers_apart(side, "asam")
 
 
+def norm_in_hooks_before_steps(side: Side, kind: str = "before") -> None:
+    model = apart(side, deep())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    @torch.no_grad()
+    def change(*_: Any) -> None:
+        norm = torch.stack([p.grad.norm() for p in held(model)]).norm()
+        for p in held(model):
+            if kind == "after":
+                p.sub_(p.grad, alpha=float(0.1 / norm))
+            else:
+                p.grad.mul_(0.05 / norm)
+
+    if kind == "before":
+        optimizer.register_step_pre_hook(change)
+    elif kind == "after":
+        optimizer.register_step_post_hook(change)
+    for step in range(3):
+        x, y = side.data(step)
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = cross(model(x), y)
+            loss.backward()
+            if kind == "closure":
+                change()
+            return loss
+
+        if kind == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    model.full_state_dict()
+
+
+def norm_in_hooks_after_steps(side: Side) -> None:
+    norm_in_hooks_before_steps(side, "after")
+
+
+def norm_in_closures(side: Side) -> None:
+    norm_in_hooks_before_steps(side, "closure")
+
+
+class LimitedHere(torch.optim.SGD):
+    """Limits gradients in its own step, and calls its base class's."""
+
+    def step(self, closure: Any = None) -> Any:
+        held = [p.grad for group in self.param_groups for p in group["params"]]
+        grads = [grad for grad in held if grad is not None]
+        if grads:
+            norm = torch.stack([grad.norm() for grad in grads]).norm()
+            for grad in grads:
+                grad.mul_(0.05 / norm)
+        return super().step(closure)
+
+
+def norm_in_a_step(side: Side) -> None:
+    model = apart(side, deep())
+    torch.optim.SGD(model.parameters(), lr=0.5)
+    train(side, model, LimitedHere(model.parameters(), lr=0.5))
+
+
 def step_left_out_on_one_rank(side: Side) -> None:
     model = apart(side, deep())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1058,6 +1222,38 @@ def step_left_out_on_one_rank(side: Side) -> None:
         cross(model(x), y).backward()
         if side.rank == 0:
             optimizer.step()
+
+
+def use_by_rank(side: Side, kind: str = "loss") -> None:
+    """Layers apart: no two ranks have a copy that shows the difference."""
+    model = apart(side, deep())
+    decay = 0.1 * side.rank if kind == "decay" else 0.0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=decay)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for step in range(4):
+        x, y = side.data(step)
+        if kind != "zero" or side.rank == 0:
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss = cross(model(x), y)
+        loss.backward()
+        if kind == "drop" and side.rank == 1 and step == 2:
+            optimizer.zero_grad()
+        optimizer.step()
+        if kind == "loss":
+            plateau.step(loss.item() + side.rank * step)
+    model.full_state_dict()
+
+
+def decay_by_rank(side: Side) -> None:
+    use_by_rank(side, "decay")
+
+
+def zeroed_on_one_rank(side: Side) -> None:
+    use_by_rank(side, "zero")
+
+
+def dropped_on_one_rank(side: Side) -> None:
+    use_by_rank(side, "drop")
 
 
 def rate_by_rank(side: Side) -> None:
@@ -1302,10 +1498,18 @@ REFUSED = {
     normalized_steps_by_hand: "parameters were moved along their gradients",
     sharpness_aware: "parameters were moved along their gradients",
     adaptive_sharpness_aware: "parameters were moved along their gradients",
+    norm_in_hooks_before_steps: "gradients were scaled by different factors",
+    norm_in_hooks_after_steps: "parameters were moved along their gradients",
+    norm_in_closures: "gradients were scaled by different factors",
+    norm_in_a_step: "reads the gradients of several parameters",
     step_left_out_on_one_rank: "rank 0 took an optimizer step",
     norm_by_hand: "ranks 0, 1 hold different parameters of layer '0'",
-    rate_by_rank: "ranks 0, 1 hold different parameters of layer '0'",
-    rate_by_rank_then_saved: "ranks 0, 1 hold different parameters of layer '0'",
+    rate_by_rank: "'lr' of SGD's parameter group 0 is 0.1 on rank 0 and 1.1 on rank 1",
+    rate_by_rank_then_saved: "'lr' of SGD's parameter group 0 is 0.1 on rank 0",
+    use_by_rank: "add the ranks' losses with torch.distributed.all_reduce",
+    decay_by_rank: "'weight_decay' of AdamW's parameter group 0 is 0.0 on rank 0",
+    zeroed_on_one_rank: "rank 0 zeroed gradients before a backward, rank 1 did not",
+    dropped_on_one_rank: "rank 1 dropped all gradients before an optimizer step",
     inner_module: "full_state_dict(), or refresh()",
     stale_average: "full_state_dict(), or refresh()",
     stale_by_foreach: "full_state_dict(), or refresh()",

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from stretto.burst.changes import NUM_VALUES
+from stretto.burst import changes as factors
+from stretto.burst import optimizer_use
 from stretto.burst.layout import Layouts
 from stretto.burst.schedule import RankSchedule, schedule_of
 from stretto.errors import RankDisagreement, SpecError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.burst.changes import Changes
+    from stretto.burst.optimizer_use import OptimizerUse
     from stretto.burst.rank_groups import RankGroups
     from stretto.burst.replicas import Replicas
     from stretto.burst.schedule import ExecutionPlan
@@ -28,7 +30,7 @@ _KEPT = 8
 epoch, of an evaluation."""
 
 
-NUM_NUMBERS = 9 + NUM_VALUES
+NUM_NUMBERS = 9 + factors.NUM_VALUES + optimizer_use.NUM_VALUES
 """Numbers that each rank sends."""
 
 _BAD_SAMPLE, _TROUBLE = -1, -2
@@ -57,6 +59,7 @@ class BatchPartition:
         operations: int,
         replicas: Replicas,
         changes: Changes,
+        uses: OptimizerUse,
         trouble: StrettoError | None,
     ) -> tuple[Layouts, bool]:
         """Return this batch's layouts, and whether a rank's input needs gradients.
@@ -70,13 +73,14 @@ class BatchPartition:
             operations: a number for the layers' operations.
             replicas: compares a layer's copies.
             changes: compares the changes of gradients and parameters.
+            uses: compares how ranks use their optimizers.
             trouble: the error that prevents this rank's forward; the other ranks are
                 informed.
 
         Raises:
             SpecError: a sample has another shape or type than the example's.
-            RankDisagreement: ranks differ in mode, parameters, step, or in the factors
-                of their gradients, or one of them has invalid input.
+            RankDisagreement: ranks differ in mode, parameters, step, in the factors of
+                their gradients or the use of optimizers, or one has invalid input.
             CommTimeout: a rank was lost.
         """
         fits = (
@@ -94,6 +98,7 @@ class BatchPartition:
             *replicas.next_values(),
             operations,
             *changes.next_values(),
+            *uses.next_values(),
         ]
         rows: list[list[int]] = []
 
@@ -108,12 +113,15 @@ class BatchPartition:
             raise SpecError(
                 f"a sample must have shape {graph.input_shape} and type "
                 f"{graph.input_dtype}, as in the example inputs, got "
-                f"{tuple(batch.shape[1:])} and {batch.dtype}"
+                f"{tuple(batch.shape[1:])} and {batch.dtype}. Pad samples to the "
+                "example's length, or build one BurstParallel for each length"
             )
         shares = tuple(row[0] for row in rows)
         self._require_alike(rows, shares)
+        end = 9 + factors.NUM_VALUES
+        uses.require_alike([row[end:] for row in rows])
         replicas.require_equal([(row[6], row[7]) for row in rows])
-        changes.require_alike([row[9:] for row in rows])
+        changes.require_alike([row[9:end] for row in rows])
         if not sum(shares):
             raise SpecError("the global batch has no sample on any rank")
         return self._layouts_of(shares), any(row[3] for row in rows)

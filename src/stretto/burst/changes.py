@@ -98,6 +98,10 @@ class Changes:
         self._samples: list[_Sample] = []
         self._turn = 0
         self._state = _IDLE
+        self._in_use: set[int] = set()
+        """Parameters of the optimizer whose step runs."""
+        self._is_from_closure = False
+        """Whether the last backward ran within an optimizer's step."""
         self._scaled: dict[int, float | None] = {}
         self._moved: list[float] = []
         self._tolerance = 0.0
@@ -106,11 +110,17 @@ class Changes:
     # Events on this rank.
 
     @torch.no_grad()
-    def backward_begins(self) -> None:
-        """Compare gradients that a program changed and has not used yet."""
-        if self.is_on:
-            self.look_at_gradients()
-            self._samples = []
+    def backward_begins(self) -> dict[int, bool]:
+        """Compare gradients that a program changed and has not used yet.
+
+        Return by parameters' ids whether the last backward's gradients are still there.
+        """
+        if not self.is_on:
+            return {}
+        kept = self._still_there(None)
+        self.look_at_gradients()
+        self._samples = []
+        return kept
 
     @torch.no_grad()
     def backward_ended(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -119,6 +129,7 @@ class Changes:
             return
         held = [p for p in parameters if _is_readable(p)]
         self._samples = []
+        self._is_from_closure = bool(self._in_use)
         if not held:
             return
         self._turn += 1
@@ -158,18 +169,29 @@ class Changes:
                 sample.grad_version = grad._version  # noqa: SLF001
 
     @torch.no_grad()
-    def before_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Compare the gradients that an optimizer will use."""
-        if self.is_on:
-            self._state = _STEPPED
-            used = {id(p) for p in parameters}
-            self._look_at_gradients(used)
-            self._look_at_parameters()
+    def before_step(self, parameters: Iterable[torch.Tensor]) -> dict[int, bool]:
+        """Compare the gradients that an optimizer will use.
+
+        Return by parameters' ids whether they are still there.
+        """
+        if not self.is_on:
+            return {}
+        self._state = _STEPPED
+        self._in_use = {id(p) for p in parameters}
+        kept = self._still_there(self._in_use)
+        self._look_at_gradients(self._in_use)
+        self._look_at_parameters()
+        return kept
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Exclude changes by an optimizer's step."""
+        """Exclude changes by an optimizer's step, but not by its closure."""
+        in_use, self._in_use = self._in_use, set()
+        if self._is_from_closure:
+            self._look_at_gradients(in_use)
         for sample in self._samples:
+            # Not before: a step may scale gradients and call its base class's step.
+            sample.is_done |= id(sample.parameter) in in_use
             self._keep_values(sample)
 
     def _look_at_gradients(self, used: set[int] | None) -> None:
@@ -177,7 +199,6 @@ class Changes:
             parameter = sample.parameter
             if sample.is_done or not (used is None or id(parameter) in used):
                 continue
-            sample.is_done = used is not None
             grad = parameter.grad
             if grad is None or not _is_readable(parameter):
                 continue
@@ -196,6 +217,23 @@ class Changes:
             self._tolerance = max(self._tolerance, tolerance)
             key = id(parameter)
             self._scaled[key] = (self._scaled.get(key) or 1.0) * found
+
+    def _still_there(self, used: set[int] | None) -> dict[int, bool]:
+        """Return whether gradients were not zeroed since they arrived, where known."""
+        found = {}
+        for sample in self._samples:
+            parameter = sample.parameter
+            if used is not None and (sample.is_done or id(parameter) not in used):
+                continue
+            grad = parameter.grad
+            if grad is None:
+                found[id(parameter)] = False
+            elif _is_readable(parameter) and self._reads(grad, sample.grad_version):
+                if bool(_elements(grad, sample.offset).any()):
+                    found[id(parameter)] = True
+                elif bool(sample.first.any()):
+                    found[id(parameter)] = False
+        return found
 
     def _look_at_parameters(self) -> None:
         for sample in self._samples:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, fx, nn
 
+from stretto.burst.boundary import in_checkpoint
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -77,6 +78,12 @@ class DropoutDraw:
         p = float(self.module.p)
         if not self.module.training or p == 0:
             return x
+        if in_checkpoint():  # else refused when the model was captured
+            raise StrettoError(
+                f"{self.name!r} is in a checkpoint, which would draw other masks in "
+                "backward, and its p was 0 when the model was captured: move it out of "
+                "the checkpoint"
+            )
         seeds = self.draws.seeds(self.name)
         if len(seeds) != x.shape[0]:
             raise StrettoError(

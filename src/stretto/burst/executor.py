@@ -37,12 +37,13 @@ from stretto.burst.boundary import (
     mark_output,
     require_values,
 )
-from stretto.burst.changes import NUM_VALUES, Changes
+from stretto.burst.changes import Changes
 from stretto.burst.forward import Forward
 from stretto.burst.gradient_sync import GradientSync, SyncedLayer
 from stretto.burst.graph import capture, require_module
 from stretto.burst.held_activations import kept_behind, marked
 from stretto.burst.norm import KINDS
+from stretto.burst.optimizer_use import OptimizerUse
 from stretto.burst.optimizers import first_difference, kept_outside
 from stretto.burst.rank_groups import RankGroups, Width
 from stretto.burst.reach import Reached
@@ -232,6 +233,7 @@ class BurstParallel(nn.Module):
         )
         self._replicas = Replicas(self._ranks)
         self._changes = Changes(self._ranks)
+        self._uses = OptimizerUse(self._ranks, self._options_of_all)
         self._shadows = Shadows(self._gradient_arrived)
         self._structure = Structure(module)
         self._reached = Reached(self._structure.parameters)
@@ -248,6 +250,8 @@ class BurstParallel(nn.Module):
         self._loose: tuple[nn.Parameter, ...] = ()
         self._direct_handles: list[Any] = []
         self._share = 1 / self._ranks.size
+        self._is_preparing = False
+        """Whether the step that runs only makes an optimizer's state."""
         self._left_over: list[tuple[str, nn.Parameter, Tensor]] = []
         """Gradients from before the model was set up."""
         torch_calls.add(self)
@@ -348,6 +352,7 @@ class BurstParallel(nn.Module):
                 mine = trial.difference(examples, self._forward.draws, run)
             self._stale_guard.is_stale = False  # all values are restored
             self._changes.reset()
+            self._uses.cut_short()
             texts = self._agreement.gather("verify a burst-parallel model", mine)
             rank, text = next(((i, t) for i, t in enumerate(texts) if t), (0, ""))
             if not text:
@@ -502,6 +507,9 @@ class BurstParallel(nn.Module):
         self._forward.prepare(graph, widths, self._batch_norm)
         self._replicas.watch(graph, widths)
         self._changes.reset(is_on=not self.is_whole())
+        self._uses.reset(
+            (p for _, p in self._structure.parameters), is_on=self._changes.is_on
+        )
         mine = [node for node in graph.nodes if self._runs(node.name)]
         self._stale_guard.runs(
             [
@@ -717,6 +725,7 @@ class BurstParallel(nn.Module):
                 operations=int(execution.graph.semantics[-14:], 16),
                 replicas=self._replicas,
                 changes=self._changes,
+                uses=self._uses,
                 trouble=trouble,
             )
             # Buffers such as running statistics change without a backward.
@@ -830,7 +839,7 @@ class BurstParallel(nn.Module):
                 self._stale_guard.backward_begins()
             with self._inside():
                 self._require_none_left_over()
-                self._changes.backward_begins()
+                self._uses.backward_begins(self._changes.backward_begins())
                 self._sync.begin()
             _queue_callback(self._backward_ended)
 
@@ -913,6 +922,7 @@ class BurstParallel(nn.Module):
             self._sync.reset()
             self._reached.reset()
             self._changes.reset()
+            self._uses.cut_short()
             self._activations.drop()
 
     @contextlib.contextmanager
@@ -1000,11 +1010,18 @@ class BurstParallel(nn.Module):
         """
         values = self._replicas.all_values()
         if values or self._changes.is_on:
-            mine = [*self._changes.next_values(), *values]
+            factors, options = self._changes.next_values(), self._uses.next_values()
             with self._rank_groups.guard("comparing the ranks' copies"):
-                rows = self._rank_groups.exchange(mine)
-            self._replicas.require_all_equal([row[NUM_VALUES:] for row in rows])
-            self._changes.require_alike(rows)
+                rows = self._rank_groups.exchange([*factors, *options, *values])
+            first, second = len(factors), len(factors) + len(options)
+            self._uses.require_alike([row[first:second] for row in rows])
+            self._replicas.require_all_equal([row[second:] for row in rows])
+            self._changes.require_alike([row[:first] for row in rows])
+
+    def _options_of_all(self, mine: str) -> list[str]:
+        """Return every rank's text on its optimizers' options. Collective."""
+        with self._rank_groups.refusals.waiting("comparing optimizers' options"):
+            return self._agreement.gather("compare optimizers' options", mine)
 
     def _require_nothing_else(self, optimizers: tuple[Optimizer, ...]) -> None:
         """Require that optimizers differ by rank only in their ``state``. Collective.
@@ -1160,8 +1177,10 @@ class BurstParallel(nn.Module):
             StrettoError: it reads all gradients together, and each rank holds only
             some.
         """
+        self._is_preparing = False
         if not self.is_whole():
             if self._stale_guard.is_preparing(optimizer):
+                self._is_preparing = True
                 return
             with self._stale_guard.opened():
                 found = why_together(optimizer, args, kwargs)
@@ -1174,9 +1193,14 @@ class BurstParallel(nn.Module):
                 self._rank_groups.refusals.tell(error)
                 raise error
         self._stale_guard.before_step(optimizer)
-        self._changes.before_step(
-            p for group in optimizer.param_groups for p in group["params"]
-        )
+
+    def before_use(self, optimizer: Optimizer) -> None:
+        """Record that an optimizer's step uses the gradients as they are now."""
+        if not self._is_preparing:
+            used = self._changes.before_step(
+                p for group in optimizer.param_groups for p in group["params"]
+            )
+            self._uses.before_step(optimizer, used.values())
 
     def after_step(self) -> None:
         """Record that an optimizer of the model's parameters has taken a step."""

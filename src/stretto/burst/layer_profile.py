@@ -191,7 +191,12 @@ def _rows(example: Tensor, count: int) -> Tensor:
     A repeated sample is flipped along each of its sides. If the same few samples repeat
     over and over, a processor predicts every branch: pooling 64 images made from two
     took half the time of pooling 64 different images.
+
+    Raises:
+        SpecError: the example has no sample.
     """
+    if not len(example):
+        raise SpecError("the example inputs have no sample: pass at least one row")
     draw = random.Random(0)
     rows = list(example.detach()[:count])
     sides = tuple(range(example.dim() - 1))

@@ -7,7 +7,9 @@ each rank. Nothing is lost as long as they are the same everywhere.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +47,30 @@ def kept_outside(optimizers: Iterable[Optimizer]) -> dict[str, str]:
                 if key != "params":
                     where = f"entry {key!r} of {place}'s parameter group {i}"
                     found[where] = _digest(value, index)
-        plain = _PLAIN
+        plain = _PLAIN | _private_of_torch(type(optimizer))  # type: ignore[arg-type]
         for key, value in vars(optimizer).items():
             if key in plain or key in _LATER or callable(value):
                 continue
             found[f"attribute {key!r} of {place}"] = _digest(value, index)
     return found
+
+
+@functools.cache
+def _private_of_torch(kind: type[Optimizer]) -> frozenset[str]:
+    """Return private names in the code of a class's bases that PyTorch brings.
+
+    Such as whether tensors were checked for a fused step, which only a step with
+    gradients does. Trained values are in ``state``.
+    """
+    return frozenset(
+        name
+        for base in kind.__mro__
+        if base.__module__.partition(".")[0] == "torch"
+        for method in vars(base).values()
+        if inspect.isfunction(method)
+        for name in inspect.unwrap(method).__code__.co_names
+        if name.startswith("_")
+    )
 
 
 def first_difference(rows: Sequence[Mapping[str, str]]) -> tuple[str, int] | None:

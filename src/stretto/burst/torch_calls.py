@@ -58,6 +58,9 @@ class Model(Protocol):
     ) -> None:
         """Record that an optimizer of the model's parameters takes a step."""
 
+    def before_use(self, optimizer: Optimizer) -> None:
+        """Record that the step uses the gradients as they are now."""
+
     def after_step(self) -> None:
         """Record that an optimizer of the model's parameters has taken a step."""
 
@@ -78,6 +81,9 @@ _last = threading.local()
 _backwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Each model's last backward, numbered over all models."""
 _numbers = itertools.count(1)
+
+_OWN = -1
+"""Key of this module's hooks among an optimizer's own, which PyTorch numbers from 0."""
 
 
 def add(model: Model) -> None:
@@ -124,16 +130,49 @@ def _install() -> None:
         torch.nn.utils.get_total_norm = _joined_norm(torch.nn.utils.get_total_norm)
 
 
+# Note [Hooks of a step]
+# PyTorch calls global hooks before an optimizer's own ones, and after them when the
+# step has ended. An own hook may scale gradients before the step or move parameters
+# after it, so models look behind the last own hook before and ahead of the first own
+# one after. PyTorch makes the iterator over the own hooks after the global ones ran.
+
+
 @without_dynamo
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for model in _of_optimizer(optimizer):
+    models = _of_optimizer(optimizer)
+    for model in models:
         model.before_step(optimizer, args, kwargs)
+    if models:
+        before = optimizer._optimizer_step_pre_hooks  # noqa: SLF001
+        after = optimizer._optimizer_step_post_hooks  # noqa: SLF001
+        before.pop(_OWN, None)
+        before[_OWN] = _before_use
+        rest = {key: hook for key, hook in after.items() if key != _OWN}
+        after.clear()
+        after[_OWN] = _after_use
+        after.update(rest)
+
+
+@without_dynamo
+def _before_use(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    for model in _of_optimizer(optimizer):
+        model.before_use(optimizer)
+
+
+@without_dynamo
+def _after_use(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    for model in _of_optimizer(optimizer):
+        model.after_step()
 
 
 @without_dynamo
 def _after_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-    for model in _of_optimizer(optimizer):
-        model.after_step()
+    # An optimizer that is copied or saved in between steps has its own hooks only.
+    for hooks in (
+        optimizer._optimizer_step_pre_hooks,  # noqa: SLF001
+        optimizer._optimizer_step_post_hooks,  # noqa: SLF001
+    ):
+        hooks.pop(_OWN, None)
 
 
 def _looked_at(run: Any) -> Any:

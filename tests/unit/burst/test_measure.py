@@ -334,3 +334,9 @@ def test_a_layer_that_needs_no_gradient_is_timed_too():
         model, (torch.randn(2, 4),), batch=2, gpus=1, least_layer_s=0.0, **CALM
     )
     assert len(found.layers) == 2
+
+
+def test_example_inputs_without_rows_are_one_sentence():
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    with pytest.raises(SpecError, match="have no sample: pass at least one row"):
+        profile(model, (torch.zeros(0, 6),), batch=4, gpus=2, **CALM)

@@ -511,7 +511,10 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         if self._depth:
             if (
                 module.training
-                and isinstance(module, (BatchNorm, Dropout))
+                and (
+                    isinstance(module, BatchNorm)
+                    or (isinstance(module, Dropout) and module.p)
+                )
                 and in_checkpoint()
             ):
                 raise SpecError(

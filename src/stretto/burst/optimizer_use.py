@@ -1,0 +1,307 @@
+"""Check that ranks use their optimizers in the same way.
+
+A learning rate from a rank's own loss, or gradients that one rank forgets to zero,
+train another model than one process would. Where no two ranks run the same layer,
+comparing copies does not find it. With each forward, ranks compare the options of the
+optimizers that took a step since the last one, and what became of gradients.
+
+# Note [What becomes of gradients]
+At each backward, the gradients of the one before were kept or zeroed; at each step they
+are used or dropped. Programs may treat layers differently: a GAN zeroes the gradients
+of one network at a time, others drop those of the last layer in the first epoch. So
+ranks are compared by optimizer, only where a rank did one thing with all of its
+gradients, and dropping them is accepted if the rank never used any before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor
+
+from stretto.burst.numbers import as_float, as_int
+from stretto.errors import RankDisagreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from torch.optim import Optimizer
+
+    from stretto.runtime.agreement import Ranks
+
+NUM_VALUES = 4
+"""Numbers of this module in each exchange."""
+
+_MOST = 3
+"""Number of optimizers whose gradients are compared."""
+
+_BACKWARDS = 9
+"""Number of backward passes before a step whose gradients are compared."""
+
+_YES, _NO = 1, 2
+"""Gradients were kept or used; they were zeroed or dropped. Both: some of them."""
+
+_BITS = 2 * _BACKWARDS + 2
+_SMALLEST = 1e-30
+_TOLERANCE = 1e-9
+"""Tolerance: ranks with other processors may round a schedule's rate differently."""
+
+
+@final
+class _Use:
+    """One optimizer, and what became of its gradients since its last step."""
+
+    def __init__(self) -> None:
+        self.shape: Any = None
+        self.groups: list[tuple[tuple[int, ...], int]] = []
+        """Positions of each group's parameters in the model, and the group's own."""
+        self.held: frozenset[int] = frozenset()
+        """The ids of these parameters."""
+        self.name = ""
+        self.start()
+
+    def start(self) -> None:
+        """Begin to record what happens until the next step."""
+        self.has_stepped = False
+        self.at_backward: list[int] = []
+        self.at_step = 0
+
+    def find(self, optimizer: Optimizer, positions: Mapping[int, int]) -> None:
+        """Find the model's parameters in the groups, if these have changed."""
+        groups = optimizer.param_groups
+        shape = [(len(g["params"]), id(next(iter(g["params"]), None))) for g in groups]
+        if shape == self.shape:
+            return
+        self.shape = shape
+        rows = [
+            (tuple(positions[id(p)] for p in g["params"] if id(p) in positions), i)
+            for i, g in enumerate(groups)
+        ]
+        self.groups = sorted(row for row in rows if row[0])
+        self.held = frozenset(id(p) for g in groups for p in g["params"])
+        kind = type(optimizer).__name__
+        self.name = f"{kind} {[row[0] for row in self.groups]}"
+
+    def flags(self) -> int:
+        """Return what became of the gradients as one number."""
+        found = self.at_step
+        for number, state in enumerate(self.at_backward):
+            found |= state << (2 * number + 2)
+        return found
+
+
+@final
+class OptimizerUse:
+    """How one rank uses the optimizers of one model.
+
+    ``gather`` returns every rank's text. All ranks call it if their options differ.
+    """
+
+    def __init__(self, ranks: Ranks, gather: Callable[[str], Sequence[str]]) -> None:
+        self._ranks = ranks
+        self._gather = gather
+        self._uses: weakref.WeakKeyDictionary[Optimizer, _Use]
+        self._uses = weakref.WeakKeyDictionary()
+        self._read: dict[int, tuple[Tensor, int, float]] = {}
+        self.reset((), is_on=False)
+
+    def reset(self, parameters: Iterable[Tensor], *, is_on: bool) -> None:
+        """Compare the optimizers of these parameters from now on."""
+        self._is_on = is_on
+        self._positions = {id(p): i for i, p in enumerate(parameters)}
+        self._compared: list[Optimizer] = []
+        self._before: dict[tuple[int, int, int], int] = {}
+        self.cut_short()
+
+    def cut_short(self) -> None:
+        """Forget what happened since the last forward."""
+        for use in self._uses.values():
+            use.shape = None
+            use.start()
+
+    # Events on this rank.
+
+    def backward_begins(self, kept: Mapping[int, bool]) -> None:
+        """Record by parameters' ids whether gradients are still there."""
+        for use in self._uses.values():
+            if len(use.at_backward) < _BACKWARDS:
+                states = (_YES if kept[i] else _NO for i in kept if i in use.held)
+                use.at_backward.append(_joined(states))
+
+    def before_step(self, optimizer: Optimizer, used: Iterable[bool]) -> None:
+        """Record a step, and whether gradients that arrived are still there."""
+        if not self._is_on:
+            return
+        use = self._uses.setdefault(optimizer, _Use())
+        use.find(optimizer, self._positions)
+        use.has_stepped = True
+        use.at_step |= _joined(_YES if state else _NO for state in used)
+
+    # The exchange between ranks.
+
+    def next_values(self) -> list[int]:
+        """Return `NUM_VALUES` numbers to exchange."""
+        self._compared = []
+        every = [(use.name, use, optimizer) for optimizer, use in self._uses.items()]
+        rows = [row for row in every if row[1].has_stepped]
+        if not rows or not self._is_on:
+            return [0] * NUM_VALUES
+        rows.sort(key=lambda row: row[0])
+        self._compared = [optimizer for _, _, optimizer in rows]
+        words: list[str] = []
+        total, flags, weight = 0.0, 0, 0.0
+        for _, use, optimizer in rows:
+            for _, _, value in _options(optimizer, [row[1] for row in use.groups]):
+                for atom in self._atoms(value):
+                    if isinstance(atom, str):
+                        words.append(atom)
+                        continue
+                    words.append("number")
+                    weight = (weight + 0.6180339887498949) % 1.0
+                    total += (1.0 + weight) * _logarithm(atom)
+        for number, (_, use, _) in enumerate(rows[:_MOST]):
+            flags |= use.flags() << (_BITS * number)
+        for _, use, _ in rows:
+            use.start()
+        names = _hash(row[0] for row in rows) | 1
+        return [names, _hash(words), as_int(total), flags]
+
+    def _atoms(self, value: Any) -> Iterator[float | str]:
+        if isinstance(value, bool | int | float):
+            yield float(value)
+        elif isinstance(value, Tensor):
+            yield self._number(value)
+        elif isinstance(value, str) or value is None:
+            yield repr(value)
+        elif isinstance(value, Sequence):
+            for held in value:
+                yield from self._atoms(held)
+
+    def _number(self, tensor: Tensor) -> float:
+        """Return a tensor's value, or its values' sum; it is read if it has changed."""
+        known = self._read.get(id(tensor))
+        version = tensor._version  # noqa: SLF001
+        if (
+            known is None
+            or known[0] is not tensor
+            or known[1] != version
+            or tensor.device.type == "cpu"
+        ):
+            value = float(tensor.detach().double().sum())
+            if len(self._read) > 256:
+                self._read.clear()
+            known = self._read[id(tensor)] = (tensor, version, value)
+        return known[2]
+
+    def require_alike(self, rows: Sequence[Sequence[int]]) -> None:
+        """Compare the numbers that the ranks exchanged, the same on all ranks.
+
+        Raises:
+            RankDisagreement: on every rank, naming what differs.
+        """
+        for names in sorted({row[0] for row in rows if row[0]}):
+            members = [rank for rank, row in enumerate(rows) if row[0] == names]
+            first = rows[members[0]]
+            for rank in members[1:]:
+                apart = abs(as_float(rows[rank][2]) - as_float(first[2]))
+                if rows[rank][1] != first[1] or not apart <= _TOLERANCE:
+                    raise self._other_options(members[0], rank)
+            flags = {rank: rows[rank][3] for rank in members}
+            for number in range(_MOST):
+                self._require_same_use(names, number, flags)
+
+    def _require_same_use(
+        self, names: int, number: int, flags: Mapping[int, int]
+    ) -> None:
+        mine = {rank: flag >> (_BITS * number) for rank, flag in flags.items()}
+        for backward in range(_BACKWARDS):
+            shift = 2 * backward + 2
+            states = {rank: flag >> shift & 3 for rank, flag in mine.items()}
+            kept, zeroed = _ranks_of(_YES, states), _ranks_of(_NO, states)
+            if kept and zeroed:
+                raise RankDisagreement(
+                    f"{self._ranks.name_all(zeroed)} zeroed gradients before a "
+                    f"backward, {self._ranks.name_all(kept)} did not and has added "
+                    "them to the next ones. Call zero_grad() on every rank or on none"
+                )
+        states = {rank: flag & 3 for rank, flag in mine.items()}
+        used, dropped = _ranks_of(_YES, states), _ranks_of(_NO, states)
+        changed = [r for r in dropped if self._before.get((names, number, r)) == _YES]
+        if used and changed:
+            raise RankDisagreement(
+                f"{self._ranks.name_all(changed)} dropped all gradients before an "
+                f"optimizer step, {self._ranks.name_all(used)} did not. Decide it from "
+                "values that are the same on all ranks, such as model.grad_norm(); to "
+                "freeze layers, set their parameters' requires_grad on every rank"
+            )
+        for rank, state in states.items():
+            if state:
+                self._before[names, number, rank] = state
+
+    def _other_options(self, one: int, other: int) -> RankDisagreement:
+        """Return the error that names an option and its values. Collective."""
+        mine = [
+            [f"{key!r} of {type(optimizer).__name__}'s parameter group {i}", _text(v)]
+            for optimizer in self._compared
+            for i, key, v in _options(optimizer, range(len(optimizer.param_groups)))
+        ]
+        texts = [json.loads(text) for text in self._gather(json.dumps(mine))]
+        name = self._ranks.name
+        found = next(
+            (
+                f"{a[0]} is {a[1]} on {name(one)} and {b[1]} on {name(other)}"
+                for a, b in zip(texts[one], texts[other], strict=False)
+                if a != b
+            ),
+            f"an optimizer's are others on {name(one)} than on {name(other)}",
+        )
+        return RankDisagreement(
+            f"optimizers' options differ between ranks: {found}. Set them from values "
+            "that are the same on all ranks: add the ranks' losses with "
+            "torch.distributed.all_reduce before passing them to a scheduler's step()"
+        )
+
+
+def _options(
+    optimizer: Optimizer, groups: Iterable[int]
+) -> Iterator[tuple[int, str, Any]]:
+    for i in groups:
+        group = optimizer.param_groups[i]
+        for key in getattr(optimizer, "defaults", ()):
+            if key != "params" and key in group:
+                yield i, str(key), group[key]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    return repr(value)
+
+
+def _joined(states: Iterable[int]) -> int:
+    found = 0
+    for state in states:
+        found |= state
+    return found
+
+
+def _ranks_of(state: int, states: Mapping[int, int]) -> list[int]:
+    return [rank for rank, found in states.items() if found == state]
+
+
+def _logarithm(value: float) -> float:
+    """Return a number of moderate size that differs as values differ relatively."""
+    if math.isnan(value):
+        return -1.0
+    size = min(abs(value), 1e300)
+    return math.copysign(math.log1p(size / _SMALLEST), value) if size else 0.0
+
+
+def _hash(words: Iterable[str]) -> int:
+    digest = hashlib.blake2b("\0".join(words).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
