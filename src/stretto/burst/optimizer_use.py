@@ -46,6 +46,9 @@ _BACKWARDS = 9
 _YES, _NO = 1, 2
 """Gradients were kept or used; they were zeroed or dropped. Both: some of them."""
 
+_CONSTANT = frozenset((bool, int, float, str, type(None)))
+"""Types of options whose digest is kept while they stay equal."""
+
 _BITS = 2 * _BACKWARDS + 2
 _SMALLEST = 1e-30
 _TOLERANCE = 1e-9
@@ -67,7 +70,8 @@ class _Use:
 
     def start(self) -> None:
         """Begin to record what happens until the next step."""
-        self.has_stepped = False
+        self.stepped: Optimizer | None = None
+        """The optimizer after a step, kept until its options are compared."""
         self.at_backward: list[int] = []
         self.at_step = 0
 
@@ -107,6 +111,7 @@ class OptimizerUse:
         self._gather = gather
         self._uses: weakref.WeakKeyDictionary[Optimizer, _Use]
         self._uses = weakref.WeakKeyDictionary()
+        self._last: tuple[list[Any], tuple[int, float]] = ([], (0, 0.0))
         self._read: dict[int, tuple[Tensor, int, float]] = {}
         self.reset((), is_on=False)
 
@@ -139,7 +144,7 @@ class OptimizerUse:
             return
         use = self._uses.setdefault(optimizer, _Use())
         use.find(optimizer, self._positions)
-        use.has_stepped = True
+        use.stepped = optimizer
         use.at_step |= _joined(_YES if state else _NO for state in used)
 
     # The exchange between ranks.
@@ -147,29 +152,52 @@ class OptimizerUse:
     def next_values(self) -> list[int]:
         """Return `NUM_VALUES` numbers to exchange."""
         self._compared = []
-        every = [(use.name, use, optimizer) for optimizer, use in self._uses.items()]
-        rows = [row for row in every if row[1].has_stepped]
+        rows = [
+            (use.name, use, use.stepped)
+            for use in self._uses.values()
+            if use.stepped is not None
+        ]
         if not rows or not self._is_on:
             return [0] * NUM_VALUES
         rows.sort(key=lambda row: row[0])
         self._compared = [optimizer for _, _, optimizer in rows]
-        words: list[str] = []
-        total, flags, weight = 0.0, 0, 0.0
-        for _, use, optimizer in rows:
-            for _, _, value in _options(optimizer, [row[1] for row in use.groups]):
-                for atom in self._atoms(value):
-                    if isinstance(atom, str):
-                        words.append(atom)
-                        continue
-                    words.append("number")
-                    weight = (weight + 0.6180339887498949) % 1.0
-                    total += (1.0 + weight) * _logarithm(atom)
+        options = [
+            value
+            for _, use, optimizer in rows
+            for _, _, value in _options(optimizer, [row[1] for row in use.groups])
+        ]
+        words, total = self._summary(options)
+        flags = 0
         for number, (_, use, _) in enumerate(rows[:_MOST]):
             flags |= use.flags() << (_BITS * number)
         for _, use, _ in rows:
             use.start()
         names = _hash(row[0] for row in rows) | 1
-        return [names, _hash(words), as_int(total), flags]
+        return [names, words, as_int(total), flags]
+
+    def _summary(self, options: list[Any]) -> tuple[int, float]:
+        """Return a digest of what is no number, and a sum that the numbers enter."""
+        plain = all(
+            type(value) in _CONSTANT
+            or (type(value) is tuple and all(type(v) in _CONSTANT for v in value))
+            for value in options
+        )
+        if plain and options == self._last[0]:
+            return self._last[1]
+        words: list[str] = []
+        total, weight = 0.0, 0.0
+        for value in options:
+            for atom in self._atoms(value):
+                if isinstance(atom, str):
+                    words.append(atom)
+                    continue
+                words.append("number")
+                weight = (weight + 0.6180339887498949) % 1.0
+                total += (1.0 + weight) * _logarithm(atom)
+        found = _hash(words), total
+        if plain:
+            self._last = options, found
+        return found
 
     def _atoms(self, value: Any) -> Iterator[float | str]:
         if isinstance(value, bool | int | float):
@@ -214,6 +242,7 @@ class OptimizerUse:
             flags = {rank: rows[rank][3] for rank in members}
             for number in range(_MOST):
                 self._require_same_use(names, number, flags)
+        self._compared = []
 
     def _require_same_use(
         self, names: int, number: int, flags: Mapping[int, int]
