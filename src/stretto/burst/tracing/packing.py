@@ -93,7 +93,13 @@ class Packing:
             return False
         if _BITS.get(dtype, 64) <= _EXACT_BITS.get(self.dtype, 0):
             return False
-        if dtype.is_complex or dtype.itemsize % self.dtype.itemsize:
+        if dtype.is_complex or self.dtype.is_complex:
+            raise SpecError(
+                f"{what} of types {dtype} and {self.dtype} can't be packed together: "
+                "pass complex ones as torch.view_as_real of them, and convert them in "
+                "the model"
+            )
+        if dtype.itemsize % self.dtype.itemsize:
             raise SpecError(
                 f"{what} of types {dtype} and {self.dtype} can't be packed together: "
                 f"convert one of them to int64 or {self.dtype} outside of the model"

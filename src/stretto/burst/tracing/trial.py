@@ -53,6 +53,8 @@ _CONSTANTS: dict[Any, float] = {
     torch.randint: 1,
     torch.randint_like: 1,
     torch.multinomial: 0,
+    torch._standard_gamma: 0.9,  # noqa: SLF001 - of torch.distributions
+    torch._sample_dirichlet: 0.5,  # noqa: SLF001
 }
 _FILLS = {
     "bernoulli_": 1.0,
