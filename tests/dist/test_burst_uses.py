@@ -1000,6 +1000,13 @@ PLANS = [
 ]
 
 
+def test_a_rank_that_runs_no_layer_clips_nothing(ranks: Any) -> None:
+    widths = [(0, 2), (1, 1), (0, 1)]
+    for found in ranks(rank_of_right_uses, 3, ["clip_by_torch"], widths, "even"):
+        assert isinstance(found["clip_by_torch"], float), found
+        assert found["clip_by_torch"] < 1e-9
+
+
 @pytest.mark.parametrize(("size", "widths", "shares"), PLANS)
 def test_a_use_gives_what_one_process_gives(
     ranks: Any, size: int, widths: Widths, shares: str

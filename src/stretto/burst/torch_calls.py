@@ -126,6 +126,8 @@ def _install() -> None:
     norm, clip = module._get_total_norm, module._clip_grads_with_norm_  # noqa: SLF001
     module._get_total_norm = _noted_norm(norm)  # noqa: SLF001
     module._clip_grads_with_norm_ = _joined_clip(norm, clip)
+    group = module._group_tensors_by_device_and_dtype  # noqa: SLF001
+    module._group_tensors_by_device_and_dtype = _none_or_grouped(group)  # noqa: SLF001
     if hasattr(torch.nn.utils, "get_total_norm"):
         torch.nn.utils.get_total_norm = _joined_norm(torch.nn.utils.get_total_norm)
 
@@ -207,6 +209,18 @@ def _joined_unscale(unscale: Any) -> Any:
         return found
 
     return joined
+
+
+def _none_or_grouped(group: Any) -> Any:
+    """Accept no tensors: a rank that runs no layer has no gradients to clip."""
+
+    @functools.wraps(group)
+    def grouped(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if _models and tensors and not tensors[0]:
+            return {}
+        return group(tensors, *args, **kwargs)
+
+    return grouped
 
 
 def _noted_norm(get_norm: Any) -> Any:
