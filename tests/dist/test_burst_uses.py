@@ -1031,6 +1031,15 @@ def ordinary_module_between_uneven_shares(side: Side) -> None:
     last(nn.Linear(5, 5)(first(x))).square().mean().backward()
 
 
+def two_models_with_one_encoder(side: Side) -> None:
+    encoder = nn.Linear(6, 5)
+    heads = [nn.Sequential(encoder, nn.Tanh(), nn.Linear(5, n)) for n in (3, 2)]
+    plans = [side.plan(model, side.widths) for model in heads]
+    kept = []
+    for model, plan in zip(heads, plans, strict=True):
+        kept.append(BurstParallel(model, plan, example_inputs=(example_of(model),)))
+
+
 def forward_mode(side: Side) -> None:
     model = side.wrap(net())
     x, _ = side.data(0)
@@ -1488,6 +1497,7 @@ def stale_after_loading_a_part(side: Side) -> None:
 
 
 REFUSED = {
+    two_models_with_one_encoder: "'0.weight' also belongs to another BurstParallel",
     nested: "pass the plain module to BurstParallel",
     inside_ddp: "call the burst model itself",
     transformed: "can't pass through a burst model",

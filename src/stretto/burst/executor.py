@@ -11,6 +11,7 @@ shares. The loss's direct use of a parameter is weighted in the same way.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import itertools
 import json
@@ -305,6 +306,7 @@ class BurstParallel(nn.Module):
         trouble: StrettoError | None = None
         graph = None
         try:
+            self._require_own_parameters()
             graph = self._capture()
             widths = widths_of(self.plan, graph, self._ranks.size)
             if self._verify:
@@ -376,6 +378,34 @@ class BurstParallel(nn.Module):
         finally:
             for part, flag in was:
                 part.training = flag
+
+    def _require_own_parameters(self) -> None:
+        """Reject parameters that another burst model keeps on some ranks only.
+
+        A model over the same module is one that this one replaces.
+        """
+        is_whole = all(entry.gpus == self._ranks.size for entry in self.plan.layers)
+        names = {id(p): name for name, p in self.module.named_parameters()}
+
+        def shared() -> str | None:
+            for other in torch_calls.models():
+                if other.module is not self.module and not (
+                    is_whole and other.is_whole()
+                ):
+                    for parameter in other.module.parameters():
+                        if id(parameter) in names and other.owns(parameter):
+                            return names[id(parameter)]
+            return None
+
+        if shared() is None:
+            return
+        gc.collect()  # the other may be waiting for it
+        if (name := shared()) is not None:
+            raise SpecError(
+                f"parameter {name!r} also belongs to another BurstParallel model, "
+                "whose plan keeps it on some ranks: build one model that holds both "
+                "and returns both outputs, or delete the other model first"
+            )
 
     def _capture(self) -> LayerGraph:
         """Capture the model in train mode, for which the plan is made."""

@@ -93,6 +93,11 @@ def add(model: Model) -> None:
         _install()
 
 
+def models() -> list[Any]:
+    """Return the burst models that exist."""
+    return list(_models)
+
+
 def look_before_backward() -> None:
     """Let models check the start of each backward, from now on."""
     if _looking.acquire(blocking=False):  # never released, as above
