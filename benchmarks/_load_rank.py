@@ -16,7 +16,7 @@ from _tune_rank import Job, final, joined, paired, rank_parser
 from stretto.schema import Plan
 from stretto.tune import TuneOptions, summary
 
-MOST_STEPS = 400
+MOST_STEPS = 700
 
 
 def search(job: Job, folder: Path) -> dict:

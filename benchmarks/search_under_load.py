@@ -49,7 +49,7 @@ MEAN_S = 5.0
 """Mean time for which a loop runs, and for which it pauses."""
 
 WITHIN_RATIO = 1.05
-SEARCH_TIMEOUT_S = 240
+SEARCH_TIMEOUT_S = 400
 MEASURE_TIMEOUT_S = 300
 
 
