@@ -196,14 +196,6 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             self._restore_rule()
         self._stop_tuning("a communication hook was registered")
 
-    def _has_reduced(self) -> bool:
-        """Return whether the last backward's reduction has finished."""
-        try:
-            self.reducer._check_reducer_finalized()  # noqa: SLF001
-        except RuntimeError:
-            return False
-        return True
-
     def _stop_tuning(self, reason: str) -> None:
         """End tuning, because the caller has decided."""
         auto, self._auto = self._auto, None

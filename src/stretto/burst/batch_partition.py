@@ -30,7 +30,10 @@ _KEPT = 8
 epoch, of an evaluation."""
 
 
-NUM_NUMBERS = 9 + factors.NUM_VALUES + optimizer_use.NUM_VALUES
+_NUM_OWN = 9
+"""Numbers of this module in each exchange; those of others follow."""
+
+NUM_NUMBERS = _NUM_OWN + factors.NUM_VALUES + optimizer_use.NUM_VALUES
 """Numbers that each rank sends."""
 
 _BAD_SAMPLE, _TROUBLE = -1, -2
@@ -118,10 +121,10 @@ class BatchPartition:
             )
         shares = tuple(row[0] for row in rows)
         self._require_alike(rows, shares)
-        end = 9 + factors.NUM_VALUES
+        end = _NUM_OWN + factors.NUM_VALUES
         uses.require_alike([row[end:] for row in rows])
         replicas.require_equal([(row[6], row[7]) for row in rows])
-        changes.require_alike([row[9:end] for row in rows])
+        changes.require_alike([row[_NUM_OWN:end] for row in rows])
         if not sum(shares):
             raise SpecError("the global batch has no sample on any rank")
         return self._layouts_of(shares), any(row[3] for row in rows)

@@ -112,7 +112,7 @@ def backward_ended(model: Model) -> None:
 
 def _models_of(parameters: Iterable[Tensor]) -> list[Model]:
     held = list(parameters)
-    found = [m for m in list(_models) if any(m.owns(p) for p in held)]
+    found = [m for m in models() if any(m.owns(p) for p in held)]
     return sorted(found, key=lambda model: model.order)
 
 
@@ -185,7 +185,7 @@ def _after_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 def _looked_at(run: Any) -> Any:
     @functools.wraps(run)
     def looked_at(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        for model in list(_models):
+        for model in models():
             model.before_backward(t_outputs)
         return run(t_outputs, *args, **kwargs)
 
@@ -325,7 +325,7 @@ def _models_of_gradients(
     holds none.
     """
     partial = sorted(
-        (m for m in list(_models) if not m.is_whole()), key=lambda model: model.order
+        (m for m in models() if not m.is_whole()), key=lambda model: model.order
     )
     given = {id(t) for t in tensors}
     found, without = [], []

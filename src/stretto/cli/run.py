@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    import argparse
 
 MODULE = "-m"
 
@@ -64,13 +68,19 @@ def _sorted(args: list[str], takes_value: dict[str, bool]) -> list[str]:
 
 def _has_value(name: str) -> bool:
     """Return whether a torchrun option is followed by its value."""
-    from torch.distributed.run import get_args_parser
-
-    known = get_args_parser()._option_string_actions  # noqa: SLF001
+    known = _torchrun_options()
     if name not in known:  # argparse accepts a unique beginning
         actions = {id(a): a for text, a in known.items() if text.startswith(name)}
         return len(actions) == 1 and next(iter(actions.values())).nargs != 0
     return bool(known[name].nargs != 0)
+
+
+@functools.cache
+def _torchrun_options() -> dict[str, argparse.Action]:
+    """Return torchrun's options by name."""
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser()._option_string_actions  # noqa: SLF001
 
 
 @click.command(cls=_Command)

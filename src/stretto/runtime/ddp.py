@@ -331,11 +331,17 @@ class DistributedDataParallel(TorchDDP):
     # The end of a reduced backward. Every rank reaches it equally often, whatever it
     # does between steps: all ranks have launched all buckets of that backward.
 
-    def _backward_reduced(self) -> None:
-        """Record the end of a backward whose gradients were reduced."""
+    def _has_reduced(self) -> bool:
+        """Return whether the last backward's reduction has finished."""
         try:
             self.reducer._check_reducer_finalized()  # noqa: SLF001
         except RuntimeError:
+            return False
+        return True
+
+    def _backward_reduced(self) -> None:
+        """Record the end of a backward whose gradients were reduced."""
+        if not self._has_reduced():
             return  # gradients are missing: DDP reports that in the next forward
         if self._gradient_counts is not None:
             counts, self._gradient_counts = self._gradient_counts, None
