@@ -110,7 +110,7 @@ class Refusals:
         for rank in range(self._ranks.size):
             if rank == self._ranks.rank:
                 continue
-            text = self._found(rank)
+            text = self._found(rank, GRACE_S)
             if text is not None and self._since is since:
                 self._store.set(f"ended/{rank}", text)
                 self._stop(self._because(rank, since[1], text))
@@ -124,7 +124,7 @@ class Refusals:
         """
         with contextlib.suppress(RuntimeError):  # the store may have ended as well
             for rank in range(self._ranks.size):
-                text = None if rank == self._ranks.rank else self._found(rank, 0.0)
+                text = None if rank == self._ranks.rank else self._found(rank, 0)
                 if text is not None:
                     return self._because(rank, place, text)
         return ""
@@ -135,7 +135,7 @@ class Refusals:
             f"{self._ranks.name(rank)} stopped with an error of its own: {text}"
         )
 
-    def _found(self, rank: int, grace_s: float = GRACE_S) -> str | None:
+    def _found(self, rank: int, grace_s: float) -> str | None:
         key = f"inside/{rank}"
         if self._store.check([key]):
             step, _, text = self._store.get(key).decode().partition(" ")
