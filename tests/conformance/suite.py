@@ -37,11 +37,13 @@ def run(
     names: list[str],
     one_bucket: Collection[str],
     timeout_s: float,
-) -> dict[str, dict[str, list[str]]]:
+    part: tuple[int, int] = (0, 1),
+) -> tuple[dict[str, dict[str, list[str]]], list[str]]:
     """For each test and form what came of it and why: ``["passed", ""]``.
 
     What is ``passed``, ``skipped`` or ``failed``. The planned form runs the tests of
-    ``one_bucket`` with a plan of one bucket.
+    ``one_bucket`` with a plan of one bucket. Of all tests of DDP, ``part`` (k, n) runs
+    every n-th from the k-th on. Also returns the names of all of them.
     """
     tests = on_cpu.import_tests(size)
     import torch
@@ -53,9 +55,9 @@ def run(
         """PyTorch's tests, bound as its own runner binds them."""
 
     found: dict[str, dict[str, list[str]]] = {}
-    for name in sorted(n for n in dir(Case) if n.startswith("test")):
-        if not (name in names if names else _NAMED.search(name)):
-            continue
+    tests_of = sorted(n for n in dir(Case) if n.startswith("test"))
+    every = [n for n in tests_of if (n in names if names else _NAMED.search(n))]
+    for name in every[part[0] :: part[1]]:
         found[name] = {}
         for form, form_class in FORMS.items():
             kind = form_class
@@ -73,7 +75,7 @@ def run(
                 environment=ENVIRONMENT.get(form, {}),
             )
             sys.stderr.write(f"{name} {form} {found[name][form][0]}\n")
-    return found
+    return found, every
 
 
 def _on_ranks(
