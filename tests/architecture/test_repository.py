@@ -49,6 +49,18 @@ def texts():
             yield file.relative_to(ROOT), data.decode()
 
 
+def test_documents_name_files_that_exist():
+    files = [str(file) for file, _ in texts()]
+    missing = [
+        f"{file}: {name}"
+        for file, text in texts()
+        if file.suffix == ".md" and file.name != "CHANGELOG.md"
+        for name in re.findall(r"`([a-z_][a-z_0-9/]*\.py)`", text)
+        if not any(known.endswith(f"/{name}") or known == name for known in files)
+    ]
+    assert missing == []
+
+
 def test_no_file_names_a_place_of_one_machine():
     found = [
         f"{file}:{number}: {line.strip()[:80]}"
