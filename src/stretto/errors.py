@@ -57,8 +57,13 @@ class NoisyProfile(StrettoError):
 class RankDisagreement(StrettoError, RuntimeError):
     """Ranks have different plans, models or versions.
 
-    A `RuntimeError`, like the one that DDP raises for it.
+    A `RuntimeError`, like the one that DDP raises for it. ``key`` is the name of the
+    value that differs, if it is one that all ranks compare.
     """
+
+    def __init__(self, message: str, *, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class NumericsError(StrettoError):

@@ -62,7 +62,27 @@ class Broken(nn.Module):
         return Breaks.apply(x)
 
 
+class Ordered(nn.Module):
+    """Adds terms in an order as a loop over a set would have it."""
+
+    def __init__(self, flips: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.flips = flips
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        terms = [h.sin, h.cos]
+        for term in reversed(terms) if self.flips else terms:
+            h = h + term()
+        return h
+
+
 EXAMPLE = torch.zeros(2, 4)
+
+
+def plan_of_ordered(size: int) -> Any:
+    return plan_of(Ordered(False), EXAMPLE, lambda _i: (0, size), size)
 
 
 def rank_with_bad_input(rank: int, size: int) -> dict[str, tuple[str, str]]:
@@ -84,6 +104,7 @@ def rank_with_bad_input(rank: int, size: int) -> dict[str, tuple[str, str]]:
         "layers": message(make, net(), longer),
         "plans": message(make, net(), wide if rank else narrow),
         "models": message(make, net() if rank else net(9), wide if rank else other),
+        "orders": message(make, Ordered(rank == 1), plan_of_ordered(size)),
         "settings": message(make, net(), wide, seed=rank),
         "norms": message(make, net(), wide, batch_norm="global"),
         "buckets": message(make, net(), wide, bucket_bytes=0),
@@ -116,6 +137,7 @@ def test_what_can_not_be_carried_out_is_refused_on_every_rank(ranks: Any) -> Non
         "layers": ("PlanMismatch", "layer '0.0' is not in it"),
         "plans": ("RankDisagreement", "ranks hold different plans"),
         "models": ("RankDisagreement", "ranks hold different models"),
+        "orders": ("RankDisagreement", "first operations of forward that differ: "),
         "settings": ("RankDisagreement", "seed=1"),
         "norms": ("SpecError", "batch_norm must be one of sync, local"),
         "buckets": ("SpecError", "bucket_bytes must be >= 1, got 0"),

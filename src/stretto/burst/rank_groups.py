@@ -203,6 +203,16 @@ class RankGroups:
                 error = self.failures.error = CommTimeout(f"{error} {more}")
             raise error from exc
 
+    @contextlib.contextmanager
+    def inside_step(self) -> Iterator[None]:
+        """Inform the other ranks if this rank can't finish the step."""
+        try:
+            yield
+        except Exception as exc:
+            if self.failures.error is None:
+                self.refusals.tell(exc, inside=True)
+            raise
+
     def end(self, text: str) -> None:
         """Close the connections and make this every later call's error."""
         if self.failures.error is None:

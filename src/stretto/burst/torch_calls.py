@@ -14,7 +14,7 @@ import itertools
 import math
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,52 +33,14 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-
-class Model(Protocol):
-    """The interface of a burst-parallel model that the wrappers need."""
-
-    @property
-    def order(self) -> int:
-        """A number by which every rank sorts its models in the same order."""
-
-    def owns(self, parameter: Tensor) -> bool:
-        """Return whether the parameter belongs to the model."""
-
-    def counts(self, parameter: Tensor) -> bool:
-        """Return whether this rank is the first that holds the parameter's gradient."""
-
-    def is_whole(self) -> bool:
-        """Return whether every rank runs every layer."""
-
-    def reduce_number(self, value: Tensor, operation: Any, place: str) -> None:
-        """All-reduce a number over the model's ranks in place."""
-
-    def before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Record that an optimizer of the model's parameters takes a step."""
-
-    def before_use(self, optimizer: Optimizer) -> None:
-        """Record that the step uses the gradients as they are now."""
-
-    def after_step(self) -> None:
-        """Record that an optimizer of the model's parameters has taken a step."""
-
-    def before_backward(self, losses: Iterable[Tensor]) -> None:
-        """Check the tensors from which a backward starts."""
-
-    def look_at_gradients(self) -> None:
-        """Record what the program has done to gradients so far."""
-
-    def gradients_were_scaled(self) -> None:
-        """Record that gradients have just been scaled equally on all ranks."""
+    from stretto.burst.torch_seam import TorchSeam
 
 
-_models: weakref.WeakSet[Any] = weakref.WeakSet()
+_models: weakref.WeakSet[TorchSeam] = weakref.WeakSet()
 _installed = threading.Lock()
 _looking = threading.Lock()
 _last = threading.local()
-_backwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_backwards: weakref.WeakKeyDictionary[TorchSeam, int] = weakref.WeakKeyDictionary()
 """Each model's last backward, numbered over all models."""
 _numbers = itertools.count(1)
 
@@ -86,14 +48,14 @@ _OWN = -1
 """Key of this module's hooks among an optimizer's own, which PyTorch numbers from 0."""
 
 
-def add(model: Model) -> None:
+def add(model: TorchSeam) -> None:
     """Register a model with the wrappers, and install them once."""
     _models.add(model)
     if _installed.acquire(blocking=False):  # never released: installed for good
         _install()
 
 
-def models() -> list[Any]:
+def models() -> list[TorchSeam]:
     """Return the burst models that exist."""
     return list(_models)
 
@@ -105,18 +67,18 @@ def look_before_backward() -> None:
         autograd._engine_run_backward = _looked_at(autograd._engine_run_backward)  # noqa: SLF001
 
 
-def backward_ended(model: Model) -> None:
+def backward_ended(model: TorchSeam) -> None:
     """Record that this model's backward is the last one."""
     _backwards[model] = next(_numbers)
 
 
-def _models_of(parameters: Iterable[Tensor]) -> list[Model]:
+def _models_of(parameters: Iterable[Tensor]) -> list[TorchSeam]:
     held = list(parameters)
-    found = [m for m in models() if any(m.owns(p) for p in held)]
+    found = [m for m in models() if any(m.ownership.holds(p) for p in held)]
     return sorted(found, key=lambda model: model.order)
 
 
-def _of_optimizer(optimizer: Optimizer) -> list[Model]:
+def _of_optimizer(optimizer: Optimizer) -> list[TorchSeam]:
     if not _models:
         return []
     return _models_of(p for group in optimizer.param_groups for p in group["params"])
@@ -301,7 +263,11 @@ def _joined_norm(get_norm: Any) -> Any:
             [
                 (
                     model,
-                    [t for t in held if id(t) in owned and model.counts(owned[id(t)])],
+                    [
+                        t
+                        for t in held
+                        if id(t) in owned and model.ownership.is_first(owned[id(t)])
+                    ],
                 )
                 for model, owned in found
             ],
@@ -317,7 +283,7 @@ def _joined_norm(get_norm: Any) -> Any:
 
 def _models_of_gradients(
     tensors: list[Tensor],
-) -> list[tuple[Model, dict[int, Tensor]]]:
+) -> list[tuple[TorchSeam, dict[int, Tensor]]]:
     """Return the models whose gradients are among tensors, and these by their ids.
 
     Only those whose ranks hold different gradients. A rank that runs no layer with a
@@ -325,12 +291,13 @@ def _models_of_gradients(
     holds none.
     """
     partial = sorted(
-        (m for m in models() if not m.is_whole()), key=lambda model: model.order
+        (m for m in models() if not m.ownership.is_whole()),
+        key=lambda model: model.order,
     )
     given = {id(t) for t in tensors}
     found, without = [], []
     for model in partial:
-        grads = {id(p.grad): p for p in model.parameters() if p.grad is not None}
+        grads = {id(p.grad): p for p in model.module.parameters() if p.grad is not None}
         owned = {key: p for key, p in grads.items() if key in given}
         if owned:
             found.append((model, owned))
@@ -343,7 +310,7 @@ def _models_of_gradients(
 
 @torch.no_grad()
 def joint_norm(
-    parameters: Sequence[Tensor], models: Sequence[Model], norm_type: float
+    parameters: Sequence[Tensor], models: Sequence[TorchSeam], norm_type: float
 ) -> Tensor:
     r"""Return the norm of all gradients together, the same on all ranks. Collective.
 
@@ -362,8 +329,11 @@ def joint_norm(
     grads = [(p, p.grad) for p in parameters if p.grad is not None]
     device = parameters[0].device if parameters else torch.device("cpu")
     return _joined_over(
-        [g for p, g in grads if not any(m.owns(p) for m in models)],
-        [(model, [g for p, g in grads if model.counts(p)]) for model in models],
+        [g for p, g in grads if not any(m.ownership.holds(p) for m in models)],
+        [
+            (model, [g for p, g in grads if model.ownership.is_first(p)])
+            for model in models
+        ],
         norm_type,
         device,
     )
@@ -372,7 +342,7 @@ def joint_norm(
 @torch.no_grad()
 def _joined_over(
     others: list[Tensor],
-    rows: Sequence[tuple[Model, list[Tensor]]],
+    rows: Sequence[tuple[TorchSeam, list[Tensor]]],
     norm_type: float,
     device: torch.device,
 ) -> Tensor:

@@ -349,8 +349,9 @@ class Agreement:
         """Require that all ranks pass equal values.
 
         A value under ``trouble`` is not compared: if any rank has one, every other rank
-        gets an error. Either every rank returns or every live rank raises: it never
-        happens that some continue while others stop.
+        gets an error. Such a rank may leave out values that it does not know. Either
+        every rank returns or every live rank raises: it never happens that some
+        continue while others stop.
 
         Raises:
             RankDisagreement: on every rank, with the values and their ranks.
@@ -406,9 +407,10 @@ class Agreement:
     def _refuse_different(self, key: str, rows: Sequence[Mapping[str, str]]) -> None:
         ranks_by_value: dict[str, list[int]] = {}
         for rank, row in enumerate(rows):
-            ranks_by_value.setdefault(row.get(key, "nothing"), []).append(rank)
+            if key in row or "trouble" not in row:
+                ranks_by_value.setdefault(row.get(key, "nothing"), []).append(rank)
         if len(ranks_by_value) > 1:
-            raise RankDisagreement(self._difference(key, ranks_by_value))
+            raise RankDisagreement(self._difference(key, ranks_by_value), key=key)
 
     def _refuse_trouble(self, rows: Sequence[Mapping[str, str]]) -> None:
         for rank, row in enumerate(rows):

@@ -140,8 +140,11 @@ class LayerGraph:
     @cached_property
     def semantics(self) -> str:
         """Digest of all operations and their constants, the same on all ranks."""
-        text = "\n".join(self._traced.semantics)
-        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        return _short("\n".join(text for text, _ in self._traced.semantics))
+
+    def operations(self) -> list[tuple[str, str]]:
+        """Return a digest of each operation, and its place in the user's code."""
+        return [(_short(text), place) for text, place in self._traced.semantics]
 
     @cached_property
     def by_name(self) -> dict[str, LayerNode]:
@@ -204,6 +207,10 @@ class LayerGraph:
             f"{len(self.nodes)} layers from {self.nodes[0].name!r} to {self.output!r}: "
             f"layer {name!r} {what}. Run `stretto burst profile` again"
         )
+
+
+def _short(text: str) -> str:
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def norm_calls(node: LayerNode) -> list[str]:

@@ -167,8 +167,9 @@ class Traced:
     places: set[fx.Node] = field(default_factory=set)
     """Those of ``ops`` whose rows are samples' places in the batch."""
 
-    semantics: list[str] = field(default_factory=list)
-    """A line for each operation, with its constants: equal on all ranks."""
+    semantics: list[tuple[str, str]] = field(default_factory=list)
+    """For each operation a text with its constants, which is equal on all ranks, and
+    its place in the user's code."""
 
 
 def trace(
@@ -208,16 +209,15 @@ def trace(
     given = compare(first, other, BATCHES)
     order = Order(first, given)
     build = _graph_of(module, first, other, given, order)
-    semantics = [
-        order.renamed(_line_of(first.records[number], module))
-        for number in order.numbers
-    ]
+    records = [first.records[number] for number in order.numbers]
+    semantics = [(order.renamed(_line_of(r, module)), r.place) for r in records]
     held = {name: name for name in _held_tensors(first, module)} | order.constants
     semantics += sorted(
-        f"{new} {_digest_of(build.held(old))}" for old, new in held.items()
+        (f"{new} {_digest_of(build.held(old))}", f"values of {old!r}")
+        for old, new in held.items()
     )
     # Outputs' types follow autocast, and ranks must agree on the types they send.
-    semantics.append(f"autocast {Ambient.now(arguments.device).autocast}")
+    semantics.append((f"autocast {Ambient.now(arguments.device).autocast}", "autocast"))
     traced = _classify(
         module, build, semantics, arguments, found[0], reads.watch(), counts
     )
@@ -775,7 +775,7 @@ def _require_no_state(node: fx.Node, build: _Build) -> None:
 def _classify(
     module: nn.Module,
     build: _Build,
-    semantics: list[str],
+    semantics: list[tuple[str, str]],
     arguments: Arguments,
     results: Results,
     watch: Watch,

@@ -1,0 +1,219 @@
+"""A burst model's captures: one for its plan, others for later modes and values."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, final
+
+from stretto.burst.graph import capture
+from stretto.burst.schedule import execution_plan_of, later_widths
+from stretto.burst.tracing.reads import Ambient
+from stretto.errors import PlanMismatch
+from stretto.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import torch
+    from torch import Tensor, nn
+
+    from stretto.burst.ownership import Ownership
+    from stretto.burst.rank_groups import Width
+    from stretto.burst.schedule import ExecutionPlan
+    from stretto.burst.stale_guard import StaleParameterGuard
+    from stretto.burst.tracing.layers import LayerGraph
+    from stretto.schema.burst import BurstPlan
+
+_log = get_logger(__name__)
+
+_MOST_GRAPHS = 8
+"""Number of captures to keep: of training, evaluation, with autocast or without."""
+
+Trained = tuple[bool, ...]
+"""Whether each parameter requires a gradient."""
+
+
+@contextlib.contextmanager
+def training(module: nn.Module) -> Iterator[None]:
+    """Put a module into train mode temporarily."""
+    was = [(part, part.training) for part in module.modules()]
+    try:
+        if not module.training:  # as train() would
+            for part, _ in was:
+                part.training = True
+        yield
+    finally:
+        for part, flag in was:
+            part.training = flag
+
+
+@final
+class Captures:
+    """A module's captures, with the ranks and the execution plan of each.
+
+    Args:
+        module: the user's.
+        ownership: the ranks of the plan's layers.
+        stale_guard: opened while the module is recorded.
+        device: of the module's parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ownership: Ownership,
+        stale_guard: StaleParameterGuard,
+        device: torch.device,
+    ) -> None:
+        self._module = module
+        self._ownership = ownership
+        self._stale_guard = stale_guard
+        self._device = device
+        self._example: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
+        self._graphs: list[LayerGraph] = []
+        self._layers: list[str] = []
+        self._widths_in: dict[LayerGraph, dict[str, Width]] = {}
+        self._plans: dict[tuple[Trained, LayerGraph], ExecutionPlan] = {}
+        self._recaptures = 0
+
+    @property
+    def planned(self) -> LayerGraph:
+        """The capture for which the plan was made."""
+        return self._graphs[0]
+
+    def __bool__(self) -> bool:
+        return bool(self._graphs)
+
+    def __iter__(self) -> Iterator[LayerGraph]:
+        return iter(self._graphs)
+
+    def example_tensors(self) -> list[Tensor]:
+        """Return the tensors of the example input."""
+        args, kwargs = self._example
+        return list(self.planned.arguments.tensors(args, dict(kwargs)))
+
+    def use_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Capture with these arguments from now on."""
+        self._example = args, kwargs
+
+    def capture_for(self, plan: BurstPlan) -> LayerGraph:
+        """Return the module's layers in train mode, joined as a plan names them.
+
+        Raises:
+            SpecError: the module can't be captured.
+            PlanMismatch: the plan is for other layers.
+        """
+        with training(self._module), self._stale_guard.opened():
+            graph = capture(self._module, *self._example)
+            return graph.joined([entry.layer for entry in plan.layers])
+
+    def follow(self, graph: LayerGraph, widths: dict[str, Width]) -> None:
+        """Start again with the capture of a plan."""
+        self._graphs = [graph]
+        self._layers = list(widths)
+        self._widths_in = {graph: widths}
+        self._plans = {}
+
+    def forget(self) -> None:
+        """Drop all captures: the model must be set up before it runs."""
+        self._graphs, self._widths_in, self._plans = [], {}, {}
+
+    def widths_in(self, graph: LayerGraph) -> dict[str, Width]:
+        """Return the ranks of a capture's layers."""
+        return self._widths_in[graph]
+
+    def execution_plan(self, graph: LayerGraph, trained: Trained) -> ExecutionPlan:
+        """Return how to run a capture while these parameters are trained."""
+        key = trained, graph
+        if key not in self._plans:
+            self._plans[key] = execution_plan_of(graph, self._widths_in[graph])
+        return self._plans[key]
+
+    def current(self) -> LayerGraph | None:
+        """Return the capture that holds for the current modes and values, if any."""
+        ambient = Ambient.now(self._device)
+        for graph in self._graphs:
+            if graph.ambient == ambient and graph.outdated() is None:
+                return graph
+        return None
+
+    def add(self, forget: Callable[[LayerGraph], None]) -> LayerGraph:
+        """Capture the module in its current modes and state; local to this rank.
+
+        Args:
+            forget: called with a capture that is dropped, if there are too many.
+
+        Raises:
+            SpecError: the module can't be captured.
+            PlanMismatch: its layers are no longer the plan's.
+        """
+        begin = time.monotonic()
+        graph = self._capture_as_is()
+        widths, unknown = later_widths(
+            graph, self.planned, self._ownership.widths, self._ownership.width_by_id
+        )
+        if unknown is not None:
+            raise PlanMismatch(self._why_unknown(graph, unknown))
+        self._widths_in[graph] = widths
+        self._recaptures += 1
+        if self._recaptures in (8, 64, 512):
+            _log.warning(
+                "stretto: the burst model was captured again %d times, the last in "
+                "%.2g s, because %r, which its forward reads, had changed: pass values "
+                "that change in each step as an input tensor or keep them in a buffer",
+                self._recaptures,
+                time.monotonic() - begin,
+                self._graphs[-1].outdated() or "a mode",
+            )
+        self._graphs.append(graph)
+        if len(self._graphs) > _MOST_GRAPHS:
+            old = self._graphs.pop(1)
+            del self._widths_in[old]
+            self._plans = {k: p for k, p in self._plans.items() if k[1] is not old}
+            forget(old)
+        return graph
+
+    def _capture_as_is(self) -> LayerGraph:
+        ambient = Ambient.now(self._device)
+        with self._stale_guard.opened():
+            # Low precision hides the differences that the check looks for; the model
+            # was already checked without autocast.
+            graph = capture(
+                self._module,
+                *self._example,
+                ambient=ambient,
+                verify=not ambient.autocast,
+            )
+        # There may be fewer layers: some run in training only.
+        same = set(self._layers) == {node.name for node in graph.nodes}
+        if not (self._module.training or same):
+            return graph
+        try:
+            return graph.joined(self._layers)
+        except PlanMismatch as exc:
+            found = (known.outdated() for known in self._graphs)
+            changed = next((name for name in found if name), "autocast")
+            raise PlanMismatch(
+                f"{changed!r} changed after the burst model was built, and the "
+                "model now has different layers than its plan: make such changes "
+                "before building BurstParallel, and plan again"
+            ) from exc
+
+    def _why_unknown(self, graph: LayerGraph, name: str) -> str:
+        """Return why a layer of a later capture is not in the plan."""
+        parameters = graph.by_name[name].module.parameters()
+        owners = (self._ownership.layer_of(p) for p in parameters)
+        layer = next((owner for owner in owners if owner is not None), None)
+        if layer is None:
+            return (
+                f"layer {name!r} runs in evaluation only, so it is missing from the "
+                "plan: let the module run the same layers in both modes"
+            )
+        return (
+            f"layer {name!r} is part of layer {layer!r} in training, but not in "
+            "evaluation, where the module runs fewer operations: operations that share "
+            "a parameter, and what is between them, are one layer. Let the module run "
+            "the same operations in both modes, or build a second module for "
+            "evaluation and load full_state_dict() into it"
+        )

@@ -1,0 +1,170 @@
+"""Meetings of a burst model's ranks before anything is built or sent."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from typing import TYPE_CHECKING, TypeVar, final
+
+import torch
+
+from stretto._version import __version__
+from stretto.errors import CommTimeout, RankDisagreement, StrettoError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from stretto.burst.rank_groups import RankGroups
+    from stretto.burst.tracing.layers import LayerGraph
+    from stretto.runtime.agreement import Agreement, Ranks
+
+_Made = TypeVar("_Made")
+
+
+@final
+class RankMeeting:
+    """Compares what the ranks of one model are about to do.
+
+    Each method is collective.
+    """
+
+    def __init__(self, agreement: Agreement, ranks: Ranks) -> None:
+        self._agreement = agreement
+        self._ranks = ranks
+        self.rank_groups: RankGroups | None = None
+        """The model's connections; there are none at its first meeting."""
+
+    def succeed_together(self, purpose: str, make: Callable[[], _Made]) -> _Made:
+        """Return the result of ``make`` if it fails on no rank.
+
+        Raises:
+            RankDisagreement: it failed on another rank.
+        """
+        values: dict[str, str] = {}
+        trouble: Exception | None = None
+        try:
+            made = make()
+        except Exception as exc:  # noqa: BLE001 - raised below, once others know
+            trouble = exc
+            values["trouble"] = str(exc) or type(exc).__name__
+        error = self.difference(purpose, values)
+        if trouble is not None:
+            raise trouble
+        if error is not None:
+            raise error
+        return made
+
+    def difference(
+        self, purpose: str, values: Mapping[str, str]
+    ) -> RankDisagreement | None:
+        """Compare values on all ranks and return what differs.
+
+        Raises:
+            CommTimeout: a rank did not arrive.
+        """
+        if self._ranks.size == 1:
+            return None
+        try:
+            with self._waiting(f"the meeting to {purpose}"):
+                self._agreement.require_same(purpose, values)
+        except RankDisagreement as error:
+            return error
+        except CommTimeout as exc:
+            known = None
+            if self.rank_groups is not None:
+                known = self.rank_groups.failures.error
+            raise known or exc from None
+        return None
+
+    def gather(self, purpose: str, text: str, *, place: str = "") -> list[str]:
+        """Return every rank's text, by rank.
+
+        Args:
+            purpose: the same on all ranks.
+            text: this rank's.
+            place: what waits, for the error of a lost rank; default: the purpose.
+        """
+        with self._waiting(place or purpose):
+            return self._agreement.gather(purpose, text)
+
+    def require_same_model(
+        self,
+        purpose: str,
+        *,
+        graph: LayerGraph | None,
+        trained: int,
+        plan: str,
+        settings: str,
+        trouble: StrettoError | None,
+    ) -> None:
+        """Require that all ranks pass the same model, plan and settings.
+
+        Args:
+            purpose: what the ranks are about to do.
+            graph: the model's layers; None if this rank could not capture them.
+            trained: number of parameters that require a gradient.
+            plan: its digest.
+            settings: arguments that must be equal.
+            trouble: why this rank can't take part.
+
+        Raises:
+            StrettoError: ``trouble``, if there is any.
+            RankDisagreement: ranks differ, or another rank has trouble.
+        """
+        values = {
+            "stretto": __version__,
+            "torch": torch.__version__,
+            "plan": plan,
+            "settings": settings,
+        }
+        if graph is not None:
+            values["model"] = (
+                f"layers {graph.digest}, operations {graph.semantics}, "
+                f"{trained} trained parameters"
+            )
+        if trouble is not None:
+            values["trouble"] = str(trouble)
+        error = self.difference(purpose, values)
+        if error is not None and error.key == "model":
+            error = self._with_operation(error, graph)
+        if trouble is not None:
+            raise trouble
+        if error is not None:
+            raise error
+
+    def _with_operation(
+        self, error: RankDisagreement, graph: LayerGraph | None
+    ) -> RankDisagreement:
+        """Return the error of different models with the first operation that differs.
+
+        A rank that could not capture its model passes None.
+        """
+        mine = json.dumps([] if graph is None else graph.operations())
+        texts = self._agreement.gather("compare the models' operations", mine)
+        rows = [json.loads(text) for text in texts]
+        if not all(rows):
+            return error
+        for each in itertools.zip_longest(*rows, fillvalue=("", "its end")):
+            if len({digest for digest, _ in each}) == 1:
+                continue
+            ranks_at: dict[str, list[int]] = {}
+            for rank, (_, place) in enumerate(each):
+                ranks_at.setdefault(place, []).append(rank)
+            places = ", ".join(
+                f"{place} on {self._ranks.name_all(ranks)}"
+                for place, ranks in ranks_at.items()
+            )
+            return RankDisagreement(
+                f"{error} The first operations of forward that differ: {places}. If "
+                "the code is the same, a loop over a set may run in another order in "
+                "each process (use a list, or sorted()), or a value comes from a "
+                "rank's own data or seed.",
+                key=error.key,
+            )
+        return error
+
+    def _waiting(self, place: str) -> contextlib.AbstractContextManager[None]:
+        if self.rank_groups is None:
+            return contextlib.nullcontext()
+        return self.rank_groups.refusals.waiting(place)

@@ -1,0 +1,164 @@
+"""What a module, a plan and a call must be for burst training."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from stretto.burst.graph import require_module
+from stretto.burst.norm import KINDS
+from stretto.errors import SpecError, StrettoError
+from stretto.schema.burst import BurstPlan
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from stretto.burst.tracing.layers import LayerGraph
+
+_PARALLEL = frozenset(
+    (
+        *("BurstParallel", "DistributedDataParallel", "DataParallel"),
+        *("FullyShardedDataParallel", "FSDPModule"),
+    )
+)
+"""Classes that can't be inside a burst model."""
+
+
+def loaded(plan: BurstPlan | str | Path) -> BurstPlan:
+    """Return a plan, which may be given as the path of its file.
+
+    Raises:
+        SpecError: it is something else, or the file is invalid.
+    """
+    if isinstance(plan, BurstPlan):
+        return plan
+    if not isinstance(plan, str | os.PathLike):
+        raise SpecError(
+            "the plan must be a BurstPlan, from stretto.plan_layers, or the path of "
+            f"its file, got {'None' if plan is None else type(plan).__name__}"
+        )
+    return BurstPlan.load(plan)
+
+
+def checked_plan(
+    module: nn.Module,
+    plan: BurstPlan | str | Path,
+    examples: tuple[Any, Any],
+    batch_norm: str,
+    bucket_bytes: int,
+    lanes: int,
+) -> BurstPlan:
+    """Return the plan, if the model's arguments are valid.
+
+    Args:
+        module: the user's module.
+        plan: for it, or its file.
+        examples: the example's arguments, positional and named.
+        batch_norm: one of `KINDS`.
+        bucket_bytes: at least 1.
+        lanes: at least 1.
+
+    Raises:
+        SpecError: an argument is invalid.
+    """
+    require_module(module, *examples)
+    if batch_norm not in KINDS:
+        raise SpecError(
+            f"batch_norm must be one of {', '.join(KINDS)}, got {batch_norm!r}"
+        )
+    for name, value in (("bucket_bytes", bucket_bytes), ("lanes", lanes)):
+        if value < 1:
+            raise SpecError(f"{name} must be >= 1, got {value}")
+    _refuse_nested(module)
+    _refuse_overlaps(module)
+    return loaded(plan)
+
+
+def _refuse_nested(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        kinds = {kind.__name__ for kind in type(part).__mro__}
+        if "OptimizedModule" in kinds:
+            where = f"its submodule {name!r}" if name else "the module"
+            raise SpecError(
+                f"{where} was compiled by torch.compile(...), whose operations can't "
+                "be seen: pass the module as it was before"
+            )
+        if found := sorted(kinds & _PARALLEL):
+            where = f"its submodule {name!r}" if name else "the module"
+            raise SpecError(
+                f"{where} is a {found[0]}, which moves gradients between ranks itself: "
+                "pass the plain module to BurstParallel"
+            )
+
+
+def _refuse_overlaps(module: nn.Module) -> None:
+    """Reject parameters that share memory: each would be updated by its own ranks."""
+    rows = sorted(
+        (p.device.type, p.untyped_storage().data_ptr(), *_extent(p), name)
+        for name, p in module.named_parameters()
+        if p.numel() and p.layout == torch.strided and not p.is_meta
+    )
+    for one, two in itertools.pairwise(rows):
+        if one[:2] == two[:2] and two[2] < one[3]:
+            raise SpecError(
+                f"parameters {one[4]!r} and {two[4]!r} share memory, which ranks that "
+                "run one of them can't keep the same: use one nn.Parameter in both "
+                "places, or compute the one from the other in forward"
+            )
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one behind its last."""
+    first = int(tensor.storage_offset())
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    last = first + sum((int(side) - 1) * int(stride) for side, stride in sides)
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
+
+
+def refuse_sparse(graph: LayerGraph) -> None:
+    """Reject layers whose gradients are sparse.
+
+    Raises:
+        SpecError: naming the layer.
+    """
+    for node in graph.nodes:
+        for part in node.module.modules():
+            if getattr(part, "sparse", False) is True:
+                raise SpecError(
+                    f"layer {node.name!r} has sparse gradients, which can't be added "
+                    f"over ranks: pass sparse=False to {type(part).__name__}"
+                )
+
+
+def refuse_callers(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Reject wrappers and transforms around a model.
+
+    Raises:
+        StrettoError: naming the wrapper or transform.
+    """
+    outer = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if outer is not None and any(part is model for part in outer.modules()):
+        raise StrettoError(
+            "a BurstParallel inside DistributedDataParallel would have its "
+            "gradients averaged twice: call the burst model itself"
+        )
+    in_forward_mode = torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001
+    for value in pytree.tree_leaves((args, kwargs)):
+        if isinstance(value, Tensor) and (in_forward_mode or _is_transformed(value)):
+            raise StrettoError(
+                "torch.func transforms (grad, vmap, jacrev, jvp) and forward-mode "
+                "differentiation can't pass through a burst model, whose layers "
+                "run on several ranks: call it with ordinary tensors and "
+                "backward(), or transform a model that is not burst parallel"
+            )
+
+
+def _is_transformed(tensor: Tensor) -> bool:
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))  # noqa: SLF001

@@ -1,0 +1,124 @@
+"""A burst model as the wrappers of PyTorch's functions see it, see `torch_calls`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+from stretto.burst.held_activations import kept_behind
+from stretto.burst.separable import why_together
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from stretto.burst.changes import Changes
+    from stretto.burst.optimizer_use import OptimizerUse
+    from stretto.burst.ownership import Ownership
+    from stretto.burst.rank_groups import RankGroups
+    from stretto.burst.stale_guard import StaleParameterGuard
+
+
+@final
+class TorchSeam:
+    """Answers what a wrapper asks of one model, and records what it reports.
+
+    Args:
+        module: the user's module.
+        serial: number of the model, equal on all ranks.
+        ownership: which rank holds which parameter.
+        rank_groups: the model's connections.
+        stale_guard: knows the optimizers of the model.
+        changes: what the program does to gradients and parameters.
+        uses: how optimizers use gradients.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        serial: int,
+        ownership: Ownership,
+        rank_groups: RankGroups,
+        stale_guard: StaleParameterGuard,
+        changes: Changes,
+        uses: OptimizerUse,
+    ) -> None:
+        self.module = module
+        self.order = serial
+        self.ownership = ownership
+        self._rank_groups = rank_groups
+        self._stale_guard = stale_guard
+        self._changes = changes
+        self._uses = uses
+        self._is_preparing = False
+        """Whether the step that runs only makes an optimizer's state."""
+
+    def reduce_number(self, value: Tensor, operation: Any, place: str) -> None:
+        """All-reduce a number over the model's ranks in place. Collective."""
+        with self._rank_groups.guard(place):
+            self._rank_groups.reduce_number(value, operation)
+
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Record that an optimizer of the model's parameters takes a step.
+
+        Raises:
+            StrettoError: it reads all gradients together, and each rank holds only
+            some.
+        """
+        self._is_preparing = False
+        if not self.ownership.is_whole():
+            if self._stale_guard.is_preparing(optimizer):
+                self._is_preparing = True
+                return
+            with self._stale_guard.opened():
+                found = why_together(optimizer, args, kwargs)
+            if found is not None:
+                error = StrettoError(
+                    f"{found}, and this plan does not run every layer on every rank: "
+                    "use an optimizer that treats each parameter by itself, or a plan "
+                    "with all ranks for every layer"
+                )
+                self._rank_groups.refusals.tell(error)
+                raise error
+        self._stale_guard.before_step(optimizer)
+
+    def before_use(self, optimizer: Optimizer) -> None:
+        """Record that an optimizer's step uses the gradients as they are now."""
+        if not self._is_preparing:
+            used = self._changes.before_step(
+                p for group in optimizer.param_groups for p in group["params"]
+            )
+            self._uses.before_step(optimizer, used.values())
+
+    def after_step(self) -> None:
+        """Record that an optimizer of the model's parameters has taken a step."""
+        self._changes.after_step()
+
+    def before_backward(self, losses: Iterable[Tensor]) -> None:
+        """Check the tensors from which a backward starts.
+
+        Raises:
+            StrettoError: one depends on an activation that a forward hook kept.
+        """
+        name = kept_behind(losses)
+        if name is not None:
+            with self._rank_groups.inside_step():
+                raise StrettoError(
+                    f"the loss uses an activation that a forward hook of {name!r} has "
+                    "kept, so its gradient would not enter the model by an output: "
+                    "return the tensor as an output of the model, or detach() it in "
+                    "the hook"
+                )
+
+    def look_at_gradients(self) -> None:
+        """Record what the program has done to gradients so far."""
+        self._changes.look_at_gradients()
+
+    def gradients_were_scaled(self) -> None:
+        """Record that gradients have just been scaled equally on all ranks."""
+        self._changes.gradients_were_scaled()
