@@ -127,7 +127,8 @@ class RankMeeting:
             values["trouble"] = str(trouble)
         error = self.difference(purpose, values)
         if error is not None and error.key == "model":
-            error = self._with_operation(error, graph)
+            # This explains why a plan fits on some ranks only.
+            raise self._with_operation(error, graph)
         if trouble is not None:
             raise trouble
         if error is not None:
