@@ -33,7 +33,7 @@ class RankMeeting:
         self._agreement = agreement
         self._ranks = ranks
         self.rank_groups: RankGroups | None = None
-        """The model's connections; there are none at its first meeting."""
+        """The model's connections; not open yet at its first meeting."""
 
     def succeed_together(self, purpose: str, make: Callable[[], _Made]) -> _Made:
         """Return the result of ``make`` if it fails on no rank.

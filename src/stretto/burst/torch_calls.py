@@ -297,7 +297,9 @@ def _models_of_gradients(
     given = {id(t) for t in tensors}
     found, without = [], []
     for model in partial:
-        grads = {id(p.grad): p for p in model.module.parameters() if p.grad is not None}
+        grads: dict[int, Tensor] = {
+            id(p.grad): p for p in model.module.parameters() if p.grad is not None
+        }
         owned = {key: p for key, p in grads.items() if key in given}
         if owned:
             found.append((model, owned))

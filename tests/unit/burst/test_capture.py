@@ -185,3 +185,35 @@ def test_embeddings_that_look_at_the_whole_batch_are_refused(kind, option):
     message = "max_norm" if "max_norm" in option else "scale_grad_by_freq"
     with pytest.raises(SpecError, match=message):
         capture(model, (words,))
+
+
+class Contrastive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        one, two = self.one(x), self.two(x)
+        logits = one @ two.t()
+        return one, two, logits
+
+
+def test_similarities_between_samples_are_refused_where_they_are_computed():
+    with pytest.raises(SpecError, match=r"test_capture.py:\d+: 'matmul' compares each"):
+        capture(Contrastive(), (torch.randn(3, 4),))
+
+
+class Taught(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.own = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.inference_mode():
+            target = self.teacher(x)
+        return self.own(x) - target
+
+
+def test_inference_mode_in_forward_is_refused_with_the_way_out():
+    with pytest.raises(SpecError, match=r"inference_mode\(\) .*use torch.no_grad\(\)"):
+        capture(Taught(), (torch.randn(3, 4),))

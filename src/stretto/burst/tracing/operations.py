@@ -101,8 +101,13 @@ _WAYS = {
         "torch.vmap and torch.func can't be recorded: compute the copies by batched "
         "operations or in a loop"
     ),
+    "Inference tensors do not track": (
+        "torch.inference_mode() in forward can't be recorded: use torch.no_grad()"
+    ),
 }
 """What to do, by a part of torch's message."""
+
+_RESHAPES = {"reshape", "view", "flatten", "to", "float", "double", "contiguous"}
 
 _DROPOUTS: dict[Any, Any] = {
     functional.dropout: nn.Dropout,
@@ -832,7 +837,7 @@ def _classify(
         traced.ops.append(node)
         traced.before[node] = [n for n in read if n is not source]
         if node in build.shapes:
-            _row(traced, node, *build.shapes[node])
+            _row(traced, node, build)
     if result not in traced.rows - {source}:
         raise SpecError(
             f"{place_of(result)}: {type(module).__name__} must give tensors with a row "
@@ -901,8 +906,9 @@ def _require_same_for_all(node: fx.Node, build: _Build) -> None:
         )
 
 
-def _row(traced: Traced, node: fx.Node, value: Tensor, other: Tensor) -> None:
+def _row(traced: Traced, node: fx.Node, build: _Build) -> None:
     """Record whether a tensor has a row for each sample."""
+    value, other = build.shapes[node]
     sides = [follows(v, w) for v, w in zip(value.shape, other.shape, strict=True)]
     if not any(side is not False for side in sides):
         raise SpecError(
@@ -911,6 +917,7 @@ def _row(traced: Traced, node: fx.Node, value: Tensor, other: Tensor) -> None:
             "Leave reductions over the batch to the loss"
         )
     if any(side is None for side in sides):
+        _refuse_pairs(build, node)
         raise SpecError(
             f"{place_of(node)}: {node.name!r} gives {tuple(value.shape)} for "
             f"{BATCHES[0]} samples and {tuple(other.shape)} for {BATCHES[1]}, which "
@@ -920,6 +927,25 @@ def _row(traced: Traced, node: fx.Node, value: Tensor, other: Tensor) -> None:
     if value.shape[0] == BATCHES[0] and sides == [True, *(False for _ in sides[1:])]:
         traced.rows.add(node)
         traced.shapes[node] = (tuple(value.shape[1:]), value.dtype)
+
+
+def _refuse_pairs(build: _Build, node: fx.Node) -> None:
+    """Reject a matrix over pairs of samples, if a node is made from one."""
+    work, found = [node], None
+    while work:
+        at = work.pop()
+        one, two = build.shapes.get(at, (None, None))
+        sides = () if one is None else zip(one.shape, two.shape, strict=True)
+        if sum(follows(v, w) is True for v, w in sides) > 1:
+            found, work = at, []
+        if at is node or at.target in _RESHAPES:
+            work += at.all_input_nodes
+    if found is not None:
+        raise SpecError(
+            f"{place_of(found)}: {found.name!r} compares each sample with the others, "
+            "and these may be on other ranks: return what it is computed from, and "
+            "compare in the loss"
+        )
 
 
 def is_heavy(node: fx.Node, root: fx.GraphModule) -> bool:

@@ -733,10 +733,12 @@ def _require_known_state(owner: nn.Module, name: str, place: str) -> None:
         return
     if any(hasattr(owner, f"{name.rpartition('_')[0]}{end}") for end in ("_orig",)):
         return  # torch.nn.utils.spectral_norm keeps its vectors so
+    way = "update it outside of the model"
+    if getattr(owner, "track_running_stats", False):
+        way = "pass track_running_stats=False, or " + way
     raise SpecError(
         f"{place}: {type(owner).__name__} writes into its buffer {name!r} in forward: "
-        "ranks would differ in it, as each sees other samples. Update it outside of "
-        "the model"
+        f"ranks would differ in it, as each sees other samples. To train it, {way}"
     )
 
 
