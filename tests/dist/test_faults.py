@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from typing import Any
 
@@ -279,3 +280,31 @@ def test_a_users_exception_in_backward_leaves_the_model_usable(ranks: Any) -> No
 def test_errors_are_of_one_tree() -> None:
     assert issubclass(PlanMismatch, StrettoError)
     assert issubclass(RankDisagreement, StrettoError)
+
+
+def rank_whose_child_holds_its_sockets(rank: int, size: int) -> tuple[str, str, float]:
+    model = net()
+    model = DistributedDataParallel(
+        model, plan=plan_for(model, size, lanes=2), timeout_s=60
+    )
+    began_s = time.perf_counter()
+    for step in range(6):
+        if step == 3 and rank == 1:
+            if os.fork() == 0:
+                time.sleep(25)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began_s = time.perf_counter()
+        kind, text = message(lambda: model(torch.ones(2, 8)).sum().backward())
+        if kind:
+            return kind, text, time.perf_counter() - began_s
+    return "", "", 0.0
+
+
+def test_a_dead_rank_is_noticed_though_its_child_keeps_its_sockets(ranks: Any) -> None:
+    kind, text, took_s = ranks(
+        rank_whose_child_holds_its_sockets, 2, errors=True, group_s=60
+    )[0]
+    assert kind == "CommTimeout"
+    assert "rank 1 is gone" in text
+    assert took_s < 20

@@ -110,6 +110,15 @@ def _state(rank: int, size: int) -> list[str]:
     assert torch.equal(model.weight.grad, torch.zeros(2, 2))
     assert model.bias.grad is None
 
+    # A scheduler of the optimizer that was wrapped afterwards.
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0 + rank)
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5)
+    wrapped = hvd.DistributedOptimizer(sgd, model.named_parameters())
+    hvd.broadcast_optimizer_state(wrapped, root_rank=1)
+    wrapped.step()
+    scheduler.step()
+    assert wrapped.param_groups[0]["lr"] == 1.0
+
     with pytest.raises(ValueError, match="LBFGS"):
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), 0)
     uneven = torch.optim.SGD(list(model.parameters())[: 1 + rank % 2], lr=0.1)

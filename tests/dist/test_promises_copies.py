@@ -171,3 +171,22 @@ def test_compiled_models_train_as_with_ddp_and_whole_ones_are_told(ranks: Any) -
         wanted = 1 if rank == 0 else 0
         assert len(found["lines for within"]) == wanted
         assert len(found["lines for around"]) == wanted
+
+
+def rank_that_copies_after_freezing(rank: int, size: int) -> list[Any]:
+    found = []
+    for cls, extra in (
+        (TorchDDP, {}),
+        (DistributedDataParallel, {"plan": plan_of(size)}),
+    ):
+        model = cls(fresh(), find_unused_parameters=True, **extra)
+        train(model, rank, steps=1)
+        model.module.blocks[0].requires_grad_(False)
+        twin = copy.deepcopy(model)
+        found.append(train(twin, rank, steps=2))
+    return found
+
+
+def test_a_copy_that_trains_other_parameters_keeps_ddps_buckets(ranks: Any) -> None:
+    for theirs, ours in ranks(rank_that_copies_after_freezing, 2):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
 import weakref
 from dataclasses import dataclass
@@ -202,6 +203,21 @@ def _clone(store: Store, limit_s: float) -> Store:
 
 
 _sockets: weakref.WeakKeyDictionary[Store, set[Socket]] = weakref.WeakKeyDictionary()
+
+
+def store_listens(store: Store) -> bool:
+    """Return whether the store's process accepts a new connection.
+
+    False for a store that is not reached over TCP.
+    """
+    below: Any = store
+    while hasattr(below, "underlying_store"):
+        below = below.underlying_store
+    try:
+        socket.create_connection((below.host, below.port), LEAST_ANSWER_S).close()
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def end_requests(store: Store) -> None:

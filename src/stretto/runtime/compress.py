@@ -45,10 +45,11 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from stretto.runtime.launch import Launched, value_or_raise
+from stretto.runtime.launch import Launched, Pending, value_or_raise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from datetime import timedelta
 
     from stretto.runtime.backends.base import Need
     from stretto.runtime.bucket_schedule import BucketSchedule, Slice
@@ -158,9 +159,17 @@ class Ticket:
         ended: Future[Any] = self._future.then(value_or_raise)
         return ended
 
-    def wait(self) -> None:
-        """Wait for the work, and raise its exception if it failed."""
-        self._future.wait()
+    def is_completed(self) -> bool:
+        """Return whether the work has ended."""
+        return self._future.done()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for the work, and raise its exception if it failed.
+
+        Raises:
+            RuntimeError: the work failed, or the time is over.
+        """
+        Pending(self._future).wait(timeout)
         value_or_raise(self._future)
 
 

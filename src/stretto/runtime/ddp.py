@@ -755,7 +755,20 @@ class DistributedDataParallel(TorchDDP):
             if self._gradient_counts is not None and not self._micro_steps:
                 self._gradient_counts.begin()
             if self._waiting_plan and self.training and not self._micro_steps:
-                self.apply_plan(self._waiting_plan)
+                self._apply_waiting_plan(self._waiting_plan)
+
+    def _apply_waiting_plan(self, plan: Plan) -> None:
+        """Apply the original's plan to a copy, unless the copy trains other tensors."""
+        try:
+            self.apply_plan(plan)
+        except PlanMismatch as exc:
+            self._waiting_plan = None
+            if self._ranks.rank == 0:
+                _log.warning(
+                    "stretto: the copied model keeps DDP's buckets, because the plan "
+                    "of the original no longer fits: %s",
+                    exc,
+                )
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook as DDP does.

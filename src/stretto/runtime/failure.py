@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import CommTimeout
-from stretto.runtime.agreement import end_requests, who_is_gone
+from stretto.runtime.agreement import end_requests, store_listens, who_is_gone
 from stretto.runtime.presence import State, Wait
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ _LATE_S = 3.0
 
 SIGN = "stretto-lost"
 """Name of a thread that has found the lost rank, visible to ranks on the same host."""
+
+_STORE_GONE = "the store, held by the first rank or the launcher, is gone"
 
 _TIMED_OUT = ("timed out", "timeout", "took too long")
 
@@ -74,6 +76,7 @@ class FailureReporter:
         self._watch = Wait(ranks.presence, every_s=1.0, grace_s=_LATE_S)
         self._asking: threading.Thread | None = None
         self._heard: str | None = None
+        self._store_gone = ""
         self.error: CommTimeout | None = None
 
     def report(self, place: str, cause: BaseException) -> CommTimeout:
@@ -90,10 +93,11 @@ class FailureReporter:
             return self.error
 
     def wait(self, work: Any, place: str) -> None:
-        """Wait for a collective of the model's own group.
+        """Wait for a collective.
 
-        This rank can't close the group's connections, so a rank that waits for a rank
-        that has given up would wait on. It polls the store during the wait.
+        Connections do not always end with a rank: this rank can't close those of the
+        model's own group, and a lost rank's child process may hold them open. So the
+        store and the ranks' processes are checked about once a second.
 
         Raises:
             CommTimeout: it failed, or can't end.
@@ -135,8 +139,11 @@ class FailureReporter:
         try:
             if self._store().check(["any"]):
                 self._heard = "another rank has given up"
-        except RuntimeError:  # the store ended with its process
-            self._heard = "the store, held by the first rank or the launcher, is gone"
+        except RuntimeError:
+            # A firewall may have dropped this rank's idle connection. Without one, only
+            # processes are checked.
+            if not store_listens(self._ranks.store):
+                self._heard = self._store_gone = _STORE_GONE
 
     def _store(self) -> Store:
         return PrefixStore(f"failed/{self._key()}", self._ranks.store)
@@ -156,6 +163,8 @@ class FailureReporter:
             what = "lost its connection"
         if call.gone:
             who = who_is_gone(ranks, call.gone, call.ended)
+        elif self._store_gone:
+            who = f"ranks can't learn of each other. Check the log of {ranks.name(0)}."
         elif call.store_error is not None:
             who = (
                 f"the store, held by {ranks.name(0)} or the launcher, does not "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
@@ -10,6 +11,7 @@ from torch.futures import Future
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
 
     import torch
 
@@ -39,6 +41,31 @@ class Launched(dist.Work):
         """Wait for the future."""
         self._future.wait()
         return True
+
+
+@final
+class Pending:
+    """A future that can be waited for with a time limit, like a work."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def is_completed(self) -> bool:
+        """Return whether the future has a value or an error."""
+        return self._future.done()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for the future.
+
+        Raises:
+            RuntimeError: the future's error, or the time is over.
+        """
+        if timeout is not None and not self._future.done():
+            ended = threading.Event()
+            self._future.add_done_callback(lambda _: ended.set())
+            if not ended.wait(timeout.total_seconds()):
+                raise RuntimeError(f"no result in {timeout.total_seconds():g} s")
+        self._future.wait()
 
 
 def start_whole(reduce: Any, buffer: torch.Tensor, opts: Any) -> Sequence[Any]:

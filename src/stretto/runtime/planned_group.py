@@ -41,6 +41,7 @@ from stretto.logs import get_logger
 from stretto.runtime.compress import NarrowLanes
 from stretto.runtime.launch import (
     Launched,
+    Pending,
     done,
     launch_nothing,
     pass_on,
@@ -491,13 +492,10 @@ class PlannedGroup(dist.ProcessGroup):
     def _before_finalize(self) -> None:
         for future in self._settles:
             with contextlib.suppress(RuntimeError):
-                future.wait()
+                self._failures.wait(Pending(future), "an all-reduce of a plan")
         self._settles.clear()
         for route, work in zip(self._waits, self._works, strict=False):
-            try:
-                work.wait()
-            except RuntimeError as exc:
-                raise self._failures.report(route.place, exc) from exc
+            self._failures.wait(work, route.place)
         if self._failures.error is not None and self._works:
             raise self._failures.error
         for work in self._aside:

@@ -107,12 +107,27 @@ def broadcast_optimizer_state(
         [(f"optimizer.{i:06d}", tensor) for i, tensor in enumerate(tensors)], root_rank
     )
     if not mine:
-        optimizer.load_state_dict(_with_tensors(plan, tensors))
+        _load_in_place(optimizer, _with_tensors(plan, tensors))
     if not plan["state"]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+
+
+def _load_in_place(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Load a state into the groups that exist: schedulers may hold them.
+
+    PyTorch's ``load_state_dict`` makes new ones, and a scheduler of the optimizer that
+    `DistributedOptimizer` has wrapped would continue to change the old ones.
+    """
+    before = list(optimizer.param_groups)
+    optimizer.load_state_dict(state)
+    for old, new in zip(before, optimizer.param_groups, strict=True):
+        if old is not new:
+            old.clear()
+            old.update(new)
+    optimizer.param_groups[:] = before
 
 
 def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
