@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _OWN = {
     "gloo": "stretto.runtime.backends.gloo:GlooBackend",
     "nccl": "stretto.runtime.backends.nccl:NcclBackend",
+    "local": "stretto.runtime.backends.local:LocalBackend",
 }
 """Classes by name; the first for a type of device is the usual one."""
 
