@@ -87,7 +87,7 @@ def for_device(device_type: str) -> AbstractBackend:
     """Return the usual backend that sends tensors of a type of device.
 
     Raises:
-        PlanMismatch: there is none.
+        PlanMismatch: there is no such backend.
     """
     for name in names():
         if get(name).device_type == device_type:
