@@ -56,8 +56,9 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             than their own: ``"float16"`` or ``"bfloat16"``. A plan has its own.
         tune: With ``"auto"``, options of the search within the run; see `TuneOptions`.
         **kwargs: Passed on to PyTorch's class, and ``record``, ``timeout_s``,
-            ``error_feedback``, ``nan``, ``nan_patience``, ``order``, ``lanes`` and
-            ``unit_bytes`` to `stretto.runtime.DistributedDataParallel`.
+            ``error_feedback``, ``nan``, ``nan_patience``, ``order``, ``lanes``,
+            ``unit_bytes`` and ``lane_backend`` to
+            `stretto.runtime.DistributedDataParallel`.
 
     Raises:
         SpecError: A plan file is broken, or wire_dtype is combined with a plan.

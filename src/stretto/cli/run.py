@@ -26,6 +26,7 @@ SETTINGS = {
     "report": "STRETTO_REPORT",
     "tuning": "STRETTO_TUNING",
     "memory": "STRETTO_MEMORY",
+    "lane_backend": "STRETTO_LANE_BACKEND",
 }
 """Options, and the environment variables that pass them to ranks."""
 
@@ -110,6 +111,12 @@ def _torchrun_options() -> dict[str, argparse.Action]:
     metavar="FILE|off",
     help="Cache of settled plans for the next run.  [default: a file in the user's "
     "cache folder]",
+)
+@click.option(
+    "--lane-backend",
+    metavar="NAME",
+    help="Backend of the lanes: local is shared memory, for ranks on one host.  "
+    "[default: the process group's own]",
 )
 @click.option(
     "--convert",

@@ -93,6 +93,9 @@ class DistributedDataParallel(TorchDDP):
             without buckets or a plan. ``"static"`` is DDP's behavior.
         lanes: With a negotiated order, the number of units sent concurrently.
         unit_bytes: With a negotiated order, the size of one all-reduce.
+        lane_backend: The backend of the lanes: ``"local"`` is shared memory, for ranks
+            on one host. By default the environment variable ``STRETTO_LANE_BACKEND``,
+            or else the process group's own backend.
         **kwargs: Passed on to PyTorch's class.
 
     Raises:
@@ -116,6 +119,7 @@ class DistributedDataParallel(TorchDDP):
         order: str = STATIC,
         lanes: int | None = None,
         unit_bytes: int | None = None,
+        lane_backend: str | None = None,
         **kwargs: Any,
     ) -> None:
         group = process_group_of(module, args, kwargs)
@@ -159,6 +163,7 @@ class DistributedDataParallel(TorchDDP):
                 "record": record is not None,
                 "nan": nan != "off",
                 "error_feedback": error_feedback,
+                "lane_backend": lane_backend is not None,
                 "mixed_precision": kwargs.get("mixed_precision") is not None,
                 "delay_all_reduce_named_params": bool(
                     kwargs.get("delay_all_reduce_named_params")
@@ -168,7 +173,10 @@ class DistributedDataParallel(TorchDDP):
         check_words(nan, nan_patience)
         self._error_feedback = error_feedback
         self._nan = (nan, nan_patience)
+        self._chosen_lane_backend = lane_backend
         self._attach(group, module, timeout_s)
+        compared = {**compared, "lane_backend": self._lane_backend}
+        trouble = trouble or self._lane_backend_trouble()
         self._meet(module, plan, "build a model", settings=compared, trouble=trouble)
         if plan is not None:
             try:
@@ -417,7 +425,7 @@ class DistributedDataParallel(TorchDDP):
         The first are the model's own. The caller closes the second if they differ.
         """
         lanes = self._pool()
-        if backends.get(self._backend).completes_on_host:
+        if backends.get(self._lane_backend).completes_on_host:
             return lanes, lanes
         self._pools += 1
         return lanes, LanePool(
@@ -515,11 +523,13 @@ class DistributedDataParallel(TorchDDP):
             return "plans need DDP's own Reducer, not torch._dynamo's python_reducer."
         if not (
             backends.supported(self._backend)
-            and backends.get(self._backend).device_type == device.type
+            and backends.supported(self._lane_backend)
+            and backends.get(self._lane_backend).device_type == device.type
         ):
             return (
-                "plans run on gloo with tensors on the CPU and on nccl with tensors on "
-                f"a GPU, but this model uses {self._backend} and {device.type}."
+                "plans run on gloo or local with tensors on the CPU and on nccl with "
+                f"tensors on a GPU, but this model uses {self._lane_backend} and "
+                f"{device.type}."
             )
         if len(devices := {str(p.device) for _, p in rows}) > 1:
             return f"the model's parameters are on {' and '.join(sorted(devices))}."
@@ -594,8 +604,8 @@ class DistributedDataParallel(TorchDDP):
 
     @property
     def backend(self) -> str:
-        """The backend that sends the gradients: ``gloo`` or ``nccl``."""
-        return self._backend
+        """The backend of the lanes: ``gloo``, ``nccl``, ``local`` or another one."""
+        return self._lane_backend
 
     @property
     def observed(self) -> bool:
@@ -900,6 +910,9 @@ class DistributedDataParallel(TorchDDP):
         self._timeout_s = timeout_s
         self._device_used = device
         self._backend = backend_of(group, device)
+        self._lane_backend = backends.for_lanes(
+            self._backend, self._chosen_lane_backend
+        )
         self._ranks = ranks_of(group, timeout_s=timeout_s)
         self._agreement = Agreement(self._ranks)
         self._lane_pool = None
@@ -922,7 +935,7 @@ class DistributedDataParallel(TorchDDP):
             self._lane_pool = LanePool(
                 self._ranks,
                 serial=f"{self._agreement.serial}/{self._pools}",
-                backend=self._backend,
+                backend=self._lane_backend,
                 device=self._device_used,
             )
         return self._lane_pool
@@ -971,11 +984,21 @@ class DistributedDataParallel(TorchDDP):
             pool=self._pool(),
             failures=self._failures,
             deferred=plan.overlap == "none",
-            backend=backends.get(self._backend),
+            backend=backends.get(self._lane_backend),
+            kind=backends.get(self._backend).kind,
             error_feedback=self._error_feedback,
             numerics=self._numerics,
             reduced=weakref.WeakMethod(self._backward_reduced),
         )
+
+    def _lane_backend_trouble(self) -> StrettoError | None:
+        """Return the error if the chosen backend of lanes does not exist."""
+        if self._lane_backend != self._backend:
+            try:
+                backends.get(self._lane_backend)
+            except PlanMismatch as exc:
+                return exc
+        return None
 
     def _table(self, module: nn.Module) -> list[tuple[TensorRow, nn.Parameter]]:
         """Return rows and parameters in the order of DDP's parameter list.
@@ -989,11 +1012,12 @@ class DistributedDataParallel(TorchDDP):
     def _routes(self, module: nn.Module, plan: Plan) -> list[BucketSchedule]:
         if self._unplannable is not None:
             raise PlanMismatch(f"{self._unplannable} Leave it out, or pass plan=None.")
+        backends.get(self._backend)  # also carries what is not in a bucket
         return routes_of(
             plan,
             self._table(module),
             module,
-            backend=self._backend,
+            backend=self._lane_backend,
             device=self._device_used,
         )
 

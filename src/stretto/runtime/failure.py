@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import CommTimeout
 from stretto.runtime.agreement import end_requests, store_listens, who_is_gone
+from stretto.runtime.backends.base import LaneFailure
 from stretto.runtime.presence import State, Wait
 
 if TYPE_CHECKING:
@@ -82,7 +83,11 @@ class FailureReporter:
     def report(self, place: str, cause: BaseException) -> CommTimeout:
         """Return the error to raise: the same one for every later failure."""
         with self._lock:
-            if self.error is None and isinstance(cause, CommTimeout):
+            if (
+                self.error is None
+                and isinstance(cause, CommTimeout)
+                and not isinstance(cause, LaneFailure)
+            ):
                 # The error already names the lost rank: inform the others, without a
                 # wait.
                 _RollCall(self._ranks, self._store(), place, 0.0).make(self._abort)

@@ -113,6 +113,7 @@ class PlannedGroup(dist.ProcessGroup):
         failures: FailureReporter,
         deferred: bool,
         backend: AbstractBackend,
+        kind: Any,
         error_feedback: bool = False,
         numerics: NanCheck | None = None,
         reduced: Callable[[], Callable[[], None] | None] | None = None,
@@ -122,8 +123,8 @@ class PlannedGroup(dist.ProcessGroup):
         # The base's backend handles everything that is not overridden here, and DDP's
         # log reports it.
         own = base._get_backend(device)  # noqa: SLF001
-        self._register_backend(device, backend.kind, own)
-        self._set_default_backend(backend.kind)
+        self._register_backend(device, kind, own)
+        self._set_default_backend(kind)
         self._base = base
         self._routes = tuple(routes)
         self._pool = pool

@@ -18,6 +18,7 @@ from stretto.cost.fit import fit_cluster
 from stretto.errors import Infeasible, NoisyProfile, SpecError
 from stretto.measure import NetworkSamples, StepObserver, probe_network
 from stretto.runtime import AbstractStepObserver
+from stretto.runtime.backends.base import LaneFailure
 from stretto.runtime.presence import is_communication_error
 from stretto.schema import Cluster, CollectiveSample, Plan, Workload, codec
 from stretto.tune.rank_sync import reason_of
@@ -561,7 +562,7 @@ def probe_lanes(
         trouble = {
             "why": reason_of(exc),
             "equal": False,
-            "lost": is_communication_error(exc),
+            "lost": isinstance(exc, LaneFailure) or is_communication_error(exc),
         }
         for pool in (agreement, lanes):
             pool.abort()

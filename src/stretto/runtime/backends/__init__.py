@@ -1,43 +1,129 @@
-"""Communication backends of lanes: one contract, one module per backend."""
+"""Communication backends of lanes: one contract, one module per backend.
+
+A backend is found by its name: those below, then those of `register`, then those that
+installed packages offer as entry points of the group ``stretto.backends``.
+docs/how-to/add-a-backend.md describes how to write one.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import importlib
+import os
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
 from stretto.errors import PlanMismatch
-from stretto.runtime.backends.gloo import GlooBackend
-from stretto.runtime.backends.nccl import NcclBackend
+from stretto.runtime.backends.base import AbstractBackend
 
 if TYPE_CHECKING:
-    from stretto.runtime.backends.base import AbstractBackend
+    from collections.abc import Callable
 
-_BACKENDS: dict[str, AbstractBackend] = {
-    backend.name: backend for backend in (GlooBackend(), NcclBackend())
+_OWN = {
+    "gloo": "stretto.runtime.backends.gloo:GlooBackend",
+    "nccl": "stretto.runtime.backends.nccl:NcclBackend",
+    "local": "stretto.runtime.backends.local:LocalBackend",
 }
+"""Classes by name; the first for a type of device is the usual one."""
 
-ON_HOST = GlooBackend.name
+ENTRY_POINTS = "stretto.backends"
+"""Group of entry points; each is a subclass of `AbstractBackend`."""
+
+LANE_BACKEND_VARIABLE = "STRETTO_LANE_BACKEND"
+"""Names the backend of lanes where no argument does; set by `stretto run`."""
+
+ON_HOST = "gloo"
 """The backend for values on the CPU, such as agreements, whatever the gradients use."""
+
+_loaded: dict[str, AbstractBackend] = {}
+
+
+def register(backend: AbstractBackend) -> None:
+    """Make a backend known under its name in this process; every rank must call it.
+
+    Raises:
+        PlanMismatch: the name is one of stretto's own, or the backend has no name.
+    """
+    name = getattr(backend, "name", "")
+    if name in _OWN or not name or not isinstance(backend, AbstractBackend):
+        raise PlanMismatch(
+            f"cannot register {backend!r} as a backend: it must be an AbstractBackend "
+            f"whose name is not one of {', '.join(_OWN)}."
+        )
+    _loaded[name] = backend
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all backends."""
+    return tuple(dict.fromkeys((*_OWN, *_loaded, *_offered())))
 
 
 def supported(name: str) -> bool:
     """Return whether plans can run on a backend."""
-    return name in _BACKENDS
+    return name in _OWN or name in _loaded or name in _offered()
 
 
 def get(name: str) -> AbstractBackend:
-    """Return a backend by its name in torch.distributed.
+    """Return a backend by its name.
 
     Raises:
-        PlanMismatch: plans can't run on it.
+        PlanMismatch: plans can't run on it, or its package can't be loaded.
     """
-    if name not in _BACKENDS:
-        raise PlanMismatch(
-            f"this runtime does not support plans on backend {name!r} yet: use "
-            f"{' or '.join(_BACKENDS)}, or pass plan=None."
-        )
-    return _BACKENDS[name]
+    if name not in _loaded:
+        if name in _OWN:
+            module, _, own = _OWN[name].partition(":")
+            _loaded[name] = getattr(importlib.import_module(module), own)()
+        elif name in _offered():
+            _loaded[name] = _load(name, _offered()[name])
+        else:
+            raise PlanMismatch(
+                f"this runtime does not support plans on backend {name!r} yet: use "
+                f"{' or '.join(names())}, or pass plan=None."
+            )
+    return _loaded[name]
 
 
 def for_device(device_type: str) -> AbstractBackend:
-    """Return the backend that sends tensors of a type of device."""
-    return next(b for b in _BACKENDS.values() if b.device_type == device_type)
+    """Return the usual backend that sends tensors of a type of device.
+
+    Raises:
+        PlanMismatch: there is no such backend.
+    """
+    for name in names():
+        if get(name).device_type == device_type:
+            return get(name)
+    raise PlanMismatch(f"no backend sends tensors on {device_type}")
+
+
+def for_lanes(usual: str, chosen: str | None = None) -> str:
+    """Return the name of the backend that lanes use.
+
+    Args:
+        usual: The process group's own backend.
+        chosen: The user's argument; ``None`` leaves the choice to the environment
+            variable ``STRETTO_LANE_BACKEND``, and that, unless it is set, to ``usual``.
+    """
+    return chosen or os.environ.get(LANE_BACKEND_VARIABLE) or usual
+
+
+@functools.cache
+def _offered() -> dict[str, Any]:
+    """Return the entry points of installed packages, by name."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _load(name: str, point: Any) -> AbstractBackend:
+    try:
+        made: Callable[[], Any] = point.load()
+        backend = made()
+    except Exception as exc:
+        raise PlanMismatch(
+            f"backend {name!r} can't be loaded from {point.value}: "
+            f"{type(exc).__name__}: {exc}. Check the package that offers it."
+        ) from exc
+    if not isinstance(backend, AbstractBackend) or backend.name != name:
+        raise PlanMismatch(
+            f"{point.value}, which a package offers as backend {name!r}, is no "
+            "AbstractBackend of that name. Check the package that offers it."
+        )
+    return backend

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from stretto.errors import CommTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -20,6 +22,57 @@ Need = tuple[int, int | None]
 """A lane and the resource that a collective on it may use."""
 
 
+class LaneFailure(CommTimeout):
+    """A collective of one lane failed; the cause of a model's `CommTimeout`.
+
+    The model's error also names the bucket, and the ranks that caused it.
+    """
+
+
+class Lane(Protocol):
+    """What the runtime calls of an open lane: a backend object of torch has all of it.
+
+    Every call returns a `torch.distributed.Work` at once. A lane starts its calls in
+    the order in which they were made, which is the same on every rank; those in flight
+    share no memory. The work's ``wait`` raises `RuntimeError` where the collective
+    failed. Tensors are contiguous and on the backend's type of device; ``opts`` are
+    those of torch.distributed, where ``None`` means the defaults (a sum, rank 0).
+    """
+
+    def rank(self) -> int:
+        """Return this process's rank in the lane."""
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce one tensor over all ranks, in place, to the same bits on each.
+
+        ``opts.reduceOp`` is a sum, minimum, maximum, product or bitwise and.
+        """
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Give every rank the values of ``opts.rootRank``'s tensor."""
+
+    def _allgather_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> Any:
+        """Fill ``output`` with every rank's tensor, in rank order."""
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> Any:
+        """Send each rank its part of ``tensor``; no splits mean equal parts."""
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Wait until every rank has made this call."""
+
+
 class AbstractLanes(abc.ABC):
     """The open lanes of one model on one rank.
 
@@ -28,10 +81,13 @@ class AbstractLanes(abc.ABC):
 
     @abc.abstractmethod
     def open(self, needs: Sequence[Need]) -> dict[Need, Any]:
-        """Return a backend object of torch for each need; open those that are missing.
+        """Return a `Lane` for each need; open those that are missing.
+
+        Needs of one lane may share one object.
 
         Raises:
             CommTimeout: a rank did not connect.
+            PlanMismatch: a rank can't open a lane; the same on every rank.
         """
 
     @abc.abstractmethod
@@ -68,7 +124,7 @@ class AbstractBackend(abc.ABC):
     """What stretto must know of a backend; one object serves all models."""
 
     name: ClassVar[str]
-    """As torch.distributed names it."""
+    """The name by which it is chosen; that of torch.distributed if torch has it."""
 
     device_type: ClassVar[str]
     """Tensors that it sends in slices, on several lanes, without a copy."""
@@ -83,7 +139,7 @@ class AbstractBackend(abc.ABC):
     @property
     @abc.abstractmethod
     def kind(self) -> Any:
-        """Torch's ``ProcessGroup.BackendType``."""
+        """Torch's ``ProcessGroup.BackendType``; ``CUSTOM`` if torch lacks it."""
 
     @abc.abstractmethod
     def check(self, needs: Sequence[Need], ranks: int, device: torch.device) -> None:
