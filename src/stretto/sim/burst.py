@@ -313,8 +313,8 @@ class _Run:
         """Advance to the next event."""
         sending = [flow for flow in self._flows if flow.startup_s <= _NONE]
         rates = max_min_rates(
-            [flow.links for flow in sending],
             [flow.cap for flow in sending],
+            [flow.links for flow in sending],
             self._rates,
         )
         paces = self._paces(self._behind(sending, rates))
