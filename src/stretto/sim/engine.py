@@ -4,6 +4,9 @@ It does not depend on training. Between two events every rate is constant. Event
 work reaches a point where flows become ready or where it must wait for some, work ends,
 a flow's start-up ends, a flow's last byte is sent. Simultaneous flows are processed in
 the order of their index, so equal inputs give equal runs.
+
+This is the reference for everything faster. Called by `stretto.sim.step`, by
+`stretto.sim.forward`, and by tests of the step model.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ from stretto.planners._joint.moves import (
 from stretto.planners._joint.space import Space
 from stretto.planners.base import Draft, dtype_starts
 from stretto.schema import Cluster, Workload
-from stretto.sim.fast import MixedModel
-from stretto.sim.step import StepModel
+from stretto.sim.step_model import StepModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +44,7 @@ OTHER_PACES = (0.8, 1.5)
 _FEW_TENSORS = 16
 _FEW_LANES = 3
 _FORWARD_WORK = 16
-"""The event engine's time for a collective, relative to the fast models'."""
+"""The event engine's time for a collective, relative to the step model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,24 +101,6 @@ AGAIN = replace(FULL, climbs=2, helps_ratio=1e-3, enough_ratio=1e-4)
 """For workloads close to one whose plans are known."""
 
 
-class _Models:
-    """Iteration times of one workload, by the simplest model that supports a draft."""
-
-    def __init__(self, workload: Workload, cluster: Cluster) -> None:
-        self._workload = workload
-        self._plain = StepModel(workload, cluster)
-        self._mixed = MixedModel(workload, cluster)
-
-    def iteration_s(self, draft: Draft) -> float:
-        """Return a draft's iteration time with overlap ``backward`` or ``forward``."""
-        sending = (draft.ends, draft.lanes, draft.bucket_lanes, draft.slices)
-        if draft.resources or draft.algorithms or draft.overlap == "forward":
-            return self._mixed.iteration_s(
-                *sending, draft.resources, draft.algorithms, draft.overlap
-            )
-        return self._plain.iteration_s(*sending)
-
-
 @dataclass(slots=True)
 class Search:
     """Values of drafts, and the moves from one to the next."""
@@ -139,9 +120,9 @@ class Search:
 
     best_s: float = float("inf")
 
-    _models: _Models = field(init=False)
+    _model: StepModel = field(init=False)
 
-    _paced_models: tuple[_Models, ...] = field(init=False)
+    _paced_models: tuple[StepModel, ...] = field(init=False)
 
     _values: dict[Draft, float] = field(default_factory=dict)
 
@@ -161,9 +142,9 @@ class Search:
         self._deadline_s = float("inf")
         if self.time_limit_s is not None:
             self._deadline_s = time.monotonic() + self.time_limit_s
-        self._models = _Models(self.workload, self.cluster)
+        self._model = StepModel(self.workload, self.cluster)
         self._paced_models = tuple(
-            _Models(paced(self.workload, pace), self.cluster) for pace in OTHER_PACES
+            self._model.on(self.cluster, pace=pace) for pace in OTHER_PACES
         )
         self._dtype_starts = dtype_starts(self.workload)
         tensors = self.workload.tensors
@@ -196,7 +177,7 @@ class Search:
         value = self._values.get(draft)
         if value is None:
             self._count(draft)
-            value = self._models.iteration_s(draft)
+            value = draft.iteration_s(self._model)
             self.take(draft, value)
         return value
 
@@ -346,13 +327,9 @@ class Search:
         score = self._scores.get(draft)
         if score is None:
             score = self.value_s(draft)
-            for pace, models in zip(OTHER_PACES, self._paced_models, strict=True):
-                if draft.overlap == "none":
-                    late_s = (pace - 1.0) * self.workload.backward_s
-                    score += self.value_s(draft) + late_s
-                else:
-                    self._count(draft)
-                    score += models.iteration_s(draft)
+            for model in self._paced_models:
+                self._count(draft)
+                score += draft.iteration_s(model)
             self._scores[draft] = score
         return score
 
@@ -437,15 +414,3 @@ def _on_all_lanes(draft: Draft, bucket: int) -> Iterator[Draft]:
         other = with_sending(draft, bucket, first, draft.slices[bucket])
         other = with_sending(other, bucket + 1, second, draft.slices[bucket + 1])
         yield turned(other, bucket + 2, turn)
-
-
-def paced(workload: Workload, pace: float) -> Workload:
-    """Return the workload with a backward that takes ``pace`` times as long."""
-    if pace == 1.0:
-        return workload
-    tensors = workload.tensors
-    return replace(
-        workload,
-        backward_s=workload.backward_s * pace,
-        tensors=tuple(replace(t, ready_s=t.ready_s * pace) for t in tensors),
-    )
