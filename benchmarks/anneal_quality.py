@@ -25,7 +25,7 @@ from _record import store
 from joint_quality import CONTENTION, instance
 from stretto import planners
 from stretto.planners.base import Draft, predicted_s
-from stretto.sim.fast import MixedModel
+from stretto.sim.step_model import StepModel
 
 SIZES = (8, 16, 32, 64, 128, 250, 500, 1000)
 DIMS = ("fusion", "lanes", "slices", "resource", "algorithm")
@@ -60,7 +60,7 @@ class Annealer:
     """Simulated annealing over buckets, lanes, slices, resources and algorithms."""
 
     def __init__(self, workload, cluster, seed: int) -> None:
-        self._model = MixedModel(workload, cluster)
+        self._model = StepModel(workload, cluster)
         self._rng = random.Random(seed)
         self._tensors = len(workload.tensors)
         self._algorithms = ALGORITHMS

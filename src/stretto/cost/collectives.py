@@ -141,6 +141,13 @@ class CollectiveCost:
         """Return a message's start-up beyond ``startup_s``; it may be negative."""
         return interpolated(self.extra, size_bytes)
 
+    def startup_of(self, size_bytes: float) -> float:
+        """Return a message's start-up, in seconds."""
+        startup_s = self.startup_s
+        if self.extra:
+            startup_s = max(0.0, startup_s + self.extra_s(size_bytes))
+        return startup_s + self.startup_s_per_byte * size_bytes
+
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
     """Return the value between ascending points: constant beyond them, 0 if empty."""

@@ -40,12 +40,16 @@ class FlowRates:
 
     gamma: tuple[float, ...] = ()
 
+    def limit_bytes_per_s(self, num_flows: int) -> float:
+        """Return the rate of each of ``num_flows`` flows if the link had no limit."""
+        if not self.gamma:
+            return self.alone_bytes_per_s
+        return self.alone_bytes_per_s / gamma_at(self.gamma, num_flows)
+
     def per_flow_bytes_per_s(self, num_flows: int) -> float:
         """Return the rate of each of ``num_flows`` flows."""
-        rate = self.alone_bytes_per_s
-        if self.gamma:
-            rate /= gamma_at(self.gamma, num_flows)
-        return min(rate, self.link_bytes_per_s / num_flows)
+        share = self.link_bytes_per_s / num_flows
+        return min(self.limit_bytes_per_s(num_flows), share)
 
     @property
     def limits_bytes_per_s(self) -> tuple[float, ...]:
@@ -115,9 +119,5 @@ def all_reduce_s(
     """
     cost = collective_cost(cluster, algorithm, part=part)
     alone_bytes_per_s = flow_rates(cluster).per_flow_bytes_per_s(1)
-    return (
-        cost.startup_s
-        + cost.extra_s(size_bytes)
-        + cost.startup_s_per_byte * size_bytes
-        + cost.wire_factor * size_bytes / alone_bytes_per_s
-    )
+    wire_bytes = cost.wire_factor * size_bytes
+    return cost.startup_of(size_bytes) + wire_bytes / alone_bytes_per_s

@@ -13,7 +13,7 @@ from stretto.planners.base import (
     positive,
 )
 from stretto.planners.ddp import capped_ends
-from stretto.sim.step import StepModel
+from stretto.sim.step_model import StepModel
 
 if TYPE_CHECKING:
     from stretto.schema import Cluster, Plan, Workload
@@ -72,11 +72,7 @@ class AiaccPlanner(AbstractPlanner):
         ]
         best = min(
             drafts,
-            key=lambda d: (
-                model.iteration_s(d.ends, d.lanes, d.bucket_lanes, d.slices),
-                d.collectives,
-                d.lanes,
-            ),
+            key=lambda d: (d.iteration_s(model), d.collectives, d.lanes),
         )
         return finish(best, self.name, workload, cluster)
 

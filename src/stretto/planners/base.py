@@ -18,7 +18,8 @@ from stretto.schema import (
 from stretto.schema._rules import DTYPE_BYTES
 from stretto.schema.plan import ALGORITHMS, WIRE_DTYPES
 from stretto.sim.scope import BoundScope
-from stretto.sim.step import StepModel, simulate_step
+from stretto.sim.step import simulate_step
+from stretto.sim.step_model import StepModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,6 +133,18 @@ class Draft:
     def collectives(self) -> int:
         """All-reduces in a step; an upper bound if a bucket is tiny."""
         return sum(self.slices)
+
+    def iteration_s(self, model: StepModel) -> float:
+        """Return the draft's iteration time by a model of its workload."""
+        return model.iteration_s(
+            self.ends,
+            self.lanes,
+            self.bucket_lanes,
+            self.slices,
+            self.resources,
+            self.algorithms,
+            self.overlap,
+        )
 
 
 def finish(

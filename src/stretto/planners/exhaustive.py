@@ -25,7 +25,7 @@ from stretto.planners.base import (
 )
 from stretto.planners.ddp import CAP_BYTES, FIRST_CAP_BYTES, capped_ends
 from stretto.planners.single import SinglePlanner
-from stretto.sim.fast import MixedModel
+from stretto.sim.step_model import StepModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -74,22 +74,10 @@ class ExhaustivePlanner(AbstractPlanner):
         view = workload
         if not space.fusion:
             view = grouped(workload, (FIRST_CAP_BYTES, CAP_BYTES))
-        model = MixedModel(view, cluster)
+        model = StepModel(view, cluster)
         best = min(
             _drafts(view, space),
-            key=lambda d: (
-                model.iteration_s(
-                    d.ends,
-                    d.lanes,
-                    d.bucket_lanes,
-                    d.slices,
-                    d.resources,
-                    d.algorithms,
-                    d.overlap,
-                ),
-                d.collectives,
-                d.lanes,
-            ),
+            key=lambda d: (d.iteration_s(model), d.collectives, d.lanes),
         )
         scope = self.scope(cluster)
         plan = finish(best, self.name, workload, cluster, scope, view=view)

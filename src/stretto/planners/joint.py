@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, final
 
 from stretto.planners._coarse import coarse
+from stretto.planners._joint.neighborhood import has_few
 from stretto.planners._joint.search import (
     AGAIN,
     EQUAL_RATIO,
@@ -15,7 +16,6 @@ from stretto.planners._joint.search import (
     NEAR_RATIO,
     OTHER_PACES,
     Search,
-    has_few,
 )
 from stretto.planners._joint.space import (
     DIMS,

@@ -1,4 +1,7 @@
-"""Sequence of operations of each rank in a step of a burst plan."""
+"""Sequence of operations of each rank in a step of a burst plan.
+
+Called by `stretto.sim.burst`, which gives these operations their times.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Lower bounds that no plan can beat."""
+"""Lower bounds that no plan can beat, in closed form.
+
+Called by `stretto.sim.scope` for a family of plans, and by `stretto.sim.scaling`.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,9 @@ each rank waits for its buckets and updates its parameters.
 
 Samples in transit and gradients share the hosts' links max-min fairly. Not modeled:
 what packets lose to one another. Calls and copies count if the profile has their costs.
+
+It has events of its own: `stretto.sim.engine` has one track of work, and here every
+rank computes, waits and slows the others. Called by `stretto._api.burst`.
 """
 
 from __future__ import annotations
@@ -313,8 +316,8 @@ class _Run:
         """Advance to the next event."""
         sending = [flow for flow in self._flows if flow.startup_s <= _NONE]
         rates = max_min_rates(
-            [flow.links for flow in sending],
             [flow.cap for flow in sending],
+            [flow.links for flow in sending],
             self._rates,
         )
         paces = self._paces(self._behind(sending, rates))

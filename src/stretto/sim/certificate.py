@@ -1,5 +1,7 @@
 """Lower bounds by linear programming, where computation and communication slow each
 other: the trade-off that the closed forms of `stretto.sim.bounds` do not cover.
+
+Called by `stretto.sim.bounds`, which also limits rates by `most_bytes_per_s`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from stretto.cost import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.cost import FlowRates
     from stretto.schema import Cluster, Contention, RateCurve, Workload
 
 INTERVALS = 40
@@ -71,7 +72,7 @@ def working_modes(
             r: _cap(cluster, contention.overlapped, r) for r in contention.resources
         }
         for count in range(1, max_lanes - startups + 1):
-            limit = flow_limit(rates, count)
+            limit = rates.limit_bytes_per_s(count)
             for chosen in combinations_with_replacement(contention.resources, count):
                 total = sum(min(caps[r], limit) for r in chosen)
                 speed = compute_rate(contention.compute, base + sum(chosen))
@@ -97,7 +98,7 @@ def most_bytes_per_s(cluster: Cluster, cap: float, max_lanes: int | None) -> flo
         return rates.best_total_bytes_per_s(cap)
     # Beyond the list of ``gamma`` the sum never falls with the number of flows.
     counts = {*range(1, min(max_lanes, len(rates.gamma)) + 1), max(0, max_lanes)}
-    sums = [k * min(cap, flow_limit(rates, k)) for k in counts if k]
+    sums = [k * min(cap, rates.limit_bytes_per_s(k)) for k in counts if k]
     return min(rates.link_bytes_per_s, max(sums, default=0.0))
 
 
@@ -389,16 +390,6 @@ def _cap(cluster: Cluster, curve: RateCurve, resource: int) -> float:
     return min(
         flow_rates(cluster).alone_bytes_per_s, curve_bytes_per_s(curve, resource)
     )
-
-
-def flow_limit(rates: FlowRates, num_flows: int) -> float:
-    """Return each flow's limit by ``gamma`` with some flows; infinite without."""
-    limits = rates.limits_bytes_per_s
-    if not limits:
-        return float("inf")
-    if num_flows <= len(limits):
-        return limits[num_flows - 1]
-    return limits[-1] * len(limits) / num_flows
 
 
 def _num_sets(contention: Contention, max_lanes: int) -> int:

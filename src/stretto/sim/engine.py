@@ -4,6 +4,9 @@ It does not depend on training. Between two events every rate is constant. Event
 work reaches a point where flows become ready or where it must wait for some, work ends,
 a flow's start-up ends, a flow's last byte is sent. Simultaneous flows are processed in
 the order of their index, so equal inputs give equal runs.
+
+This is the reference for everything faster. Called by `stretto.sim.step`, by
+`stretto.sim.forward`, and by tests of the step model.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stretto.errors import SpecError
+from stretto.sim.fair import max_min_rates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -147,42 +151,6 @@ def run(
     once.
     """
     return _Run(flows, links, work_s, work_rate, gates).outcome()
-
-
-def max_min_rates(
-    caps: Sequence[float],
-    flow_links: Sequence[Sequence[int]],
-    capacities: Sequence[float],
-) -> list[float]:
-    """Return max-min fair rates under a cap per flow and a capacity per link.
-
-    Progressive filling (Bertsekas and Gallager, Data Networks, section 6.5.2): all
-    rates rise together; a flow stops at its cap or when one of its links is full.
-    """
-    rates = [0.0] * len(caps)
-    left = list(capacities)
-    count = [0] * len(capacities)
-    for crossed in flow_links:
-        for link in crossed:
-            count[link] += 1
-    rising = sorted(range(len(caps)), key=lambda i: (caps[i], i))
-    while rising:
-        share, tight = min(
-            (left[link] / count[link], link) for link in range(len(left)) if count[link]
-        )
-        first = rising[0]
-        if caps[first] <= share:
-            stopped, rate = [first], caps[first]
-        else:
-            stopped, rate = [i for i in rising if tight in flow_links[i]], share
-        for i in stopped:
-            rates[i] = rate
-            for link in flow_links[i]:
-                left[link] = max(0.0, left[link] - rate)
-                count[link] -= 1
-        gone = set(stopped)
-        rising = [i for i in rising if i not in gone]
-    return rates
 
 
 class _Run:

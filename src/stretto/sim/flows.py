@@ -1,4 +1,8 @@
-"""Convert a plan to flows for the engine."""
+"""Convert a plan to flows for the event engine, and its outcome to spans.
+
+Called by `stretto.sim.step` and `stretto.sim.forward`, which run the engine, and by
+`stretto.sim.replay`, which keeps a plan's flows for the step model.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +78,9 @@ def plan_flows(
         load = 0
         caps = (rates.alone_bytes_per_s, rates.alone_bytes_per_s)
         if cluster.contention is not None:
-            load = resource_of(bucket.resource, cluster.contention, index=i)
+            load = resource_of(
+                bucket.resource, cluster.contention, place=f".buckets[{i}].resource"
+            )
             caps = curve_caps(cluster.contention, load, rates)
         elements = sum(tensor.bytes // DTYPE_BYTES[tensor.dtype] for tensor in held)
         on_wire = sum(_sent_bytes(tensor, bucket.wire_dtype) for tensor in held)
@@ -85,8 +91,7 @@ def plan_flows(
             if len(bounds) > 1:
                 name += f" slice {j + 1}/{len(bounds)}"
             slices.append(Slice(name, i, j, round(size_bytes), len(held)))
-            startup_s = cost.startup_s + cost.extra_s(size_bytes)
-            startup_s = max(0.0, startup_s) + cost.startup_s_per_byte * size_bytes
+            startup_s = cost.startup_of(size_bytes)
             wire_bytes = cost.wire_factor * size_bytes
             flow_caps = caps
             if startup == "mixed":
@@ -125,8 +130,10 @@ def _sent_bytes(tensor: TensorSpec, wire_dtype: str) -> int:
     return tensor.bytes // DTYPE_BYTES[tensor.dtype] * DTYPE_BYTES[wire_dtype]
 
 
-def resource_of(resource: int | None, contention: Contention, *, index: int = 0) -> int:
-    """Return the level of bucket ``index`` with a resource; ``None``: the default.
+def resource_of(
+    resource: int | None, contention: Contention, *, place: str = ".resource"
+) -> int:
+    """Return the level of a bucket with a resource; ``None``: the default.
 
     Raises:
         SpecError: the contention does not list it.
@@ -137,7 +144,7 @@ def resource_of(resource: int | None, contention: Contention, *, index: int = 0)
         levels = ", ".join(map(str, contention.resources))
         raise SpecError(
             f"resource must be one of the cluster's levels ({levels}), got {resource}",
-            place=f".buckets[{index}].resource",
+            place=place,
         )
     return resource
 

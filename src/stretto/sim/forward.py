@@ -12,6 +12,9 @@ Every all-gather has ended when forward ends, because no tensor is needed later.
 backward starts with idle links, steps repeat exactly from the first backward on, and
 one backward with the forward after it is a steady period, without a transient.
 
+`simulate_step` calls `simulate_period`; the step model calls `run_halves` and
+`single_lane_period_s` for one draft after another.
+
 Source: Zhang et al., DeAR, ICDCS 2023, section III.
 """
 
@@ -23,14 +26,14 @@ from typing import TYPE_CHECKING
 
 from stretto.cost import collective_cost, compute_rate, flow_rates
 from stretto.schema import Span, Timeline
-from stretto.sim.engine import Gate, run
+from stretto.sim.engine import Flow, Gate, Outcome, run
 from stretto.sim.flows import bottleneck_link, flow_spans, plan_flows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.schema import Cluster, Plan, Workload
-    from stretto.sim.engine import Outcome
+    from stretto.sim.lanes import LaneFlow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,20 @@ class Period:
     """Time 0 is the start of backward."""
 
 
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """One run of the engine: all reduce-scatters, then all all-gathers."""
+
+    flows: list[Flow]
+
+    order: list[int]
+    """The reduce-scatter whose bytes each all-gather sends back."""
+
+    gates: list[Gate]
+
+    outcome: Outcome
+
+
 def simulate_period(
     workload: Workload, cluster: Cluster, plan: Plan, *, startup: str = "phase"
 ) -> Period:
@@ -59,19 +76,61 @@ def simulate_period(
     scatters, sent = plan_flows(
         workload, cluster, plan, origin_s=0.0, part="reduce_scatter", startup=startup
     )
-    needed_s = _needed_s(workload, plan)
+    halves = run_halves(
+        scatters,
+        [part.bucket for part in sent],
+        _needed_s(workload, plan),
+        cluster,
+        backward_s=workload.backward_s,
+        forward_s=workload.forward_s,
+    )
+    slices = [replace(part, name=f"{part.name} reduce-scatter") for part in sent]
+    slices += [
+        replace(sent[i], name=f"{sent[i].name} all-gather") for i in halves.order
+    ]
+    outcome = halves.outcome
+    spans = [
+        *_compute_spans(halves.gates, outcome),
+        *flow_spans(halves.flows, slices, outcome),
+    ]
+    stalls = zip(outcome.reached_s, outcome.passed_s, strict=True)
+    return Period(
+        period_s=outcome.work_end_s,
+        stall_s=sum(passed_s - reached_s for reached_s, passed_s in stalls),
+        timeline=Timeline(
+            name=f"{workload.name} under {plan.planner}, predicted", spans=tuple(spans)
+        ),
+    )
+
+
+def run_halves(
+    scatters: list[Flow],
+    buckets: Sequence[int],
+    needed_s: Sequence[float],
+    cluster: Cluster,
+    *,
+    backward_s: float,
+    forward_s: float,
+) -> Halves:
+    """Run reduce-scatters, then all-gathers for which forward waits.
+
+    Args:
+        scatters: reduce-scatters in launch order; time 0 is the start of backward.
+        buckets: of each of these.
+        needed_s: by bucket, when forward first needs it.
+        cluster: gives the link and the contention.
+        backward_s: its computation.
+        forward_s: its computation.
+    """
     order = sorted(
-        range(len(sent)), key=lambda i: (needed_s[sent[i].bucket], -sent[i].bucket)
+        range(len(scatters)), key=lambda i: (needed_s[buckets[i]], -buckets[i])
     )
     launched_s = max((flow.ready_work_s for flow in scatters), default=0.0)
     # An all-gather sends back the bytes of its reduce-scatter.
     flows = scatters + [replace(scatters[i], ready_work_s=launched_s) for i in order]
-    slices = [replace(part, name=f"{part.name} reduce-scatter") for part in sent]
-    slices += [replace(sent[i], name=f"{sent[i].name} all-gather") for i in order]
     awaited: dict[int, list[int]] = {}
     for number, i in enumerate(order, start=len(scatters)):
-        awaited.setdefault(sent[i].bucket, []).append(number)
-    backward_s = workload.backward_s
+        awaited.setdefault(buckets[i], []).append(number)
     gates = [Gate(work_s=backward_s)]  # records when backward ends
     gates += [
         Gate(work_s=backward_s + needed_s[bucket], flows=tuple(numbers))
@@ -81,19 +140,44 @@ def simulate_period(
     outcome = run(
         flows,
         [bottleneck_link(cluster)],
-        work_s=backward_s + workload.forward_s,
+        work_s=backward_s + forward_s,
         work_rate=partial(compute_rate, contention.compute) if contention else None,
         gates=gates,
     )
-    spans = [*_compute_spans(gates, outcome), *flow_spans(flows, slices, outcome)]
-    stalls = zip(outcome.reached_s, outcome.passed_s, strict=True)
-    return Period(
-        period_s=outcome.work_end_s,
-        stall_s=sum(passed_s - reached_s for reached_s, passed_s in stalls),
-        timeline=Timeline(
-            name=f"{workload.name} under {plan.planner}, predicted", spans=tuple(spans)
-        ),
-    )
+    return Halves(flows, order, gates, outcome)
+
+
+def single_lane_period_s(
+    queue: Sequence[LaneFlow],
+    needed_s: Sequence[float],
+    rate_bytes_per_s: float,
+    *,
+    backward_s: float,
+    forward_s: float,
+) -> float:
+    """Return the period where all lanes have one queue and nothing slows computation.
+
+    Args:
+        queue: whole all-reduces in launch order, one per bucket; each is done in two
+            halves, ready after ``forward_s`` and their part of backward.
+        needed_s: by flow, when forward first needs its bucket.
+        rate_bytes_per_s: of each flow.
+        backward_s: its computation.
+        forward_s: its computation.
+    """
+    now = ready_s = 0.0
+    for at_s, startup_s, size, _ in queue:
+        ready_s = at_s - forward_s
+        half_s = (startup_s + size / rate_bytes_per_s) / 2
+        now = (ready_s if ready_s > now else now) + half_s
+    now = max(now, ready_s)
+    late_s = 0.0
+    # Forward waits for each all-gather in turn, and its delays add up.
+    for i in sorted(range(len(queue)), key=lambda i: (needed_s[i], -i)):
+        _, startup_s, size, _ = queue[i]
+        now += (startup_s + size / rate_bytes_per_s) / 2
+        late_s = max(late_s, now - backward_s - needed_s[i])
+    return backward_s + forward_s + late_s
 
 
 def forward_bound_s(

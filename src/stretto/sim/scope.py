@@ -1,4 +1,7 @@
-"""Families of plans that a lower bound covers, and the bound over each."""
+"""Families of plans that a lower bound covers, and the bound over each.
+
+Called by planners, which print what their bound covers, and by the tuner.
+"""
 
 from __future__ import annotations
 

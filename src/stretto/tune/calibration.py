@@ -20,9 +20,10 @@ from stretto.planners.aiacc import MAX_LANES
 from stretto.planners.base import predicted_s
 from stretto.planners.wire import narrowed
 from stretto.schema import Cluster, ComputeContention, Contention, Plan, Workload
-from stretto.sim.replay import PlanModel
+from stretto.sim.replay import can_replay, prepared
 from stretto.sim.scope import BoundScope
-from stretto.sim.step import StepModel, simulate_step
+from stretto.sim.step import simulate_step
+from stretto.sim.step_model import StepModel
 from stretto.tune.search_space import Space
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stretto.schema import Timeline
+    from stretto.sim.replay import PreparedPlan
     from stretto.tune.search_space import Point
 
     Vector = NDArray[np.float64]
@@ -91,9 +93,7 @@ class CalibratedModel:
         draft = self.space.draft(point)
         if draft.overlap != "backward":
             return predicted_s(self.space.plan(point, self.cluster))
-        return self._model.iteration_s(
-            draft.ends, draft.lanes, draft.bucket_lanes, draft.slices
-        )
+        return draft.iteration_s(self._model)
 
     def plan_s(self, plan: Plan) -> float:
         """Return a plan's predicted step time by the current model."""
@@ -358,12 +358,11 @@ class _Misses:
         self._workload = workload
         self._cluster = cluster
         self._priors = np.array(list(PRIOR_RATIO.values()))
+        self._model = StepModel(workload, cluster)
         self._seen = [
             (
                 one,
-                PlanModel(workload, cluster, one.plan)
-                if PlanModel.knows(one.plan)
-                else None,
+                prepared(workload, cluster, one.plan) if can_replay(one.plan) else None,
             )
             for one in seen
         ]
@@ -377,22 +376,24 @@ class _Misses:
     def __call__(self, theta: Vector) -> Vector:
         factors = dict(zip(PRIOR_RATIO, np.exp(theta).tolist(), strict=True))
         network = _rewired(self._cluster, factors)
+        model = self._model.on(network, pace=factors["backward"])
         rows = (theta / self._priors).tolist()
-        for seen, model in self._seen:
-            rows += self._of(seen, model, network, factors)
+        for seen, plan in self._seen:
+            rows += self._of(seen, plan, model, network, factors)
         return np.array(rows)
 
     def _of(
         self,
         seen: Observation,
-        model: PlanModel | None,
+        plan: PreparedPlan | None,
+        model: StepModel,
         network: Cluster,
         factors: dict[str, float],
     ) -> Iterator[float]:
         """Yield the residuals of one observation."""
         computed_s: float | None
-        if model is not None:
-            times = model.times(network, pace=factors["backward"])
+        if plan is not None:
+            times = model.times(plan)
             computed_s, ends_s = times.computed_s or None, times.bucket_ends_s
             step_s = self._workload.forward_s * factors["outside"] + times.end_s
         else:

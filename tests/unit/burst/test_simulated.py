@@ -360,7 +360,7 @@ def test_rates_are_max_min_fair(seed):
         tuple(rng.sample(range(4), rng.randint(0, 3))) for _ in range(rng.randint(1, 7))
     ]
     caps = [rng.choice([0.5, 3.0, 100.0]) for _ in links]
-    rates = max_min_rates(links, caps, capacities)
+    rates = max_min_rates(caps, links, capacities)
     loads = [
         sum(r for r, some in zip(rates, links, strict=True) if k in some)
         for k in range(4)

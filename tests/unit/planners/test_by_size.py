@@ -17,9 +17,8 @@ from stretto.schema import (
     codec,
 )
 from stretto.sim import lower_bound, simulate_step
-from stretto.sim.fast import MixedModel
-from stretto.sim.replay import PlanModel
-from stretto.sim.step import StepModel
+from stretto.sim.replay import prepared
+from stretto.sim.step_model import StepModel
 from stretto.tune.calibration import PRIOR_RATIO, _rewired
 
 POINTS = ((1 << 10, -1.5e-4), (1 << 14, 4e-4), (1 << 18, 2e-3), (1 << 20, 0.0))
@@ -52,10 +51,12 @@ def test_all_models_of_a_step_agree(contended, make_instance) -> None:
             )
             if plan.overlap == "backward":
                 stepped = StepModel(workload, cluster).iteration_s(*draft)
-                mixed = MixedModel(workload, cluster).iteration_s(*draft)
+                rings = ["ring"] * len(plan.buckets)
+                mixed = StepModel(workload, cluster).iteration_s(*draft, (), rings)
                 assert stepped == pytest.approx(expected, rel=1e-9)
                 assert mixed == pytest.approx(expected, rel=1e-9)
-            replayed = PlanModel(workload, cluster, plan).times(cluster)
+            ready = prepared(workload, cluster, plan)
+            replayed = StepModel(workload, cluster).times(ready)
             backward_s = expected - workload.forward_s
             assert replayed.end_s == pytest.approx(backward_s, rel=1e-9)
             line = replace(cluster.allreduce, extra=())
@@ -70,12 +71,12 @@ def test_corrected_start_ups_scale_what_sizes_add(make_instance) -> None:
     workload, cluster = make_instance(1, tensors=6, contended=False)
     cluster = with_points(cluster)
     plan = planners.get("aiacc").plan(workload, cluster)
-    model = PlanModel(workload, cluster, plan)
+    model, ready = StepModel(workload, cluster), prepared(workload, cluster, plan)
     neutral = dict.fromkeys(PRIOR_RATIO, 1.0)
     for startup in (0.5, 3.0):
         corrected = _rewired(cluster, neutral | {"startup": startup})
         step_s = simulate_step(workload, corrected, plan).iteration_s
-        end_s = model.times(corrected).end_s
+        end_s = model.on(corrected).times(ready).end_s
         assert end_s == pytest.approx(step_s - workload.forward_s, rel=1e-9)
 
 

@@ -11,7 +11,7 @@ from stretto.planners.base import LinearCost
 from stretto.planners.exhaustive import all_fusions
 from stretto.planners.fusion import FusionProblem
 from stretto.schema import TensorSpec, Workload
-from stretto.sim.step import StepModel
+from stretto.sim.step_model import StepModel
 
 
 def finish_of(problem: FusionProblem, ends) -> float:

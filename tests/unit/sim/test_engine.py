@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import SpecError
-from stretto.sim.engine import Flow, SharedLink, max_min_rates, run
+from stretto.sim.engine import Flow, SharedLink, run
+from stretto.sim.fair import max_min_rates
 
 WIDE = 1e30
 
@@ -338,3 +339,29 @@ def test_a_flow_out_of_range_is_refused(field, value):
 def test_a_link_without_capacity_is_refused():
     with pytest.raises(SpecError, match="got 0"):
         link(0)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.05, 9), st.sets(st.integers(0, 2)), st.integers(1, 4)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_max_min_counts_equal_flows_as_if_they_were_listed(kinds):
+    capacities = [1.0, 2.0, 5.0]
+    crossed = [sorted(links) for _, links, _ in kinds]
+    numbers = [number for _, _, number in kinds]
+    caps = [cap for cap, _, _ in kinds]
+    counted = max_min_rates(caps, crossed, capacities, numbers=numbers)
+    each = [i for i, number in enumerate(numbers) for _ in range(number)]
+    listed = max_min_rates(
+        [caps[i] for i in each], [crossed[i] for i in each], capacities
+    )
+    assert listed == pytest.approx([counted[i] for i in each], rel=1e-9)
+    # A flow that crosses no link has its cap.
+    assert all(
+        rate == cap
+        for rate, cap, links in zip(counted, caps, crossed, strict=True)
+        if not links
+    )

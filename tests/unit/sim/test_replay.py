@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import SpecError
-from stretto.sim import simulate_step
-from stretto.sim.replay import PlanModel
+from stretto.sim import StepModel, simulate_step
+from stretto.sim.replay import can_replay, prepared
 from stretto.testing import strategies as own
 
 
@@ -23,7 +23,7 @@ def test_other_clusters_and_paces_as_simulated(data):
     resource = drawn.buckets[0].resource
     buckets = tuple(replace(b, resource=resource) for b in drawn.buckets)
     drawn = replace(drawn, buckets=buckets)
-    model = PlanModel(work, on, drawn)
+    model, ready = StepModel(work, on), prepared(work, on, drawn)
     for _ in range(2):
         other = replace(
             data.draw(own.clusters()),
@@ -42,7 +42,7 @@ def test_other_clusters_and_paces_as_simulated(data):
         )
         plan = replace(drawn, workload_digest=paced.digest)
         step = simulate_step(paced, other, plan)
-        found = model.times(other, pace=pace)
+        found = model.on(other, pace=pace).times(ready)
         assert found.end_s == pytest.approx(step.backward_s, rel=1e-9, abs=1e-12)
         assert found.computed_s == pytest.approx(
             step.iteration_s - step.exposed_communication_s - work.forward_s,
@@ -72,10 +72,10 @@ def test_what_it_does_not_know_is_refused(data):
             plan, buckets=tuple(replace(b, algorithm="tree") for b in plan.buckets)
         ),
     ):
-        assert not PlanModel.knows(other)
+        assert not can_replay(other)
         with pytest.raises(SpecError, match="cannot be replayed: simulate it"):
-            PlanModel(work, on, other)
+            prepared(work, on, other)
     assume(work.total_bytes)
     alike = tuple(replace(b, resource=9999) for b in plan.buckets)
     with pytest.raises(SpecError, match="resource must be one of"):
-        PlanModel(work, on, replace(plan, buckets=alike))
+        prepared(work, on, replace(plan, buckets=alike))

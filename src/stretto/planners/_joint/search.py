@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import random
 import time
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING
 
 from stretto.planners._joint.anneal import Neighbors, annealed
-from stretto.planners._joint.moves import (
-    merged,
-    plainer,
-    plainness,
-    split,
-    steps,
-    turned,
-    with_algorithm,
-    with_end,
-    with_resource,
-    with_sending,
-)
+from stretto.planners._joint.moves import plainer, plainness
+from stretto.planners._joint.neighborhood import Neighborhood
 from stretto.planners._joint.space import Space
-from stretto.planners.base import Draft, dtype_starts
+from stretto.planners.base import Draft
 from stretto.schema import Cluster, Workload
-from stretto.sim.fast import MixedModel
-from stretto.sim.step import StepModel
+from stretto.sim.step_model import StepModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
 
 NEAR_RATIO = 5e-3
@@ -42,10 +29,8 @@ EQUAL_RATIO = 1e-3
 OTHER_PACES = (0.8, 1.5)
 """Durations of backward, relative to the measured one, used in a plan's score."""
 
-_FEW_TENSORS = 16
-_FEW_LANES = 3
 _FORWARD_WORK = 16
-"""The event engine's time for a collective, relative to the fast models'."""
+"""The event engine's time for a collective, relative to the step model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,27 +87,9 @@ AGAIN = replace(FULL, climbs=2, helps_ratio=1e-3, enough_ratio=1e-4)
 """For workloads close to one whose plans are known."""
 
 
-class _Models:
-    """Iteration times of one workload, by the simplest model that supports a draft."""
-
-    def __init__(self, workload: Workload, cluster: Cluster) -> None:
-        self._workload = workload
-        self._plain = StepModel(workload, cluster)
-        self._mixed = MixedModel(workload, cluster)
-
-    def iteration_s(self, draft: Draft) -> float:
-        """Return a draft's iteration time with overlap ``backward`` or ``forward``."""
-        sending = (draft.ends, draft.lanes, draft.bucket_lanes, draft.slices)
-        if draft.resources or draft.algorithms or draft.overlap == "forward":
-            return self._mixed.iteration_s(
-                *sending, draft.resources, draft.algorithms, draft.overlap
-            )
-        return self._plain.iteration_s(*sending)
-
-
 @dataclass(slots=True)
 class Search:
-    """Values of drafts, and the moves from one to the next."""
+    """Values of drafts, and climbing from one to the next."""
 
     workload: Workload
 
@@ -139,18 +106,15 @@ class Search:
 
     best_s: float = float("inf")
 
-    _models: _Models = field(init=False)
+    _model: StepModel = field(init=False)
 
-    _paced_models: tuple[_Models, ...] = field(init=False)
+    _paced_models: tuple[StepModel, ...] = field(init=False)
 
     _values: dict[Draft, float] = field(default_factory=dict)
 
     _scores: dict[Draft, float] = field(default_factory=dict)
 
-    _cuts: tuple[int, ...] = field(init=False)
-    """Where buckets may end: after the last tensor of each ready time."""
-
-    _dtype_starts: tuple[int, ...] = field(init=False)
+    _neighborhood: Neighborhood = field(init=False)
 
     _work: int = 0
     """Collectives simulated so far."""
@@ -161,30 +125,16 @@ class Search:
         self._deadline_s = float("inf")
         if self.time_limit_s is not None:
             self._deadline_s = time.monotonic() + self.time_limit_s
-        self._models = _Models(self.workload, self.cluster)
+        self._model = StepModel(self.workload, self.cluster)
         self._paced_models = tuple(
-            _Models(paced(self.workload, pace), self.cluster) for pace in OTHER_PACES
+            self._model.on(self.cluster, pace=pace) for pace in OTHER_PACES
         )
-        self._dtype_starts = dtype_starts(self.workload)
-        tensors = self.workload.tensors
-        every = self.few
-        self._cuts = tuple(
-            i
-            for i in range(1, len(tensors))
-            if every
-            or tensors[i].ready_s > tensors[i - 1].ready_s
-            or self._dtype_starts[i] == i
-        )
+        self._neighborhood = Neighborhood(self.workload, self.space)
 
     def take(self, draft: Draft, iteration_s: float) -> None:
         """Store a draft whose value is known."""
         self._values[draft] = iteration_s
         self.best_s = min(self.best_s, iteration_s)
-
-    @property
-    def few(self) -> bool:
-        """Whether there are few enough tensors to try more."""
-        return has_few(self.workload)
 
     @property
     def out_of_time(self) -> bool:
@@ -196,7 +146,7 @@ class Search:
         value = self._values.get(draft)
         if value is None:
             self._count(draft)
-            value = self._models.iteration_s(draft)
+            value = draft.iteration_s(self._model)
             self.take(draft, value)
         return value
 
@@ -264,6 +214,7 @@ class Search:
 
         If all buckets have one resource and algorithm, climbing is as good.
         """
+        places = self._neighborhood
         for seed in range(self.effort.anneal_rounds):
             draft = self.fastest()
             if not self.space.mixed or draft.overlap != "backward" or self.enough:
@@ -272,7 +223,7 @@ class Search:
             limit = self._work + self.effort.anneal_work
             annealed(
                 draft,
-                Neighbors(rng, self.space, self._between, self._dtype_starts),
+                Neighbors(rng, self.space, places.between, places.dtype_starts),
                 self.value_s,
                 rng,
                 self.effort.anneal_evaluations,
@@ -298,7 +249,7 @@ class Search:
             fruitless < len(draft.ends) and self._work < limit and not self.out_of_time
         ):
             here = objective(draft)
-            for other in self._neighbours(draft, bucket):
+            for other in self._neighborhood.of(draft, bucket):
                 if objective(other) < here * (1.0 - GAIN_RATIO):
                     draft = other
                     fruitless = -1
@@ -328,12 +279,13 @@ class Search:
         )
         limit = self._work + self.effort.work_limit
         simpler: Draft | None = draft
+        starts = self._neighborhood.dtype_starts
         while simpler is not None and self._work < limit and not self.out_of_time:
             draft = simpler
             simpler = next(
                 (
                     other
-                    for other in plainer(draft, self._dtype_starts)
+                    for other in plainer(draft, starts)
                     if (self.space.fusion or len(other.ends) == len(draft.ends))
                     and self._score_within(other, limit_s) <= good_s
                 ),
@@ -346,106 +298,11 @@ class Search:
         score = self._scores.get(draft)
         if score is None:
             score = self.value_s(draft)
-            for pace, models in zip(OTHER_PACES, self._paced_models, strict=True):
-                if draft.overlap == "none":
-                    late_s = (pace - 1.0) * self.workload.backward_s
-                    score += self.value_s(draft) + late_s
-                else:
-                    self._count(draft)
-                    score += models.iteration_s(draft)
+            for model in self._paced_models:
+                self._count(draft)
+                score += draft.iteration_s(model)
             self._scores[draft] = score
         return score
 
     def _score_within(self, draft: Draft, limit_s: float) -> float:
         return self._score(draft) if self.value_s(draft) <= limit_s else float("inf")
-
-    def _neighbours(self, draft: Draft, bucket: int) -> Iterator[Draft]:
-        if self.space.fusion:
-            yield from self._other_cuts(draft, bucket)
-        yield from self._other_sending(draft, bucket)
-        yield from self._other_kinds(draft, bucket)
-
-    def _other_cuts(self, draft: Draft, bucket: int) -> Iterator[Draft]:
-        begin = draft.ends[bucket - 1] if bucket else 0
-        end = draft.ends[bucket]
-        if begin and self._dtype_starts[begin] != begin:
-            before = draft.ends[bucket - 2] if bucket > 1 else 0
-            yield merged(draft, bucket - 1)
-            for cut in steps(self._between(before, begin)[::-1]):
-                yield with_end(draft, bucket - 1, cut)
-            for cut in steps(self._between(begin, end)):
-                yield with_end(draft, bucket - 1, cut)
-        inside = self._between(begin, end)
-        if len(inside) <= _FEW_TENSORS:
-            cuts: Sequence[int] = inside
-        else:
-            cuts = [inside[len(inside) * i // 8] for i in range(1, 8)]
-        for cut in cuts:
-            same = draft.bucket_lanes[bucket]
-            turn = (same + draft.slices[bucket]) % draft.lanes
-            for lane in dict.fromkeys((same, turn)):
-                yield split(draft, bucket, cut, lane)
-            if self.few and draft.lanes <= _FEW_LANES:
-                yield from _on_all_lanes(split(draft, bucket, cut, same), bucket)
-
-    def _other_sending(self, draft: Draft, bucket: int) -> Iterator[Draft]:
-        if draft.lanes == 1:
-            return
-        now = (draft.bucket_lanes[bucket], draft.slices[bucket])
-        for slices in range(1, draft.lanes + 1 if self.space.slices else 2):
-            lanes = range(draft.lanes) if slices < draft.lanes else (now[0],)
-            for lane in lanes:
-                if (lane, slices) != now:
-                    yield with_sending(draft, bucket, lane, slices)
-        # This one and all later ones, shifted by some lanes.
-        for turn in range(1, draft.lanes):
-            yield turned(draft, bucket, turn)
-
-    def _other_kinds(self, draft: Draft, bucket: int) -> Iterator[Draft]:
-        """Yield another resource or algorithm, for the bucket or from it on."""
-        number = len(draft.ends)
-        if len(self.space.resources) > 1:
-            now = draft.resources[bucket] if draft.resources else None
-            for resource in self.space.resources:
-                if resource != now:
-                    yield with_resource(draft, bucket, resource)
-        if len(self.space.algorithms) > 1:
-            algorithm_now = draft.algorithms[bucket] if draft.algorithms else "ring"
-            for algorithm in self.space.algorithms:
-                if algorithm != algorithm_now:
-                    yield with_algorithm(draft, bucket, algorithm)
-        if bucket == number - 1 and draft.resources:
-            for resource in self.space.resources:
-                yield replace(draft, resources=(resource,) * number)
-
-    def _between(self, begin: int, end: int) -> tuple[int, ...]:
-        """Return cuts strictly between two tensors, within what types allow."""
-        low = bisect_right(self._cuts, begin)
-        high = bisect_left(self._cuts, end)
-        return self._cuts[low:high]
-
-
-def has_few(workload: Workload) -> bool:
-    """Return whether there are few enough tensors to try more."""
-    return len(workload.tensors) <= _FEW_TENSORS
-
-
-def _on_all_lanes(draft: Draft, bucket: int) -> Iterator[Draft]:
-    """Yield a bucket and the next on any lanes, and all later ones shifted."""
-    lanes = range(draft.lanes)
-    for first, second, turn in product(lanes, repeat=3):
-        other = with_sending(draft, bucket, first, draft.slices[bucket])
-        other = with_sending(other, bucket + 1, second, draft.slices[bucket + 1])
-        yield turned(other, bucket + 2, turn)
-
-
-def paced(workload: Workload, pace: float) -> Workload:
-    """Return the workload with a backward that takes ``pace`` times as long."""
-    if pace == 1.0:
-        return workload
-    tensors = workload.tensors
-    return replace(
-        workload,
-        backward_s=workload.backward_s * pace,
-        tensors=tuple(replace(t, ready_s=t.ready_s * pace) for t in tensors),
-    )

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from stretto.cost import collective_cost
 from stretto.errors import SpecError
-from stretto.sim.fast import MixedModel
 from stretto.sim.scope import BoundScope
+from stretto.sim.step_model import StepModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,7 +138,7 @@ def _useful_resources(workload: Workload, cluster: Cluster) -> tuple[int | None,
     contention = cluster.contention
     if contention is None:
         return (None,)
-    model = MixedModel(workload, cluster)
+    model = StepModel(workload, cluster)
     costs = {
         str(level): (float(level), -model.caps(level)[0], -model.caps(level)[1])
         for level in contention.resources

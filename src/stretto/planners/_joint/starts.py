@@ -7,12 +7,12 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from stretto.planners._coarse import coarse
-from stretto.planners._joint.search import NEAR_RATIO, OTHER_PACES, paced
+from stretto.planners._joint.search import NEAR_RATIO, OTHER_PACES
 from stretto.planners.aiacc import MAX_LANES
 from stretto.planners.base import Draft, LinearCost, linear_cost
 from stretto.planners.ddp import CAP_BYTES, FIRST_CAP_BYTES, capped_ends
 from stretto.planners.fusion import FusionProblem
-from stretto.sim.fast import MixedModel
+from stretto.sim.step_model import StepModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +63,7 @@ def starts(
     yield from _plain(workload, cluster, space)
     if not space.mixed:
         return
-    model = MixedModel(workload, cluster)
+    model = StepModel(workload, cluster)
     # Climbing repairs the losses from joining neighbors.
     joined = coarse(workload, _FUSED_TENSORS)
     ranked: list[tuple[float, int, tuple[int | None, str]]] = []
@@ -86,7 +86,7 @@ def _plain(workload: Workload, cluster: Cluster, space: Space) -> Iterator[Draft
     Beyond: with a deadline some thousandths later there are fewer buckets, which may be
     as good and is simpler.
     """
-    problems = [_problem(paced(workload, pace)) for pace in (1.0, *OTHER_PACES)]
+    problems = [_problem(_paced(workload, pace)) for pace in (1.0, *OTHER_PACES)]
     costs: dict[int, LinearCost] = {}
     for lanes, slices in _families(space):
         if lanes not in costs:
@@ -101,7 +101,7 @@ def _plain(workload: Workload, cluster: Cluster, space: Space) -> Iterator[Draft
 
 def _of_all_kinds(
     joined: tuple[Workload, tuple[int, ...]],
-    model: MixedModel,
+    model: StepModel,
     kind: tuple[int | None, str],
     lanes: int,
     slices: int,
@@ -134,6 +134,18 @@ def _families(space: Space) -> Iterator[tuple[int, int]]:
         for slices in range(1, lanes + 1 if space.slices else 2):
             if lanes % slices == 0:
                 yield lanes, slices
+
+
+def _paced(workload: Workload, pace: float) -> Workload:
+    """Return the workload with a backward that takes ``pace`` times as long."""
+    if pace == 1.0:
+        return workload
+    tensors = workload.tensors
+    return replace(
+        workload,
+        backward_s=workload.backward_s * pace,
+        tensors=tuple(replace(t, ready_s=t.ready_s * pace) for t in tensors),
+    )
 
 
 def _problem(workload: Workload) -> FusionProblem:

@@ -15,9 +15,7 @@ Arrays carry a suffix: r rows, h widths before, k widths after, p capacities.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from operator import neg
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -25,6 +23,14 @@ import numpy as np
 from stretto.errors import SpecError
 from stretto.planners.burst.choice import Choice
 from stretto.planners.burst.edges import EdgeCost, min_plus
+from stretto.planners.burst.sharing import (
+    BranchTimes,
+    in_turns,
+    longest,
+    share_all,
+    shared,
+    sum_of,
+)
 from stretto.planners.burst.tree import Block, Chain, Edge
 
 if TYPE_CHECKING:
@@ -57,19 +63,6 @@ class _Moves:
     def of(self, chain: Chain, link: int) -> _Moves:
         """Return the moves of one link of a chain."""
         return _Moves(self.into and link == 0, self.out and link == len(chain.nodes))
-
-
-@dataclass(frozen=True, slots=True)
-class _Lane:
-    """A branch's times, decreasing, by the GPUs it may use."""
-
-    gpus: list[int]
-    times_s: list[float]
-
-    def need(self, time_s: float) -> int | None:
-        """Return the fewest GPUs with which it ends in time."""
-        at = bisect_left(self.times_s, -time_s, key=neg)
-        return self.gpus[at] if at < len(self.gpus) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,13 +352,13 @@ class _Search:
             beside = [self._chain(c, heads, None, _MOVE) for c in block.branches]
             best_hk = np.full((self._count, self._count), np.inf)
             for home, away in self._homes(block):
-                np.minimum(best_hk, _longest(turns, beside, home, away), out=best_hk)
+                np.minimum(best_hk, longest(turns, beside, home, away), out=best_hk)
             self._free[key] = best_hk
         return self._free[key]
 
     def _lanes(
         self, chain: Chain, head: range, tail: range, moves: _Moves
-    ) -> tuple[_Lane, _Lane]:
+    ) -> tuple[BranchTimes, BranchTimes]:
         """Return a branch's times between two widths, in turns and on its own GPUs."""
         grid, last = self._grid(chain), chain.links[-1]
         if not chain.nodes:
@@ -391,7 +384,9 @@ class _Search:
                     )
                 ]
         gpus = grid.tolist()
-        return _Lane(gpus, found[0].tolist()), _Lane(gpus, found[1].tolist())
+        return BranchTimes(gpus, found[0].tolist()), BranchTimes(
+            gpus, found[1].tolist()
+        )
 
     def _firsts(self, chain: Chain, head: range, moves: _Moves) -> list[Floats]:
         """Return a first edge's times by width after it, in turns and to other GPUs."""
@@ -472,8 +467,8 @@ class _Search:
             )
             least_ph = np.full((len(grid), self._count), np.inf)
             for home, away in self._homes(block):
-                lanes = [_sum_of([turns[b] for b in home]), *(beside[b] for b in away)]
-                _share_all(lanes, grid, least_ph)
+                lanes = [sum_of([turns[b] for b in home]), *(beside[b] for b in away)]
+                share_all(lanes, grid, least_ph)
             self._to[key] = grid, least_ph
         return self._to[key]
 
@@ -535,8 +530,8 @@ class _Search:
             if bound_s >= below_s:
                 break
             home, away = every[i]
-            used = [_together([turn_lanes[b] for b in home]), *(lanes[b] for b in away)]
-            if (found := _share(used, cap, below_s)) is not None:
+            used = [in_turns([turn_lanes[b] for b in home]), *(lanes[b] for b in away)]
+            if (found := shared(used, cap, below_s)) is not None:
                 below_s = found[0]
                 best = _Pair(below_s, home, away, found[1])
         return best
@@ -560,8 +555,8 @@ class _Search:
             turns, beside = curves
             least_pc = np.full((len(grid), n * n), np.inf)
             for home, away in self._homes(block):
-                lanes = [_sum_of([turns[b] for b in home]), *(beside[b] for b in away)]
-                _share_all(lanes, grid, least_pc)
+                lanes = [sum_of([turns[b] for b in home]), *(beside[b] for b in away)]
+                share_all(lanes, grid, least_pc)
             self._full[key] = grid, least_pc.reshape(len(grid), n, n)
         return self._full[key]
 
@@ -613,108 +608,3 @@ def _group(width: int, count: int) -> range:
 def _is_one_layer(chain: Chain) -> bool:
     """Return whether a branch is one layer between two edges."""
     return len(chain.nodes) == 1 and all(isinstance(x, Edge) for x in chain.links)
-
-
-def _longest(
-    turns: list[Floats], beside: list[Floats], home: list[int], away: list[int]
-) -> Floats:
-    """Return the sum of those that take turns, or the longest beside them."""
-    total = turns[home[0]]
-    for b in home[1:]:
-        total = total + turns[b]
-    for b in away:
-        total = np.maximum(total, beside[b])
-    return total
-
-
-def _sum_of(curves: list[tuple[Ints, Floats]]) -> tuple[Ints, Floats]:
-    """Return one curve over their shared GPUs for branches that take turns."""
-    if len(curves) == 1:
-        return curves[0]
-    grid = np.unique(np.concatenate([g for g, _ in curves]))
-    total = np.zeros((len(grid), curves[0][1].shape[1]))
-    for own, curve in curves:
-        at = np.searchsorted(own, grid, side="right") - 1
-        total += np.where((at >= 0)[:, None], curve[at], np.inf)
-    return grid, total
-
-
-def _together(lanes: list[_Lane]) -> _Lane:
-    """Return branches that take turns as one lane."""
-    if len(lanes) == 1:
-        return lanes[0]
-    if all(lane.gpus == lanes[0].gpus for lane in lanes):
-        times = [
-            sum(column) for column in zip(*(x.times_s for x in lanes), strict=True)
-        ]
-        return _Lane(lanes[0].gpus, times)
-    grid, total = _sum_of(
-        [(np.array(x.gpus), np.array(x.times_s)[:, None]) for x in lanes]
-    )
-    return _Lane(grid.tolist(), total[:, 0].tolist())
-
-
-def _share(
-    lanes: list[_Lane], cap: int, below_s: float
-) -> tuple[float, list[int]] | None:
-    """Return the least time below ``below_s`` in which all lanes end, with their GPUs.
-
-    A time is feasible if the GPUs that all lanes need for it are together at most
-    ``cap``. The least is a time of some lane; bisection finds it in each.
-    """
-    best: tuple[float, list[int]] | None = None
-    needs = _all_needs(lanes, math.nextafter(below_s, 0.0))
-    if needs is None or sum(needs) > cap:
-        return None
-    for lane in lanes:
-        low, high = bisect_right(lane.times_s, -below_s, key=neg), len(lane.gpus)
-        while low < high:
-            middle = (low + high) // 2
-            needs = _all_needs(lanes, lane.times_s[middle])
-            if needs is not None and sum(needs) <= cap:
-                best, below_s = (lane.times_s[middle], needs), lane.times_s[middle]
-                low = middle + 1
-            else:
-                high = middle
-    return best
-
-
-def _all_needs(lanes: list[_Lane], time_s: float) -> list[int] | None:
-    needs = []
-    for lane in lanes:
-        if (need := lane.need(time_s)) is None:
-            return None
-        needs.append(need)
-    return needs
-
-
-def _share_all(lanes: list[tuple[Ints, Floats]], caps: Ints, least_pc: Floats) -> None:
-    """Lower each column's times by capacity to what lanes sharing it need.
-
-    The GPUs that all lanes need together fall with the time they are given. In the
-    order of all lanes' times, a lane's need follows from how many of its own times have
-    passed, so one sort per column gives each time's capacity.
-    """
-    if len(lanes) == 1:
-        ((grid, curve),) = lanes
-        at = np.searchsorted(grid, caps, side="right") - 1
-        reached = at >= 0
-        least_pc[reached] = np.minimum(least_pc[reached], curve[at[reached]])
-        return
-    times_ct = np.concatenate([curve for _, curve in lanes]).T
-    order_ct = np.argsort(times_ct, axis=1, kind="stable")
-    times_ct = np.take_along_axis(times_ct, order_ct, axis=1)
-    too_many, begin = int(caps[-1]) + 1, 0
-    needs_ct = np.zeros(times_ct.shape, np.int64)
-    for grid, _ in lanes:
-        own = np.zeros(times_ct.shape[1], np.int64)
-        own[begin : begin + len(grid)] = 1
-        sizes = np.append(too_many, grid[::-1])
-        needs_ct += sizes[own[order_ct].cumsum(axis=1)]
-        begin += len(grid)
-    # Among times with the same need the least comes last and is kept.
-    found_cp = np.full((len(times_ct), len(caps) + 1), np.inf)
-    at_ct = np.searchsorted(caps, needs_ct[:, ::-1])
-    found_cp[np.arange(len(times_ct))[:, None], at_ct] = times_ct[:, ::-1]
-    np.minimum.accumulate(found_cp, axis=1, out=found_cp)
-    np.minimum(least_pc, found_cp[:, :-1].T, out=least_pc)

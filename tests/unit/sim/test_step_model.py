@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from stretto.errors import SpecError
 from stretto.sim import StepModel, simulate_step
-from stretto.sim.fast import MixedModel
 from stretto.testing import strategies as own
 
 ALGORITHMS = ("ring", "halving_doubling", "tree", "hierarchical")
 
 
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
+@pytest.mark.parametrize("overlap", ["none", "backward", "forward"])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_mixed_algorithms_and_resources_as_simulated(overlap, data):
@@ -35,7 +34,7 @@ def test_mixed_algorithms_and_resources_as_simulated(overlap, data):
     )
     plan = replace(plan, buckets=buckets, overlap=overlap)
     expected = simulate_step(work, on, plan).iteration_s
-    fast = MixedModel(work, on).iteration_s(
+    fast = StepModel(work, on).iteration_s(
         choice.ends,
         choice.lanes,
         choice.bucket_lanes,
@@ -49,13 +48,37 @@ def test_mixed_algorithms_and_resources_as_simulated(overlap, data):
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_without_choices_as_the_plain_model(data):
+def test_naming_the_default_choices_changes_nothing(data):
     work = data.draw(own.workloads())
     on = data.draw(own.clusters())
     choice = data.draw(own.choices(work))
     args = (choice.ends, choice.lanes, choice.bucket_lanes, choice.slices)
-    plain = StepModel(work, on).iteration_s(*args)
-    assert MixedModel(work, on).iteration_s(*args) == pytest.approx(plain, rel=1e-9)
+    default = None if on.contention is None else on.contention.resources[0]
+    named = ([default] * len(choice.ends), ["ring"] * len(choice.ends))
+    model = StepModel(work, on)
+    assert model.iteration_s(*args, *named) == model.iteration_s(*args)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_another_cluster_and_pace_as_a_model_made_for_them(data):
+    work = data.draw(own.workloads())
+    one, other = data.draw(own.clusters()), data.draw(own.clusters())
+    pace = data.draw(st.floats(0.5, 2.0))
+    choice = data.draw(own.choices(work))
+    args = (choice.ends, choice.lanes, choice.bucket_lanes, choice.slices)
+    paced = replace(
+        work,
+        backward_s=work.backward_s * pace,
+        tensors=tuple(replace(t, ready_s=t.ready_s * pace) for t in work.tensors),
+    )
+    model = StepModel(work, one)
+    before_s = model.iteration_s(*args)
+    for overlap in ("none", "backward", "forward"):
+        expected = StepModel(paced, other).iteration_s(*args, overlap=overlap)
+        found = model.on(other, pace=pace).iteration_s(*args, overlap=overlap)
+        assert found == pytest.approx(expected, rel=1e-12)
+    assert model.iteration_s(*args) == before_s
 
 
 @given(own.workloads(), own.clusters(contended=True, min_hosts=2))
@@ -63,4 +86,4 @@ def test_without_choices_as_the_plain_model(data):
 def test_an_unknown_resource_is_refused(work, on):
     work = replace(work, tensors=(replace(work.tensors[0], bytes=4),))
     with pytest.raises(SpecError, match="resource must be one of"):
-        MixedModel(work, on).iteration_s((1,), 1, (0,), (1,), (9999,))
+        StepModel(work, on).iteration_s((1,), 1, (0,), (1,), (9999,))
