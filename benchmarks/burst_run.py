@@ -159,7 +159,7 @@ def task(options, share, rank):
 
 
 def profiled(options, model, x, ranks):
-    return burst.profile_on_ranks(
+    return stretto.profile_layers(
         copy.deepcopy(model),
         (x,),
         batch=options.batch,

@@ -315,7 +315,7 @@ def part_two_lanes() -> dict:
 
 
 def part_synthetic() -> dict:
-    from stretto._api.contention import fit_compute, probe_device
+    from stretto._api.measuring import fit_compute, probe_device
 
     readings = probe_device(resources=(1, 2, 4, 8, 16, 32), budget_s=60)
     fit = fit_compute(readings)

@@ -16,11 +16,11 @@ from stretto._version import __version__
 
 if TYPE_CHECKING:
     from stretto._api.burst import plan_layers
-    from stretto._api.burst import profile_on_ranks as profile_layers
     from stretto._api.ddp import DistributedDataParallel
     from stretto._api.ddp import DistributedDataParallel as DDP  # noqa: N817
     from stretto._api.measuring import probe
     from stretto._api.planning import compare, plan, simulate
+    from stretto.burst.collective_profile import profile_layers
     from stretto.burst.executor import BurstParallel
     from stretto.measure import profile_model as profile
     from stretto.schema import Cluster, Plan, Timeline, Workload
@@ -52,7 +52,7 @@ _HOMES = {
     "BurstParallel": ("stretto.burst.executor", "BurstParallel"),
     "BurstPlan": ("stretto.schema.burst", "BurstPlan"),
     "LayerProfile": ("stretto.schema.burst", "LayerProfile"),
-    "profile_layers": ("stretto._api.burst", "profile_on_ranks"),
+    "profile_layers": ("stretto.burst.collective_profile", "profile_layers"),
     "plan_layers": ("stretto._api.burst", "plan_layers"),
     "DDP": ("stretto._api.ddp", "DistributedDataParallel"),
     "DistributedDataParallel": ("stretto._api.ddp", "DistributedDataParallel"),

@@ -7,6 +7,7 @@ StrettoError
 ├── NoisyProfile                a measurement is too noisy to be used
 ├── RankDisagreement (RuntimeError)  ranks' plans, models or versions differ
 ├── NumericsError               a gradient is NaN or infinite
+├── MissingPackage (ImportError) a package of an extra is not installed
 ├── CommTimeout (RuntimeError)       a collective or a peer did not answer in time
 └── LabError                    an emulated cluster or its command does not start
     └── CommandNotFound         the command for its ranks is missing
@@ -15,6 +16,20 @@ StrettoError
 from __future__ import annotations
 
 from typing import ClassVar
+
+__all__ = [
+    "CommTimeout",
+    "CommandNotFound",
+    "Infeasible",
+    "LabError",
+    "MissingPackage",
+    "NoisyProfile",
+    "NumericsError",
+    "PlanMismatch",
+    "RankDisagreement",
+    "SpecError",
+    "StrettoError",
+]
 
 
 class StrettoError(Exception):
@@ -74,6 +89,13 @@ class CommTimeout(StrettoError, RuntimeError):
     """A collective or a peer did not answer in time.
 
     A `RuntimeError`, like those of PyTorch's collectives.
+    """
+
+
+class MissingPackage(StrettoError, ImportError):
+    """A feature needs a package of an extra that is not installed.
+
+    An `ImportError`, like the one that importing the package raises.
     """
 
 

@@ -19,6 +19,9 @@ PACKAGES = (
     "stretto.horovod.torch",
     "stretto.convert",
     "stretto.papers",
+    "stretto.planners",
+    "stretto.testing",
+    "stretto.errors",
 )
 
 

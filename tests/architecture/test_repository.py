@@ -97,6 +97,17 @@ def test_one_version_everywhere():
         assert version in text or "Unreleased" in text
 
 
+def imported_by(file):
+    """The packages that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
 def test_the_packages_ask_for_what_is_imported():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
@@ -107,14 +118,27 @@ def test_the_packages_ask_for_what_is_imported():
     }
     known = {"scikit-learn": "sklearn", "import-linter": "importlinter"}
     asked = {known.get(name, name.replace("-", "_")) for name in asked}
-    found = set()
-    for file in SOURCES:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Import):
-                found |= {name.name.split(".")[0] for name in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                found.add(node.module.split(".")[0])
+    found = set().union(*map(imported_by, SOURCES))
     assert found - set(sys.stdlib_module_names) - {"stretto"} - asked == set()
+
+
+EXTRAS = {
+    "hypothesis": "testing/strategies.py",
+    "libcst": "convert/",
+    "optuna": "tune/techniques/aiacc.py",
+    "sklearn": "demo/data.py",
+}
+"""Packages that extras install, and where alone they are imported."""
+
+
+def test_the_package_itself_imports_its_own_requirements_only():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    core = {re.split(r"[<>=\[]", line)[0] for line in project["dependencies"]}
+    core |= {*sys.stdlib_module_names, "stretto"}
+    for file in SOURCES:
+        where = file.relative_to(ROOT / "src" / "stretto").as_posix()
+        for name in imported_by(file) - core:
+            assert where.startswith(EXTRAS[name]), f"{where} imports {name}"
 
 
 def modules():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
+import stretto
 from stretto._api import burst
 from stretto.burst.executor import BurstParallel
 from stretto.cost.burst_times import updated
@@ -50,10 +51,10 @@ def loop(rank: int, size: int) -> dict[str, Any]:
     made, (x, y) = model(), images()
     refused = ""
     try:
-        burst.profile_on_ranks(made, (x[:2],), batch=BATCH, gpus=size, repetitions=1)
+        stretto.profile_layers(made, (x[:2],), batch=BATCH, gpus=size, repetitions=1)
     except SpecError as exc:
         refused = str(exc)
-    found = burst.profile_on_ranks(
+    found = stretto.profile_layers(
         made,
         (x[:2],),
         batch=BATCH,
@@ -162,7 +163,7 @@ def rank_whose_loss_fails(_rank: int, size: int) -> tuple[str, str]:
 
     x, _ = images()
     try:
-        burst.profile_on_ranks(model(), (x[:2],), batch=BATCH, gpus=size, loss=fails)
+        stretto.profile_layers(model(), (x[:2],), batch=BATCH, gpus=size, loss=fails)
     except Exception as exc:  # noqa: BLE001
         return type(exc).__name__, str(exc)
     return "", ""

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stretto._api.contention import _Launch
 from stretto.measure import AbstractContentionBench, CollectiveBench, read_contention
 from stretto.measure.load import convolutions
 from stretto.runtime.agreement import ranks_of
 from stretto.runtime.lanes import LanePool
+from stretto.runtime.resource_launch import ResourceLaunch
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -43,7 +43,7 @@ def rank_reads(rank: int, size: int) -> dict[str, Any]:
     device = torch.device("cpu")
     pool = LanePool(ranks, serial=77, backend="gloo", device=device)
     bench = CollectiveBench(
-        launch_of=lambda resource: _Launch(pool, resource, cut=True),
+        launch_of=lambda resource: ResourceLaunch(pool, resource, cut=True),
         load=convolutions(device),
     )
     readings = read_contention(
@@ -56,7 +56,7 @@ def rank_reads(rank: int, size: int) -> dict[str, Any]:
     ]
     # What a launch of resource 3 carries is the whole message, once.
     message = torch.arange(10.0)
-    for work in _Launch(pool, 3, cut=True)(message):
+    for work in ResourceLaunch(pool, 3, cut=True)(message):
         work.wait()
     decided = (bench.agree(float(rank + 5)), bench.slowest([float(rank), -rank]))
     pool.close()

@@ -160,7 +160,7 @@ def rank_trains(rank: int, _size: int, name: str) -> dict[str, Any]:
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     os.environ["ACCELERATE_USE_CPU"] = "true"
     from stretto import DistributedDataParallel
-    from stretto._api.script import replace_ddp
+    from stretto.script import replace_ddp
 
     # As `stretto run` does: before the framework is imported.
     stock_class = torch.nn.parallel.DistributedDataParallel

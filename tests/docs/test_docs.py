@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import click
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from torch.distributed.run import get_args_parser
 
+import stretto.testing
 from stretto.cli import run as run_command
 from stretto.cli._main import group
+from stretto.testing.instances import capped_cluster, small_workload
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 NOT_RUN = re.compile(r"<!-- not run: .+ -->")
 """Before a block: it isn't run, and why."""
+
+CONTINUES = "<!-- continues -->"
+"""Before a block: the page's previous block of the language runs first."""
 
 
 def blocks(language):
@@ -30,16 +38,17 @@ def blocks(language):
 def _blocks(language):
     for page in PAGES:
         lines = page.read_text().splitlines()
-        begin = None
+        begin, so_far = None, ""
         for number, line in enumerate(lines):
             if begin is None and line.strip() == f"```{language}":
                 begin = number
             elif begin is not None and line.strip() == "```":
                 before = next((x for x in reversed(lines[:begin]) if x.strip()), "")
+                text = "\n".join(lines[begin + 1 : number])
+                so_far = so_far + "\n" + text if before == CONTINUES else text
                 if not NOT_RUN.search(before):
                     yield pytest.param(
-                        "\n".join(lines[begin + 1 : number]),
-                        id=f"{page.relative_to(ROOT)}:{begin + 1}",
+                        so_far, id=f"{page.relative_to(ROOT)}:{begin + 1}"
                     )
                 begin = None
 
@@ -147,3 +156,69 @@ def test_links_between_pages_lead_somewhere():
             if not (page.parent / target).exists():
                 missing.append(f"{page.relative_to(ROOT)}: {target}")
     assert missing == []
+
+
+def page_blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.S)
+
+
+GUIDES = {
+    "docs/how-to/add-a-planner.md": "planner_checks",
+    "docs/how-to/add-a-technique.md": "technique_checks",
+}
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_a_guides_class_passes_the_suite(page):
+    names = {"__name__": "guide"}
+    exec(compile(page_blocks(page, "python")[0], page, "exec"), names)
+    [kind] = [v for v in names.values() if getattr(v, "__module__", "") == "guide"]
+    checks = getattr(stretto.testing, GUIDES[page])(kind)
+    assert checks
+    for check in checks:
+        check()
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_a_guides_entry_point_works(page, tmp_path, monkeypatch):
+    text = page_blocks(page, "toml")[0]
+    [(group_name, entries)] = tomllib.loads(text)["project"]["entry-points"].items()
+    [(name, value)] = entries.items()
+    module = value.partition(":")[0]
+    (tmp_path / f"{module}.py").write_text(page_blocks(page, "python")[0])
+    info = tmp_path / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {module}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group_name}]\n{name} = {value}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    if group_name == "stretto.techniques":
+        assert stretto.TuneOptions(techniques=(name,)).techniques == (name,)
+        return
+    workload, cluster = small_workload(), capped_cluster()
+    assert stretto.plan(workload, cluster, name).planner == name
+    for line in page_blocks(page, "bash"):
+        for words in command_lines(line):
+            monkeypatch.chdir(tmp_path)
+            workload.save("workload.json")
+            cluster.save("cluster.json")
+            result = CliRunner().invoke(group, words)
+            assert result.exit_code == 0, result.output
+
+
+def resolved(name):
+    package, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(package), attribute)
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    listed = set(re.findall(r"^::: ([\w.]+)$", pages, re.M))
+    public = set((ROOT / "tests/architecture/public_names.txt").read_text().split())
+    assert listed <= public
+    documented = [resolved(name) for name in listed]
+    missing = {
+        name
+        for name in public - listed
+        if not any(resolved(name) is value for value in documented)
+    }
+    assert missing == {"stretto.__version__"}

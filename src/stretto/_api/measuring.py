@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
+from stretto.cost.contention_fit import fit_compute as fit_compute
+from stretto.cost.contention_fit import with_contention
 from stretto.cost.fit import fit_cluster
-from stretto.measure import count_hosts, probe_network
+from stretto.errors import SpecError
+from stretto.measure import (
+    CollectiveBench,
+    count_hosts,
+    probe_network,
+    read_contention,
+)
+from stretto.measure.load import backward, convolutions
+from stretto.runtime.agreement import Agreement, ranks_of
+from stretto.runtime.backends.nccl import most_ctas_of
+from stretto.runtime.lanes import LanePool
+from stretto.runtime.resource_launch import ResourceLaunch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch.distributed import ProcessGroup
 
     from stretto.schema import Cluster
+    from stretto.schema.samples import ContentionReadings
 
 
 def probe(
@@ -49,3 +66,86 @@ def probe(
         provenance=measured.provenance,
         by_size=True,
     )
+
+
+def probe_contention(
+    cluster: Cluster,
+    *,
+    resources: Sequence[int],
+    group: ProcessGroup | None = None,
+    load: Callable[[], None] | None = None,
+    **options: Any,
+) -> Cluster:
+    """Return a cluster with contention measured by resource on real lanes. Collective.
+
+    ``options`` are `read_contention`'s.
+
+    Raises:
+        SpecError, Infeasible, NoisyProfile: As `read_contention`, `with_contention`.
+    """
+    backend = str(dist.get_backend(group))
+    device = torch.device("cpu")
+    if "nccl" in backend:
+        device = torch.device("cuda", torch.cuda.current_device())
+    chosen = load or (backward(device) if device.type == "cuda" else None)
+    world = group or dist.group.WORLD
+    assert world is not None  # noqa: S101 - the backend was asked above
+    ranks = ranks_of(world, timeout_s=None)
+    pool = LanePool(
+        ranks,
+        serial=Agreement(ranks).serial,
+        backend="nccl" if "nccl" in backend else "gloo",
+        device=device,
+    )
+    try:
+        bench = CollectiveBench(
+            launch_of=lambda resource: ResourceLaunch(
+                pool, resource, cut=device.type == "cpu"
+            ),
+            load=chosen or convolutions(device),
+            group=group,
+        )
+        readings = read_contention(bench, resources=resources, **options)
+    finally:
+        pool.close()
+    return with_contention(cluster, readings)
+
+
+def probe_device(
+    *,
+    resources: Sequence[int],
+    device: torch.device | None = None,
+    load: Callable[[], None] | None = None,
+    block_bytes_per_s: float | None = None,
+    **options: Any,
+) -> ContentionReadings:
+    """Measure how a CUDA device slows beside a kernel that emulates a collective.
+
+    Not yet run on a GPU. ``options`` are `read_contention`'s.
+
+    Raises:
+        SpecError: There is no device, or a level exceeds half of its multiprocessors.
+    """
+    # Imported here, because the module compiles for a device.
+    from stretto.measure.synthetic import DEFAULT_BLOCK_BYTES_PER_S, SyntheticBench
+
+    if not torch.cuda.is_available():
+        raise SpecError(
+            "measuring contention without peers needs a CUDA device, and this machine "
+            "has none: measure with ranks (`stretto probe --resources`)"
+        )
+    device = device or torch.device("cuda", torch.cuda.current_device())
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    most = most_ctas_of(count)
+    if max(resources) > most:
+        raise SpecError(
+            f"resources must be <= {most}, half of this device's {count} "
+            f"multiprocessors, got {max(resources)}"
+        )
+    bench = SyntheticBench(
+        load=load or backward(device),
+        device=device,
+        most=max(resources),
+        block_bytes_per_s=block_bytes_per_s or DEFAULT_BLOCK_BYTES_PER_S,
+    )
+    return read_contention(bench, resources=resources, **options)

@@ -13,6 +13,7 @@ from stretto.sim.step import simulate_step
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from stretto.planners import AbstractPlanner
     from stretto.schema import Cluster, Plan, Workload
     from stretto.sim.step import StepResult
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def plan(
     workload: Workload,
     cluster: Cluster,
-    planner: str = "joint",
+    planner: str | AbstractPlanner = "joint",
     *,
     wire_dtype: str | None = None,
     **options: Any,
@@ -30,7 +31,8 @@ def plan(
     Args:
         workload: The measurements of the model.
         cluster: The measured or specified hardware.
-        planner: One of ``stretto.planners.NAMES``.
+        planner: The name of one of stretto's planners (``stretto.planners.NAMES``) or
+            of an installed package's, or a planner object.
         wire_dtype: The type in which gradients may travel, narrower than their own:
             ``"float16"`` or ``"bfloat16"`` for float32, ``"float32"`` for float64.
         options: The planner's own, for instance ``max_lanes`` of ``joint``.
@@ -40,11 +42,9 @@ def plan(
             ``wire_dtype``.
         Infeasible: No plan meets the limits.
     """
-    chosen = planners.plan_with_wire(
-        workload, cluster, planner, wire_dtype=wire_dtype, **options
-    )
-    scope = planners.get(planner, **options).scope(cluster)
-    return certified(chosen, workload, cluster, scope)
+    made = planners.get(planner, **options)
+    chosen = planners.plan_with_wire(workload, cluster, made, wire_dtype=wire_dtype)
+    return certified(chosen, workload, cluster, made.scope(cluster))
 
 
 def simulate(workload: Workload, cluster: Cluster, plan: Plan) -> StepResult:
@@ -57,10 +57,16 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan) -> StepResult:
 
 
 def compare(
-    workload: Workload, cluster: Cluster, names: Iterable[str] = planners.NAMES
+    workload: Workload,
+    cluster: Cluster,
+    names: Iterable[str | AbstractPlanner] = planners.NAMES,
 ) -> dict[str, Plan]:
-    """Return the plan of every planner, by name."""
-    return {name: plan(workload, cluster, name) for name in names}
+    """Return the plan of every planner, by name.
+
+    ``names`` are as `plan` accepts them: names or planner objects.
+    """
+    made = map(planners.get, names)
+    return {each.name: plan(workload, cluster, each) for each in made}
 
 
 def contributions(workload: Workload, cluster: Cluster) -> list[tuple[str, float]]:

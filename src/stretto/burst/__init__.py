@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stretto.burst.executor import BurstParallel
+    from stretto.burst.graph import capture
+    from stretto.burst.layer_profile import profile
+    from stretto.burst.tracing.layers import LayerGraph, LayerNode
 
 __all__ = ["BurstParallel", "LayerGraph", "LayerNode", "capture", "profile"]
 

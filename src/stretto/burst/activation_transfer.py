@@ -27,9 +27,9 @@ from stretto.runtime.torch_compat import without_dynamo
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stretto.burst.layout import Rows, Transfer
     from stretto.burst.rank_groups import RankGroups
     from stretto.burst.timings import StepClock
+    from stretto.sim.sample_layout import Rows, Transfer
 
 
 _TAGS = 2**30

@@ -9,9 +9,9 @@ import torch
 
 from stretto.burst import changes as factors
 from stretto.burst import optimizer_use
-from stretto.burst.layout import Layouts
 from stretto.burst.schedule import RankSchedule, schedule_of
 from stretto.errors import RankDisagreement, SpecError
+from stretto.sim.sample_layout import Layouts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

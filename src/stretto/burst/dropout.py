@@ -21,7 +21,7 @@ from stretto.errors import StrettoError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from stretto.burst.layout import Numbers
+    from stretto.sim.sample_layout import Numbers
 
 Dropout = nn.modules.dropout._DropoutNd  # noqa: SLF001
 

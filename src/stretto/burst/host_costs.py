@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from stretto.burst.activation_transfer import ActivationTransfer
 from stretto.burst.batch_partition import NUM_NUMBERS
-from stretto.burst.layout import Transfer
 from stretto.burst.rank_groups import RankGroups
 from stretto.burst.timings import StepClock
 from stretto.measure.clocks import clock_for
 from stretto.runtime.agreement import Agreement, ranks_of
 from stretto.schema.burst_host import HostCosts, Slowdown
+from stretto.sim.sample_layout import Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

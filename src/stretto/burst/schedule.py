@@ -17,19 +17,19 @@ import torch
 from torch import fx, nn
 
 from stretto.burst.dropout import draws_otherwise, dropouts_of
-from stretto.burst.layout import Numbers, Transfer
 from stretto.burst.norm import BatchNorm
 from stretto.burst.parameters import tensors_of, trained_and_changed
 from stretto.burst.rank_groups import Width
 from stretto.burst.tracing.layers import INPUT, LayerGraph, LayerNode
 from stretto.burst.tracing.places import place_of
 from stretto.errors import PlanMismatch, SpecError
+from stretto.sim.sample_layout import Numbers, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stretto.burst.layout import Layouts
     from stretto.schema.burst import BurstPlan
+    from stretto.sim.sample_layout import Layouts
 
 
 @final

@@ -31,6 +31,13 @@ SCALED = ("ddp", "mg-wfbp", "fusion", "joint")
     callback=writable,
     help="Write a page with plots, as HTML.",
 )
+@click.option(
+    "--planner",
+    "others",
+    multiple=True,
+    metavar="NAME",
+    help="Compare this planner too, for instance an installed package's (repeatable).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 @click.option(
     "--contributions",
@@ -45,6 +52,7 @@ def command(
     cluster_file: str,
     ranks: tuple[int, ...] | None,
     report: str | None,
+    others: tuple[str, ...],
     as_json: bool,
     contributions: bool,
 ) -> None:
@@ -59,10 +67,13 @@ def command(
     if contributions:
         _contributions(workload, cluster, as_json=as_json)
         return
+    names = dict.fromkeys((*planners.NAMES, *others))
+    for name in names:
+        planners.get(name)  # an unknown one is refused before the work
     sizes = [_api.resized(cluster, number) for number in ranks or ()]
     rows: list[dict[str, Any]] = []
     plans: dict[str, Plan] = {}
-    for name in planners.NAMES:
+    for name in names:
         with _planning.progress(f"planning {workload.name} with {name}"):
             begin_s = time.perf_counter()
             plans[name] = _api.plan(workload, cluster, name)

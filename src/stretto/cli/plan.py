@@ -17,7 +17,10 @@ from stretto.schema import NARROWER, Cluster, Workload
 @click.argument("workload_file", metavar="WORKLOAD", type=click.Path())
 @click.argument("cluster_file", metavar="CLUSTER", type=click.Path())
 @click.option(
-    "--planner", default="joint", show_default=True, help=("Name of the method.")
+    "--planner",
+    default="joint",
+    show_default=True,
+    help="Name of the method, stretto's or an installed package's.",
 )
 @click.option(
     "-o",

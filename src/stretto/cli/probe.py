@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto import units
-from stretto._api.environment import check_interfaces
 from stretto.errors import SpecError
+from stretto.network_interfaces import check_interfaces
 from stretto.schema import Cluster, codec
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def command(
     import torch
     import torch.distributed as dist
 
-    from stretto._api.measuring import probe
+    from stretto._api.measuring import probe, probe_contention
 
     gpu = torch.cuda.is_available() and dist.is_nccl_available()
     if gpu:  # not yet run on a GPU
@@ -138,8 +138,6 @@ def command(
             if levels:
                 if rank == 0:  # kept if contention turns out to be too noisy
                     cluster.save(output)
-                from stretto._api.contention import probe_contention
-
                 cluster = probe_contention(
                     cluster, resources=levels, budget_s=budget_s, progress=progress
                 )
@@ -165,7 +163,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 def _print_synthetic(levels: list[int], budget_s: float, *, as_json: bool) -> None:
     """Measure LIBRA's alpha on one GPU. Not yet run on a GPU."""
-    from stretto._api.contention import fit_compute, probe_device
+    from stretto._api.measuring import fit_compute, probe_device
     from stretto.measure.contention import DEFAULT_RESOURCES
 
     readings = probe_device(resources=levels or DEFAULT_RESOURCES, budget_s=budget_s)

@@ -155,7 +155,7 @@ def command(arguments: tuple[str, ...], convert: bool, **settings: str | None) -
 
 
 def _run_here(arguments: tuple[str, ...]) -> None:
-    from stretto._api.script import run_module, run_script
+    from stretto.script import run_module, run_script
 
     script, *rest = arguments
     if script in ("-m", "--module") and rest:
@@ -193,7 +193,7 @@ def _launch(arguments: tuple[str, ...], *, convert: bool) -> None:
     if parsed.module:
         given.insert(0, MODULE)
     parsed.module = True
-    parsed.training_script = "stretto._api.script"
+    parsed.training_script = "stretto.script"
     parsed.training_script_args = [*given, *parsed.training_script_args]
     try:
         run(parsed)

@@ -137,7 +137,8 @@ def _memory(path: Path | None) -> PlanMemory | None:
 
     Reading must not create a file, especially if its name was mistyped.
     """
-    from stretto.tune.plan_cache import VARIABLE, PlanMemory, default_path
+    from stretto.tune import PlanMemory
+    from stretto.tune.plan_cache import VARIABLE, default_path
 
     where = path or default_path()
     if where is None:

@@ -5,8 +5,19 @@
 
 The conversion refuses code that it does not understand, with a line and a next step,
 and lists what it could not decide. It keeps formatting and comments. Nothing here
-imports torch.
+imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
 """
+
+from stretto.errors import MissingPackage
+
+try:
+    import libcst as _libcst  # noqa: F401 - only to say what is missing
+except ModuleNotFoundError as error:
+    raise MissingPackage(
+        "converting scripts needs LibCST, which is not installed: "
+        'pip install "stretto[convert]"',
+        name="libcst",
+    ) from error
 
 from stretto.convert._memory import (
     conversion_to_run,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import sys
 import tempfile
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.demo.settings import DemoSettings, Outcome
-from stretto.errors import LabError, SpecError
+from stretto.errors import LabError, MissingPackage, SpecError
 from stretto.lab import LabSpec, Mode, run_lab
 from stretto.measure.others import OthersLoad, busy_note
 from stretto.report import (
@@ -40,8 +41,14 @@ def run_demo(
 
     Raises:
         LabError: The lab is unavailable, or the training in it failed.
+        MissingPackage: The convnet's data needs scikit-learn.
         SpecError: The folder cannot be written.
     """
+    if settings.model == "convnet" and importlib.util.find_spec("sklearn") is None:
+        raise MissingPackage(
+            "the convnet trains on scikit-learn's digits: "
+            'pip install "stretto[demo]", or choose --model transformer'
+        )
     out = Path(settings.out)
     for folder in (out, out / "plans"):
         try:

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stretto._api.measuring import probe
 from stretto._api.planning import plan as make_plan
+from stretto._api.planning import simulate
 from stretto._version import __version__
 from stretto.demo import data, models
 from stretto.demo.driver import OUTCOME_FILE, SETTINGS_FILE, plan_file
@@ -36,7 +37,6 @@ from stretto.demo.settings import (
 from stretto.planners.base import predicted_s
 from stretto.runtime import DistributedDataParallel, Recorder
 from stretto.schema import Plan, Timeline
-from stretto.sim.step import simulate_step
 from stretto.tune import DeferredProfile, deferred_plan
 from stretto.units import format_s
 
@@ -361,7 +361,7 @@ def main() -> None:
         for method in chosen:
             method.plan.save(plan_file(out, method.name))
             timelines[method.name].save(scratch / f"measured-{method.name}.json")
-            predicted = simulate_step(workload, cluster, method.plan).timeline
+            predicted = simulate(workload, cluster, method.plan).timeline
             predicted.save(scratch / f"predicted-{method.name}.json")
         # The widest family of the methods: `stretto compare` prints the same bound.
         bound = by_name["stretto"].plan.predicted

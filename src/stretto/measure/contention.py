@@ -12,12 +12,12 @@ from __future__ import annotations
 import abc
 import random
 import statistics
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import NoisyProfile, SpecError
 from stretto.measure.steady import quartile_distance
+from stretto.schema.samples import ContentionReadings, RateReading, SlowdownReading
 from stretto.units import format_bytes, format_s
 
 if TYPE_CHECKING:
@@ -66,52 +66,6 @@ class AbstractContentionBench(abc.ABC):
     @abc.abstractmethod
     def provenance(self) -> dict[str, Any]:
         """Return what was measured on, and how."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlowdownReading:
-    """Computation alone and beside communication; medians, the slowest rank's."""
-
-    resource: int
-
-    compute_alone_s: float
-
-    compute_overlapped_s: float
-
-    spread_ratio: float
-    """Distance between the quartiles of the slow-down, over its median."""
-
-    repetitions: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RateReading:
-    """Transmission alone and beside computation, without the start-up.
-
-    The time of a message of ``size_bytes[1]`` beyond one of ``size_bytes[0]``.
-    """
-
-    resource: int
-
-    wire_bytes: float
-
-    exclusive_s: float
-
-    overlapped_s: float
-
-    repetitions: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContentionReadings:
-    """The result of one probe; equal on all ranks."""
-
-    slowdowns: tuple[SlowdownReading, ...]
-
-    rates: tuple[RateReading, ...]
-    """Empty if the device has no peers."""
-
-    provenance: dict[str, Any] = field(default_factory=dict)
 
 
 def read_contention(

@@ -1,4 +1,8 @@
-"""Planners by name."""
+"""Planners by name: stretto's own, and those that installed packages bring.
+
+A package adds a planner by an entry point of the group `ENTRY_POINTS`, whose name is
+the planner's and whose value is its class.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.errors import SpecError
 from stretto.planners.aiacc import AiaccPlanner
 from stretto.planners.asc_wfbp import AscWfbpPlanner
+from stretto.planners.base import AbstractPlanner
 from stretto.planners.ddp import DdpPlanner
 from stretto.planners.exhaustive import ExhaustivePlanner
 from stretto.planners.fusion import FusionPlanner
@@ -18,11 +23,15 @@ from stretto.planners.libra_m import LibraMPlanner
 from stretto.planners.mg_wfbp import MgWfbpPlanner
 from stretto.planners.single import SinglePlanner
 from stretto.planners.wfbp import WfbpPlanner
+from stretto.plugins import installed_names, load_class
 
 if TYPE_CHECKING:
-    from stretto.planners.base import AbstractPlanner
+    from collections.abc import Mapping
 
-_PLANNERS: dict[str, type[AbstractPlanner]] = {
+ENTRY_POINTS = "stretto.planners"
+"""Group of entry points in which packages name their planners."""
+
+_PLANNERS: Mapping[str, type[AbstractPlanner]] = {
     planner.name: planner
     for planner in (
         SinglePlanner,
@@ -41,21 +50,29 @@ _PLANNERS: dict[str, type[AbstractPlanner]] = {
 }
 
 NAMES = tuple(name for name in _PLANNERS if name != ExhaustivePlanner.name)
-"""The planners to compare, plainest first; `get` also accepts ``exhaustive``."""
+"""stretto's planners to compare, plainest first; `get` accepts others too."""
 
 
-def get(name: str, **options: Any) -> AbstractPlanner:
-    """Return the planner of a name with its options.
+def get(planner: str | AbstractPlanner, **options: Any) -> AbstractPlanner:
+    """Return the planner of a name with its options; a planner is returned unchanged.
 
     Raises:
-        SpecError: the planner or an option is unknown.
+        SpecError: the planner or an option is unknown, or a planner that is made
+            already is given options.
     """
-    known = options_of(name)
+    if isinstance(planner, AbstractPlanner):
+        if options:
+            raise SpecError(
+                f"planner {planner.name} is an object, which has its options already, "
+                f"got {', '.join(options)}: pass them to its constructor"
+            )
+        return planner
+    known = options_of(planner)
     for option in options:
         if option not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
-            raise SpecError(f"planner {name} has no option {option!r}; {has}")
-    return _PLANNERS[name](**options)
+            raise SpecError(f"planner {planner} has no option {option!r}; {has}")
+    return _class_of(planner)(**options)
 
 
 def options_of(name: str) -> tuple[str, ...]:
@@ -64,10 +81,22 @@ def options_of(name: str) -> tuple[str, ...]:
     Raises:
         SpecError: the planner is unknown.
     """
-    if name not in _PLANNERS:
-        raise SpecError(
-            f"planner must be one of {', '.join(_PLANNERS)}, got {name!r}",
-            place=".planner",
-        )
-    parameters = inspect.signature(_PLANNERS[name]).parameters.values()
+    parameters = inspect.signature(_class_of(name)).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+def _class_of(name: str) -> type[AbstractPlanner]:
+    """Return the class of a planner, stretto's own before an installed one.
+
+    Raises:
+        SpecError: there is no such planner, or its package does not load.
+    """
+    found = _PLANNERS.get(name)
+    if found is None:
+        found = load_class(ENTRY_POINTS, name, AbstractPlanner)  # type: ignore[type-abstract]
+    if found is None:
+        names = (*_PLANNERS, *installed_names(ENTRY_POINTS, besides=_PLANNERS))
+        raise SpecError(
+            f"planner must be one of {', '.join(names)}, got {name!r}", place=".planner"
+        )
+    return found

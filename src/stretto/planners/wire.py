@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+    from stretto.planners.base import AbstractPlanner
     from stretto.schema import Cluster, Plan, Workload
 
 
 def plan_with_wire(
     workload: Workload,
     cluster: Cluster,
-    planner: str,
+    planner: str | AbstractPlanner,
     *,
     wire_dtype: str | None = None,
     near: Sequence[Plan] = (),

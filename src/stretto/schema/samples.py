@@ -1,8 +1,9 @@
-"""Collective times that a network probe measures, for fitting."""
+"""Times that probes of the network and of contention measure, for fitting."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from stretto.schema import _rules
 
@@ -74,3 +75,49 @@ class ContentionSample:
         ):
             _rules.finite(f".{name}", getattr(self, name), above=0.0)
         _rules.at_least(".repetitions", self.repetitions, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowdownReading:
+    """Computation alone and beside communication; medians, the slowest rank's."""
+
+    resource: int
+
+    compute_alone_s: float
+
+    compute_overlapped_s: float
+
+    spread_ratio: float
+    """Distance between the quartiles of the slow-down, over its median."""
+
+    repetitions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateReading:
+    """Transmission alone and beside computation, without the start-up.
+
+    The time of a probe's larger message beyond its smaller one.
+    """
+
+    resource: int
+
+    wire_bytes: float
+
+    exclusive_s: float
+
+    overlapped_s: float
+
+    repetitions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContentionReadings:
+    """The result of one probe of contention by resource; equal on all ranks."""
+
+    slowdowns: tuple[SlowdownReading, ...]
+
+    rates: tuple[RateReading, ...]
+    """Empty if the device has no peers."""
+
+    provenance: dict[str, Any] = field(default_factory=dict)

@@ -11,14 +11,18 @@ if TYPE_CHECKING:
     from stretto.tune.options import ENSEMBLE, GUIDED, TuneOptions
     from stretto.tune.plan_cache import PlanMemory
     from stretto.tune.result import OnSettled, TuningResult, summary
+    from stretto.tune.techniques import AbstractTechnique, Proposal, SearchContext
 
 __all__ = [
     "ENSEMBLE",
     "GUIDED",
+    "AbstractTechnique",
     "AutoPlan",
     "DeferredProfile",
     "OnSettled",
     "PlanMemory",
+    "Proposal",
+    "SearchContext",
     "TuneOptions",
     "TuningResult",
     "deferred_plan",
@@ -26,12 +30,15 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AbstractTechnique": "techniques",
     "AutoPlan": "controller",
     "DeferredProfile": "initial_profile",
     "ENSEMBLE": "options",
     "GUIDED": "options",
     "OnSettled": "result",
     "PlanMemory": "plan_cache",
+    "Proposal": "techniques",
+    "SearchContext": "techniques",
     "TuningResult": "result",
     "TuneOptions": "options",
     "deferred_plan": "initial_profile",

@@ -2,13 +2,15 @@
 
 AIACC-Training section VI starts a job from the settings of the most similar earlier
 job, by the graph edit distance (Gao et al. 2010) of the computation graph and of the
-network topology. The exact distance takes exponential time. Here, small graphs use
-NetworkX's search with a short time limit, and chains of many tensors use an alignment:
-the cheapest edit that keeps the chain's order, an upper bound on the distance.
+network topology. The exact distance takes exponential time. Here, all
+matchings of the ranks of small topologies are tried. Chains of many tensors use an
+alignment: the cheapest edit that keeps the chain's order, an upper bound on the
+distance.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,6 @@ LONGEST_CHAIN = 512
 SMALL_RANKS = 6
 """Up to this many ranks the topology's distance is searched; above, it is bounded."""
 
-_SEARCH_S = 0.2
 _OCTAVES = 8.0
 """Sizes this many doublings apart share nothing."""
 
@@ -120,30 +121,26 @@ def _edge_cost(one: tuple[bool, float | None], two: tuple[bool, float | None]) -
     return min(1.0, abs(math.log2(one[1] / two[1])) / _OCTAVES)
 
 
-def _edge(topology: Topology, a: int, b: int) -> tuple[bool, float | None]:
-    within = a // topology.ranks_per_host == b // topology.ranks_per_host
-    rate = topology.intra_bytes_per_s if within else topology.inter_bytes_per_s
-    return within, rate
-
-
 def _searched(first: Topology, second: Topology) -> float:
-    import networkx
+    """Return the exact distance: the cheapest way to match the ranks.
 
-    graphs = []
-    for topology in (first, second):
-        graph: Any = networkx.Graph()
-        graph.add_nodes_from(range(topology.ranks))
-        for a in range(topology.ranks):
-            for b in range(a):
-                graph.add_edge(a, b, rate=_edge(topology, a, b))
-        graphs.append(graph)
-    found = networkx.graph_edit_distance(
-        *graphs,
-        edge_subst_cost=lambda one, two: _edge_cost(one["rate"], two["rate"]),
-        timeout=_SEARCH_S,
+    Both graphs are complete, and replacing an edge never costs more than deleting it.
+    So some cheapest edit matches every rank of the smaller topology.
+    """
+    few, many = sorted((first, second), key=lambda t: t.ranks)
+    costs = np.array(
+        [
+            [_edge_cost(_kind(few, a), _kind(many, b)) for b in (False, True)]
+            for a in (False, True)
+        ]
     )
-    bound = _matched(first, second)
-    return bound if found is None else min(float(found), bound)
+    orders = np.array(list(itertools.permutations(range(many.ranks), few.ranks)))
+    one, two = np.triu_indices(few.ranks, 1)
+    within_few = one // few.ranks_per_host == two // few.ranks_per_host
+    hosts = orders // many.ranks_per_host
+    within_many = hosts[:, one] == hosts[:, two]
+    replaced = costs[within_few.astype(int), within_many.astype(int)].sum(axis=1)
+    return _size(many.ranks) - _size(few.ranks) + float(replaced.min())
 
 
 def _matched(first: Topology, second: Topology) -> float:

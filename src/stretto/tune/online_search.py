@@ -13,15 +13,7 @@ from stretto.schema import Plan, codec
 from stretto.tune.calibration import TRUSTED_RATIO
 from stretto.tune.rank_sync import Refused
 from stretto.tune.search import CONTROL, START, Search
-from stretto.tune.techniques import (
-    AbstractTechnique,
-    BayesTechnique,
-    CoordinateTechnique,
-    GridTechnique,
-    HyperbandTechnique,
-    PopulationTechnique,
-    PredictedTechnique,
-)
+from stretto.tune.techniques import AbstractTechnique, SearchContext, technique_of
 from stretto.tune.techniques.aiacc import Bandit
 from stretto.units import format_s
 
@@ -48,22 +40,21 @@ _MOST_UNCOUNTED = 6
 def techniques(
     calibrated: CalibratedModel, options: TuneOptions
 ) -> dict[str, AbstractTechnique]:
-    """Return the techniques named in the options, over the guide's space."""
-    space, rng = calibrated.space, random.Random(options.seed)
-    made: dict[str, Callable[[], AbstractTechnique]] = {
-        "predicted": lambda: PredictedTechnique(
-            space, calibrated.point_s, doubt_ratio=lambda: calibrated.doubt_ratio
-        ),
-        # With a model, it descends from the model's plan.
-        "coordinate": lambda: CoordinateTechnique(
-            space, None if options.model else space.middle
-        ),
-        "grid": lambda: GridTechnique(space),
-        "population": lambda: PopulationTechnique(space, rng),
-        "bayes": lambda: BayesTechnique(space, seed=options.seed),
-        "hyperband": lambda: HyperbandTechnique(space, rng),
-    }
-    return {name: made[name]() for name in options.techniques}
+    """Return the options' techniques by name, over the model's space.
+
+    With a model, the search begins with the model's plan.
+    """
+    space, uses_model = calibrated.space, options.model
+    context = SearchContext(
+        space=space,
+        seed=options.seed,
+        rng=random.Random(options.seed),
+        start=None if uses_model else space.middle,
+        predict_s=calibrated.point_s if uses_model else None,
+        doubt_ratio=lambda: calibrated.doubt_ratio,
+    )
+    chosen = map(technique_of, options.techniques)
+    return {kind.name: kind.of(context) for kind in chosen}
 
 
 @final

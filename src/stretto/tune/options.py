@@ -5,17 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stretto.errors import SpecError
+from stretto.tune.techniques import AbstractTechnique, technique_of
 from stretto.tune.techniques.aiacc import EXPLORATION, WINDOW
 from stretto.tune.trial import Limits
-
-TECHNIQUES = (
-    "predicted",
-    "coordinate",
-    "grid",
-    "population",
-    "bayes",
-    "hyperband",
-)
 
 GUIDED = ("predicted", "coordinate")
 """The default: the fitted model's ranking first, then neighbors of the best."""
@@ -37,8 +29,9 @@ class TuneOptions:
     plan and corrections of the model. Half of the budget for ``steps`` steps may be
     lost at once; the rest is earned step by step."""
 
-    techniques: tuple[str, ...] = GUIDED
-    """Techniques that propose plans; a bandit chooses among them."""
+    techniques: tuple[str | type[AbstractTechnique], ...] = GUIDED
+    """Techniques that propose plans; a bandit chooses among them. Each is the name of
+    one of stretto's or of an installed package's, or a class."""
 
     model: bool = True
     """Whether the planner's plan comes first and predictions rule plans out. If false,
@@ -68,18 +61,22 @@ class TuneOptions:
         if self.steps < 0:
             raise SpecError(f"steps must be >= 0, got {self.steps}", place=".steps")
         _ = self.limits  # which checks lost_ratio and patience
-        for i, name in enumerate(self.techniques):
-            if name not in TECHNIQUES or name in self.techniques[:i]:
+        names: list[str] = []
+        for i, each in enumerate(self.techniques):
+            place = f".techniques[{i}]"
+            kind = technique_of(each, place=place)
+            if kind.name in names:
                 raise SpecError(
-                    f"techniques must be different ones of {', '.join(TECHNIQUES)}, "
-                    f"got {name!r}",
-                    place=f".techniques[{i}]",
+                    f"techniques must be different, got {kind.name!r} twice",
+                    place=place,
                 )
-        if not self.model and "predicted" in self.techniques:
-            raise SpecError(
-                "technique 'predicted' needs model=True: it ranks by the fitted model",
-                place=".techniques",
-            )
+            if kind.needs_model and not self.model:
+                raise SpecError(
+                    f"technique {kind.name!r} needs model=True: it ranks by the fitted "
+                    "model",
+                    place=place,
+                )
+            names.append(kind.name)
 
     @property
     def limits(self) -> Limits:

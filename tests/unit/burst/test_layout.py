@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.burst.layout import Layouts
 from stretto.cost.burst import samples_on
+from stretto.sim.sample_layout import Layouts
 
 
 @st.composite

@@ -6,51 +6,24 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from stretto.schema import AllReduceFit, Cluster, Link, TensorSpec, Workload
+from stretto.testing.instances import capped_cluster, small_workload
 from stretto.tune.search_space import Space
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from stretto.schema import Cluster, Workload
     from stretto.tune.search_space import Point
-
-MIB = 2**20
 
 
 @pytest.fixture(scope="session")
 def workload() -> Workload:
-    sizes = [MIB // 4, MIB, 3 * MIB, 4 * MIB, 2 * MIB, MIB // 2, 4096, 8 * MIB]
-    return Workload(
-        name="small",
-        framework="pytorch",
-        device="cpu",
-        batch_per_rank=8,
-        forward_s=0.03,
-        backward_s=0.1,
-        tensors=tuple(
-            TensorSpec(
-                name=f"t{i}",
-                bytes=size,
-                dtype="float32",
-                ready_s=0.1 * (i + 1) / len(sizes),
-                needed_s=0.03 * (len(sizes) - 1 - i) / len(sizes),
-            )
-            for i, size in enumerate(sizes)
-        ),
-    )
+    return small_workload()
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Cluster:
-    link = Link(latency_s=1e-4, bandwidth_bytes_per_s=1.2e8, stream_bytes_per_s=0.35e8)
-    return Cluster(
-        name="capped",
-        hosts=4,
-        ranks_per_host=1,
-        inter_host=link,
-        intra_host=link,
-        allreduce=AllReduceFit(startup_s=0.003, s_per_byte=4.3e-8, ranks=4),
-    )
+    return capped_cluster()
 
 
 @pytest.fixture(scope="session")

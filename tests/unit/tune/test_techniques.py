@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from itertools import pairwise
 from statistics import fmean
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stretto.errors import SpecError
+from stretto.testing.technique_suite import proposed as run
+from stretto.testing.technique_suite import technique_checks
 from stretto.tune.techniques import (
     AbstractTechnique,
     BayesTechnique,
@@ -19,11 +20,14 @@ from stretto.tune.techniques import (
     HyperbandTechnique,
     PopulationTechnique,
     PredictedTechnique,
+    Proposal,
+    technique_of,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from stretto.testing.checks import Check
     from stretto.tune.search_space import Point, Space
 
     StepTime = Callable[[Point], float]
@@ -49,51 +53,51 @@ def made(
     return PredictedTechnique(space, step_s)
 
 
-def run(technique: AbstractTechnique, step_s: StepTime, trials: int) -> list[Point]:
-    asked = []
-    for _ in range(trials):
-        proposal = technique.ask()
-        if proposal is None:
-            break
-        asked.append(proposal.point)
-        technique.tell(proposal, step_s(proposal.point), mine=True)
-    return asked
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        pytest.param(name, check, id=f"{name}: {check}")
+        for name in NAMES
+        for check in technique_checks(technique_of(name))
+    ],
+)
+def test_contract_holds(name: str, check: Check) -> None:
+    if name == "bayes":
+        pytest.importorskip("optuna", reason="stretto[tune] is not installed")
+    check()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_proposals_are_canonical_points_of_the_space(
-    name: str, space: Space, step_s: StepTime
+class Endless(AbstractTechnique):
+    """Proposes a point outside of the space, or one of its own choice."""
+
+    name = "endless"
+    outside = True
+    drawn = random.Random(0)
+
+    def __init__(self, space: Space) -> None:
+        self._points = space.points
+
+    def ask(self) -> Proposal:
+        point = self.drawn.choice(self._points)
+        return Proposal(point=(-1, *point[1:]) if self.outside else point)
+
+    def tell(self, proposal: Proposal, step_s: float, *, mine: bool) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("outside", "fact", "found"),
+    [
+        (True, 0, "no canonical points"),
+        (False, 1, "equal searches got different proposals"),
+    ],
+)
+def test_the_suite_finds_broken_techniques(
+    outside: bool, fact: int, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = run(made(name, space, step_s), step_s, 60)
-    assert asked
-    assert set(asked) <= set(space.points)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_equal_seeds_and_results_give_equal_proposals(
-    name: str, space: Space, step_s: StepTime
-) -> None:
-    first, second = (run(made(name, space, step_s), step_s, 40) for _ in range(2))
-    assert first == second
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_points_that_can_not_run_and_others_results_are_taken(
-    name: str, space: Space, step_s: StepTime
-) -> None:
-    technique = made(name, space, step_s)
-    rng = random.Random(1)
-    for turn in range(40):
-        proposal = technique.ask()
-        if proposal is None:
-            break
-        assert proposal.steps >= 3
-        broken = turn % 5 == 0
-        technique.tell(
-            proposal, math.inf if broken else step_s(proposal.point), mine=True
-        )
-        foreign = type(proposal)(point=rng.choice(space.points))
-        technique.tell(foreign, step_s(foreign.point), mine=False)
+    monkeypatch.setattr(Endless, "outside", outside)
+    with pytest.raises(AssertionError, match=found):
+        technique_checks(Endless)[fact]()
 
 
 @pytest.mark.parametrize("name", ["bayes", "population", "coordinate"])

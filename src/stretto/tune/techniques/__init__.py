@@ -6,9 +6,15 @@ from stretto.tune.techniques.aiacc import (
     HyperbandTechnique,
     PopulationTechnique,
 )
-from stretto.tune.techniques.base import LEAST_STEPS, AbstractTechnique, Proposal
+from stretto.tune.techniques.base import (
+    LEAST_STEPS,
+    AbstractTechnique,
+    Proposal,
+    SearchContext,
+)
 from stretto.tune.techniques.coordinate import CoordinateTechnique
 from stretto.tune.techniques.predicted import PredictedTechnique
+from stretto.tune.techniques.registry import technique_of
 
 __all__ = [
     "LEAST_STEPS",
@@ -20,4 +26,6 @@ __all__ = [
     "PopulationTechnique",
     "PredictedTechnique",
     "Proposal",
+    "SearchContext",
+    "technique_of",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
 from stretto.errors import SpecError
 from stretto.tune.techniques.base import LEAST_STEPS, AbstractTechnique, Proposal
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.tune.search_space import Point, Space
+    from stretto.tune.techniques.base import SearchContext
 
 
 @final
@@ -66,6 +67,11 @@ class PopulationTechnique(AbstractTechnique):
     """
 
     name: ClassVar[str] = "population"
+
+    @classmethod
+    def of(cls, context: SearchContext) -> Self:
+        """Return the technique with the search's generator."""
+        return cls(context.space, context.rng)
 
     def __init__(
         self, space: Space, rng: random.Random, *, members: int = MEMBERS
@@ -147,6 +153,15 @@ class BayesTechnique(AbstractTechnique):
     """
 
     name: ClassVar[str] = "bayes"
+
+    @classmethod
+    def of(cls, context: SearchContext) -> Self:
+        """Return the technique with the search's seed.
+
+        Raises:
+            SpecError: Optuna is not installed.
+        """
+        return cls(context.space, seed=context.seed)
 
     def __init__(
         self, space: Space, *, seed: int, startup_trials: int = STARTUP_TRIALS
@@ -235,6 +250,11 @@ class HyperbandTechnique(AbstractTechnique):
     """
 
     name: ClassVar[str] = "hyperband"
+
+    @classmethod
+    def of(cls, context: SearchContext) -> Self:
+        """Return the technique with the search's generator."""
+        return cls(context.space, context.rng)
 
     def __init__(
         self,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import abc
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
-from stretto.tune.search_space import Point
+from stretto.tune.search_space import Point, Space
 
 LEAST_STEPS = 3
 """Least number of steps whose median is a score."""
@@ -19,6 +21,29 @@ class Proposal:
     point: Point
 
     steps: int = LEAST_STEPS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchContext:
+    """What a search gives to the techniques that it makes."""
+
+    space: Space
+    """The points that may be proposed."""
+
+    seed: int = 0
+    """The search's seed, `TuneOptions.seed`."""
+
+    rng: random.Random
+    """A generator with that seed, which the search's techniques share."""
+
+    start: Point | None = None
+    """Where to begin; ``None`` if the search begins with the model's plan."""
+
+    predict_s: Callable[[Point], float] | None = None
+    """A point's step time under the current model; ``None`` without a model."""
+
+    doubt_ratio: Callable[[], float] = lambda: 0.0
+    """The largest prediction error so far, as a share of the measured time."""
 
 
 class AbstractTechnique(abc.ABC):
@@ -38,6 +63,20 @@ class AbstractTechnique(abc.ABC):
 
     name: ClassVar[str]
     """The technique's name in reports and options."""
+
+    needs_model: ClassVar[bool] = False
+    """Whether it needs `SearchContext.predict_s`."""
+
+    @classmethod
+    def of(cls, context: SearchContext) -> Self:
+        """Return the technique for one search.
+
+        By default the constructor gets the space only. Overridden to pass more of the
+        context, or options of the technique.
+        """
+        make: Any = cls  # whose constructor takes a space
+        made: Self = make(context.space)
+        return made
 
     @abc.abstractmethod
     def ask(self) -> Proposal | None:

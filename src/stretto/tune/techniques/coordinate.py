@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import TYPE_CHECKING, ClassVar, Self, final
 
 from stretto.tune.techniques.base import AbstractTechnique, Proposal
 
 if TYPE_CHECKING:
     from stretto.tune.search_space import Point, Space
+    from stretto.tune.techniques.base import SearchContext
 
 
 @final
@@ -22,6 +23,11 @@ class CoordinateTechnique(AbstractTechnique):
     """
 
     name: ClassVar[str] = "coordinate"
+
+    @classmethod
+    def of(cls, context: SearchContext) -> Self:
+        """Return the technique at the search's start, or at the first result."""
+        return cls(context.space, context.start)
 
     def __init__(self, space: Space, start: Point | None = None) -> None:
         """Descend from ``start``, or from the first point reported."""

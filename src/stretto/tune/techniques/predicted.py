@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import TYPE_CHECKING, ClassVar, Self, final
 
+from stretto.errors import SpecError
 from stretto.tune.techniques.base import AbstractTechnique, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stretto.tune.search_space import Point, Space
+    from stretto.tune.techniques.base import SearchContext
 
 MOST_RATIO = 1.10
 """Points predicted to be slower than the best by more than this are not proposed ..."""
@@ -28,6 +30,21 @@ class PredictedTechnique(AbstractTechnique):
     """
 
     name: ClassVar[str] = "predicted"
+
+    needs_model: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, context: SearchContext) -> Self:
+        """Return the technique over the search's model.
+
+        Raises:
+            SpecError: the search has no model.
+        """
+        if context.predict_s is None:
+            raise SpecError(
+                f"technique {cls.name!r} needs model=True: it ranks by the fitted model"
+            )
+        return cls(context.space, context.predict_s, doubt_ratio=context.doubt_ratio)
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import multiprocessing
 
-from stretto._api.script import warn_of_spawn
+from stretto.script import warn_of_spawn
 
 
 @pytest.mark.parametrize(

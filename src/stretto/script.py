@@ -1,6 +1,6 @@
 """Run a script in this process with stretto's DistributedDataParallel.
 
-torchrun starts this as ``python -m stretto._api.script SCRIPT ARGS``.
+torchrun starts this as ``python -m stretto.script SCRIPT ARGS``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ import torch.nn.parallel.distributed
 from torch import multiprocessing
 
 from stretto._api.ddp import DistributedDataParallel
-from stretto._api.environment import check_interfaces
-from stretto.convert import Choices, run_converted
 from stretto.errors import SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.main_module import main_file, run_file, run_named
+from stretto.network_interfaces import check_interfaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,7 +39,7 @@ _log = get_logger(__name__)
 CONVERT_VARIABLE = "STRETTO_CONVERT"
 """Set by `stretto run --convert`: scripts for one device are converted first."""
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parent
 
 
 def replace_ddp() -> None:
@@ -88,10 +87,12 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
     Raises:
         SpecError: There is no such script, or no such network interface.
+        MissingPackage: The script is to be converted, and LibCST is missing.
     """
     path = Path(script)
     if not path.is_file():
         raise SpecError(f"{script}: no such script")
+    run = _runner_of(script)
     check_interfaces(os.environ)
     replace_ddp()
     warn_of_spawn()
@@ -101,10 +102,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         sys.path[: _own_entries()] = [main_file(script)]
     else:
         _search_first(path.resolve().parent)
-    if os.environ.get(CONVERT_VARIABLE):
-        _end_on_error(lambda: run_converted(path, Choices()))
-    else:
-        _end_on_error(lambda: run_file(script))
+    _end_on_error(run)
 
 
 def run_module(module: str, arguments: Sequence[str]) -> None:
@@ -135,6 +133,20 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
     _end_on_error(lambda: run_named(module))
 
 
+def _runner_of(script: str) -> Callable[[], None]:
+    """Return what runs a script, converted if that is requested.
+
+    Raises:
+        MissingPackage: The script is to be converted, and LibCST is missing.
+    """
+    if not os.environ.get(CONVERT_VARIABLE):
+        return functools.partial(run_file, script)
+    # Imported before the script's folder comes first in the search for modules.
+    from stretto.convert import Choices, run_converted
+
+    return functools.partial(run_converted, Path(script), Choices())
+
+
 def _own_entries() -> int:
     """Return how many entries of ``sys.path`` this program's start has put first."""
     return 0 if sys.flags.safe_path else 1
@@ -158,7 +170,7 @@ def _show_log() -> None:
 
 
 def main() -> None:
-    """Run ``python -m stretto._api.script SCRIPT ARGS``."""
+    """Run ``python -m stretto.script SCRIPT ARGS``."""
     script, *arguments = sys.argv[1:]
     try:
         if script == "-m":

@@ -1,0 +1,66 @@
+"""Classes that installed packages add by entry points."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, TypeVar
+
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from importlib.metadata import EntryPoint
+
+_Class = TypeVar("_Class")
+
+
+def installed_names(group: str, *, besides: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the sorted names of a group's entry points, without some."""
+    return tuple(sorted(entry_points(group=group).names.difference(besides)))
+
+
+def load_class(group: str, name: str, base: type[_Class]) -> type[_Class] | None:
+    """Return the class that an entry point names, or ``None`` without such an entry.
+
+    Args:
+        group: The entry points' group, for instance ``stretto.planners``.
+        name: The entry point's name, which is also the class's ``name``.
+        base: The contract that the class implements.
+
+    Raises:
+        SpecError: Several packages have the entry point, it does not load, or it is
+            not a concrete subclass of ``base`` of that name.
+    """
+    found = list(entry_points(group=group, name=name))
+    if not found:
+        return None
+    if len(found) > 1:
+        packages = ", ".join(sorted(map(_package_of, found)))
+        raise SpecError(
+            f"{group}: {name!r} is an entry point of several packages ({packages}): "
+            "uninstall all but one"
+        )
+    where = f"{group}: entry point {name!r} of {_package_of(found[0])}"
+    try:
+        value = found[0].load()
+    except Exception as exc:
+        why = f"{type(exc).__name__}: {exc}"
+        raise SpecError(f"{where} cannot be loaded: {why}") from exc
+    if not (inspect.isclass(value) and issubclass(value, base)):
+        raise SpecError(f"{where} must be a subclass of {base.__name__}, got {value!r}")
+    missing: Iterable[str] = getattr(value, "__abstractmethods__", ())
+    if missing:
+        names = ", ".join(sorted(missing))
+        raise SpecError(f"{where}: {value.__name__} must implement {names}")
+    if getattr(value, "name", None) != name:
+        raise SpecError(
+            f"{where}: {value.__name__}.name must be {name!r}, got "
+            f"{getattr(value, 'name', None)!r}"
+        )
+    return value
+
+
+def _package_of(entry: EntryPoint) -> str:
+    """Return the name of the package that brings an entry point."""
+    return "an unnamed package" if entry.dist is None else entry.dist.name
