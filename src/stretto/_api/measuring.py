@@ -18,6 +18,8 @@ from stretto.measure import (
     read_contention,
 )
 from stretto.measure.load import backward, convolutions
+from stretto.measure.network import device_of
+from stretto.runtime import backends
 from stretto.runtime.agreement import Agreement, ranks_of
 from stretto.runtime.backends.nccl import most_ctas_of
 from stretto.runtime.lanes import LanePool
@@ -83,18 +85,15 @@ def probe_contention(
     Raises:
         SpecError, Infeasible, NoisyProfile: As `read_contention`, `with_contention`.
     """
-    backend = str(dist.get_backend(group))
-    device = torch.device("cpu")
-    if "nccl" in backend:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = device_of(group)
     chosen = load or (backward(device) if device.type == "cuda" else None)
     world = group or dist.group.WORLD
-    assert world is not None  # noqa: S101 - the backend was asked above
+    assert world is not None  # noqa: S101 - there is a default group
     ranks = ranks_of(world, timeout_s=None)
     pool = LanePool(
         ranks,
         serial=Agreement(ranks).serial,
-        backend="nccl" if "nccl" in backend else "gloo",
+        backend=backends.for_device(device.type).name,
         device=device,
     )
     try:

@@ -159,11 +159,10 @@ class RankGroups:
         ``tag`` pairs a peer's send with this rank's receive.
         """
         lane = self._moves
-        if self._backend != "nccl":
+        if not backends.get(self._backend).pairs_by_order:
             got = [lane.recv([rows], peer, tag) for peer, rows in receives]
             return [lane.send([rows], peer, tag) for peer, rows in sends], got
-        # Not yet run on a GPU. NCCL pairs sends and receives only by order; within one
-        # group they do not wait for each other, and the group is awaited as one.
+        # Not yet run on a GPU: the group is awaited as one.
         if not sends and not receives:
             return [], []
         lane._start_coalescing()  # noqa: SLF001

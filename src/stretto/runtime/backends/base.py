@@ -133,6 +133,10 @@ class AbstractBackend(abc.ABC):
     """Whether waiting for a work blocks the host until its result is there, so that
     failures and ends can be observed on the host."""
 
+    pairs_by_order: ClassVar[bool] = False
+    """Whether sends and receives are paired by their order alone, without tags, and
+    must be posted as one group to not wait for each other."""
+
     ends_at_exit: ClassVar[bool]
     """Whether its lanes must be closed while the interpreter still runs."""
 

@@ -393,6 +393,7 @@ class NcclBackend(AbstractBackend):
     name = "nccl"
     device_type = "cuda"
     completes_on_host = False
+    pairs_by_order = True
     # Communicators must end while the driver still works.
     ends_at_exit = True
 
