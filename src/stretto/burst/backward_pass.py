@@ -1,8 +1,17 @@
-"""The backward of a burst model on one rank, from its first gradient to its last."""
+"""The backward of a burst model on one rank, from its first gradient to its last.
+
+# Note [Forwards that wait for their backward]
+Other forwards may run before a forward's backward, with other shares of the batch and
+other parameters frozen. So each output remembers its own forward, and a backward works
+as the first output that it reaches says. This is the one computed last, on every rank.
+A gradient that reaches a parameter directly may come earlier, and waits for it. Outputs
+that one backward can't treat alike are rejected, from what all ranks know.
+"""
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -10,8 +19,11 @@ from torch import Tensor, nn
 
 from stretto.burst import torch_calls
 from stretto.burst.boundary import require_values
+from stretto.burst.captures import Trained
+from stretto.burst.gradient_sync import GradientSync
 from stretto.burst.reach import Reached
 from stretto.burst.shadows import MODEL_GONE
+from stretto.burst.tracing.packing import Results
 from stretto.errors import StrettoError
 from stretto.runtime.torch_compat import without_dynamo
 
@@ -20,16 +32,34 @@ if TYPE_CHECKING:
 
     from stretto.burst.activation_transfer import ActivationTransfer
     from stretto.burst.changes import Changes
-    from stretto.burst.gradient_sync import GradientSync
     from stretto.burst.optimizer_use import OptimizerUse
     from stretto.burst.ownership import Ownership
     from stretto.burst.rank_groups import RankGroups
     from stretto.burst.stale_guard import StaleParameterGuard
     from stretto.burst.timings import StepClock, Timings
     from stretto.burst.torch_seam import TorchSeam
-    from stretto.burst.tracing.packing import Results
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EndedForward:
+    """What backward must know of a forward."""
+
+    results: Results | None
+    """Of its outputs; ``None`` if backward reached none."""
+
+    shares: tuple[float, ...]
+    """Each rank's part of the global batch."""
+
+    trained: Trained
+
+    sync: GradientSync
+    """Sends the gradients of these parameters."""
+
+    plan: int
+    """Number of the plan that it followed."""
 
 
 @final
@@ -77,16 +107,34 @@ class BackwardPass:
         self._queued = False
         self._handles: list[Any] = []
         self._left_over: list[tuple[str, nn.Parameter, Tensor]] = []
-        self.share = 1 / rank_groups.ranks.size
-        """This rank's part of the global batch of the last forward."""
+        size = rank_groups.ranks.size
+        self._last_shares: tuple[float, ...] = (1 / size,) * size
+        """Of the last forward."""
+        self._plan = 0
+        self._trained: Trained = ()
+        self._running: EndedForward | None = None
+        """See Note [Forwards that wait for their backward]."""
+        self._direct: list[tuple[nn.Parameter, Tensor]] = []
+        """Gradients of the loss's own use of parameters, before the first output."""
+        self._has_direct = False
+        self._has_other_shares = False
         self.sync: GradientSync | None = None
         """Sends the gradients of the parameters that are trained now."""
         self.reached = Reached(())
 
     def follow(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Expect gradients of a model's parameters, which may be a later plan's."""
+        self._plan += 1
         self._parameters = tuple(p for _, p in parameters)
         self.reached = Reached(parameters)
+        for handle in self._handles:
+            handle.remove()
+        # Also of frozen parameters: a forward may wait while they are unfrozen.
+        self._handles = [
+            handle
+            for parameter in self._parameters
+            if (handle := _hooked(parameter, _DirectHook(self, parameter))) is not None
+        ]
 
     def note_left_over(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Record the gradients from before the model was set up."""
@@ -94,42 +142,116 @@ class BackwardPass:
             (name, p, p.grad) for name, p in parameters if p.grad is not None
         ]
 
-    def use(self, sync: GradientSync) -> None:
-        """Send gradients by this sender, and hook the parameters trained now."""
+    def use(self, sync: GradientSync, trained: Trained) -> None:
+        """Send the gradients of later forwards by this sender."""
         if self.sync is not None:
             sync.is_on = self.sync.is_on
         self.sync = sync
-        for handle in self._handles:
-            handle.remove()
-        self._handles = [
-            parameter.register_hook(_DirectHook(self, parameter))
-            for parameter in self._parameters
-            if parameter.requires_grad
-        ]
+        self._trained = trained
+
+    def forward_ended(self, results: Results, counts: tuple[int, ...]) -> EndedForward:
+        """Return what the backward of a forward with these samples by rank needs."""
+        assert self.sync is not None  # noqa: S101
+        self._last_shares = tuple(count / sum(counts) for count in counts)
+        return EndedForward(
+            results=results,
+            shares=self._last_shares,
+            trained=self._trained,
+            sync=self.sync,
+            plan=self._plan,
+        )
 
     def own_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the layers that this rank runs."""
         return (p for p in self._parameters if self._ownership.runs_parameter(p))
 
-    def output_arrived(self, results: Results, grad: Tensor) -> None:
-        """Record that backward comes from the model's output, with its gradient."""
+    def output_arrived(self, forward: EndedForward, grad: Tensor) -> None:
+        """Record that backward comes from a forward's output, with its gradient."""
         with self._rank_groups.inside_step():
             require_values(grad)
-        if not results.differs:  # else the outputs' own hooks record them
-            self.reached.arrived_at_all(results)
-        self._begin()
+            if forward.plan != self._plan:
+                raise StrettoError(
+                    "backward of a forward from before apply_plan(), which gave its "
+                    "layers to other ranks: call apply_plan between optimizer.step() "
+                    "and the next forward"
+                )
+            results = forward.results
+            if results is not None and not results.differs:
+                self.reached.arrived_at_all(results)  # else outputs' own hooks do it
+            self._begin()
+            if self._running is None:
+                self._run(forward)
+            else:
+                self._join(forward, self._running)
 
     def _begin(self) -> None:
         if not self._queued:
             self._queued = True
-            assert self.sync is not None  # noqa: S101
-            if self._handles:  # some parameter is trained
+            if any(self._trained):
                 self._stale_guard.backward_begins()
             with self._rank_groups.inside_step():
                 self._require_none_left_over()
                 self._uses.backward_begins(self._changes.backward_begins())
-                self.sync.begin()
             _queue_callback(self._ended)
+
+    def _run(self, forward: EndedForward) -> None:
+        """Work as the first forward whose output backward reaches says.
+
+        Raises:
+            StrettoError: other parameters are trained now, and gradients must be kept.
+        """
+        now = self.sync
+        assert now is not None  # noqa: S101
+        if forward.sync is not now:
+            now.require_nothing_kept(
+                "backward of a forward from before parameters were frozen or unfrozen"
+            )
+            if not now.is_on:
+                raise StrettoError(
+                    "parameters were frozen or unfrozen after the forward whose "
+                    "backward runs in no_sync(): do it after optimizer.step()"
+                )
+            forward.sync.is_on = True
+        self._running = forward
+        forward.sync.begin()
+        direct, self._direct = self._direct, []
+        for parameter, grad in direct:
+            self._add_direct(parameter, grad, forward)
+
+    def _join(self, forward: EndedForward, first: EndedForward) -> None:
+        """Require that one backward can serve another forward too.
+
+        Raises:
+            StrettoError: it can't.
+        """
+        more = zip(forward.trained, first.trained, strict=True)
+        if any(here and not there for here, there in more):
+            raise StrettoError(
+                "one backward of two forwards, between which parameters were frozen: "
+                "call backward() for each, or freeze after the last forward"
+            )
+        self._has_other_shares |= forward.shares != first.shares
+
+    def _require_one_share(self) -> None:
+        """Check it when backward ends: only the order differs between ranks.
+
+        Raises:
+            StrettoError: a parameter's gradient has no one weight.
+        """
+        if self._has_direct and self._has_other_shares:
+            raise StrettoError(
+                "the loss uses a parameter directly and outputs of two forwards in "
+                "which ranks have different parts of the batch, so the parameter's "
+                "gradient has no one weight: give each rank the same part of both "
+                "batches, or call backward() for each forward's loss"
+            )
+
+    def _add_direct(
+        self, parameter: nn.Parameter, grad: Tensor, forward: EndedForward
+    ) -> None:
+        self._has_direct = True
+        share = forward.shares[self._rank_groups.ranks.rank]
+        forward.sync.add_direct(parameter, grad * share)
 
     def _require_none_left_over(self) -> None:
         """Reject gradients from before the model was set up, except zeros.
@@ -152,9 +274,10 @@ class BackwardPass:
 
     def gradient_arrived(self, parameter: nn.Parameter) -> None:
         """Record that a layer's gradient of a parameter is complete."""
-        assert self.sync is not None  # noqa: S101
+        sync = self.sync if self._running is None else self._running.sync
+        assert sync is not None  # noqa: S101
         with self._rank_groups.inside_step():
-            self.sync.arrived(parameter)
+            sync.arrived(parameter)
 
     def direct_gradient(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
         """Store the gradient of the loss's own use of a parameter.
@@ -175,33 +298,60 @@ class BackwardPass:
                 )
             self._begin()
             self.reached.arrived_at(parameter)
-            assert self.sync is not None  # noqa: S101
-            self.sync.add_direct(parameter, grad * self.share)
+            if self._running is None:
+                self._direct.append((parameter, grad.clone()))
+            else:
+                self._add_direct(parameter, grad, self._running)
             return torch.zeros_like(grad)
 
     @without_dynamo
     def _ended(self) -> None:
         if self._timings.is_on:
             self._clock.other()
-        self._queued = False
-        assert self.sync is not None  # noqa: S101
         with self._rank_groups.inside_step():
+            sync = self._sync_to_end()
+            self._require_one_share()
             # See Note [Outputs that no loss uses] in `stretto.burst.reach`.
             with self._rank_groups.guard("joining the outputs that losses use"):
                 self.reached.join(self._rank_groups.reduce_number, self._device)
-            self.sync.finish(self.reached.unreached())
+            sync.finish(self.reached.unreached())
             self._activations.settle()
-        if self.sync.is_on:
+        self._queued = False
+        self._forget_running()
+        if sync.is_on:
             self.reached.reset()
         torch_calls.backward_ended(self._seam)
-        if self.sync.is_on:
+        if sync.is_on:
             self._changes.backward_ended(self.own_parameters())
         self._timings.step_ended()
+
+    def _sync_to_end(self) -> GradientSync:
+        """Return the sender of the backward that ends."""
+        if self._running is None:  # of a loss that uses parameters only
+            assert self.sync is not None  # noqa: S101
+            self._run(
+                EndedForward(
+                    results=None,
+                    shares=self._last_shares,
+                    trained=self._trained,
+                    sync=self.sync,
+                    plan=self._plan,
+                )
+            )
+        assert self._running is not None  # noqa: S101
+        return self._running.sync
+
+    def _forget_running(self) -> None:
+        self._running, self._direct = None, []
+        self._has_direct = self._has_other_shares = False
 
     def cut_short(self) -> None:
         """Clear the state of a backward that an exception ended."""
         if self._queued and self.sync is not None:
             self._queued = False
+            if self._running is not None:
+                self._running.sync.reset()
+            self._forget_running()
             error = StrettoError("its backward was ended by an exception")
             self._rank_groups.refusals.tell(error, inside=True)
             self.sync.reset()
@@ -231,3 +381,17 @@ class _DirectHook:
         if backward is None or parameter is None:
             raise StrettoError(MODEL_GONE)
         return backward.direct_gradient(parameter, grad)
+
+
+def _hooked(parameter: nn.Parameter, hook: Any) -> Any:
+    """Register a hook on a parameter that may be frozen; return its handle, if any."""
+    if parameter.is_inference() or not (
+        parameter.is_floating_point() or parameter.is_complex()
+    ):
+        return None
+    was = parameter.requires_grad
+    try:
+        parameter.requires_grad_(True)  # noqa: FBT003
+        return parameter.register_hook(hook)
+    finally:
+        parameter.requires_grad_(was)

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from stretto.burst.backward_pass import EndedForward
     from stretto.burst.tracing.layers import LayerGraph
-    from stretto.burst.tracing.packing import Results
     from stretto.schema.burst import BurstPlan, LayerTiming
 
 BUCKET_BYTES = 4 * 2**20
@@ -366,7 +366,7 @@ class BurstParallel(nn.Module):
             [(name, each) for name, each in changed.items() if not runs(name)],
         )
         self._syncs.clear()
-        self._shadows.clear()
+        self._shadows.forget()
         self._use_trained(self._structure.trained())
 
     def _use_trained(self, trained: tuple[bool, ...]) -> None:
@@ -381,8 +381,7 @@ class BurstParallel(nn.Module):
             while len(self._syncs) > _MOST_SYNCS:
                 self._syncs.popitem(last=False)
         self._syncs.move_to_end(trained)
-        self._backward.use(self._syncs[trained])
-        self._forward.sync = self._syncs[trained]
+        self._backward.use(self._syncs[trained], trained)
 
     def _use_shadows(self) -> None:
         """Let every capture's layers compute with shadows of their parameters.
@@ -391,14 +390,11 @@ class BurstParallel(nn.Module):
         operations read directly.
         """
         self._shadows.use_for(
-            (
-                part
-                for graph in self._captures
-                for node in graph.nodes
-                if self._ownership.includes(self._captures.widths_in(graph)[node.name])
-                for part in node.module.modules()
-            ),
-            (p for p in self._ownership.loose if p.requires_grad),
+            part
+            for graph in self._captures
+            for node in graph.nodes
+            if self._ownership.includes(self._captures.widths_in(graph)[node.name])
+            for part in node.module.modules()
         )
 
     def _make_sync(self, graph: LayerGraph) -> GradientSync:
@@ -554,12 +550,13 @@ class BurstParallel(nn.Module):
                 stamp=self._timings.is_on,
             )
         if grad and output.requires_grad:
-            share = layouts.shares[self._ranks.rank] / layouts.num_samples
-            self._backward.share = share
+            ended = self._backward.forward_ended(
+                execution.graph.results, layouts.shares
+            )
             output = mark_output(
                 output,
-                share,
-                partial(self._output_backward, execution.graph.results),
+                ended.shares[self._ranks.rank],
+                partial(self._output_backward, ended),
                 [p for p in self._backward.own_parameters() if p.requires_grad],
             )
         if self._timings.is_on:
@@ -588,9 +585,9 @@ class BurstParallel(nn.Module):
         except StrettoError as exc:
             return torch.zeros(()), exc
 
-    def _output_backward(self, results: Results, grad: Tensor) -> None:
+    def _output_backward(self, forward: EndedForward, grad: Tensor) -> None:
         """Begin a backward; a loss that waits for it keeps the model alive."""
-        self._backward.output_arrived(results, grad)
+        self._backward.output_arrived(forward, grad)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from stretto.burst.activation_transfer import ActivationTransfer
-    from stretto.burst.gradient_sync import GradientSync
     from stretto.burst.rank_groups import RankGroups, Width
     from stretto.burst.schedule import (
         ExecutionPlan,
@@ -65,7 +64,6 @@ class Forward:
         self._clock = clock
         self._device = device
         self.draws = Draws(seed)
-        self.sync: GradientSync | None = None
         self._norms: dict[LayerNode, list[NormSync]] = {}
         self._stands_for: dict[LayerGraph, dict[Any, Any]] = {}
         self._graph: LayerGraph | None = None
@@ -221,7 +219,7 @@ class Forward:
             _ways_of(inputs),
             step,
             needs,
-            passed=partial(self._pass_by, step.node.name, norms),
+            passed=partial(self._pass_by, norms),
         )
 
     def _advance(self, node: LayerNode) -> None:
@@ -270,11 +268,9 @@ class Forward:
             passed=passed,
         )
 
-    def _pass_by(self, layer: str, norms: list[NormSync]) -> None:
+    def _pass_by(self, norms: list[NormSync]) -> None:
         for norm in reversed(norms):
             norm.absent_back(self._device)
-        assert self.sync is not None  # noqa: S101
-        self.sync.absent(layer)
 
     @contextlib.contextmanager
     def _standing(self, graph: LayerGraph) -> Iterator[None]:

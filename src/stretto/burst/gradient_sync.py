@@ -113,7 +113,6 @@ class GradientSync:
         self._shadows = shadows
         self._groups: list[_Group] = []
         self._slots: dict[int, _Slot] = {}
-        self._by_layer: dict[str, list[_Slot]] = {}
         self._launched: list[_Bucket] = []
         self._holds_own = False
         self.is_on = True
@@ -122,7 +121,6 @@ class GradientSync:
             for parameter in reversed(layer.parameters):
                 slot = _Slot(layer.name, parameter)
                 self._slots[id(parameter)] = slot
-                self._by_layer.setdefault(layer.name, []).append(slot)
                 if rank_groups.group(layer.width) is not None:
                     rows.setdefault(layer.width, []).append(slot)
         for width in sorted(rows):
@@ -189,6 +187,14 @@ class GradientSync:
         slot = self._slots.get(id(parameter))
         if not self.is_on or slot is None or slot.bucket is None:
             return
+        if slot.ready:  # see Note [A shadow that was replaced]
+            if slot.bucket.is_sent:
+                raise StrettoError(
+                    f"a parameter of layer {slot.layer!r} got another storage between "
+                    "two forwards of one backward: replace values by copy_()"
+                )
+            self._fill(slot)
+            return
         self._fill(slot)
         slot.bucket.missing -= 1
         self._launch_ready(slot.bucket.group)
@@ -197,11 +203,17 @@ class GradientSync:
         """Add the weighted gradient of the loss's direct use of a parameter.
 
         Raises:
-            StrettoError: the parameter's gradient is being sent already.
+            StrettoError: the parameter's gradient is being sent already, or the
+                parameter was frozen in the forward.
         """
+        slot = self._slots.get(id(parameter))
+        if slot is None:
+            raise StrettoError(
+                "the loss uses a parameter that was frozen in the model's forward: "
+                "freeze and unfreeze parameters before the forward"
+            )
         held = self._shadows.grad(parameter)
         self._shadows.set_grad(parameter, grad if held is None else held + grad)
-        slot = self._slots[id(parameter)]
         if not self.is_on or not slot.ready:
             return
         assert slot.bucket is not None  # noqa: S101
@@ -212,16 +224,6 @@ class GradientSync:
                 "compute such terms after the forward"
             )
         self._fill(slot)
-
-    def absent(self, layer: str) -> None:
-        """Record that backward passed a layer of which this rank has no samples."""
-        if not self.is_on:
-            return
-        for slot in self._by_layer.get(layer, ()):
-            if slot.bucket is not None and not slot.ready:
-                self._fill(slot)
-                slot.bucket.missing -= 1
-                self._launch_ready(slot.bucket.group)
 
     def _fill(self, slot: _Slot) -> None:
         grad = self._shadows.grad(slot.parameter)
@@ -315,6 +317,7 @@ class GradientSync:
 
     @torch.no_grad()
     def _show_own(self) -> None:
+        self._holds_own = True  # also where no gradient arrived: all ranks alike
         for slot in self._slots.values():
             if not slot.parameter.requires_grad:
                 self._shadows.set_grad(slot.parameter, None)
@@ -325,7 +328,6 @@ class GradientSync:
             shown = own.clone() if before is None else before + own
             slot.parameter.grad = shown
             slot.shown = (shown, shown._version)  # noqa: SLF001
-            self._holds_own = True
 
     def reset(self) -> None:
         """Prepare for the next backward after one that was aborted."""

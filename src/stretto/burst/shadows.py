@@ -11,6 +11,11 @@ storage. The layers' gradient arrives in the shadow, the direct one in the param
 Garbage collection does not see what autograd's hooks hold. A hook on a tensor that held
 its model would keep the model, its threads and its connections until the process ends.
 Hooks therefore refer to models and parameters weakly.
+
+# Note [A shadow that was replaced]
+A graph keeps the shadows with which it computed, and a later forward may use others: a
+parameter was frozen meanwhile, or got another storage. So gradients do not stay in a
+shadow: each is added to those of its parameter when it arrives.
 """
 
 from __future__ import annotations
@@ -42,17 +47,13 @@ class Shadows:
         self._ready = ready
         self._by_id: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self._grads: dict[int, Tensor] = {}
+        """See Note [A shadow that was replaced]."""
 
-    def use_for(
-        self, modules: Iterable[nn.Module], loose: Iterable[nn.Parameter]
-    ) -> None:
-        """Use shadows for the trained parameters that these modules hold directly.
-
-        ``loose`` are parameters that no module computes with, only the loss.
-        """
+    def use_for(self, modules: Iterable[nn.Module]) -> None:
+        """Use shadows for the trained parameters that these modules hold directly."""
         self._places = []
         seen: set[int] = set()
-        kept = {id(parameter): parameter for parameter in loose}
         for module in modules:
             if id(module) in seen:
                 continue
@@ -60,11 +61,7 @@ class Shadows:
             for name, parameter in module._parameters.items():  # noqa: SLF001
                 if parameter is not None and parameter.requires_grad:
                     self._places.append((module._parameters, name, parameter))  # noqa: SLF001
-                    kept[id(parameter)] = parameter
-        for key in self._by_id.keys() - kept.keys():
-            del self._by_id[key]
-        for parameter in kept.values():
-            self._make(parameter)
+                    self._make(parameter)
 
     def _make(self, parameter: nn.Parameter) -> nn.Parameter:
         found = self._by_id.get(id(parameter))
@@ -77,29 +74,42 @@ class Shadows:
         weak, original = weakref.ref(self), weakref.ref(parameter)
 
         @without_dynamo
-        def arrived(_shadow: Tensor) -> None:
+        def arrived(shadow: Tensor) -> None:
             shadows, kept = weak(), original()
             if shadows is None or kept is None:
                 raise StrettoError(MODEL_GONE)
-            shadows._ready(kept)  # noqa: SLF001
+            shadows._arrived(kept, shadow)  # noqa: SLF001
 
         shadow.register_post_accumulate_grad_hook(arrived)
         return shadow
 
+    @torch.no_grad()
+    def _arrived(self, parameter: nn.Parameter, shadow: Tensor) -> None:
+        grad, shadow.grad = shadow.grad, None
+        assert grad is not None  # noqa: S101
+        held = self._grads.get(id(parameter))
+        self._grads[id(parameter)] = grad if held is None else held + grad
+        self._ready(parameter)
+
     def grad(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of a parameter that arrived through the layers."""
-        found = self._by_id.get(id(parameter))
-        return None if found is None else found[1].grad
+        return self._grads.get(id(parameter))
 
     def set_grad(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        """Replace the gradient of a parameter's shadow."""
-        if id(parameter) in self._by_id:
-            self._by_id[id(parameter)][1].grad = grad
+        """Replace the gradient of a parameter that arrived through the layers."""
+        if grad is None:
+            self._grads.pop(id(parameter), None)
+        else:
+            self._grads[id(parameter)] = grad
 
     def clear(self) -> None:
         """Drop all gradients that have not been delivered."""
-        for _, shadow in self._by_id.values():
-            shadow.grad = None
+        self._grads.clear()
+
+    def forget(self) -> None:
+        """Drop all shadows: other layers run on this rank from now on."""
+        self._by_id.clear()
+        self._grads.clear()
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -1,0 +1,258 @@
+"""Forwards that wait for their backward while the program does something else.
+
+As in `test_burst_uses`: each is one process's result, or refused in one sentence.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_burst_uses import (
+    Alone,
+    Side,
+    Widths,
+    WithTemperature,
+    cross,
+    net,
+    worst_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+
+class Plain(torch.nn.Module):
+    """Has no batch norm: rows may be few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(6, 5)
+        self.last = torch.nn.Linear(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def frozen_in_between(side: Side, *, again: bool = False) -> Any:
+    """Another forward runs while a layer is frozen."""
+    model = net()
+    wrapped = side.wrap(model)
+    x, y = side.data(0)
+    loss = cross(wrapped(x), y)
+    model[0].requires_grad_(False)
+    wrapped(x)
+    model[0].requires_grad_(True)
+    if again:
+        loss = loss + cross(wrapped(x), y)
+    loss.backward()
+    return side.grads(model)
+
+
+def frozen_in_between_and_again(side: Side) -> Any:
+    return frozen_in_between(side, again=True)
+
+
+def frozen_then_next_step(side: Side) -> Any:
+    """Backwards of forwards with other frozen layers, each after the other's."""
+    model = net()
+    wrapped = side.wrap(model)
+    x, y = side.data(0)
+    losses = []
+    for i in (0, 2, 5):
+        model[i].requires_grad_(False)
+        losses.append(cross(wrapped(x), y))
+        model[i].requires_grad_(True)
+    for loss in losses:
+        loss.backward()
+    return side.grads(model)
+
+
+def fewer_rows_in_the_later_forward(side: Side) -> Any:
+    """A rank has no rows of a layer in one of two forwards of one backward."""
+    model = Plain()
+    wrapped = side.wrap(model)
+    x, y = side.data(0)
+    one = int(not side.size or side.rank == side.size - 1)
+    few = slice(len(x) - one, len(x))
+    (cross(wrapped(x), y) + cross(wrapped(x[few]), y[few])).backward()
+    return side.grads(model)
+
+
+def values_replaced_in_between(side: Side) -> Any:
+    """A parameter gets another storage between a forward and its backward."""
+    model = Plain()
+    wrapped = side.wrap(model)
+    x, y = side.data(0)
+    loss = cross(wrapped(x), y)
+    held = list(model.first.parameters())  # all ranks run it
+    kept = [p.data for p in held]
+    for p in held:
+        p.data = p.data.clone()
+    wrapped(x)
+    for p, values in zip(held, kept, strict=True):
+        p.data = values
+    loss.backward()
+    return side.grads(model)
+
+
+def temperature_by_forward(side: Side) -> Any:
+    """Two forwards with other shares, and a backward for each."""
+    model = WithTemperature()
+    wrapped = side.wrap(model)
+    losses = []
+    for few in (False, True):
+        x, y = _parts(side, few=few)
+        losses.append(cross(wrapped(x) / model.temperature, y))
+    for loss in losses:
+        loss.backward()
+    return side.grads(model)
+
+
+def temperature_unfrozen_in_between(side: Side) -> Any:
+    """A loss's own parameter is frozen in another forward."""
+    model = WithTemperature()
+    wrapped = side.wrap(model)
+    x, y = side.data(0)
+    loss = cross(wrapped(x) / model.temperature, y)
+    model.temperature.requires_grad_(False)
+    wrapped(x)
+    model.temperature.requires_grad_(True)
+    loss.backward()
+    return side.grads(model)
+
+
+def _parts(side: Side, *, few: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's rows; ``few``: those of the last rank are on the first."""
+    x, y = side.data(0)
+    if few and side.size:
+        counts = list(side.shares)
+        side.shares = [side.batch, *(0 for _ in counts[1:])]
+        x, y = side.data(0)
+        side.shares = counts
+    return x, y
+
+
+RIGHT: list[Callable[[Side], Any]] = [
+    frozen_in_between,
+    frozen_in_between_and_again,
+    frozen_then_next_step,
+    fewer_rows_in_the_later_forward,
+    values_replaced_in_between,
+    temperature_by_forward,
+    temperature_unfrozen_in_between,
+]
+
+
+def rank_of_right_uses(
+    rank: int, size: int, names: list[str], widths: Widths
+) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    found: dict[str, Any] = {}
+    for use in RIGHT:
+        if use.__name__ in names:
+            side = Side(rank, size, widths, "uneven")
+            try:
+                found[use.__name__] = worst_of(use(side), use(Alone()))
+            except Exception as exc:  # noqa: BLE001
+                found[use.__name__] = f"{type(exc).__name__}: {exc}"
+    return found
+
+
+@pytest.mark.parametrize("use", RIGHT, ids=lambda use: use.__name__)
+def test_a_forward_waits(ranks: Any, use: Callable[[Side], Any]) -> None:
+    widths = [(0, 2), (1, 1), (0, 1)]
+    for rank, found in enumerate(ranks(rank_of_right_uses, 2, [use.__name__], widths)):
+        value = found[use.__name__]
+        assert isinstance(value, float), (rank, value)
+        assert value < 1e-9, (rank, value)
+
+
+# Refused on all ranks.
+
+
+def temperature_of_two_forwards(side: Side) -> None:
+    model = WithTemperature()
+    wrapped = side.wrap(model)
+    loss = torch.zeros(())
+    for few in (False, True):
+        x, y = _parts(side, few=few)
+        loss = loss + cross(wrapped(x) / model.temperature, y)
+    loss.backward()
+
+
+def frozen_in_the_later_of_two(side: Side) -> None:
+    model = net()
+    wrapped = side.wrap(model)
+    x, y = side.data(0)
+    loss = cross(wrapped(x), y)
+    model[0].requires_grad_(False)
+    loss = loss + cross(wrapped(x), y)
+    model[0].requires_grad_(True)
+    loss.backward()
+
+
+def temperature_unfrozen_after_the_forward(side: Side) -> None:
+    model = WithTemperature()
+    model.temperature.requires_grad_(False)
+    wrapped = side.wrap(model)
+    x, y = side.data(0)
+    out = wrapped(x)
+    model.temperature.requires_grad_(True)
+    cross(out / model.temperature, y).backward()
+
+
+def frozen_before_a_backward_in_no_sync(side: Side) -> None:
+    model = net()
+    wrapped = side.wrap(model)
+    x, y = side.data(0)
+    loss = cross(wrapped(x), y)
+    model[0].requires_grad_(False)
+    wrapped(x)
+    with wrapped.no_sync():
+        loss.backward()
+
+
+def new_plan_in_between(side: Side) -> None:
+    model = net()
+    wrapped = side.wrap(model)
+    x, y = side.data(0)
+    loss = cross(wrapped(x), y)
+    wrapped.apply_plan(side.plan(net(), [(0, 1), (0, 2)]))
+    loss.backward()
+
+
+REFUSED = {
+    temperature_of_two_forwards: "give each rank the same part of both batches",
+    frozen_in_the_later_of_two: "call backward() for each, or freeze after",
+    temperature_unfrozen_after_the_forward: "unfreeze parameters before the forward",
+    frozen_before_a_backward_in_no_sync: "runs in no_sync(): do it after",
+    new_plan_in_between: "call apply_plan between optimizer.step() and",
+}
+
+
+def rank_of_refused_uses(rank: int, size: int, name: str) -> tuple[str, str]:
+    torch.set_default_dtype(torch.float64)
+    use = next(use for use in REFUSED if use.__name__ == name)
+    try:
+        use(Side(rank, size, [(0, 2), (1, 1), (0, 1)], "even"))
+    except Exception as exc:  # noqa: BLE001
+        return type(exc).__name__, str(exc)
+    return "", "nothing was raised"
+
+
+@pytest.mark.parametrize("use", REFUSED, ids=lambda use: use.__name__)
+def test_a_forward_is_refused_on_all_ranks(
+    ranks: Any, use: Callable[[Side], None]
+) -> None:
+    for kind, text in ranks(rank_of_refused_uses, 2, use.__name__):
+        assert kind == "StrettoError", text
+        assert REFUSED[use] in text
