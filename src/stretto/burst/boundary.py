@@ -54,12 +54,13 @@ class _Output(torch.autograd.Function):
         output: Tensor,
         share: float,
         begin: Callable[[Tensor], None],
+        is_apart: bool,  # noqa: FBT001 - Function.apply takes no keywords
         *_parameters: Tensor,
     ) -> Tensor:
         ctx.share = share
         ctx.begin = begin
         ctx.num_parameters = len(_parameters)
-        return output.view_as(output)
+        return output.view_as(output) if is_apart else output.clone()
 
     @staticmethod
     @without_dynamo
@@ -70,7 +71,7 @@ class _Output(torch.autograd.Function):
         if not torch._C._will_engine_execute_node(inner):  # noqa: SLF001
             raise StrettoError(_NO_PARAMETER_GRADIENTS)
         ctx.begin(grads[0])
-        return (grads[0] * ctx.share, None, None, *(None,) * ctx.num_parameters)
+        return (grads[0] * ctx.share, *(None,) * (3 + ctx.num_parameters))
 
 
 _OUTPUT_NODE: Any = _Output._backward_cls  # noqa: SLF001
@@ -100,6 +101,8 @@ def mark_output(
     share: float,
     begin: Callable[[Tensor], None],
     parameters: Sequence[Tensor],
+    *,
+    is_apart: bool,
 ) -> Tensor:
     """Return the output with a backward that multiplies by this rank's share.
 
@@ -109,10 +112,12 @@ def mark_output(
         begin: called with the gradient when backward arrives.
         parameters: parameters to connect to the output without a gradient, so that
             asking autograd for their gradients alone raises instead of doing nothing.
+        is_apart: whether the caller gets copies of its parts. Otherwise a copy is
+            returned, because autograd lets no caller write into a view.
     """
     # Autograd would call a user's hook with None.
     plain = [p for p in parameters if not _has_user_hooks(p)]
-    found: Tensor = _Output.apply(output, share, begin, *plain)  # type: ignore[no-untyped-call]
+    found: Tensor = _Output.apply(output, share, begin, is_apart, *plain)  # type: ignore[no-untyped-call]
     return found
 
 

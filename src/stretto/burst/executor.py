@@ -49,7 +49,7 @@ from stretto.burst.requirements import (
 from stretto.burst.schedule import ExecutionPlan, widths_of
 from stretto.burst.shadows import Shadows
 from stretto.burst.stale_guard import StaleParameterGuard
-from stretto.burst.structure import Structure, number_of
+from stretto.burst.structure import Structure, number_of, tensors_of
 from stretto.burst.timings import StepClock, Timings
 from stretto.burst.torch_seam import TorchSeam
 from stretto.burst.tracing.reads import normal_tensors
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
     from stretto.burst.backward_pass import EndedForward
     from stretto.burst.tracing.layers import LayerGraph
+    from stretto.burst.tracing.packing import Results
     from stretto.schema.burst import BurstPlan, LayerTiming
 
 BUCKET_BYTES = 4 * 2**20
@@ -332,6 +333,7 @@ class BurstParallel(nn.Module):
             purpose,
             graph=graph,
             trained=sum(p.requires_grad for p in self.module.parameters()),
+            held=tensors_of(self.module),
             plan=_digest(self.plan),
             settings=f"{self._settings}, timeout_s={self._ranks.timeout_s:g}{more}",
             trouble=trouble,
@@ -558,6 +560,7 @@ class BurstParallel(nn.Module):
                 ended.shares[self._ranks.rank],
                 partial(self._output_backward, ended),
                 [p for p in self._backward.own_parameters() if p.requires_grad],
+                is_apart=_is_taken_apart(execution.graph.results, output),
             )
         if self._timings.is_on:
             self._clock.other()
@@ -869,6 +872,19 @@ def _synced(
 ) -> SyncedLayer:
     trained = tuple(p for p in parameters if p.requires_grad)
     return SyncedLayer(name=layer, width=width, parameters=trained)
+
+
+def _is_taken_apart(results: Results, output: Tensor) -> bool:
+    """Return whether `Results.unpack` copies every tensor out of a packed output."""
+    packing = results.packing
+    return (
+        packing is not None
+        and not packing.is_one
+        and not any(
+            output[:, part.start : part.start + part.length].is_contiguous()
+            for part in packing.parts
+        )
+    )
 
 
 def _digest(plan: BurstPlan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 from typing import TYPE_CHECKING, TypeVar, final
@@ -13,7 +14,7 @@ from stretto._version import __version__
 from stretto.errors import CommTimeout, RankDisagreement, StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from stretto.burst.rank_groups import RankGroups
     from stretto.burst.tracing.layers import LayerGraph
@@ -94,6 +95,7 @@ class RankMeeting:
         *,
         graph: LayerGraph | None,
         trained: int,
+        held: Sequence[str],
         plan: str,
         settings: str,
         trouble: StrettoError | None,
@@ -104,6 +106,7 @@ class RankMeeting:
             purpose: what the ranks are about to do.
             graph: the model's layers; None if this rank could not capture them.
             trained: number of parameters that require a gradient.
+            held: the model's parameters and buffers, in its order.
             plan: its digest.
             settings: arguments that must be equal.
             trouble: why this rank can't take part.
@@ -117,6 +120,7 @@ class RankMeeting:
             "torch": torch.__version__,
             "plan": plan,
             "settings": settings,
+            "parameters": hashlib.sha256("\n".join(held).encode()).hexdigest(),
         }
         if graph is not None:
             values["model"] = (
@@ -131,8 +135,41 @@ class RankMeeting:
             raise self._with_operation(error, graph)
         if trouble is not None:
             raise trouble
+        if error is not None and error.key == "parameters":
+            raise self._with_parameter(error, held)
         if error is not None:
             raise error
+
+    def _with_parameter(
+        self, error: RankDisagreement, held: Sequence[str]
+    ) -> RankDisagreement:
+        """Return the error of other parameters with the first that differs."""
+        texts = self._agreement.gather("compare parameters", json.dumps(held))
+        places = self._first_apart([[(n, n) for n in json.loads(t)] for t in texts])
+        return RankDisagreement(
+            "ranks hold different parameters or buffers, or in different orders; the "
+            f"first that differs: {places}. Define modules, parameters and buffers in "
+            "one order on every rank: an optimizer knows them by their order, and a "
+            "loop over a set may run in another order in each process.",
+            key=error.key,
+        )
+
+    def _first_apart(self, rows: Sequence[Sequence[tuple[str, str]]]) -> str:
+        """Return the first place that differs, with its ranks; "" if none does.
+
+        ``rows`` are keys and places by rank.
+        """
+        for each in itertools.zip_longest(*rows, fillvalue=("", "its end")):
+            if len({key for key, _ in each}) == 1:
+                continue
+            ranks_at: dict[str, list[int]] = {}
+            for rank, (_, place) in enumerate(each):
+                ranks_at.setdefault(place, []).append(rank)
+            return ", ".join(
+                f"{place} on {self._ranks.name_all(ranks)}"
+                for place, ranks in ranks_at.items()
+            )
+        return ""
 
     def _with_operation(
         self, error: RankDisagreement, graph: LayerGraph | None
@@ -144,26 +181,15 @@ class RankMeeting:
         mine = json.dumps([] if graph is None else graph.operations())
         texts = self._agreement.gather("compare the models' operations", mine)
         rows = [json.loads(text) for text in texts]
-        if not all(rows):
+        if not all(rows) or not (places := self._first_apart(rows)):
             return error
-        for each in itertools.zip_longest(*rows, fillvalue=("", "its end")):
-            if len({digest for digest, _ in each}) == 1:
-                continue
-            ranks_at: dict[str, list[int]] = {}
-            for rank, (_, place) in enumerate(each):
-                ranks_at.setdefault(place, []).append(rank)
-            places = ", ".join(
-                f"{place} on {self._ranks.name_all(ranks)}"
-                for place, ranks in ranks_at.items()
-            )
-            return RankDisagreement(
-                f"{error} The first operations of forward that differ: {places}. If "
-                "the code is the same, a loop over a set may run in another order in "
-                "each process (use a list, or sorted()), or a value comes from a "
-                "rank's own data or seed.",
-                key=error.key,
-            )
-        return error
+        return RankDisagreement(
+            f"{error} The first operations of forward that differ: {places}. If "
+            "the code is the same, a loop over a set may run in another order in "
+            "each process (use a list, or sorted()), or a value comes from a "
+            "rank's own data or seed.",
+            key=error.key,
+        )
 
     def _waiting(self, place: str) -> contextlib.AbstractContextManager[None]:
         if self.rank_groups is None:

@@ -42,6 +42,14 @@ class Structure:
         return tuple(p.requires_grad for _, p in self.parameters)
 
 
+def tensors_of(module: nn.Module) -> list[str]:
+    """Return name, sizes and type of each parameter and buffer, in order."""
+    return [
+        f"{name!r} of {tuple(tensor.shape)} {tensor.dtype}"
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    ]
+
+
 def number_of(pattern: tuple[bool, ...]) -> int:
     """Return a number that differs for different patterns."""
     digest = hashlib.sha256(bytes(pattern)).digest()
