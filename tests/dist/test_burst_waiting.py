@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_burst_uses import (
@@ -20,6 +21,7 @@ from test_burst_uses import (
     WithTemperature,
     cross,
     net,
+    train,
     worst_of,
 )
 
@@ -177,6 +179,54 @@ def outputs_written_in_place(side: Side) -> Any:
     return side.grads(model)
 
 
+def input_written_in_place(side: Side) -> Any:
+    """A sampling loop updates its input without gradients."""
+    model = net(outputs=6)
+    wrapped = side.wrap(model)
+    x, _ = side.data(0)
+    with torch.no_grad():
+        for _ in range(4):
+            x.sub_(0.1 * wrapped(x))
+        last = wrapped(x)
+        x.zero_()
+    if not side.size:
+        return last
+    parts: list[Any] = [None] * side.size
+    dist.all_gather_object(parts, last)
+    return torch.cat(parts)
+
+
+def built_and_saved_in_inference_mode(side: Side) -> Any:
+    model = net()
+    with torch.inference_mode():
+        wrapped = side.wrap(model)
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.1)
+    for _ in range(3):
+        train(side, wrapped, optimizer, 1)
+        with torch.inference_mode():
+            wrapped.eval()
+            wrapped(side.data(0)[0])
+            if side.size:
+                wrapped.refresh(optimizer)
+            wrapped.train()
+    return side.state(wrapped)
+
+
+def norm_without_parameters(side: Side) -> Any:
+    """A rank has no rows of a layer with a batch norm in float64."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 5, bias=False, dtype=torch.float64),
+        torch.nn.BatchNorm1d(5, affine=False, dtype=torch.float64),
+        torch.nn.Linear(5, 4, dtype=torch.float64),
+    )
+    wrapped = side.wrap(model)
+    x, y = side.data(0)
+    has_rows = not side.size or side.rank == side.size - 1
+    few = slice(len(x) - 2, len(x)) if has_rows else slice(0)
+    cross(wrapped(x[few]), y[few]).backward()
+    return side.grads(model)
+
+
 def _parts(side: Side, *, few: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """A rank's rows; ``few``: those of the last rank are on the first."""
     x, y = side.data(0)
@@ -198,6 +248,8 @@ RIGHT: list[Callable[[Side], Any]] = [
     temperature_unfrozen_in_between,
     output_written_in_place,
     outputs_written_in_place,
+    input_written_in_place,
+    built_and_saved_in_inference_mode,
 ]
 
 
@@ -206,7 +258,7 @@ def rank_of_right_uses(
 ) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     found: dict[str, Any] = {}
-    for use in RIGHT:
+    for use in (*RIGHT, norm_without_parameters):
         if use.__name__ in names:
             side = Side(rank, size, widths, "uneven")
             try:
@@ -223,6 +275,13 @@ def test_a_forward_waits(ranks: Any, use: Callable[[Side], Any]) -> None:
         value = found[use.__name__]
         assert isinstance(value, float), (rank, value)
         assert value < 1e-9, (rank, value)
+
+
+def test_a_norm_without_parameters_has_the_type_of_its_statistics(ranks: Any) -> None:
+    use = "norm_without_parameters"
+    for found in ranks(rank_of_right_uses, 3, [use], [(0, 3)]):
+        assert isinstance(found[use], float), found
+        assert found[use] < 1e-9
 
 
 # Refused on all ranks.

@@ -69,15 +69,26 @@ class ActivationTransfer:
         self._forwards = 0
 
     def begin(
-        self, rows: torch.Tensor, transfer: Transfer, tag: int, layer: str
+        self,
+        rows: torch.Tensor,
+        transfer: Transfer,
+        tag: int,
+        layer: str,
+        *,
+        copies: bool = False,
     ) -> _Pending:
-        """Start a move of ``rows``; ``tag`` distinguishes simultaneous moves."""
+        """Start a move of ``rows``; ``tag`` distinguishes simultaneous moves.
+
+        ``copies``: send copies, because the caller may write into ``rows``.
+        """
         rows = in_memory(rows)
         after = rows.new_empty((transfer.num_after, *rows.shape[1:]))
         for here, there in transfer.kept:
             after[rows_of(there)] = rows[rows_of(here)]
         places = [(peer, after[rows_of(some)]) for peer, some in transfer.receives]
         buffers = [(peer, rows[rows_of(some)]) for peer, some in transfer.sends]
+        if copies:
+            buffers = [(peer, buffer.clone()) for peer, buffer in buffers]
         with self._rank_groups.guard(f"the redistribution of layer {layer!r}"):
             sent, coming = self._rank_groups.post(buffers, places, tag)
         for work, (_, buffer) in zip(sent, buffers, strict=True):
@@ -135,7 +146,10 @@ class ActivationTransfer:
 
 @final
 class Move:
-    """The move of one output to the ranks of a layer that reads it, in one forward."""
+    """The move of one output to the ranks of a layer that reads it, in one forward.
+
+    ``of_input``: of the model's input, into which the program may write meanwhile.
+    """
 
     def __init__(
         self,
@@ -144,8 +158,10 @@ class Move:
         *,
         tag: int,
         layer: str,
+        of_input: bool,
     ) -> None:
         self.activations = activations
+        self._of_input = of_input
         self.transfer = transfer
         self.tag = tag
         self.layer = layer
@@ -176,7 +192,9 @@ class Move:
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
         """Begin moving the samples."""
-        self.pending = self.activations.begin(rows, self.transfer, self.tag, self.layer)
+        self.pending = self.activations.begin(
+            rows, self.transfer, self.tag, self.layer, copies=self._of_input
+        )
         return self.pending.after
 
     def back(self, grad: torch.Tensor) -> None:

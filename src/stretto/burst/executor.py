@@ -121,6 +121,7 @@ class BurstParallel(nn.Module):
         SpecError: the module can't be split into layers, or an argument is invalid.
     """
 
+    @normal_tensors()
     def __init__(
         self,
         module: nn.Module,
@@ -610,6 +611,7 @@ class BurstParallel(nn.Module):
 
     # Parameters.
 
+    @normal_tensors()
     def refresh(self, *optimizers: Optimizer) -> None:
         """Give this rank the parameters and buffers of layers that it does not run.
 
@@ -720,6 +722,7 @@ class BurstParallel(nn.Module):
         self.refresh()
         return self.module.state_dict()
 
+    @normal_tensors()
     def apply_plan(self, plan: BurstPlan | str | Path, *optimizers: Optimizer) -> None:
         """Follow another plan from the next forward on; every rank must call it.
 
@@ -782,6 +785,7 @@ class BurstParallel(nn.Module):
                 for parameter in node.module.parameters():
                     parameter.grad = None
 
+    @normal_tensors()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm together is at most ``max_norm``.
 

@@ -121,7 +121,13 @@ class Forward:
         grad = torch.is_grad_enabled()
         tag = self._activations.next_tags(2 * schedule.num_numbers)
         moves = {
-            number: Move(self._activations, transfer, tag=tag + 2 * number, layer=layer)
+            number: Move(
+                self._activations,
+                transfer,
+                tag=tag + 2 * number,
+                layer=layer,
+                of_input=number in schedule.input_starts,
+            )
             for number, transfer, layer in schedule.moves
         }
         held: dict[str, Held] = {INPUT: batch}

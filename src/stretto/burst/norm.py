@@ -78,8 +78,9 @@ class NormSync:
         self.add(zeros)
 
     def _kind(self) -> torch.dtype:
-        weight = self.norm.weight
-        return torch.float32 if weight is None else accumulate_type(weight.dtype)
+        held = (self.norm.weight, self.norm.running_mean)
+        kinds = (tensor.dtype for tensor in held if tensor is not None)
+        return accumulate_type(next(kinds, torch.get_default_dtype()))
 
     def statistics(
         self, x: Tensor | None, kind: torch.dtype, device: torch.device
