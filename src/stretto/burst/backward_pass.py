@@ -5,7 +5,7 @@ Other forwards may run before a forward's backward, with other shares of the bat
 other parameters frozen. So each output remembers its own forward, and a backward works
 as the first output that it reaches says. This is the one computed last, on every rank.
 A gradient that reaches a parameter directly may come earlier, and waits for it. Outputs
-that one backward can't treat alike are rejected, from what all ranks know.
+that one backward can't treat equally are rejected, from what all ranks know.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class BatchPartition:
                 f"a sample must have shape {graph.input_shape} and type "
                 f"{graph.input_dtype}, as in the example inputs, got "
                 f"{tuple(batch.shape[1:])} and {batch.dtype}. Pad samples to the "
-                "example's length, or build one BurstParallel for each length"
+                "example's length, and mask the padding in the loss"
             )
         shares = tuple(row[0] for row in rows)
         self._require_alike(rows, shares)

@@ -796,6 +796,7 @@ class BurstParallel(nn.Module):
             raise StrettoError("there are no gradients before the first forward")
         held = list(self.module.parameters())
         self._changes.look_at_gradients()
+        self._uses.clips(max_norm)
         total = torch_calls.joint_norm(held, [self._seam], float(norm_type))
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         params.scale_gradients(held, factor)

@@ -317,7 +317,7 @@ class GradientSync:
 
     @torch.no_grad()
     def _show_own(self) -> None:
-        self._holds_own = True  # also where no gradient arrived: all ranks alike
+        self._holds_own = True  # also where no gradient arrived: on all ranks
         for slot in self._slots.values():
             if not slot.parameter.requires_grad:
                 self._shadows.set_grad(slot.parameter, None)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from stretto.runtime.agreement import Ranks
 
-NUM_VALUES = 4
+NUM_VALUES = 6
 """Numbers of this module in each exchange."""
 
 _MOST = 3
@@ -66,12 +66,15 @@ class _Use:
         self.held: frozenset[int] = frozenset()
         """The ids of these parameters."""
         self.name = ""
+        self.kind = ""
         self.start()
 
     def start(self) -> None:
         """Begin to record what happens until the next step."""
         self.stepped: Optimizer | None = None
         """The optimizer after a step, kept until its options are compared."""
+        self.steps = 0
+        self.is_in_step = False
         self.at_backward: list[int] = []
         self.at_step = 0
 
@@ -88,8 +91,8 @@ class _Use:
         ]
         self.groups = sorted(row for row in rows if row[0])
         self.held = frozenset(id(p) for g in groups for p in g["params"])
-        kind = type(optimizer).__name__
-        self.name = f"{kind} {[row[0] for row in self.groups]}"
+        self.kind = type(optimizer).__name__
+        self.name = f"{[row[0] for row in self.groups]}"
 
     def flags(self) -> int:
         """Return what became of the gradients as one number."""
@@ -120,6 +123,10 @@ class OptimizerUse:
         self._is_on = is_on
         self._positions = {id(p): i for i, p in enumerate(parameters)}
         self._compared: list[Optimizer] = []
+        self._steps: list[str] = []
+        """What the ranks' steps must have in common, as text."""
+        self._clips: list[float] = []
+        self._clips_compared: list[float] = []
         self._before: dict[tuple[int, int, int], int] = {}
         self.cut_short()
 
@@ -128,6 +135,7 @@ class OptimizerUse:
         for use in self._uses.values():
             use.shape = None
             use.start()
+        self._clips = []
 
     # Events on this rank.
 
@@ -145,20 +153,38 @@ class OptimizerUse:
         use = self._uses.setdefault(optimizer, _Use())
         use.find(optimizer, self._positions)
         use.stepped = optimizer
+        use.steps += not use.is_in_step  # a step may call its base class's
+        use.is_in_step = True
         use.at_step |= _joined(_YES if state else _NO for state in used)
+
+    def after_step(self) -> None:
+        """Record that an optimizer's step has ended."""
+        for use in self._uses.values():
+            use.is_in_step = False
+
+    def clips(self, most: float) -> None:
+        """Record that gradients are clipped, by the norm or by value."""
+        if self._is_on:
+            self._clips.append(float(most))
 
     # The exchange between ranks.
 
     def next_values(self) -> list[int]:
         """Return `NUM_VALUES` numbers to exchange."""
-        self._compared = []
+        clips, self._clips = self._clips, []
+        self._clips_compared = clips
+        clipped = sum((i + 1) * _logarithm(most) for i, most in enumerate(clips))
+        return [*self._next_steps(), as_int(clipped)]
+
+    def _next_steps(self) -> list[int]:
+        self._compared, self._steps = [], []
         rows = [
             (use.name, use, use.stepped)
             for use in self._uses.values()
             if use.stepped is not None
         ]
         if not rows or not self._is_on:
-            return [0] * NUM_VALUES
+            return [0] * (NUM_VALUES - 1)
         rows.sort(key=lambda row: row[0])
         self._compared = [optimizer for _, _, optimizer in rows]
         options = [
@@ -170,10 +196,11 @@ class OptimizerUse:
         flags = 0
         for number, (_, use, _) in enumerate(rows[:_MOST]):
             flags |= use.flags() << (_BITS * number)
+        self._steps = [f"{use.steps} steps of {use.kind}" for _, use, _ in rows]
         for _, use, _ in rows:
             use.start()
         names = _hash(row[0] for row in rows) | 1
-        return [names, words, as_int(total), flags]
+        return [names, words, as_int(total), flags, _hash(self._steps)]
 
     def _summary(self, options: list[Any]) -> tuple[int, float]:
         """Return a digest of what is no number, and a sum that the numbers enter."""
@@ -232,10 +259,13 @@ class OptimizerUse:
         Raises:
             RankDisagreement: on every rank, naming what differs.
         """
+        self._require_same_clips([as_float(row[5]) for row in rows])
         for names in sorted({row[0] for row in rows if row[0]}):
             members = [rank for rank, row in enumerate(rows) if row[0] == names]
             first = rows[members[0]]
             for rank in members[1:]:
+                if rows[rank][4] != first[4]:
+                    raise self._other_steps(members[0], rank)
                 apart = abs(as_float(rows[rank][2]) - as_float(first[2]))
                 if rows[rank][1] != first[1] or not apart <= _TOLERANCE:
                     raise self._other_options(members[0], rank)
@@ -243,6 +273,30 @@ class OptimizerUse:
             for number in range(_MOST):
                 self._require_same_use(names, number, flags)
         self._compared = []
+
+    def _require_same_clips(self, sums: Sequence[float]) -> None:
+        """Require that ranks which clip gradients clip to the same."""
+        members = [rank for rank, found in enumerate(sums) if found]
+        for rank in members[1:]:
+            if abs(sums[rank] - sums[members[0]]) <= _TOLERANCE * abs(sums[rank]):
+                continue
+            texts = self._gather(json.dumps(self._clips_compared))
+            name = self._ranks.name
+            raise RankDisagreement(
+                f"gradients are clipped to {texts[members[0]]} on {name(members[0])} "
+                f"and to {texts[rank]} on {name(rank)}: pass the same values to "
+                "clip_grad_norm_ and clip_grad_value_ on every rank"
+            )
+
+    def _other_steps(self, one: int, other: int) -> RankDisagreement:
+        """Return the error of other optimizers or numbers of steps. Collective."""
+        texts = self._gather(", ".join(self._steps))
+        name = self._ranks.name
+        return RankDisagreement(
+            f"{name(one)} took {texts[one]} since the last forward, {name(other)} "
+            f"{texts[other]}: use one kind of optimizer and take equally many steps "
+            "on every rank"
+        )
 
     def _require_same_use(
         self, names: int, number: int, flags: Mapping[int, int]

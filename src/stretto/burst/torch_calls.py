@@ -95,6 +95,8 @@ def _install() -> None:
     module._clip_grads_with_norm_ = _joined_clip(norm, clip)
     group = module._group_tensors_by_device_and_dtype  # noqa: SLF001
     module._group_tensors_by_device_and_dtype = _none_or_grouped(group)  # noqa: SLF001
+    module.clip_grad_value_ = _noted_values(module.clip_grad_value_)
+    torch.nn.utils.clip_grad_value_ = module.clip_grad_value_
     if hasattr(torch.nn.utils, "get_total_norm"):
         torch.nn.utils.get_total_norm = _joined_norm(torch.nn.utils.get_total_norm)
 
@@ -232,6 +234,7 @@ def _joined_clip(get_norm: Any, clip: Any) -> Any:
             models = [model for model, _ in _models_of_gradients([])]
         for model in models:
             model.look_at_gradients()
+            model.clips(max_norm)
         if models:
             total = joint_norm(held, models, norm_type)
             total_norm.copy_(total)
@@ -243,6 +246,18 @@ def _joined_clip(get_norm: Any, clip: Any) -> Any:
             model.gradients_were_scaled()
 
     return joined
+
+
+def _noted_values(clip: Any) -> Any:
+    @functools.wraps(clip)
+    def noted(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> None:
+        one = isinstance(parameters, Tensor)
+        held = [parameters] if one else list(parameters)
+        for model in _models_of(held):
+            model.clips(clip_value)
+        clip(held, clip_value, *args, **kwargs)
+
+    return noted
 
 
 def _joined_norm(get_norm: Any) -> Any:

@@ -98,6 +98,7 @@ class TorchSeam:
     def after_step(self) -> None:
         """Record that an optimizer of the model's parameters has taken a step."""
         self._changes.after_step()
+        self._uses.after_step()
 
     def before_backward(self, losses: Iterable[Tensor]) -> None:
         """Check the tensors from which a backward starts.
@@ -114,6 +115,10 @@ class TorchSeam:
                     "return the tensor as an output of the model, or detach() it in "
                     "the hook"
                 )
+
+    def clips(self, most: float) -> None:
+        """Record that gradients are clipped, by the norm or by value."""
+        self._uses.clips(most)
 
     def look_at_gradients(self) -> None:
         """Record what the program has done to gradients so far."""
