@@ -41,7 +41,7 @@ def distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Note
         distribute_optimizers(work, models)
     loaders = Loaders(work)
     loaders.convert()
-    numbers = Numbers(work, models, loaders)
+    numbers = Numbers(work, models, loaders, _apart.Shares(work, loaders))
     numbers.convert()
     _apart.point_out(work, loaders, numbers)
     display.convert()
