@@ -8,6 +8,7 @@ import libcst as cst
 
 from stretto.convert._edit import theirs
 from stretto.convert._tree import Scope, arguments_of, dotted, found
+from stretto.convert._unused import why_unused
 from stretto.convert._views import Site, Views
 
 if TYPE_CHECKING:
@@ -314,8 +315,11 @@ class Models:
             work.after(at, f"hvd.broadcast_parameters({own}.state_dict(), root_rank=0)")
             work.done(at, f"`{path}`: every rank begins with rank 0's parameters")
             return
-        several = self._forwards(model) > 1
+        calls = self._forwards(model)
+        several = len(calls) > 1
+        unused = why_unused(work, model, calls)
         options = ", broadcast_buffers=False" if several else ""
+        options += ", find_unused_parameters=True" if unused is not None else ""
         own = theirs(path)
         work.after(at, f"{own} = DistributedDataParallel({own}{options})")
         work.done(at, f"`{path}` wrapped in DistributedDataParallel")
@@ -326,11 +330,21 @@ class Models:
                 "sent to the other ranks in between; rank 0's are saved",
             )
 
-    def _forwards(self, model: Origin) -> int:
-        """Return from how many places in training a model is called."""
-        return sum(
-            1 for call in self._calls_of(model) if not self._tree.without_gradient(call)
-        )
+        if unused is not None:
+            work.know(
+                at,
+                f"a step may leave parameters of `{path}` without a gradient "
+                f"({unused}), so DistributedDataParallel looks for them in each step; "
+                "if there are none, remove find_unused_parameters",
+            )
+
+    def _forwards(self, model: Origin) -> list[cst.Call]:
+        """Return the places in training from which a model is called."""
+        return [
+            call
+            for call in self._calls_of(model)
+            if not self._tree.without_gradient(call)
+        ]
 
     def _calls_of(self, model: Origin) -> list[cst.Call]:
         return [
