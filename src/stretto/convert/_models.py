@@ -128,6 +128,10 @@ class Models:
             )
         return self._known[key]
 
+    def is_wrapped(self, node: cst.BaseExpression, scope: Scope) -> bool:
+        """Return whether an expression is a trained model that is wrapped by then."""
+        return self.is_model(node, scope) and not self._is_set_up(node, scope)
+
     def convert(self) -> None:
         """Wrap every model and adapt its uses."""
         self._drop_data_parallel()
@@ -222,7 +226,7 @@ class Models:
         Raises:
             SpecError: There is no such place.
         """
-        calls = [c for c in self._calls_of(model) if self._in_training(c)]
+        calls = [c for c in self._calls_of(model) if self.in_training(c)]
         calls = [c for c in calls if not self._tree.without_gradient(c)]
         views = Views(self._work)
         first = self._site(model, model.path or "", model.scope)
@@ -432,7 +436,7 @@ class Models:
             or (method in _OF_MODULE and method != "forward")
             or self._tree.without_gradient(call)
             or isinstance(self._tree.parent(call), cst.Expr)
-            or not self._in_training(call)
+            or not self.in_training(call)
         ):
             return
         if method != "forward" and not self._computes(method):
@@ -444,7 +448,7 @@ class Models:
             "exchanged. Call it from the model's forward(), or use --to horovod",
         )
 
-    def _in_training(self, node: cst.CSTNode) -> bool:
+    def in_training(self, node: cst.CSTNode) -> bool:
         """Return whether code may run in a training step, also through calls."""
         if any(self._tree.within(node, loop.node) for loop in self._work.job.training):
             return True
