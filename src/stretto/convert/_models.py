@@ -339,7 +339,7 @@ class Models:
                 at,
                 f"a step may leave parameters of `{path}` without a gradient "
                 f"({unused}), so DistributedDataParallel looks for them in each step; "
-                "if there are none, remove find_unused_parameters",
+                "if all have one, remove find_unused_parameters",
             )
 
     def _forwards(self, model: Origin) -> list[cst.Call]:

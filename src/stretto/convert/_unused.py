@@ -1,6 +1,6 @@
 """Find models of which a backward may leave parameters without a gradient.
 
-DistributedDataParallel waits for every parameter's gradient, unless it is told to look
+DistributedDataParallel waits for every parameter's gradient, unless it is set to look
 for those that a backward does not reach.
 """
 
