@@ -70,6 +70,7 @@ SCRIPTS = [
     Script(name="phases.py"),
     Script(name="language_model.py", first_epoch=1),
     Script(name="vae.py", first_epoch=1),
+    Script(name="heads.py"),
     Script(name="data_parallel.py"),
     Script(name="compact.py", saves="compact.pt"),
     Script(name="sentences.py", saves="bert-out/model.safetensors"),

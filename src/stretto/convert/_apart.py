@@ -8,13 +8,14 @@ containers, attributes and the script's functions, to where the script shows the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Protocol, final
 
 import libcst as cst
 
 from stretto.convert._display import SAVES, SAVING_METHODS
 from stretto.convert._flow import parameters
 from stretto.convert._job import WRAPPERS
+from stretto.convert._losses import Losses
 from stretto.convert._models import reaching_training
 from stretto.convert._tree import Scope, dotted, found
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from stretto.convert._edit import Work
     from stretto.convert._loaders import Loaders
-    from stretto.convert._numbers import Numbers
 
 _SHOWING = frozenset(
     [
@@ -85,7 +85,31 @@ _EQUAL_ATTRIBUTES = frozenset(
 )
 """Calls and attributes whose value does not depend on the samples."""
 
+_OF_SHARE = ("batch_size", "sampler", "batch_sampler")
+"""Attributes of a divided loader that are of this rank's share."""
+
 _PASSES = 6
+
+
+class Reductions(Protocol):
+    """What is reduced over ranks."""
+
+    @property
+    def graph(self) -> set[str]:
+        """Return the variables through which gradients flow."""
+
+    @property
+    def reduced_after(self) -> list[tuple[cst.CSTNode, list[str]]]:
+        """Return loops, and the variables that are reduced after each."""
+
+    def is_reduced(self, node: cst.CSTNode) -> bool:
+        """Return whether an expression was reduced over ranks."""
+
+    def is_within_reduced(self, node: cst.CSTNode) -> bool:
+        """Return whether an expression, or one around it, was reduced over ranks."""
+
+    def functions_of(self, call: cst.Call) -> list[cst.FunctionDef]:
+        """Return the functions of the script that a call may execute."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,14 +135,60 @@ class _Frame:
     """Places of the returned tuple that differ; ``None`` for the whole value."""
 
 
-def point_out(work: Work, loaders: Loaders, numbers: Numbers) -> None:
+def point_out(work: Work, loaders: Loaders, numbers: Reductions) -> None:
     """List what differs by rank where it is shown, written or collected."""
     _Apart(work, loaders, numbers).point_out()
 
 
 @final
+class Shares:
+    """Values computed from a rank's own samples, before any is reduced."""
+
+    def __init__(self, work: Work, loaders: Loaders) -> None:
+        self._work, self._loaders = work, loaders
+        self._apart: _Apart | None = None
+
+    def is_share(self, node: cst.BaseExpression) -> bool:
+        """Return whether a value may come from this rank's part of a batch."""
+        if self._apart is None:
+            nothing = _Unreduced(self._work)
+            self._apart = _Apart(self._work, self._loaders, nothing, unknown=True)
+            self._apart.follow()
+        return self._apart.may_differ(node)
+
+
+@final
+class _Unreduced:
+    """No number is reduced over ranks."""
+
+    def __init__(self, work: Work) -> None:
+        self.graph: set[str] = set()
+        self.reduced_after: list[tuple[cst.CSTNode, list[str]]] = []
+        self.functions_of = Losses(work).functions
+
+    def is_reduced(self, _: cst.CSTNode) -> bool:
+        return False
+
+    def is_within_reduced(self, _: cst.CSTNode) -> bool:
+        return False
+
+
+@final
 class _Apart:
-    def __init__(self, work: Work, loaders: Loaders, numbers: Numbers) -> None:
+    def __init__(
+        self,
+        work: Work,
+        loaders: Loaders,
+        numbers: Reductions,
+        *,
+        unknown: bool = False,
+    ) -> None:
+        """Collect what a script does in each function.
+
+        With ``unknown``, what an unknown caller passes, and the sizes of a divided
+        loader, also differ.
+        """
+        self._unknown = unknown
         self._work, self._tree, self._flow = work, work.tree, work.flow
         self._loaders, self._numbers = loaders, numbers
         self._frames: dict[tuple[int, frozenset[str]], _Frame] = {}
@@ -159,9 +229,27 @@ class _Apart:
         self._bound = {id(f): self._bound_in(f) for f in self._tree.functions}
 
     def point_out(self) -> None:
+        """List what differs where it is shown, written or collected."""
+        self.follow()
+        self._telling = True
+        for frame in list(self._frames.values()):
+            self._run(frame)
+
+    def may_differ(self, node: cst.BaseExpression) -> bool:
+        """Return whether a value may differ in some call of the function around it."""
+        scope = id(self._tree.function(node))
+        frames = [f for (of, _), f in self._frames.items() if of == scope]
+        in_lambda = any(isinstance(a, cst.Lambda) for a in self._tree.ancestors(node))
+        return in_lambda or not frames or any(self._differs(node, f) for f in frames)
+
+    def follow(self) -> None:
+        """Follow a rank's samples through the script until nothing more differs."""
         self._frame(None, frozenset())
         for function in self._tree.functions:
-            if not self._flow.calls_of(function) or function in self._training:
+            called = bool(self._flow.calls_of(function))
+            if not called and self._unknown:
+                self._frame(function, frozenset(_every_parameter(function)))
+            elif not called or function in self._training:
                 self._frame(function, frozenset())
         for _ in range(_PASSES):
             self._changed = False
@@ -169,9 +257,6 @@ class _Apart:
                 self._run(frame)
             if not self._changed:
                 break
-        self._telling = True
-        for frame in list(self._frames.values()):
-            self._run(frame)
 
     # Frames
 
@@ -468,6 +553,8 @@ class _Apart:
         name = node.attr.value
         if name in _EQUAL_ATTRIBUTES:
             return False
+        if self._unknown and name in _OF_SHARE and self._is_divided(node.value):
+            return True
         if dotted(node.value) == "self":
             kind = self._tree.owner(frame.scope)
             return kind is not None and any(

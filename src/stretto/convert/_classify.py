@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Protocol, final
 
 import libcst as cst
 
@@ -39,7 +39,6 @@ _THROUGH = frozenset(
         "data",
         "clone",
         "tolist",
-        "sqrt",
         "abs",
         "squeeze",
         "view",
@@ -48,12 +47,19 @@ _THROUGH = frozenset(
 )
 
 
+class Shares(Protocol):
+    """Values computed from a rank's own samples."""
+
+    def is_share(self, node: cst.BaseExpression) -> bool:
+        """Return whether a value may come from this rank's part of a batch."""
+
+
 @final
 class Classifier:
     """Classify the numbers of a training step."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    def __init__(self, work: Work, shares: Shares) -> None:
+        self._work, self._shares = work, shares
         self._tree, self._flow = work.tree, work.flow
         self.losses = Losses(work)
         self._kinds: set[Loss] = set()
@@ -90,7 +96,16 @@ class Classifier:
     def of(
         self, node: cst.BaseExpression, within: cst.CSTNode, depth: int = 6
     ) -> Amount:
-        """Return the kind of an expression's value, with a block's names resolved."""
+        """Return the kind of an expression's value, with a block's names resolved.
+
+        A sum over what every rank has whole, such as a test set, is the same on each.
+        """
+        kind = self._of(node, within, depth)
+        if kind is Amount.SUM and not self._shares.is_share(node):
+            return Amount.SAME
+        return kind
+
+    def _of(self, node: cst.BaseExpression, within: cst.CSTNode, depth: int) -> Amount:
         if depth == 0:
             return Amount.UNKNOWN
         if isinstance(node, cst.Integer | cst.Float):
@@ -110,6 +125,8 @@ class Classifier:
         if (path := dotted(node)) is not None:
             if path in self._kinds_of:
                 return self.loss(path)
+            if isinstance(node, cst.Attribute) and node.attr.value == "batch_size":
+                return Amount.SUM  # of a divided loader; any other is the same
             if isinstance(node, cst.Attribute) and node.attr.value in _THROUGH:
                 return self.of(node.value, within, depth)
             made = [
@@ -135,12 +152,16 @@ class Classifier:
         if both == {Amount.SAME}:
             return Amount.SAME
         if isinstance(node.operator, cst.Multiply):
+            if left is right:
+                return Amount.UNKNOWN  # the product of two numbers that differ
             return Amount.SUM if Amount.SUM in both else Amount.MEAN
         if isinstance(node.operator, cst.Divide):
             if left is Amount.SUM and right is Amount.SUM:
                 return Amount.MEAN
-            return Amount.UNKNOWN if right is Amount.SUM else left
+            return left if right is Amount.SAME else Amount.UNKNOWN
         if isinstance(node.operator, cst.Add | cst.Subtract):
+            if both == {Amount.SUM, Amount.SAME}:
+                return Amount.UNKNOWN  # the sum would count the same part on each rank
             rest = both - {Amount.SAME}
             return rest.pop() if len(rest) == 1 else Amount.UNKNOWN
         return Amount.UNKNOWN

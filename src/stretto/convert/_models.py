@@ -8,6 +8,7 @@ import libcst as cst
 
 from stretto.convert._edit import theirs
 from stretto.convert._tree import Scope, arguments_of, dotted, found
+from stretto.convert._unused import why_unused
 from stretto.convert._views import Site, Views
 
 if TYPE_CHECKING:
@@ -127,6 +128,10 @@ class Models:
             )
         return self._known[key]
 
+    def is_wrapped(self, node: cst.BaseExpression, scope: Scope) -> bool:
+        """Return whether an expression is a trained model that is wrapped by then."""
+        return self.is_model(node, scope) and not self._is_set_up(node, scope)
+
     def convert(self) -> None:
         """Wrap every model and adapt its uses."""
         self._drop_data_parallel()
@@ -221,7 +226,7 @@ class Models:
         Raises:
             SpecError: There is no such place.
         """
-        calls = [c for c in self._calls_of(model) if self._in_training(c)]
+        calls = [c for c in self._calls_of(model) if self.in_training(c)]
         calls = [c for c in calls if not self._tree.without_gradient(c)]
         views = Views(self._work)
         first = self._site(model, model.path or "", model.scope)
@@ -314,8 +319,11 @@ class Models:
             work.after(at, f"hvd.broadcast_parameters({own}.state_dict(), root_rank=0)")
             work.done(at, f"`{path}`: every rank begins with rank 0's parameters")
             return
-        several = self._forwards(model) > 1
+        calls = self._forwards(model)
+        several = len(calls) > 1
+        unused = why_unused(work, model, calls)
         options = ", broadcast_buffers=False" if several else ""
+        options += ", find_unused_parameters=True" if unused is not None else ""
         own = theirs(path)
         work.after(at, f"{own} = DistributedDataParallel({own}{options})")
         work.done(at, f"`{path}` wrapped in DistributedDataParallel")
@@ -326,11 +334,21 @@ class Models:
                 "sent to the other ranks in between; rank 0's are saved",
             )
 
-    def _forwards(self, model: Origin) -> int:
-        """Return from how many places in training a model is called."""
-        return sum(
-            1 for call in self._calls_of(model) if not self._tree.without_gradient(call)
-        )
+        if unused is not None:
+            work.know(
+                at,
+                f"a step may leave parameters of `{path}` without a gradient "
+                f"({unused}), so DistributedDataParallel looks for them in each step; "
+                "if all have one, remove find_unused_parameters",
+            )
+
+    def _forwards(self, model: Origin) -> list[cst.Call]:
+        """Return the places in training from which a model is called."""
+        return [
+            call
+            for call in self._calls_of(model)
+            if not self._tree.without_gradient(call)
+        ]
 
     def _calls_of(self, model: Origin) -> list[cst.Call]:
         return [
@@ -418,7 +436,7 @@ class Models:
             or (method in _OF_MODULE and method != "forward")
             or self._tree.without_gradient(call)
             or isinstance(self._tree.parent(call), cst.Expr)
-            or not self._in_training(call)
+            or not self.in_training(call)
         ):
             return
         if method != "forward" and not self._computes(method):
@@ -430,7 +448,7 @@ class Models:
             "exchanged. Call it from the model's forward(), or use --to horovod",
         )
 
-    def _in_training(self, node: cst.CSTNode) -> bool:
+    def in_training(self, node: cst.CSTNode) -> bool:
         """Return whether code may run in a training step, also through calls."""
         if any(self._tree.within(node, loop.node) for loop in self._work.job.training):
             return True

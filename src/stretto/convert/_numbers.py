@@ -20,6 +20,7 @@ from stretto.convert._result import Evaluation
 from stretto.convert._tree import Scope, dotted, found
 
 if TYPE_CHECKING:
+    from stretto.convert._classify import Shares
     from stretto.convert._edit import Work
     from stretto.convert._job import Loop
     from stretto.convert._loaders import Loaders
@@ -55,10 +56,12 @@ class Added:
 class Numbers:
     """The numbers of training and evaluation loops."""
 
-    def __init__(self, work: Work, models: Models, loaders: Loaders) -> None:
+    def __init__(
+        self, work: Work, models: Models, loaders: Loaders, shares: Shares
+    ) -> None:
         self._work, self._models, self._loaders = work, models, loaders
-        self._tree = work.tree
-        self._classify = Classifier(work)
+        self._tree, self._shares = work.tree, shares
+        self._classify = Classifier(work, shares)
         self._losses = self._classify.loss_names()
         self._graph = self._classify.losses.graph_names()
         self._handled: set[int] = set()
@@ -306,7 +309,9 @@ class Numbers:
             node: cst.BaseExpression = call
             if whole is not call and not self._is_handled(whole):
                 node, amount = whole, self._classify.of(whole, body)
-            if amount is Amount.SAME and not self._in_body(on, body):
+            if amount is Amount.SAME and not (
+                self._in_body(on, body) and self._shares.is_share(on)
+            ):
                 continue
             if self._tree.without_gradient(call) and not any(
                 self._loaders.is_divided(made)
@@ -383,7 +388,9 @@ class Numbers:
                             cst.Arg | cst.FormattedStringExpression | cst.DictElement,
                         )
                     ):
-                        self._reduce(name, self._classify.loss())
+                        amount = self._classify.of(name, body)
+                        if amount is not Amount.SAME:
+                            self._reduce(name, amount)
 
     def _named_numbers(self, argument: cst.Arg, body: cst.CSTNode) -> None:
         """Handle a tensor's number that is shown under a name of the step."""
@@ -415,17 +422,27 @@ class Numbers:
         inner += [e.value for t in found(argument.value, cst.Tuple) for e in t.elements]
         for node in [*nodes, *inner]:
             if isinstance(node, cst.BinaryOperation) and not self._is_handled(node):
-                counts = any(
-                    self._in_body(a.value, body) or self._of_loop(a.value, body)
-                    for c in found(node, cst.Call)
-                    if self._tree.called(c) == "len"
-                    for a in c.args
-                ) or any(
-                    self._tree.method_called(c, "size") is not None
-                    for c in found(node, cst.Call)
-                )
-                if counts and self._classify.of(node, body) is Amount.SUM:
-                    self._reduce(node, Amount.SUM)
+                self._counted_in(node, body)
+
+    def _counted_in(self, node: cst.BaseExpression, body: cst.CSTNode) -> None:
+        """Reduce a calculation with a number of samples, or the parts that differ."""
+        counts = any(
+            self._in_body(a.value, body) or self._of_loop(a.value, body)
+            for c in found(node, cst.Call)
+            if self._tree.called(c) == "len"
+            for a in c.args
+        ) or any(
+            self._tree.method_called(c, "size") is not None
+            for c in found(node, cst.Call)
+        )
+        if not counts:
+            return
+        amount = self._classify.of(node, body)
+        if amount is Amount.SUM:
+            self._reduce(node, amount)
+        elif amount is Amount.UNKNOWN and isinstance(node, cst.BinaryOperation):
+            for part in (node.left, node.right):
+                self._counted_in(part, body)
 
     def _beside(self, call: cst.Call, body: cst.CSTNode) -> None:
         """Reduce counts, and results of functions, given beside reduced numbers."""
@@ -472,7 +489,11 @@ class Numbers:
             return len(made) == 1 and (
                 made[0].place is None and self._is_count(made[0].value, body)
             )
-        return on is not None and (self._in_body(on, body) or self._of_loop(on, body))
+        return (
+            on is not None
+            and (self._in_body(on, body) or self._of_loop(on, body))
+            and self._shares.is_share(on)
+        )
 
     def _of_loop(self, node: cst.BaseExpression, body: cst.CSTNode) -> bool:
         """Return whether a name is a target of the loop around a block."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stretto.convert import _advice, _alike, _apart, _device, _setup
+from stretto.convert import _advice, _alike, _apart, _device, _handed, _setup
 from stretto.convert._display import Display
 from stretto.convert._edit import Work
 from stretto.convert._horovod import distribute_optimizers
@@ -37,11 +37,12 @@ def distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Note
     if not work.horovod:
         Steps(work, models).check()
     models.convert()
+    _handed.convert(work, models)
     if work.horovod:
         distribute_optimizers(work, models)
     loaders = Loaders(work)
     loaders.convert()
-    numbers = Numbers(work, models, loaders)
+    numbers = Numbers(work, models, loaders, _apart.Shares(work, loaders))
     numbers.convert()
     _apart.point_out(work, loaders, numbers)
     display.convert()

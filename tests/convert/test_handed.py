@@ -1,0 +1,77 @@
+"""A wrapped model given to code that reads it, in another file or a library."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.convert import Choices, Kind, convert_source
+from stretto.errors import SpecError
+
+SCRIPT = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from helpers import compute_loss, evaluate, show, train_epoch, work
+
+model = torch.nn.Sequential(torch.nn.Linear(2, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+for epoch in range(2):
+    for (x,) in loader:
+        loss = model(x).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        {line}
+"""
+
+
+def with_line(line):
+    source = SCRIPT.format(line=line)
+    return convert_source(source, name="train.py", choices=Choices())
+
+
+def asked(conversion):
+    return [str(n) for n in conversion.notes if n.kind is Kind.OPEN]
+
+
+@pytest.mark.parametrize(
+    ("line", "want"),
+    [
+        ("score = evaluate(model, x)", "evaluate(unwrap(model), x)"),
+        ("score = evaluate(net=model)", "evaluate(net=unwrap(model))"),
+        ("with torch.no_grad(): work(model)", "work(unwrap(model))"),
+        ("kind = isinstance(model, torch.nn.Linear)", "isinstance(unwrap(model), "),
+        ("n = getattr(model, 'n', 0)", "getattr(unwrap(model), 'n', 0)"),
+        ("n = len(model)", "len(unwrap(model))"),
+        ("w = model[0].weight", "unwrap(model)[0].weight"),
+        ("torch.onnx.export(model, x, 'a')", "torch.onnx.export(unwrap(model)"),
+        ("text = f'{model}'", "f'{unwrap(model)}'"),
+        ("for layer in model: show(layer)", "for layer in unwrap(model):"),
+    ],
+)
+def test_code_that_reads_a_model_gets_it_without_the_wrapper(line, want):
+    conversion = with_line(line)
+    assert want in conversion.after
+    assert asked(conversion) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["train_epoch(model, loader, opt)", "work(model)", "evaluate(model, opt)"]
+)
+def test_a_function_of_another_file_that_may_train_is_listed(line):
+    conversion = with_line(line)
+    assert line in conversion.after
+    (note,) = asked(conversion)
+    assert "which is in another file, trains `model`" in note
+
+
+def test_a_loss_that_another_file_computes_keeps_the_wrapper():
+    conversion = with_line("more = evaluate(model, x); more.backward()")
+    assert "evaluate(model, x)" in conversion.after
+    assert any("trains `model`" in note for note in asked(conversion))
+
+
+@pytest.mark.parametrize("line", ["y = model[0](x)", "for f in model: x = f(x)"])
+def test_training_through_layers_that_the_wrapper_does_not_see_is_refused(line):
+    with pytest.raises(SpecError, match="DistributedDataParallel does not see"):
+        with_line(line)

@@ -1,0 +1,112 @@
+"""Only what comes from a rank's own samples is reduced over ranks."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from stretto.convert import Choices, Kind, convert_source
+
+SCRIPT = """\
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(2, 2)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.ones(8, 2), torch.ones(8).long())
+loader = DataLoader(data, batch_size=4)
+b = 4
+test_x, test_y = torch.ones(6, 2), torch.ones(6).long()
+test_loader = DataLoader(TensorDataset(test_x, test_y), batch_size=4)
+
+
+def hits(x, y):
+    return (model(x).argmax(1) == y).sum().item()
+
+
+for epoch in range(2):
+    total = 0.0
+    for step, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+{line}
+"""
+RIGHT = "(model(test_x).argmax(1) == test_y)"
+
+
+def with_line(line):
+    source = SCRIPT.format(line=textwrap.indent(line, " " * 8))
+    return convert_source(source, name="train.py", choices=Choices())
+
+
+def opened(conversion):
+    return [str(n) for n in conversion.notes if n.kind is Kind.OPEN]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"print({RIGHT}.sum().item())",
+        f"print({RIGHT}.sum().item() / len(test_y))",
+        f"print({RIGHT}.sum().item() / float(test_y.size(0)))",
+        f"acc = float({RIGHT}.numpy().astype(int).sum()) / float(test_y.numel())",
+        "p = torch.max(model(test_x), 1)[1]\nprint((p == test_y).sum().item())",
+        "t = F.cross_entropy(model(test_x), test_y, reduction='sum')\nprint(t.item())",
+        "tx, ty = next(iter(test_loader))\nprint((model(tx) > 0).sum().item())",
+        "for tx, ty in test_loader:\n    total += (model(tx) > 0).sum().item()",
+        "print(hits(test_x, test_y))",
+    ],
+)
+def test_what_every_rank_has_whole_is_not_summed(line):
+    conversion = with_line(line)
+    assert "sum_over_ranks" not in conversion.after
+    assert opened(conversion) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "want"),
+    [
+        (
+            "print(step * b + len(x))",
+            "print0(step * b + sum_over_ranks(len(x)))",
+        ),
+        (
+            "print(f'{100.0 * (step * b + x.size(0)) / len(data)}')",
+            "{100.0 * (step * b + sum_over_ranks(x.size(0))) / len(data)",
+        ),
+        ("print((x > 0).sum().item() + 1)", "sum_over_ranks((x > 0).sum().item()) + 1"),
+        ("print(step * len(x))", "sum_over_ranks(step * len(x))"),
+        (
+            "print(step * loader.batch_size + len(x))",
+            "sum_over_ranks(step * loader.batch_size + len(x))",
+        ),
+        ("print(1 / loss.item())", "print0(1 / mean_over_ranks(loss.item()))"),
+    ],
+)
+def test_only_the_part_that_differs_is_reduced(line, want):
+    assert want in with_line(line).after
+
+
+@pytest.mark.parametrize(
+    ("added", "how"),
+    [
+        ("(model(x).argmax(1) == y).sum().item() / len(data)", "sum"),
+        ("loss.item() * x.size(0) / len(loader.dataset)", "sum"),
+        ("loss.item() / len(loader)", "mean"),
+        ("(model(x).argmax(1) == y).sum().item() / len(y)", "mean"),
+    ],
+)
+def test_the_length_of_the_data_divides_and_is_not_a_count_of_the_rank(added, how):
+    conversion = with_line(f"total += {added}")
+    assert f"total = {how}_over_ranks(total)" in conversion.after
+    assert opened(conversion) == []
+
+
+def test_the_root_of_a_mean_is_listed():
+    asked = opened(with_line("print(loss.sqrt().item())"))
+    assert len(asked) == 1
+    assert "`loss.sqrt().item()` is a mean or a sum" in asked[0]
