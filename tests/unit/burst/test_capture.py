@@ -40,6 +40,91 @@ def test_parameters_that_share_memory_are_captured_as_they_are():
     assert [node.name for node in graph.nodes] == ["0", "1"]
 
 
+class Shared(nn.Module):
+    """Ends with a product by something that shares memory with its first weight."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        share(self, self.a.weight)
+
+    def forward(self, x):
+        h = self.c(self.b(self.a(x).tanh()).tanh())
+        held = getattr(self, "_w", None)
+        if isinstance(held, list):
+            held = held[0]
+        return h if held is None else h @ held.t()
+
+
+def shares_a_weight(model, weight):
+    model.b.weight.data = weight.data
+
+
+def shares_with_a_hook(model, weight):
+    last = weight.detach()
+    model.c.register_forward_hook(lambda _module, _given, out: out @ last.t())
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda model, weight: model.register_buffer("_w", weight.detach()),
+        lambda model, weight: model.register_buffer("_w", weight.detach()[:3]),
+        lambda model, weight: setattr(model, "_w", weight.detach()[:3]),
+        lambda model, weight: setattr(model, "_w", [weight.detach()[1:]]),
+        lambda model, weight: setattr(model, "_w", nn.Parameter(weight.data[2:])),
+        lambda model, weight: model.register_buffer(
+            "_w", torch.from_numpy(weight.detach().numpy())
+        ),
+        shares_with_a_hook,
+    ],
+)
+def test_what_shares_a_parameters_memory_is_in_its_layer(share):
+    graph = capture(Shared(share), (torch.randn(2, 4),))
+    assert [node.name for node in graph.nodes] == ["a"]
+
+
+def test_parameters_that_overlap_are_in_one_layer():
+    graph = capture(Shared(shares_a_weight), (torch.randn(2, 4),))
+    assert [node.name for node in graph.nodes] == ["a", "c"]
+
+
+class ReadsMean(nn.Module):
+    """Reads a view of statistics that a norm in another layer updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.register_buffer("mean", self.norm.running_mean.view(1, 4))
+
+    def forward(self, x):
+        return self.b(self.norm(self.a(x)).tanh()) + self.mean
+
+
+def test_what_shares_memory_with_running_statistics_is_in_the_norms_layer():
+    graph = capture(ReadsMean(), (torch.randn(4, 4),))
+    of = {name: node.name for node in graph.nodes for name in node.buffer_names}
+    assert of["mean"] == of["norm.running_mean"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_view_of_a_parameter_that_needs_a_gradient_is_refused():
+    model = Shared(lambda model, weight: setattr(model, "_w", weight[:3]))
+    with pytest.raises(SpecError, match="'_w' needs a gradient but is not a parameter"):
+        capture(model, (torch.randn(2, 4),))
+
+
+def test_ranks_that_do_not_run_its_layer_have_the_same_operations():
+    def share(model, weight):
+        model._w = weight.detach()[:3]
+
+    model, x = Shared(share), torch.randn(2, 4)
+    before = capture(model, (x,)).semantics
+    with torch.no_grad():
+        model.a.weight.add_(1)
+    assert capture(model, (x,)).semantics == before
+
+
 def late_half(h):
     return h.masked_fill((torch.arange(h.shape[0]) >= 6)[:, None], 0.0)
 

@@ -44,6 +44,7 @@ from stretto.burst.tracing.comparing import (
 )
 from stretto.burst.tracing.fakes import Fakes
 from stretto.burst.tracing.ordering import Order
+from stretto.burst.tracing.overlap import shared_with
 from stretto.burst.tracing.packing import Arguments, Results
 from stretto.burst.tracing.places import place_of, places_in
 from stretto.burst.tracing.reads import HOOKS, Ambient, Reads, Watch
@@ -214,11 +215,13 @@ def trace(
     given = compare(first, other, BATCHES)
     order = Order(first, given)
     build = _graph_of(module, first, other, given, order)
+    _refuse_views(first, module, build)
     records = [first.records[number] for number in order.numbers]
     semantics = [(order.renamed(_line_of(r, module)), r.place) for r in records]
     held = {name: name for name in _held_tensors(first, module)} | order.constants
+    trained = list(module.parameters())
     semantics += sorted(
-        (f"{new} {_digest_of(build.held(old))}", f"values of {old!r}")
+        (f"{new} {_digest_of(build.held(old), trained)}", f"values of {old!r}")
         for old, new in held.items()
     )
     # Outputs' types follow autocast, and ranks must agree on the types they send.
@@ -286,25 +289,49 @@ def _line_of(one: Record, module: nn.Module) -> str:
     return re.sub(r" at 0x[0-9a-f]+|(?<=cuda:)[0-9]+|index=[0-9]+", "", text)
 
 
-def _held_tensors(recording: Recording, module: nn.Module) -> set[str]:
-    """Return tensors that operations read in plain attributes of modules."""
-    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+def _names_read(recording: Recording) -> set[str]:
+    """Return the names of the held tensors that operations read."""
     leaves = (
         leaf
         for one in recording.records
         for leaf in pytree.tree_leaves((one.args, one.kwargs))
     )
-    names = {leaf.name for leaf in leaves if isinstance(leaf, Fixed)}
-    return names - known - recording.constants.keys()
+    return {leaf.name for leaf in leaves if isinstance(leaf, Fixed)}
 
 
-def _digest_of(value: Any) -> str:
-    """Return a digest of a tensor's values, the same in every process."""
+def _held_tensors(recording: Recording, module: nn.Module) -> set[str]:
+    """Return tensors that operations read in plain attributes of modules."""
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return _names_read(recording) - known - recording.constants.keys()
+
+
+def _refuse_views(recording: Recording, module: nn.Module, build: _Build) -> None:
+    """Reject views of parameters that were made outside of forward.
+
+    Their gradients would bypass the parameter's layer.
+    """
+    for name in sorted(_names_read(recording)):
+        held = build.held(name)
+        if getattr(held, "requires_grad", False) and not isinstance(held, nn.Parameter):
+            owner, _, key = name.rpartition(".")
+            raise SpecError(
+                f"{line_setting(module.get_submodule(owner), key)}{name!r} needs a "
+                "gradient but is not a parameter: compute it in forward from the "
+                "parameter, detach() it, or make it a torch.nn.Parameter"
+            )
+
+
+def _digest_of(value: Any, trained: list[nn.Parameter]) -> str:
+    """Return a digest of a tensor's values, the same in every process.
+
+    A part of a parameter has other values on ranks that do not run its layer.
+    """
     if not isinstance(value, Tensor):
         return type(value).__name__
     plain = value.detach().cpu()
-    if plain.is_quantized or plain.layout != torch.strided:
+    is_plain = not plain.is_quantized and plain.layout == torch.strided
+    if not is_plain or shared_with(value, trained):
         return f"{plain.dtype} {tuple(plain.shape)}"
     data = in_memory(plain).reshape(-1).view(torch.uint8).numpy().tobytes()
     kind = f"{plain.dtype} {tuple(plain.shape)}"
