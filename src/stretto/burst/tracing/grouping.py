@@ -310,7 +310,7 @@ def _add_stem(traced: Traced) -> None:
     root, source = traced.root, traced.source
     root.add_submodule("stem_of_input", nn.Identity())
     with root.graph.inserting_after(source):
-        stem = root.graph.call_module("stem_of_input", (source,))
+        stem = root.graph.call_module(name, (source,))
     stem.meta["context"] = Context()
     source.replace_all_uses_with(
         stem,
@@ -548,10 +548,9 @@ def _held_by(traced: Traced, op: fx.Node) -> Iterator[Any]:
             yield attrgetter(str(node.target))(traced.root)
 
 
-def count_batch_norms(module: nn.Module) -> int:
-    """Return how often a layer normalizes over the batch."""
-    kind = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
-    return sum(isinstance(part, kind) for part in module.modules())
+def count_batch_norms(module: fx.GraphModule) -> int:
+    """Return how many modules of a layer normalize over the batch."""
+    return len({name for op in module.graph.nodes for name in op.meta.get("norms", ())})
 
 
 def has_dropout(module: nn.Module) -> bool:

@@ -64,6 +64,7 @@ from stretto.burst.tracing.recorder import (
 )
 from stretto.errors import SpecError
 
+from stretto.burst.tracing.tables import NormInputs
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -210,11 +211,12 @@ def trace(
 
     shape = tuple(_packed_shape(arguments))
     reads = Reads(module)
-    first, other = _recordings(module, run, shape, arguments, reads)
+    norms = NormInputs()
+    first, other = _recordings(module, run, shape, arguments, reads, norms)
     counts = Counts(first, other, partial(_recording, module, run, shape, arguments))
     given = compare(first, other, BATCHES)
     order = Order(first, given)
-    build = _graph_of(module, first, other, given, order)
+    build = _graph_of(module, first, other, given, order, norms.tables(module))
     _refuse_views(first, module, build)
     records = [first.records[number] for number in order.numbers]
     semantics = [(order.renamed(_line_of(r, module)), r.place) for r in records]
@@ -358,6 +360,7 @@ def _recordings(
     reads: Reads,
 ) -> tuple[Recording, Recording]:
     """Record a call with each batch, after comparing a second call with the first.
+    norms: NormInputs,
 
     The second call is of the other batch. If it differs in more than sizes, three calls
     determine whether it differs because of the batch or from call to call.
@@ -368,7 +371,8 @@ def _recordings(
     def once(batch: int, known: Recording | None = None) -> Recording:
         batches = None if batch == BATCHES[0] else BATCHES
         check = known and partial(require_like, known, batches)
-        found = _once(module, run, (batch, *shape), arguments, fakes, reads, check)
+        with norms.noted(batch):
+            found = _once(module, run, (batch, *shape), arguments, fakes, reads, check)
         _refuse_new_hooks(module, hooks)
         return found
 
@@ -611,7 +615,11 @@ class _Build:
     """Makes a graph from records."""
 
     def __init__(
-        self, module: nn.Module, recording: Recording, names: Mapping[str, str]
+        self,
+        module: nn.Module,
+        recording: Recording,
+        names: Mapping[str, str],
+        tables: frozenset[str],
     ) -> None:
         self.graph = fx.Graph()
         self.shapes: dict[fx.Node, tuple[Any, Any]] = {}
@@ -681,8 +689,8 @@ class _Build:
             "draws": one.draws and dropout is None,
             "writes": None if dropout is not None else one.writes,
             "aliases": one.aliases,
-            "norms": one.norms,
-            "keeps_state": one.keeps_state,
+            "norms": tuple(n for n in one.norms if n not in self._tables),
+            "keeps_state": one.keeps_state or self._updates_table(one),
             "scans": next((s[1] for s in one.scanned if s not in two.scanned), ""),
         }
         self._number += 1
@@ -697,6 +705,11 @@ class _Build:
         if kind is None or one.kind != "call_function":
             return None
         names = ("input", "p", "train" if one.target is torch.dropout else "training")
+    def _updates_table(self, one: Record) -> bool:
+        """Return whether it updates statistics of what is the same for all samples."""
+        norms = [self.held(name) for name in one.norms if name in self._tables]
+        return any(norm.training and norm.track_running_stats for norm in norms)
+
         default = {"p": 0.5, "training": True}
         given = default | dict(zip(names, args, strict=False)) | kwargs
         if not given.get("train", given["training"]) or not given["p"]:
@@ -756,11 +769,6 @@ def _forwarding(target: Any) -> Any:
 _ENDS = ("start", "stop", "step")
 
 _PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
     torch.dtype,
     torch.device,
     torch.memory_format,
@@ -776,7 +784,7 @@ def _graph_of(
     given: list[tuple[Any, Any]],
     order: Order,
 ) -> _Build:
-    build = _Build(module, first, order.constants)
+    build = _Build(module, first, order.constants, tables)
     for number in order.numbers:
         one, two = first.records[number], other.records[number]
         build.add(number, one, two, *given[number])
@@ -829,6 +837,7 @@ def _classify(
         module=module,
         arguments=arguments,
         results=results,
+    tables: frozenset[str],
         uses_half=any(
             bool(node.meta["context"].autocast)
             for node in build.graph.nodes
