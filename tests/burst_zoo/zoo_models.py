@@ -356,12 +356,12 @@ class TiedByMemory(nn.Module):
         return self.last(h) + h @ self.part.t()
 
 
-@right(flat)
+@right(flat, copies=False)  # a deepcopy of a parameter has memory of its own
 def a_buffer_that_is_a_part_of_a_weight() -> nn.Module:
     return TiedByMemory("buffer")
 
 
-@right(flat)
+@right(flat, copies=False)  # a deepcopy of a parameter has memory of its own
 def an_attribute_that_is_a_part_of_a_weight() -> nn.Module:
     return TiedByMemory("attribute")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import enum
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -123,6 +126,88 @@ def test_ranks_that_do_not_run_its_layer_have_the_same_operations():
     with torch.no_grad():
         model.a.weight.add_(1)
     assert capture(model, (x,)).semantics == before
+
+
+class NormOfTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.table = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x):
+        return self.a(x) @ self.norm(self.table).t()
+
+
+def test_a_norm_of_a_table_is_state_of_its_layer_and_not_over_samples():
+    nodes = capture(NormOfTable(), (torch.randn(2, 4),)).nodes
+    assert any(node.keeps_state for node in nodes)
+    assert not any(node.has_batch_norm for node in nodes)
+
+
+class Held(nn.Module):
+    """Calls a module of each name."""
+
+    def __init__(self, *names, function=None):
+        super().__init__()
+        self.a, self.function = nn.Linear(4, 4), function
+        self.parts = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+        for name in names:
+            self.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, x):
+        h = self.a(x)
+        h = h if self.function is None else self.function(h)
+        for name, part in self.parts.items():
+            h = getattr(self, name)(part(h).tanh()) + x
+        return h
+
+
+@pytest.mark.parametrize(
+    "name", ["global", "in", "class", "lambda", 'a "b"', "a\\b", "a\nb", "{a}", "é😀"]
+)
+def test_parts_keep_names_that_code_can_not_write_after_a_dot(name):
+    graph = capture(Held(name), (torch.randn(2, 4),))
+    assert {f"parts.{name}", name} <= {node.name for node in graph.nodes}
+    kept = {name for node in graph.nodes for name in node.parameter_names}
+    assert kept == {key for key, _ in Held(name).named_parameters()}
+
+
+ONES = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("stem_of_input", None),
+        ("constant_0", lambda h: h * ONES),
+        *((f"dropout_{i}", functional.dropout) for i in range(3)),
+    ],
+)
+def test_names_that_capture_makes_are_not_those_of_the_model(name, function):
+    graph = capture(Held(name, function=function), (torch.randn(2, 4),))
+    kept = {name for node in graph.nodes for name in node.parameter_names}
+    assert {f"{name}.weight", f"parts.{name}.weight"} <= kept
+
+
+class Column(enum.IntEnum):
+    LAST = 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h / np.sqrt(4),
+        lambda h: h * np.float32(2),
+        lambda h: h + np.int64(2),
+        lambda h: h.softmax(np.int64(1)),
+        lambda h: h[:, : np.int64(4)],
+        lambda h: h * torch.tensor(np.float64(2)).to(h),
+        lambda h: h.softmax(Column.LAST),
+    ],
+)
+def test_numbers_of_numpy_and_of_other_classes_are_captured(function):
+    graph = capture(Between(function), (torch.randn(2, 4),))
+    assert [node.name for node in graph.nodes] == ["before", "after"]
 
 
 def late_half(h):

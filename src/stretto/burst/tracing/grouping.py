@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from stretto.burst.tracing.operations import Traced, is_heavy
+from stretto.burst.tracing.operations import Traced, free_name, is_heavy
 from stretto.burst.tracing.overlap import plain_tensors, regions_of
 from stretto.burst.tracing.places import depends_on_place, place_of
 from stretto.burst.tracing.recorder import Context
@@ -308,7 +308,8 @@ def _reads(traced: Traced, op: fx.Node) -> list[fx.Node]:
 
 def _add_stem(traced: Traced) -> None:
     root, source = traced.root, traced.source
-    root.add_submodule("stem_of_input", nn.Identity())
+    name = free_name("stem_of_input", traced.module, root)
+    root.add_submodule(name, nn.Identity())
     with root.graph.inserting_after(source):
         stem = root.graph.call_module(name, (source,))
     stem.meta["context"] = Context()

@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import json
+import keyword
 import logging
 import operator
 import random
@@ -62,9 +64,9 @@ from stretto.burst.tracing.recorder import (
     require_rows,
     set_item,
 )
+from stretto.burst.tracing.tables import NormInputs
 from stretto.errors import SpecError
 
-from stretto.burst.tracing.tables import NormInputs
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -358,9 +360,9 @@ def _recordings(
     shape: tuple[int, ...],
     arguments: Arguments,
     reads: Reads,
+    norms: NormInputs,
 ) -> tuple[Recording, Recording]:
     """Record a call with each batch, after comparing a second call with the first.
-    norms: NormInputs,
 
     The second call is of the other batch. If it differs in more than sizes, three calls
     determine whether it differs because of the batch or from call to call.
@@ -627,7 +629,8 @@ class _Build:
         self.source = self.graph.placeholder("batch")
         self._module = module
         self._constants = recording.constants
-        self._names = names
+        self._names = {old: free_name(new, module) for old, new in names.items()}
+        self._tables = tables
         self._targets: dict[str, Any] = {}
         self._nodes: dict[Any, fx.Node] = {SOURCE: self.source}
         self._number = 0
@@ -643,7 +646,7 @@ class _Build:
         if name not in self._nodes:
             if isinstance(name, Fixed):
                 target = self._names.get(name.name, name.name)
-                made = self.graph.get_attr(target)
+                made = self.graph.get_attr(Name(target))
                 self._targets[target] = self.held(name.name)
             else:
                 before = self.node(Ref(name.number, name.path[:-1]))
@@ -671,15 +674,18 @@ class _Build:
             for batch, recorded in zip(BATCHES, (one, two), strict=True):
                 for tensor in recorded.tensors.values():
                     require_rows(tensor, batch, one.place)
-            name = f"dropout_{self._number}"
+            name = free_name(f"dropout_{self._number}", self._module)
             self._targets[name] = dropout
             node = self.graph.call_module(name, (self._value(args[0]),))
         else:
             target = one.target
             if one.kind == "call_module":
                 self._targets[target] = self._module.get_submodule(target)
+                target = Name(target)
             elif one.kind == "call_function" and not _is_importable(target):
                 target = _forwarding(target)
+            if one.target not in _FROM_DATA:
+                args, kwargs = pytree.tree_map(_plain_number, (args, kwargs))
             node = self.graph.create_node(
                 one.kind, target, self._value(args), self._value(kwargs)
             )
@@ -699,17 +705,17 @@ class _Build:
             made = self.node(Ref(number, path))
             self.shapes[made] = (tensor, two.tensors[path])
 
+    def _updates_table(self, one: Record) -> bool:
+        """Return whether it updates statistics of what is the same for all samples."""
+        norms = [self.held(name) for name in one.norms if name in self._tables]
+        return any(norm.training and norm.track_running_stats for norm in norms)
+
     def _dropout(self, one: Record, args: Any, kwargs: Any) -> nn.Module | None:
         """Return a dropout function as a module, so that masks follow samples."""
         kind = _DROPOUTS.get(one.target)
         if kind is None or one.kind != "call_function":
             return None
         names = ("input", "p", "train" if one.target is torch.dropout else "training")
-    def _updates_table(self, one: Record) -> bool:
-        """Return whether it updates statistics of what is the same for all samples."""
-        norms = [self.held(name) for name in one.norms if name in self._tables]
-        return any(norm.training and norm.track_running_stats for norm in norms)
-
         default = {"p": 0.5, "training": True}
         given = default | dict(zip(names, args, strict=False)) | kwargs
         if not given.get("train", given["training"]) or not given["p"]:
@@ -732,9 +738,9 @@ class _Build:
             return {k: self._value(v) for k, v in value.items()}
         if isinstance(value, slice):
             return slice(*(self._value(getattr(value, e)) for e in _ENDS))
-        if value is None or isinstance(value, _PLAIN):
+        if value is None or type(value) in _NUMBERS or isinstance(value, _PLAIN):
             return value
-        name = f"value_{len(self._targets)}"
+        name = free_name(f"value_{len(self._targets)}", self._module)
         self._targets[name] = value
         return self.graph.get_attr(name)
 
@@ -742,6 +748,47 @@ class _Build:
         node = self.graph.call_method("size", (self.source, 0))
         self.counts[node] = each
         return node
+
+
+class Name(str):
+    """The path of a held module or tensor, any part of which code can be made for.
+
+    torch.fx writes parts after a dot unless they are no identifiers, and others between
+    quotes as they are. Neither works for ``global`` or for a name with a quote.
+    """
+
+    __slots__ = ()
+
+    def split(self, sep: str | None = None, maxsplit: Any = -1) -> list[str]:
+        """Split it into parts."""
+        return [_Part(part) for part in str(self).split(sep, maxsplit)]
+
+
+class _Part(str):
+    __slots__ = ()
+
+    def isidentifier(self) -> bool:
+        return super().isidentifier() and not keyword.iskeyword(self)
+
+    def __format__(self, spec: str) -> str:
+        return format(json.dumps(str(self), ensure_ascii=False)[1:-1], spec)
+
+
+def free_name(name: str, *modules: nn.Module) -> str:
+    """Return a name like this one that no module has for something else."""
+    while any(hasattr(module, name) for module in modules):
+        name += "_"
+    return name
+
+
+def _plain_number(value: Any) -> Any:
+    """Return a number of NumPy, or of a class of its own, as Python's."""
+    if isinstance(value, np.ndarray) and value.ndim:
+        return value
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.item()
+    kinds: tuple[Any, ...] = _NUMBERS[:-1]
+    return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
 
 
 def _is_importable(target: Any) -> bool:
@@ -768,6 +815,11 @@ def _forwarding(target: Any) -> Any:
 
 _ENDS = ("start", "stop", "step")
 
+_NUMBERS = (bool, int, float, complex, str)
+
+_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+"""Functions whose result has the type of a NumPy number that they are given."""
+
 _PLAIN = (
     torch.dtype,
     torch.device,
@@ -783,6 +835,7 @@ def _graph_of(
     other: Recording,
     given: list[tuple[Any, Any]],
     order: Order,
+    tables: frozenset[str],
 ) -> _Build:
     build = _Build(module, first, order.constants, tables)
     for number in order.numbers:
@@ -837,7 +890,6 @@ def _classify(
         module=module,
         arguments=arguments,
         results=results,
-    tables: frozenset[str],
         uses_half=any(
             bool(node.meta["context"].autocast)
             for node in build.graph.nodes

@@ -4,7 +4,7 @@
 A model may normalize a table, such as a codebook: each rank has all of its values, so
 the statistics are those of one process without communication, and joining them would
 count each value once per rank. Such a norm runs unchanged, and each rank of its layer
-updates the running statistics alike, whatever samples it has.
+makes the same updates of the running statistics, whatever samples it has.
 """
 
 from __future__ import annotations
