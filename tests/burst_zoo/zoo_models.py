@@ -339,6 +339,33 @@ def tied_autoencoder() -> nn.Module:
     return Tied()
 
 
+class TiedByMemory(nn.Module):
+    """A part of the first weight, without a gradient, is the last weight."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.one, self.two, self.last = nn.Linear(8, 8), nn.Linear(8, 8), mlp()
+        part = self.one.weight.detach()[:5]
+        if how == "buffer":
+            self.register_buffer("part", part)
+        else:
+            self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.two(torch.tanh(self.one(x))))
+        return self.last(h) + h @ self.part.t()
+
+
+@right(flat, copies=False)  # a deepcopy of a parameter has memory of its own
+def a_buffer_that_is_a_part_of_a_weight() -> nn.Module:
+    return TiedByMemory("buffer")
+
+
+@right(flat, copies=False)  # a deepcopy of a parameter has memory of its own
+def an_attribute_that_is_a_part_of_a_weight() -> nn.Module:
+    return TiedByMemory("attribute")
+
+
 # ------------------------------------------------------------ several inputs, outputs
 
 
@@ -871,6 +898,45 @@ def batch_norms_of_every_kind() -> nn.Module:
         nn.BatchNorm1d(6, track_running_stats=False),
         nn.Linear(6, 3),
     )
+
+
+class NormOfTable(nn.Module):
+    """Normalizes node embeddings, which are the same for all samples."""
+
+    def __init__(self, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.one, self.two, self.last = nn.Linear(8, 6), nn.Linear(6, 6), mlp(3)
+        self.nodes = nn.Parameter(torch.randn(3, 6))
+        self.norm = nn.BatchNorm1d(6, momentum=momentum)
+        self.of_samples = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.of_samples(self.two(torch.tanh(self.one(x))))
+        return self.last(h @ self.norm(self.nodes).t())
+
+
+@right(flat)
+def norm_of_a_table() -> nn.Module:
+    return NormOfTable()
+
+
+@right(flat, shares=("one", "uneven"))
+def cumulative_norm_of_a_table() -> nn.Module:
+    return NormOfTable(momentum=None)
+
+
+@right(flat)
+def norm_of_a_table_in_a_module_with_hooks() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), NormOfTable(), nn.Linear(5, 3))
+    model[1].register_forward_hook(lambda _module, _given, out: out * 2)
+    return model
+
+
+@refused(flat, "normalizes samples and a tensor that is the same", names_line=False)
+def norm_of_a_table_and_of_samples() -> nn.Module:
+    model = NormOfTable()
+    model.of_samples = model.norm
+    return model
 
 
 @right(vectors(6, 4))

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from stretto.burst.tracing.layers import LayerGraph, LayerNode
 
 
-_PASSED = (BatchNorm, Dropout)
-
 Held = Tensor | tuple[Tensor, ...]
 """A rank's part of a layer's output: its rows; or, for a layer that it does not run,
 the tensors that backward must pass through."""
@@ -82,9 +80,10 @@ class Forward:
             self._norms[node] = []
             group = self._rank_groups.group(widths[node.name])
             made: dict[str, NormSync] = {}
+            called = norm_calls(node)
             for name, part in node.module.named_modules():
-                if not isinstance(part, BatchNorm):
-                    continue
+                if not isinstance(part, BatchNorm) or name not in called:
+                    continue  # see Note [Norms of tables]
                 if group is not None and batch_norm == "sync":
                     made[name] = NormSync(
                         part,
@@ -95,7 +94,7 @@ class Forward:
                     )
                     stands[part] = made[name]
             if made:  # one module may be called twice
-                self._norms[node] = [made[name] for name in norm_calls(node)]
+                self._norms[node] = [made[name] for name in called]
         self._stands_for[graph] = stands
 
     def forget(self, graph: LayerGraph) -> None:
@@ -231,8 +230,8 @@ class Forward:
     def _advance(self, node: LayerNode) -> None:
         """Let a layer without samples change its state as the other ranks' copies do.
 
-        It runs on one row of zeros, whose output is dropped; batch norms and dropouts
-        are skipped.
+        It runs on one row of zeros, whose output is dropped; batch norms of samples and
+        dropouts are skipped.
         """
         assert self._graph is not None  # noqa: S101
         kinds = {n.name: (n.output_shape, n.output_dtype) for n in self._graph.nodes}
@@ -241,7 +240,13 @@ class Forward:
             torch.zeros((1, *shape), dtype=dtype, device=self._device)
             for shape, dtype in (kinds[name] for name in node.inputs)
         ]
-        passed = [m for m in node.module.modules() if isinstance(m, _PASSED)]
+        called = norm_calls(node)
+        passed = [
+            part
+            for name, part in node.module.named_modules()
+            if isinstance(part, Dropout)
+            or (isinstance(part, BatchNorm) and name in called)
+        ]
         was = [vars(part).get("forward") for part in passed]
         devices = [self._device] if self._device.type == "cuda" else []
         try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import enum
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -38,6 +41,173 @@ def test_parameters_that_share_memory_are_captured_as_they_are():
     model[1].weight.data = flat[16:].view(4, 4)
     graph = capture(model, (torch.randn(2, 4),))
     assert [node.name for node in graph.nodes] == ["0", "1"]
+
+
+class Shared(nn.Module):
+    """Ends with a product by something that shares memory with its first weight."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        share(self, self.a.weight)
+
+    def forward(self, x):
+        h = self.c(self.b(self.a(x).tanh()).tanh())
+        held = getattr(self, "_w", None)
+        if isinstance(held, list):
+            held = held[0]
+        return h if held is None else h @ held.t()
+
+
+def shares_a_weight(model, weight):
+    model.b.weight.data = weight.data
+
+
+def shares_with_a_hook(model, weight):
+    last = weight.detach()
+    model.c.register_forward_hook(lambda _module, _given, out: out @ last.t())
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda model, weight: model.register_buffer("_w", weight.detach()),
+        lambda model, weight: model.register_buffer("_w", weight.detach()[:3]),
+        lambda model, weight: setattr(model, "_w", weight.detach()[:3]),
+        lambda model, weight: setattr(model, "_w", [weight.detach()[1:]]),
+        lambda model, weight: setattr(model, "_w", nn.Parameter(weight.data[2:])),
+        lambda model, weight: model.register_buffer(
+            "_w", torch.from_numpy(weight.detach().numpy())
+        ),
+        shares_with_a_hook,
+    ],
+)
+def test_what_shares_a_parameters_memory_is_in_its_layer(share):
+    graph = capture(Shared(share), (torch.randn(2, 4),))
+    assert [node.name for node in graph.nodes] == ["a"]
+
+
+def test_parameters_that_overlap_are_in_one_layer():
+    graph = capture(Shared(shares_a_weight), (torch.randn(2, 4),))
+    assert [node.name for node in graph.nodes] == ["a", "c"]
+
+
+class ReadsMean(nn.Module):
+    """Reads a view of statistics that a norm in another layer updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.register_buffer("mean", self.norm.running_mean.view(1, 4))
+
+    def forward(self, x):
+        return self.b(self.norm(self.a(x)).tanh()) + self.mean
+
+
+def test_what_shares_memory_with_running_statistics_is_in_the_norms_layer():
+    graph = capture(ReadsMean(), (torch.randn(4, 4),))
+    of = {name: node.name for node in graph.nodes for name in node.buffer_names}
+    assert of["mean"] == of["norm.running_mean"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_view_of_a_parameter_that_needs_a_gradient_is_refused():
+    model = Shared(lambda model, weight: setattr(model, "_w", weight[:3]))
+    with pytest.raises(SpecError, match="'_w' needs a gradient but is not a parameter"):
+        capture(model, (torch.randn(2, 4),))
+
+
+def test_ranks_that_do_not_run_its_layer_have_the_same_operations():
+    def share(model, weight):
+        model._w = weight.detach()[:3]
+
+    model, x = Shared(share), torch.randn(2, 4)
+    before = capture(model, (x,)).semantics
+    with torch.no_grad():
+        model.a.weight.add_(1)
+    assert capture(model, (x,)).semantics == before
+
+
+class NormOfTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.table = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x):
+        return self.a(x) @ self.norm(self.table).t()
+
+
+def test_a_norm_of_a_table_is_state_of_its_layer_and_not_over_samples():
+    nodes = capture(NormOfTable(), (torch.randn(2, 4),)).nodes
+    assert any(node.keeps_state for node in nodes)
+    assert not any(node.has_batch_norm for node in nodes)
+
+
+class Held(nn.Module):
+    """Calls a module of each name."""
+
+    def __init__(self, *names, function=None):
+        super().__init__()
+        self.a, self.function = nn.Linear(4, 4), function
+        self.parts = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+        for name in names:
+            self.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, x):
+        h = self.a(x)
+        h = h if self.function is None else self.function(h)
+        for name, part in self.parts.items():
+            h = getattr(self, name)(part(h).tanh()) + x
+        return h
+
+
+@pytest.mark.parametrize(
+    "name", ["global", "in", "class", "lambda", 'a "b"', "a\\b", "a\nb", "{a}", "é😀"]
+)
+def test_parts_keep_names_that_code_can_not_write_after_a_dot(name):
+    graph = capture(Held(name), (torch.randn(2, 4),))
+    assert {f"parts.{name}", name} <= {node.name for node in graph.nodes}
+    kept = {name for node in graph.nodes for name in node.parameter_names}
+    assert kept == {key for key, _ in Held(name).named_parameters()}
+
+
+ONES = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("stem_of_input", None),
+        ("constant_0", lambda h: h * ONES),
+        *((f"dropout_{i}", functional.dropout) for i in range(3)),
+    ],
+)
+def test_names_that_capture_makes_are_not_those_of_the_model(name, function):
+    graph = capture(Held(name, function=function), (torch.randn(2, 4),))
+    kept = {name for node in graph.nodes for name in node.parameter_names}
+    assert {f"{name}.weight", f"parts.{name}.weight"} <= kept
+
+
+class Column(enum.IntEnum):
+    LAST = 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h / np.sqrt(4),
+        lambda h: h * np.float32(2),
+        lambda h: h + np.int64(2),
+        lambda h: h.softmax(np.int64(1)),
+        lambda h: h[:, : np.int64(4)],
+        lambda h: h * torch.tensor(np.float64(2)).to(h),
+        lambda h: h.softmax(Column.LAST),
+    ],
+)
+def test_numbers_of_numpy_and_of_other_classes_are_captured(function):
+    graph = capture(Between(function), (torch.randn(2, 4),))
+    assert [node.name for node in graph.nodes] == ["before", "after"]
 
 
 def late_half(h):

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from stretto.burst.tracing.operations import Traced, is_heavy
+from stretto.burst.tracing.operations import Traced, free_name, is_heavy
+from stretto.burst.tracing.overlap import plain_tensors, regions_of
 from stretto.burst.tracing.places import depends_on_place, place_of
 from stretto.burst.tracing.recorder import Context
 from stretto.errors import SpecError
@@ -114,21 +115,22 @@ def _share(traced: Traced, joined: _Joined) -> None:
     """Join the operations that read one parameter, with all between them.
 
     A parameter belongs to one layer, because layers may run on different ranks. So does
-    a buffer that a forward changes, such as the running mean of a batch norm.
+    a buffer that a forward changes, such as the running mean of a batch norm, and
+    whatever shares their memory. See Note [Memory that layers share].
     """
+    held = {op: list(_tensors_of(traced, op)) for op in traced.ops}
+    every = [tensor for tensors in held.values() for tensor in tensors]
+    regions = regions_of(every)
+    changed = {regions[id(x)] for x in every if isinstance(x, nn.Parameter)}
     readers: dict[int, list[fx.Node]] = defaultdict(list)
-    of_buffers: dict[int, list[fx.Node]] = defaultdict(list)
-    changed: set[int] = set()
-    for op in traced.ops:
-        for parameter in {id(p) for p in parameters_of(traced, op)}:
-            readers[parameter].append(op)
-        buffers = {id(b) for b in buffers_of(traced, op)}
-        for buffer in buffers:
-            of_buffers[buffer].append(op)
+    for op, tensors in held.items():
+        mine = {regions[id(tensor)] for tensor in tensors}
+        for region in mine:
+            readers[region].append(op)
         if any(_keeps_state(node) for node in (op, *_fixed_of(traced, op))):
-            changed |= buffers
-    readers |= {key: ops for key, ops in of_buffers.items() if key in changed}
-    _join_each(traced, joined, [ops for ops in readers.values() if len(ops) > 1])
+            changed |= mine
+    sets = [ops for key, ops in readers.items() if key in changed and len(ops) > 1]
+    _join_each(traced, joined, sets)
 
 
 def _keeps_state(node: fx.Node) -> bool:
@@ -173,9 +175,9 @@ def _join_each(traced: Traced, joined: _Joined, sets: list[list[fx.Node]]) -> No
             end = after[end]
         if end is None:
             raise SpecError(
-                f"{place_of(ops[0])} and {place_of(ops[-1])} share a parameter or "
-                "running statistics, and what follows them does not meet in one "
-                "tensor: they can't be one layer"
+                f"{place_of(ops[0])} and {place_of(ops[-1])} share a parameter, "
+                "its memory or running statistics, and what follows them does not "
+                "meet in one tensor: they can't be one layer"
             )
         for op in ops:
             if op is not end:
@@ -306,9 +308,10 @@ def _reads(traced: Traced, op: fx.Node) -> list[fx.Node]:
 
 def _add_stem(traced: Traced) -> None:
     root, source = traced.root, traced.source
-    root.add_submodule("stem_of_input", nn.Identity())
+    name = free_name("stem_of_input", traced.module, root)
+    root.add_submodule(name, nn.Identity())
     with root.graph.inserting_after(source):
-        stem = root.graph.call_module("stem_of_input", (source,))
+        stem = root.graph.call_module(name, (source,))
     stem.meta["context"] = Context()
     source.replace_all_uses_with(
         stem,
@@ -528,21 +531,14 @@ def leave_mode(mode: Any) -> None:
     mode.__exit__(None, None, None)
 
 
-def parameters_of(traced: Traced, op: fx.Node) -> Iterator[nn.Parameter]:
-    """Yield the parameters that an operation reads, directly or through fixed ones."""
+def _tensors_of(traced: Traced, op: fx.Node) -> Iterator[Tensor]:
+    """Yield the model's tensors that an operation reads, also through fixed ones."""
     for held in _held_by(traced, op):
         if isinstance(held, nn.Module):
             yield from held.parameters()
-        elif isinstance(held, nn.Parameter):
-            yield held
-
-
-def buffers_of(traced: Traced, op: fx.Node) -> Iterator[Tensor]:
-    """Yield the buffers that an operation reads, directly or through fixed ones."""
-    for held in _held_by(traced, op):
-        if isinstance(held, nn.Module):
             yield from held.buffers()
-        elif isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
+            yield from plain_tensors(held)
+        elif isinstance(held, Tensor):
             yield held
 
 
@@ -553,10 +549,9 @@ def _held_by(traced: Traced, op: fx.Node) -> Iterator[Any]:
             yield attrgetter(str(node.target))(traced.root)
 
 
-def count_batch_norms(module: nn.Module) -> int:
-    """Return how often a layer normalizes over the batch."""
-    kind = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
-    return sum(isinstance(part, kind) for part in module.modules())
+def count_batch_norms(module: fx.GraphModule) -> int:
+    """Return how many modules of a layer normalize over the batch."""
+    return len({name for op in module.graph.nodes for name in op.meta.get("norms", ())})
 
 
 def has_dropout(module: nn.Module) -> bool:

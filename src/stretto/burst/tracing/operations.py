@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import json
+import keyword
 import logging
 import operator
 import random
@@ -44,6 +46,7 @@ from stretto.burst.tracing.comparing import (
 )
 from stretto.burst.tracing.fakes import Fakes
 from stretto.burst.tracing.ordering import Order
+from stretto.burst.tracing.overlap import shared_with
 from stretto.burst.tracing.packing import Arguments, Results
 from stretto.burst.tracing.places import place_of, places_in
 from stretto.burst.tracing.reads import HOOKS, Ambient, Reads, Watch
@@ -61,6 +64,7 @@ from stretto.burst.tracing.recorder import (
     require_rows,
     set_item,
 )
+from stretto.burst.tracing.tables import NormInputs
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -209,16 +213,19 @@ def trace(
 
     shape = tuple(_packed_shape(arguments))
     reads = Reads(module)
-    first, other = _recordings(module, run, shape, arguments, reads)
+    norms = NormInputs()
+    first, other = _recordings(module, run, shape, arguments, reads, norms)
     counts = Counts(first, other, partial(_recording, module, run, shape, arguments))
     given = compare(first, other, BATCHES)
     order = Order(first, given)
-    build = _graph_of(module, first, other, given, order)
+    build = _graph_of(module, first, other, given, order, norms.tables(module))
+    _refuse_views(first, module, build)
     records = [first.records[number] for number in order.numbers]
     semantics = [(order.renamed(_line_of(r, module)), r.place) for r in records]
     held = {name: name for name in _held_tensors(first, module)} | order.constants
+    trained = list(module.parameters())
     semantics += sorted(
-        (f"{new} {_digest_of(build.held(old))}", f"values of {old!r}")
+        (f"{new} {_digest_of(build.held(old), trained)}", f"values of {old!r}")
         for old, new in held.items()
     )
     # Outputs' types follow autocast, and ranks must agree on the types they send.
@@ -286,25 +293,49 @@ def _line_of(one: Record, module: nn.Module) -> str:
     return re.sub(r" at 0x[0-9a-f]+|(?<=cuda:)[0-9]+|index=[0-9]+", "", text)
 
 
-def _held_tensors(recording: Recording, module: nn.Module) -> set[str]:
-    """Return tensors that operations read in plain attributes of modules."""
-    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+def _names_read(recording: Recording) -> set[str]:
+    """Return the names of the held tensors that operations read."""
     leaves = (
         leaf
         for one in recording.records
         for leaf in pytree.tree_leaves((one.args, one.kwargs))
     )
-    names = {leaf.name for leaf in leaves if isinstance(leaf, Fixed)}
-    return names - known - recording.constants.keys()
+    return {leaf.name for leaf in leaves if isinstance(leaf, Fixed)}
 
 
-def _digest_of(value: Any) -> str:
-    """Return a digest of a tensor's values, the same in every process."""
+def _held_tensors(recording: Recording, module: nn.Module) -> set[str]:
+    """Return tensors that operations read in plain attributes of modules."""
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return _names_read(recording) - known - recording.constants.keys()
+
+
+def _refuse_views(recording: Recording, module: nn.Module, build: _Build) -> None:
+    """Reject views of parameters that were made outside of forward.
+
+    Their gradients would bypass the parameter's layer.
+    """
+    for name in sorted(_names_read(recording)):
+        held = build.held(name)
+        if getattr(held, "requires_grad", False) and not isinstance(held, nn.Parameter):
+            owner, _, key = name.rpartition(".")
+            raise SpecError(
+                f"{line_setting(module.get_submodule(owner), key)}{name!r} needs a "
+                "gradient but is not a parameter: compute it in forward from the "
+                "parameter, detach() it, or make it a torch.nn.Parameter"
+            )
+
+
+def _digest_of(value: Any, trained: list[nn.Parameter]) -> str:
+    """Return a digest of a tensor's values, the same in every process.
+
+    A part of a parameter has other values on ranks that do not run its layer.
+    """
     if not isinstance(value, Tensor):
         return type(value).__name__
     plain = value.detach().cpu()
-    if plain.is_quantized or plain.layout != torch.strided:
+    is_plain = not plain.is_quantized and plain.layout == torch.strided
+    if not is_plain or shared_with(value, trained):
         return f"{plain.dtype} {tuple(plain.shape)}"
     data = in_memory(plain).reshape(-1).view(torch.uint8).numpy().tobytes()
     kind = f"{plain.dtype} {tuple(plain.shape)}"
@@ -329,6 +360,7 @@ def _recordings(
     shape: tuple[int, ...],
     arguments: Arguments,
     reads: Reads,
+    norms: NormInputs,
 ) -> tuple[Recording, Recording]:
     """Record a call with each batch, after comparing a second call with the first.
 
@@ -341,7 +373,8 @@ def _recordings(
     def once(batch: int, known: Recording | None = None) -> Recording:
         batches = None if batch == BATCHES[0] else BATCHES
         check = known and partial(require_like, known, batches)
-        found = _once(module, run, (batch, *shape), arguments, fakes, reads, check)
+        with norms.noted(batch):
+            found = _once(module, run, (batch, *shape), arguments, fakes, reads, check)
         _refuse_new_hooks(module, hooks)
         return found
 
@@ -584,7 +617,11 @@ class _Build:
     """Makes a graph from records."""
 
     def __init__(
-        self, module: nn.Module, recording: Recording, names: Mapping[str, str]
+        self,
+        module: nn.Module,
+        recording: Recording,
+        names: Mapping[str, str],
+        tables: frozenset[str],
     ) -> None:
         self.graph = fx.Graph()
         self.shapes: dict[fx.Node, tuple[Any, Any]] = {}
@@ -592,7 +629,8 @@ class _Build:
         self.source = self.graph.placeholder("batch")
         self._module = module
         self._constants = recording.constants
-        self._names = names
+        self._names = {old: free_name(new, module) for old, new in names.items()}
+        self._tables = tables
         self._targets: dict[str, Any] = {}
         self._nodes: dict[Any, fx.Node] = {SOURCE: self.source}
         self._number = 0
@@ -608,7 +646,7 @@ class _Build:
         if name not in self._nodes:
             if isinstance(name, Fixed):
                 target = self._names.get(name.name, name.name)
-                made = self.graph.get_attr(target)
+                made = self.graph.get_attr(Name(target))
                 self._targets[target] = self.held(name.name)
             else:
                 before = self.node(Ref(name.number, name.path[:-1]))
@@ -636,15 +674,18 @@ class _Build:
             for batch, recorded in zip(BATCHES, (one, two), strict=True):
                 for tensor in recorded.tensors.values():
                     require_rows(tensor, batch, one.place)
-            name = f"dropout_{self._number}"
+            name = free_name(f"dropout_{self._number}", self._module)
             self._targets[name] = dropout
             node = self.graph.call_module(name, (self._value(args[0]),))
         else:
             target = one.target
             if one.kind == "call_module":
                 self._targets[target] = self._module.get_submodule(target)
+                target = Name(target)
             elif one.kind == "call_function" and not _is_importable(target):
                 target = _forwarding(target)
+            if one.target not in _FROM_DATA:
+                args, kwargs = pytree.tree_map(_plain_number, (args, kwargs))
             node = self.graph.create_node(
                 one.kind, target, self._value(args), self._value(kwargs)
             )
@@ -654,8 +695,8 @@ class _Build:
             "draws": one.draws and dropout is None,
             "writes": None if dropout is not None else one.writes,
             "aliases": one.aliases,
-            "norms": one.norms,
-            "keeps_state": one.keeps_state,
+            "norms": tuple(n for n in one.norms if n not in self._tables),
+            "keeps_state": one.keeps_state or self._updates_table(one),
             "scans": next((s[1] for s in one.scanned if s not in two.scanned), ""),
         }
         self._number += 1
@@ -663,6 +704,11 @@ class _Build:
         for path, tensor in one.tensors.items():
             made = self.node(Ref(number, path))
             self.shapes[made] = (tensor, two.tensors[path])
+
+    def _updates_table(self, one: Record) -> bool:
+        """Return whether it updates statistics of what is the same for all samples."""
+        norms = [self.held(name) for name in one.norms if name in self._tables]
+        return any(norm.training and norm.track_running_stats for norm in norms)
 
     def _dropout(self, one: Record, args: Any, kwargs: Any) -> nn.Module | None:
         """Return a dropout function as a module, so that masks follow samples."""
@@ -692,9 +738,9 @@ class _Build:
             return {k: self._value(v) for k, v in value.items()}
         if isinstance(value, slice):
             return slice(*(self._value(getattr(value, e)) for e in _ENDS))
-        if value is None or isinstance(value, _PLAIN):
+        if value is None or type(value) in _NUMBERS or isinstance(value, _PLAIN):
             return value
-        name = f"value_{len(self._targets)}"
+        name = free_name(f"value_{len(self._targets)}", self._module)
         self._targets[name] = value
         return self.graph.get_attr(name)
 
@@ -702,6 +748,47 @@ class _Build:
         node = self.graph.call_method("size", (self.source, 0))
         self.counts[node] = each
         return node
+
+
+class Name(str):
+    """The path of a held module or tensor, any part of which code can be made for.
+
+    torch.fx writes parts after a dot unless they are no identifiers, and others between
+    quotes as they are. Neither works for ``global`` or for a name with a quote.
+    """
+
+    __slots__ = ()
+
+    def split(self, sep: str | None = None, maxsplit: Any = -1) -> list[str]:
+        """Split it into parts."""
+        return [_Part(part) for part in str(self).split(sep, maxsplit)]
+
+
+class _Part(str):
+    __slots__ = ()
+
+    def isidentifier(self) -> bool:
+        return super().isidentifier() and not keyword.iskeyword(self)
+
+    def __format__(self, spec: str) -> str:
+        return format(json.dumps(str(self), ensure_ascii=False)[1:-1], spec)
+
+
+def free_name(name: str, *modules: nn.Module) -> str:
+    """Return a name like this one that no module has for something else."""
+    while any(hasattr(module, name) for module in modules):
+        name += "_"
+    return name
+
+
+def _plain_number(value: Any) -> Any:
+    """Return a number of NumPy, or of a class of its own, as Python's."""
+    if isinstance(value, np.ndarray) and value.ndim:
+        return value
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.item()
+    kinds: tuple[Any, ...] = _NUMBERS[:-1]
+    return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
 
 
 def _is_importable(target: Any) -> bool:
@@ -728,12 +815,12 @@ def _forwarding(target: Any) -> Any:
 
 _ENDS = ("start", "stop", "step")
 
+_NUMBERS = (bool, int, float, complex, str)
+
+_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+"""Functions whose result has the type of a NumPy number that they are given."""
+
 _PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
     torch.dtype,
     torch.device,
     torch.memory_format,
@@ -748,8 +835,9 @@ def _graph_of(
     other: Recording,
     given: list[tuple[Any, Any]],
     order: Order,
+    tables: frozenset[str],
 ) -> _Build:
-    build = _Build(module, first, order.constants)
+    build = _Build(module, first, order.constants, tables)
     for number in order.numbers:
         one, two = first.records[number], other.records[number]
         build.add(number, one, two, *given[number])

@@ -302,7 +302,7 @@ class _Check:
                 inputs, output, cotangents[node.name], parameters
             )
             self._require_in_twins(node, twins)
-            if not node.num_batch_norms:
+            if not any(isinstance(m, BatchNorm) for m in node.module.modules()):
                 self._known[node.name] = (output.detach(), to_inputs, to_parameters)
             for name, grad in zip(node.inputs, to_inputs, strict=True):
                 if grad is not None:
