@@ -3,8 +3,11 @@
 # Note [How far state is followed]
 Containers and objects are followed to any depth, objects only through attributes whose
 names the recorded functions contain: a model may hold its trainer, and through it all
-of a program. A value of more than `MOST_ITEMS` parts is compared by identity and length
-from there on, and an array of more than `MOST_BYTES` by a sample of its elements.
+of a program. Where the user's own functions make names while they run, as in
+``getattr(options, f"rate_{i}")``, all attributes are followed. The user's classes and
+modules are objects too, and a weak reference counts as its object. A value of more than
+`MOST_ITEMS` parts is compared by identity and length from there on, and an array of
+more than `MOST_BYTES` by a sample of its elements.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ import hashlib
 import itertools
 import os
 import random
+import sys
 import types
 import warnings
 import weakref
 from collections.abc import Sized
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -50,13 +55,25 @@ MOST_BYTES = 1 << 24
 _MOST_KEPT = 1 << 12
 """Bytes of an array that are kept as they are; of longer ones a digest."""
 
-_OPAQUE = (
-    type,
-    types.ModuleType,
+_OPAQUE = (types.BuiltinFunctionType, enum.Enum)
+_SPACES = (type, types.ModuleType)
+"""Hold values under names, and code that is not compared."""
+_NOT_COMPARED = (
+    *_SPACES,
+    types.FunctionType,
     types.BuiltinFunctionType,
-    enum.Enum,
-    weakref.ReferenceType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    classmethod,
+    staticmethod,
+    property,
 )
+NOT_USERS = frozenset(("torch", "stretto", *sys.stdlib_module_names)) - {"__main__"}
+"""Packages whose code reads no state of the user's; names of top-level modules."""
+
+INSTALLED = frozenset(("site-packages", "dist-packages"))
+"""Folders of installed packages."""
+
 _MAPPINGS = (
     dict,
     types.MappingProxyType,
@@ -89,12 +106,16 @@ class Freezer:
     """Makes copies of values that can be compared with later ones."""
 
     def __init__(
-        self, names: Collection[str], known: Collection[int], *, tensors: bool = True
+        self,
+        names: Collection[str] | None,
+        known: Collection[int],
+        *,
+        tensors: bool = True,
     ) -> None:
         """Prepare.
 
         Args:
-            names: Attributes that are followed in objects.
+            names: Attributes that are followed in objects; None follows all.
             known: The ids of modules that are watched otherwise.
             tensors: Whether tensors are compared by identity, or not at all.
         """
@@ -112,7 +133,7 @@ class _Freeze:
     """One copy in the making."""
 
     def __init__(
-        self, names: Collection[str], known: Collection[int], *, tensors: bool
+        self, names: Collection[str] | None, known: Collection[int], *, tensors: bool
     ) -> None:
         self._names = names
         self._known = known
@@ -128,6 +149,8 @@ class _Freeze:
             return _Same(value) if self._tensors else Tensor
         if isinstance(value, _OPAQUE) or id(value) in self._known:
             return _Same(value)
+        if isinstance(value, _SPACES) and not is_users(value):
+            return _Same(value)
         if (depth := self._path.get(id(value))) is not None:
             return "again", depth
         self._left -= 1
@@ -140,7 +163,12 @@ class _Freeze:
             del self._path[id(value)]
 
     def _parts(self, value: Any) -> Any:
+        if isinstance(value, weakref.ReferenceType):
+            referent = value()  # must not be kept alive
+            return None if referent is None else (id(referent), self._fields(referent))
         fields = self._fields(value)
+        if isinstance(value, _SPACES):
+            return _Same(value), fields
         if isinstance(value, _MAPPINGS):
             items = ((self.of(key), self.of(inner)) for key, inner in value.items())
             return tuple(items), fields
@@ -168,7 +196,7 @@ class _Freeze:
         found = [
             (key, self.of(inner))
             for key, inner in _attributes(value)
-            if key in self._names
+            if self._names is None or key in self._names
         ]
         return tuple(found)
 
@@ -185,8 +213,26 @@ class _Freeze:
         return tuple(self.of(part) for part in parts[1:3])
 
 
+def is_users(space: Any) -> bool:
+    """Return whether a class or module is from the user's own code."""
+    name = space.__name__ if isinstance(space, types.ModuleType) else space.__module__
+    if str(name).partition(".")[0] in NOT_USERS:
+        return False
+    module = space if isinstance(space, types.ModuleType) else sys.modules.get(name)
+    file = getattr(module, "__file__", None) or ""
+    return INSTALLED.isdisjoint(Path(file).parts)
+
+
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes that an object itself holds."""
+    if isinstance(value, _SPACES):
+        kinds = value.__mro__ if isinstance(value, type) else (value,)
+        for kind in kinds:
+            if isinstance(kind, types.ModuleType) or is_users(kind):
+                for key, inner in list(vars(kind).items()):
+                    if key[:2] != "__" and not isinstance(inner, _NOT_COMPARED):
+                        yield key, inner
+        return
     held = getattr(value, "__dict__", None)
     if isinstance(held, dict):
         yield from held.items()

@@ -10,10 +10,13 @@ capture can be used again as long as all of them have the values that they had.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
+import inspect
 import os
 import sys
+import textwrap
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +25,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from stretto.burst.tracing.freezing import ATOMS, Freezer
+from stretto.burst.tracing.freezing import ATOMS, INSTALLED, NOT_USERS, Freezer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,9 +39,6 @@ HOOKS = (
 )
 _OF_LAYERS = ("training", "p", "dropout")
 """Attributes that change the meaning of torch's own modules, which run as they are."""
-
-_NOT_USERS = frozenset(("torch", "stretto", *sys.stdlib_module_names)) - {"__main__"}
-"""Packages whose functions read no state of the user's; names of top-level modules."""
 
 _MISSING = object()
 
@@ -156,7 +156,14 @@ class Reads:
         def note(module: nn.Module, name: str) -> Any:
             if name not in _INTERNAL and name[:2] != "__" and id(module) in known:
                 found[id(module), name] = None
+            elif name == "__dict__" and id(module) in known:
+                caller = sys._getframe(1)  # noqa: SLF001 - vars() and self.__dict__
+                if self._is_users_frame(caller):
+                    found.update(((id(module), key), None) for key in vars_of(module))
             return read(module, name)
+
+        def vars_of(module: nn.Module) -> list[str]:
+            return [k for k in read(module, "__dict__") if k not in _INTERNAL]
 
         kind: Any = nn.Module
         kind.__getattribute__ = note
@@ -179,8 +186,13 @@ class Reads:
             return
         self._codes[id(code)] = code
         name = frame.f_globals.get("__name__") or ""
-        if name.partition(".")[0] not in _NOT_USERS:
+        if name.partition(".")[0] not in NOT_USERS:
             self._helpers.append((code, frame.f_globals))
+
+    @staticmethod
+    def _is_users_frame(frame: types.FrameType) -> bool:
+        name = frame.f_globals.get("__name__") or ""
+        return name.partition(".")[0] not in NOT_USERS
 
     def watch(self, *, is_between: bool = True) -> Watch:
         """Return all values as they are now.
@@ -220,7 +232,7 @@ class Reads:
             add(vars(part), key, name)
             if key not in vars(part):
                 for kind in type(part).__mro__:
-                    if key in vars(kind) and isinstance(vars(kind)[key], ATOMS):
+                    if key in vars(kind) and _is_value(vars(kind)[key]):
                         add(vars(kind), key, name)
                         break
         for prefix, part in self._modules.values():
@@ -231,8 +243,16 @@ class Reads:
         self._add_helpers(add, installed=is_between)
         return Watch(list(rows.values()))
 
-    def _names(self) -> set[str]:
-        """Return the names that functions called by forward contain."""
+    def _names(self) -> set[str] | None:
+        """Return the names that functions called by forward contain.
+
+        None if functions of the user's make names while they run.
+        """
+        if any(
+            INSTALLED.isdisjoint(_folders(code)) and _makes_names(code)
+            for code, _ in self._helpers
+        ):
+            return None
         names: set[str] = set()
         for code, _ in self._helpers:
             names.update(code.co_names)
@@ -253,6 +273,7 @@ class Reads:
                     continue
                 if self._is_called(function):
                     add(vars(kind), method, f"{kind.__qualname__}.{method}")
+                    self._add_defaults(add, function)
                 held = function.__globals__
                 for key in function.__code__.co_names:
                     if isinstance(held.get(key), (bool, int, float, str)):
@@ -268,7 +289,7 @@ class Reads:
         for code, held in self._helpers:
             if not _READ_ENVIRONMENT.isdisjoint(code.co_names):
                 add(vars(os), "environ", "os.environ")
-            is_users = _INSTALLED.isdisjoint(_folders(code))
+            is_users = INSTALLED.isdisjoint(_folders(code))
             if not is_users and not installed:
                 continue
             is_state = _is_state if is_users else _is_plain
@@ -276,17 +297,18 @@ class Reads:
                 value = held.get(key)
                 if isinstance(value, (types.ModuleType, type)):
                     name = getattr(value, "__module__", value.__name__)
-                    if name.partition(".")[0] in _NOT_USERS:
+                    if name.partition(".")[0] in NOT_USERS:
                         continue
                     for inner in code.co_names:
                         if is_state(vars(value).get(inner)):
                             add(vars(value), inner, f"{value.__name__}.{inner}")
                 elif is_state(value) or self._is_called(value):
                     add(held, key, f"{held.get('__name__')}.{key}")
+                    self._add_defaults(add, value)
         closing = [
             code
             for code, _ in self._helpers
-            if code.co_freevars and (installed or _INSTALLED.isdisjoint(_folders(code)))
+            if code.co_freevars and (installed or INSTALLED.isdisjoint(_folders(code)))
         ]
         # One search for all: it visits every object of the process.
         for function in gc.get_referrers(*closing) if closing else ():
@@ -298,6 +320,19 @@ class Reads:
                 found = _Cell(cell)
                 if _is_state(found.get("")):
                     add(found, "", f"{key!r} in {function.__qualname__}")
+
+    @staticmethod
+    def _add_defaults(add: Any, function: Any) -> None:
+        """Add a function's default values, if one may be written into."""
+        if not isinstance(function, types.FunctionType):
+            return
+        values = (
+            *(function.__defaults__ or ()),
+            *(function.__kwdefaults__ or {}).values(),
+        )
+        if any(not isinstance(value, ATOMS) and _is_value(value) for value in values):
+            name = f"the default arguments of {function.__qualname__}"
+            add(_Defaults(function), "", name)
 
     def _is_called(self, value: Any) -> bool:
         """Return whether it is a function that forward calls."""
@@ -321,9 +356,46 @@ class _Cell:
             return missing
 
 
-_INSTALLED = frozenset(("site-packages", "dist-packages"))
+@final
+class _Defaults:
+    """A function's default values, read like a dictionary."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._function = function
+
+    def get(self, _key: str, _missing: Any = None) -> Any:
+        """Return the values."""
+        return self._function.__defaults__, self._function.__kwdefaults__
+
+
+_MAKES_NAMES = frozenset(
+    (
+        *("vars", "__dict__", "eval", "exec", "attrgetter", "methodcaller", "reduce"),
+        *("__getattribute__", "getattr_static", "getmembers"),
+    )
+)
+"""Functions by which code reads attributes whose names it does not contain."""
+
 _READ_ENVIRONMENT = frozenset(("environ", "getenv"))
 _CODE = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
+
+
+def _makes_names(code: types.CodeType) -> bool:
+    """Return whether code reads attributes by names that it makes while it runs."""
+    if not _MAKES_NAMES.isdisjoint(code.co_names):
+        return True
+    if "getattr" not in code.co_names:
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError, TypeError):  # such as a part of an expression
+        return True
+    return any(
+        isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "getattr"
+        and not (len(node.args) > 1 and isinstance(node.args[1], ast.Constant))
+        for node in ast.walk(tree)
+    )
 
 
 def _folders(code: types.CodeType) -> tuple[str, ...]:
@@ -332,6 +404,13 @@ def _folders(code: types.CodeType) -> tuple[str, ...]:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str))
+
+
+def _is_value(value: Any) -> bool:
+    """Return whether a class attribute is a value and neither code nor a descriptor."""
+    return isinstance(value, ATOMS) or (
+        _is_state(value) and not hasattr(type(value), "__get__")
+    )
 
 
 def _is_state(value: Any) -> bool:
