@@ -86,9 +86,9 @@ class Shadows:
     @torch.no_grad()
     def _arrived(self, parameter: nn.Parameter, shadow: Tensor) -> None:
         grad, shadow.grad = shadow.grad, None
-        assert grad is not None  # noqa: S101
-        held = self._grads.get(id(parameter))
-        self._grads[id(parameter)] = grad if held is None else held + grad
+        if grad is not None:  # a function's backward may return None
+            held = self._grads.get(id(parameter))
+            self._grads[id(parameter)] = grad if held is None else held + grad
         self._ready(parameter)
 
     def grad(self, parameter: nn.Parameter) -> Tensor | None:

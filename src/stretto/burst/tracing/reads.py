@@ -167,6 +167,9 @@ class Reads:
 
         kind: Any = nn.Module
         kind.__getattribute__ = note
+        # Callbacks of the garbage collector are not part of forward.
+        collects = gc.isenabled()
+        gc.disable()
         before = sys.gettrace()
         # Unlike a profile function it is called only for Python functions.
         sys.settrace(self._called)
@@ -174,6 +177,8 @@ class Reads:
             yield
         finally:
             sys.settrace(before)
+            if collects:
+                gc.enable()
             del kind.__getattribute__
 
     def _called(self, frame: types.FrameType, _event: str, _arg: Any) -> None:
