@@ -149,7 +149,7 @@ class _Freeze:
             return _Same(value) if self._tensors else Tensor
         if isinstance(value, _OPAQUE) or id(value) in self._known:
             return _Same(value)
-        if isinstance(value, _SPACES) and not is_users(value):
+        if isinstance(value, _SPACES) and not _is_users(value):
             return _Same(value)
         if (depth := self._path.get(id(value))) is not None:
             return "again", depth
@@ -213,12 +213,24 @@ class _Freeze:
         return tuple(self.of(part) for part in parts[1:3])
 
 
-def is_users(space: Any) -> bool:
+def may_read_users(name: object) -> bool:
+    """Return whether functions of a module, by its name, may read the user's state."""
+    return str(name or "").partition(".")[0] not in NOT_USERS
+
+
+def _is_users(space: Any) -> bool:
     """Return whether a class or module is from the user's own code."""
-    name = space.__name__ if isinstance(space, types.ModuleType) else space.__module__
-    if str(name).partition(".")[0] in NOT_USERS:
-        return False
-    module = space if isinstance(space, types.ModuleType) else sys.modules.get(name)
+    if isinstance(space, types.ModuleType):
+        return may_read_users(space.__name__) and _is_own_file(space)
+    return _is_users_module(str(space.__module__))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _is_users_module(name: str) -> bool:  # asked for every class in each forward
+    return may_read_users(name) and _is_own_file(sys.modules.get(name))
+
+
+def _is_own_file(module: types.ModuleType | None) -> bool:
     file = getattr(module, "__file__", None) or ""
     return INSTALLED.isdisjoint(Path(file).parts)
 
@@ -228,7 +240,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, _SPACES):
         kinds = value.__mro__ if isinstance(value, type) else (value,)
         for kind in kinds:
-            if isinstance(kind, types.ModuleType) or is_users(kind):
+            if isinstance(kind, types.ModuleType) or _is_users(kind):
                 for key, inner in list(vars(kind).items()):
                     if key[:2] != "__" and not isinstance(inner, _NOT_COMPARED):
                         yield key, inner

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from stretto.burst.tracing.freezing import ATOMS, INSTALLED, NOT_USERS, Freezer
+from stretto.burst.tracing.freezing import ATOMS, INSTALLED, Freezer, may_read_users
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -158,7 +158,7 @@ class Reads:
                 found[id(module), name] = None
             elif name == "__dict__" and id(module) in known:
                 caller = sys._getframe(1)  # noqa: SLF001 - vars() and self.__dict__
-                if self._is_users_frame(caller):
+                if may_read_users(caller.f_globals.get("__name__")):
                     found.update(((id(module), key), None) for key in vars_of(module))
             return read(module, name)
 
@@ -190,14 +190,8 @@ class Reads:
         if id(code) in self._codes:  # equal code may be another function's
             return
         self._codes[id(code)] = code
-        name = frame.f_globals.get("__name__") or ""
-        if name.partition(".")[0] not in NOT_USERS:
+        if may_read_users(frame.f_globals.get("__name__")):
             self._helpers.append((code, frame.f_globals))
-
-    @staticmethod
-    def _is_users_frame(frame: types.FrameType) -> bool:
-        name = frame.f_globals.get("__name__") or ""
-        return name.partition(".")[0] not in NOT_USERS
 
     def watch(self, *, is_between: bool = True) -> Watch:
         """Return all values as they are now.
@@ -302,7 +296,7 @@ class Reads:
                 value = held.get(key)
                 if isinstance(value, (types.ModuleType, type)):
                     name = getattr(value, "__module__", value.__name__)
-                    if name.partition(".")[0] in NOT_USERS:
+                    if not may_read_users(name):
                         continue
                     for inner in code.co_names:
                         if is_state(vars(value).get(inner)):
