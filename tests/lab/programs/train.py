@@ -1,10 +1,15 @@
-"""A plain DDP script: nothing in it knows of stretto."""
+"""A plain DDP script: nothing in it knows of stretto.
+
+Arguments: the most steps to train, and perhaps a path; training ends early once a file
+exists there.
+"""
 
 import gc
 import json
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,7 +25,13 @@ for _ in range(4):
 model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(600, 4)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 seconds, losses = [], []
+stop = Path(sys.argv[2]) if len(sys.argv) > 2 else None
 for step in range(int(sys.argv[1])):
+    if stop is not None and step % 20 == 0:
+        ended = torch.tensor(float(stop.exists()))
+        dist.broadcast(ended, 0)
+        if ended.item() > 0:
+            break
     begin = time.perf_counter()
     generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
     loss = model(torch.randn(16, 64, generator=generator)).square().mean()
