@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -97,6 +98,42 @@ def made(case: zoo_models.Case) -> nn.Module:
     return model
 
 
+class Node(NamedTuple):
+    name: str
+
+
+class Outline(NamedTuple):
+    """What a plan needs of a captured model."""
+
+    digest: str
+    nodes: tuple[Node, ...]
+
+
+_OUTLINES: dict[str, Outline] = {}
+"""Of the cases that rank 0 has captured."""
+
+
+def outline_of(case: zoo_models.Case, model: nn.Module, group: Any) -> Outline:
+    """Capture once, on rank 0, what all ranks' plans need: capturing takes longest.
+
+    Raises:
+        SpecError: the model is refused, as each rank finds for itself.
+    """
+
+    def captured() -> Outline:
+        args, kwargs = example_of(case)
+        own = copy.deepcopy(model) if case.copies else made(case)
+        graph = capture(own, args, kwargs)
+        return Outline(graph.digest, tuple(Node(node.name) for node in graph.nodes))
+
+    held: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        with contextlib.suppress(SpecError):
+            held[0] = _OUTLINES[case.name] = _OUTLINES.get(case.name) or captured()
+    dist.broadcast_object_list(held, group=group, group_src=0)
+    return held[0] or captured()
+
+
 def train(
     name: str,
     size: int,
@@ -115,9 +152,7 @@ def train(
     args, kwargs = example_of(case)
     options = {"example_kwargs": kwargs} if kwargs else {}
     try:
-        graph = capture(
-            copy.deepcopy(model) if case.copies else made(case), args, kwargs
-        )
+        graph = outline_of(case, model, group)
     except SpecError as exc:
         return {"refused": str(exc)}
     try:
