@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +15,12 @@ from stretto.errors import SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.runtime.negotiated.front import NEGOTIATED
 from stretto.runtime.torch_compat import without_dynamo
+from stretto.runtime.weak_call import weakly
 from stretto.schema import Plan
 from stretto.tune import AutoPlan, TuneOptions
 from stretto.tune.artifacts import RunArtifacts, title_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
     from stretto.tune import OnSettled, TuningResult
@@ -118,12 +116,11 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
                 weakref.finalize(self, self._keeper.end)
         if automatic and self._can_plan():
             name = type(module).__name__.lower()
-            settled = weakref.WeakMethod(self._settled)
             self._auto = AutoPlan(
                 self,
                 name=name,
                 wire_dtype=wire_dtype,
-                on_settled=partial(_call_weak, settled),
+                on_settled=weakly(self._settled),
                 on_unfinished=self._keeper and self._keeper.unfinished,
                 options=options,
             )
@@ -207,9 +204,3 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         attributes = super().__getstate__()
         # A copy is a separate model, which its user may train or not.
         return {**attributes, "_auto": None, "_keeper": None, "_counts_steps": False}
-
-
-def _call_weak(method: Callable[[], Any], settled: TuningResult) -> None:
-    found = method()
-    if found is not None:
-        found(settled)

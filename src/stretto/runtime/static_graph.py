@@ -11,12 +11,13 @@ mode does the same without a first iteration, so a new plan gets such a Reducer.
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
+
+from stretto.runtime.weak_call import weakly
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
@@ -29,9 +30,9 @@ class GradientCounts:
         self._counts = [0] * len(parameters)
         # Weak, because objects kept by a parameter's hook are never freed with the
         # parameter.
-        weak = weakref.WeakMethod(self._count)
+        count = weakly(self._count)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(_call, weak, index))
+            parameter.register_post_accumulate_grad_hook(partial(count, index))
             for index, parameter in enumerate(parameters)
         ]
 
@@ -45,11 +46,5 @@ class GradientCounts:
             handle.remove()
         return all(count == 1 for count in self._counts)
 
-    def _count(self, index: int) -> None:
+    def _count(self, index: int, _parameter: nn.Parameter) -> None:
         self._counts[index] += 1
-
-
-def _call(method: Callable[[], Any], index: int, _parameter: nn.Parameter) -> None:
-    found = method()
-    if found is not None:
-        found(index)

@@ -42,6 +42,7 @@ from stretto._version import __version__
 from stretto.errors import Infeasible, SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.planners.base import predicted_s, with_prediction
+from stretto.runtime.weak_call import weakly
 from stretto.schema import Plan, codec, tensors_digest
 from stretto.schema.tuning import Tuning, TuningEvent
 from stretto.tune.cached_plans import (
@@ -78,8 +79,6 @@ from stretto.tune.tuning_state import TuningState, end, within
 from stretto.units import format_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from stretto.runtime import DistributedDataParallel
     from stretto.tune.tuning_state import OnUnfinished
 
@@ -475,7 +474,7 @@ class AutoPlan:
     def _profile(self) -> None:
         if self._forced:
             self._profiler = ForcedProfiler(
-                self._model, self._sync, change=_weakly(self._change)
+                self._model, self._sync, change=weakly(self._change)
             )
         else:
             self._profiler = InitialProfiler(
@@ -485,7 +484,7 @@ class AutoPlan:
                 planner=self._planner,
                 wire_dtype=self._wire_dtype,
                 hosts=self._hosts,
-                change=_weakly(self._change),
+                change=weakly(self._change),
             )
         self._phase = Phase.PROFILE
         self._profiled_from = self._known.steps, perf_counter()
@@ -557,12 +556,12 @@ class AutoPlan:
             calibrated=calibrated,
             starts=starts,
             options=replace(self._options, steps=left),
-            record=_weakly(self._record),
+            record=weakly(self._record),
             baseline=settled.ddp,
             seen_s=seen_s,
             trained_s=self._trained_since(profile, left),
             lost_before_s=self._lost_in_profile(profile),
-            change=_weakly(self._change),
+            change=weakly(self._change),
         )
         self._known.search = self._online.search
         self._phase = Phase.SEARCH
@@ -591,7 +590,7 @@ class AutoPlan:
         return max(0.0, took_s - steps * predicted_s(profile.plan))
 
     def _try_forced(self) -> None:
-        self._online = ForcedSearch(self._model, self._sync, _weakly(self._change))
+        self._online = ForcedSearch(self._model, self._sync, weakly(self._change))
         self._phase = Phase.SEARCH
         self._online.begin()
 
@@ -801,21 +800,6 @@ class AutoPlan:
         self._known.events.append(
             TuningEvent(step=self._known.steps, what=what, why=why, values=values)
         )
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a call of a bound method that does not keep its object alive.
-
-    A part that held its owner would keep the model alive until garbage collection.
-    """
-    weak = weakref.WeakMethod(method)
-
-    def call(*args: Any, **kwargs: Any) -> None:
-        found = weak()
-        if found is not None:
-            found(*args, **kwargs)
-
-    return call
 
 
 def _retargeted(plan: Plan, settled: TuningResult) -> Plan | None:
