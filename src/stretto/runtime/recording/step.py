@@ -5,11 +5,13 @@ from __future__ import annotations
 import abc
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from stretto.runtime.weak_call import weakly
 from stretto.schema import Span, Timeline
 
 if TYPE_CHECKING:
@@ -460,16 +462,39 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # no
 class StepWatch:
     """Converts PyTorch's hooks into an observer's calls."""
 
-    def __init__(self, observer: AbstractStepObserver) -> None:
+    def __init__(
+        self,
+        observer: AbstractStepObserver,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        """Install the hooks of ``model`` and of its trained ``parameters``."""
         self._observer = observer
         self._ending = False
+        # Weak, because objects kept by a parameter's hook are never freed with the
+        # parameter.
+        ready = weakly(self._gradient_ready)
+        self._handles = [
+            model.register_forward_pre_hook(self._forward_started),
+            model.register_forward_hook(self._forward_ended),
+            *(
+                parameter.register_post_accumulate_grad_hook(partial(ready, index))
+                for index, parameter in enumerate(parameters)
+                if parameter.requires_grad  # not frozen since
+            ),
+        ]
 
-    def forward_started(self, *_: Any) -> None:
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _forward_started(self, *_: Any) -> None:
         """Forward pre-hook."""
         self._ending = False
         self._observer.forward_started(perf_counter())
 
-    def forward_ended(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def _forward_ended(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Forward hook."""
         now_s = perf_counter()
         for tensor in _tensors_in(output):
@@ -480,7 +505,7 @@ class StepWatch:
     def _backward_started(self, _gradient: torch.Tensor) -> None:
         self._observer.backward_started(perf_counter())
 
-    def gradient_ready(self, index: int, _parameter: nn.Parameter) -> None:
+    def _gradient_ready(self, index: int, _parameter: nn.Parameter) -> None:
         """Post-accumulate hook of the parameter at ``index``."""
         self._observer.gradient_ready(index, perf_counter())
         if not self._ending:
