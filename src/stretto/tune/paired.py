@@ -35,6 +35,22 @@ middle block may coincide with a fast or slow period that neither neighbor shows
 _FEW_PAIRS = 1.5
 """Few pairs understate their error: multiply it by 1 plus this over their number."""
 
+SURE = 2.0
+"""Standard errors by which a plan must lead to replace another."""
+
+LIKELY = 1.0
+"""The same when a comparison must end undecided."""
+
+_SURE_AT_ONCE = 4.0
+_CLEAR_LOG = 0.3
+"""A single pair decides if it exceeds this by `_SURE_AT_ONCE` standard errors."""
+
+HOPE = 1.5
+"""Standard errors: a plan that would not win with this much luck is rejected."""
+
+LEAST_PAIRS = 2
+"""Least pairs before a plan is rejected, unless the caller sets another number."""
+
 _REMEMBERED_STEPS = 60
 _REMEMBERED_JUMPS = 20
 
@@ -171,6 +187,42 @@ def estimate(pairs: Iterable[Pair]) -> Estimate:
     if len(found) > 1:
         error *= 1 + _FEW_PAIRS / len(found)
     return Estimate(log_ratio=middle, error=error, pairs=len(found))
+
+
+def shown_faster(
+    found: Estimate,
+    margin: float,
+    *,
+    is_last: bool,
+    gives_up: bool = False,
+    hope: float = HOPE,
+    least: int = LEAST_PAIRS,
+) -> bool | None:
+    """Return whether pairs show a plan to be faster, or ``None`` if more are needed.
+
+    Args:
+        found: The estimate of the plan's step over the other's.
+        margin: The least gain, as a logarithm.
+        is_last: Whether no more pairs can follow, so that a likely answer is enough.
+        gives_up: Whether a plan that has not won by now has lost.
+        hope: Standard errors: a plan that would not win with this much luck has lost.
+        least: The least pairs for that.
+    """
+    if is_surely_below(found, -margin, is_last=is_last):
+        return True
+    without_hope = found.log_ratio - hope * found.error > -margin
+    if found.pairs >= least and (without_hope or is_last or gives_up):
+        return False
+    return None
+
+
+def is_surely_below(found: Estimate, log_ratio: float, *, is_last: bool) -> bool:
+    """Return whether a ratio is surely below; likely, if no more pairs can follow."""
+    if found.pairs == 1:
+        return found.log_ratio + _SURE_AT_ONCE * found.error < min(
+            log_ratio, -_CLEAR_LOG
+        )
+    return found.log_ratio + (LIKELY if is_last else SURE) * found.error < log_ratio
 
 
 def _weighted_median(

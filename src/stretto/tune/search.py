@@ -12,11 +12,26 @@ from typing import TYPE_CHECKING, final
 
 from stretto.errors import SpecError
 from stretto.schema import Plan
-from stretto.tune.paired import Estimate, Noise, Pair, compare, estimate
+from stretto.tune.paired import (
+    Estimate,
+    Noise,
+    Pair,
+    compare,
+    estimate,
+    is_surely_below,
+    shown_faster,
+)
 from stretto.tune.search_space import Point
 from stretto.tune.techniques.aiacc import Bandit
 from stretto.tune.techniques.base import LEAST_STEPS, Proposal
-from stretto.tune.trial import OUTLIER, Finding, Limits, Trial
+from stretto.tune.trial import (
+    MOST_TRIAL_STEPS,
+    OUTLIER,
+    TRIAL_S,
+    Finding,
+    Limits,
+    Trial,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,36 +47,15 @@ CONTROL = "control"
 FINAL = "final"
 """Technique name of a block of DDP's buckets, which a faster plan must beat."""
 
-TRIAL_S = 0.25
-"""A block lasts at least this long, because short steps vary more ..."""
-
-MOST_TRIAL_STEPS = 8
-"""... but at most this many steps."""
-
 LEAST_GAIN_RATIO = 0.02
 """A plan that saves less than this share of DDP's step is a tie; DDP's buckets stay."""
 
 BETTER_RATIO = 0.005
 """The same threshold between two plans other than DDP's."""
 
-SURE = 2.0
-"""Standard errors by which a plan must lead to replace another."""
-
-LIKELY = 1.0
-"""The same when a comparison must end undecided."""
-
-_SURE_AT_ONCE = 4.0
-_CLEAR_LOG = 0.3
-"""A single pair decides if it exceeds this by `_SURE_AT_ONCE` standard errors."""
-
-_HOPE = 1.5
-"""Standard errors: a plan that would not win with this much luck is rejected."""
-
 _LITTLE_HOPE = 0.5
-"""The same for a technique's proposal: there are always more of these."""
-
-_LEAST_PAIRS = 2
-"""Least pairs before a starting plan, or the incumbent, is rejected."""
+"""Standard errors of luck with which a technique's proposal must win, or is rejected:
+there are always more of these."""
 
 START_PAIRS = 40
 """Pairs after which a plan known before the search is rejected if it has not won ..."""
@@ -347,7 +341,7 @@ class Search:
         trial.steps_s.append(step_s)
         if self._is_incumbents(trial):
             return self._incumbent_step(trial)
-        if _long_enough(trial) or self._hopeless(trial):
+        if trial.is_long_enough or self._hopeless(trial):
             self._close(trial)
             return True
         return False
@@ -394,14 +388,14 @@ class Search:
         best = self.incumbent
         assert best is not None  # noqa: S101 - a control block follows its first
         best.steps_s = [*best.steps_s, trial.steps_s[-1]][-_LEVEL_STEPS:]
-        if not _long_enough(trial):
+        if not trial.is_long_enough:
             return False
         if self._duel is not None and self._duel.block is not None:
             self._complete_pair(self._duel, trial)
             if self.incumbent is not best:
                 self._tail = ()
                 return True
-        wanted = _wanted(trial)
+        wanted = trial.side_steps
         self._tail = tuple(trial.steps_s[-wanted:])
         if len(trial.steps_s) >= 2 * wanted and len(trial.steps_s) % wanted == 0:
             self._noise.add(self._tail)
@@ -507,7 +501,7 @@ class Search:
         block, duel.block = duel.block, None
         self._without_control = 0
         assert block is not None  # noqa: S101 - the caller has checked it
-        wanted = _wanted(control)
+        wanted = control.side_steps
         before, after = self._tail, control.steps_s[:wanted]
         self._noise.add(after)
         self._noise.add_jump(before, after)
@@ -531,18 +525,19 @@ class Search:
             self._judge_baseline(found, duel)
             return
         margin = self._margin(duel.plan)
-        proposed = duel.proposal is not None
-        hope, least = (_LITTLE_HOPE, 1) if proposed else (_HOPE, _LEAST_PAIRS)
         is_last = self._is_last(duel)
-        if _is_below(found, -margin, is_last=is_last and not proposed):
+        if duel.proposal is None:
+            won = shown_faster(found, margin, is_last=is_last)
+        else:
+            over = is_last or self.steps_used >= self._limits.steps
+            won = shown_faster(
+                found, margin, is_last=False, gives_up=over, hope=_LITTLE_HOPE, least=1
+            )
+        if won:
             if self._is_baseline(self.incumbent):
                 self._accepted = duel.plan.digest
             self._dethrone(duel, block, found, score_s)
-        elif found.pairs >= least and (
-            found.log_ratio - hope * found.error > -margin
-            or is_last
-            or (proposed and self.steps_used >= self._limits.steps)
-        ):
+        elif won is False:
             self._conclude(won=False, score_s=score_s)
 
     def _is_baseline(self, trial: Trial | None) -> bool:
@@ -641,7 +636,9 @@ class Search:
             return None
         if best.plan.digest == self._accepted or (
             self._lead is not None
-            and _is_below(self._lead, -self._margin(base), is_last=self._exhausted)
+            and is_surely_below(
+                self._lead, -self._margin(base), is_last=self._exhausted
+            )
         ):
             return None
         return _Duel(
@@ -657,15 +654,13 @@ class Search:
         mine = found.inverse()
         margin = self._margin(duel.plan)
         score_s = self._unit_s * math.exp(self._ahead + found.log_ratio)
-        is_last = self._is_last(duel)
-        if _is_below(mine, -margin, is_last=is_last):
+        holds = shown_faster(mine, margin, is_last=self._is_last(duel))
+        if holds:
             best = self.incumbent
             assert best is not None  # noqa: S101 - it has just been compared
             self._lead, self._accepted = mine, best.plan.digest
             self._conclude(won=False, score_s=score_s)
-        elif mine.pairs >= _LEAST_PAIRS and (
-            mine.log_ratio - _HOPE * mine.error > -margin or is_last
-        ):
+        elif holds is False:
             block = self._digests[duel.plan.digest]
             self._dethrone(duel, block, found, score_s)
 
@@ -769,31 +764,3 @@ class Search:
     def _tell(self, name: str, proposal: Proposal, step_s: float) -> None:
         for other, technique in self._arms.items():
             technique.tell(proposal, step_s, mine=other == name)
-
-
-def _is_below(found: Estimate, log_ratio: float, *, is_last: bool) -> bool:
-    """Return whether a ratio is surely below; likely, if no more pairs can follow."""
-    if found.pairs == 1:
-        return found.log_ratio + _SURE_AT_ONCE * found.error < min(
-            log_ratio, -_CLEAR_LOG
-        )
-    return found.log_ratio + (LIKELY if is_last else SURE) * found.error < log_ratio
-
-
-def _wanted(trial: Trial) -> int:
-    """Return how many of a long block's steps form one side of a pair."""
-    total_s = 0.0
-    for number, step_s in enumerate(trial.steps_s, start=1):
-        total_s += step_s
-        if number >= trial.wanted_steps and (
-            total_s >= TRIAL_S or number >= MOST_TRIAL_STEPS
-        ):
-            return number
-    return len(trial.steps_s)
-
-
-def _long_enough(trial: Trial) -> bool:
-    steps = len(trial.steps_s)
-    return steps >= trial.wanted_steps and (
-        sum(trial.steps_s) >= TRIAL_S or steps >= MOST_TRIAL_STEPS
-    )

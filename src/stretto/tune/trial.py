@@ -10,6 +10,12 @@ from stretto.errors import SpecError
 from stretto.schema import Plan
 from stretto.tune.search_space import Point
 
+TRIAL_S = 0.25
+"""A block lasts at least this long, because short steps vary more ..."""
+
+MOST_TRIAL_STEPS = 8
+"""... but at most this many steps."""
+
 OUTLIER = 3.0
 """A step longer than this multiple of the incumbent's is not attributed to the plan."""
 
@@ -77,6 +83,26 @@ class Trial:
         if self.failed is not None or not self.steps_s:
             return math.inf
         return statistics.median(self.steps_s)
+
+    @property
+    def is_long_enough(self) -> bool:
+        """Whether its steps can form one side of a pair."""
+        steps = len(self.steps_s)
+        return steps >= self.wanted_steps and (
+            sum(self.steps_s) >= TRIAL_S or steps >= MOST_TRIAL_STEPS
+        )
+
+    @property
+    def side_steps(self) -> int:
+        """How many of a long block's steps form one side of a pair."""
+        total_s = 0.0
+        for number, step_s in enumerate(self.steps_s, start=1):
+            total_s += step_s
+            if number >= self.wanted_steps and (
+                total_s >= TRIAL_S or number >= MOST_TRIAL_STEPS
+            ):
+                return number
+        return len(self.steps_s)
 
     def lost_s(self, reference_s: float) -> float:
         """Return the time of its steps beyond the same number of reference steps."""

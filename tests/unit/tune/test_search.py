@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stretto.errors import SpecError
-from stretto.tune.search import CONTROL, FINAL, MOST_TRIAL_STEPS, START, Search
+from stretto.tune.search import CONTROL, FINAL, START, Search
 from stretto.tune.techniques import (
     CoordinateTechnique,
     GridTechnique,
@@ -17,7 +17,7 @@ from stretto.tune.techniques import (
     PopulationTechnique,
     PredictedTechnique,
 )
-from stretto.tune.trial import Limits, Trial
+from stretto.tune.trial import MOST_TRIAL_STEPS, Limits, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
