@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from stretto import planners
 from stretto.schema import Cluster, Plan, Workload, codec
@@ -14,6 +14,49 @@ from stretto.tune.result import TuningResult
 if TYPE_CHECKING:
     from stretto.tune.calibration import CalibratedModel
     from stretto.tune.plan_cache import CachedPlan
+
+
+CHECK_WARMUP_STEPS = 2
+CHECK_STEPS = 5
+"""A remembered plan runs for this many steps before it is accepted, and for as
+many again before it is rejected."""
+
+AGREES_RATIO = 0.10
+"""A remembered plan is rejected if its step is slower than before by more than this."""
+
+
+@final
+class PlanCheck:
+    """Compares the steps of a remembered plan with its step time in the earlier run."""
+
+    def __init__(self, then_s: float) -> None:
+        self._then_s = then_s
+        self._steps_s: list[float] = []
+
+    def add(self, step_s: float) -> float | None:
+        """Add a step, infinite if it does not count.
+
+        Returns:
+            The median step once it decides; infinite if no step counted.
+        """
+        self._steps_s.append(step_s)
+        steps_s = self._steps_s[CHECK_WARMUP_STEPS:]
+        if len(steps_s) not in (CHECK_STEPS, 2 * CHECK_STEPS):
+            return None
+        counted_s = [s for s in steps_s if math.isfinite(s)]
+        now_s = statistics.median(counted_s) if counted_s else math.inf
+        # Slower at first may be a busy moment: look at as many steps again.
+        if self.is_slower(now_s) and len(steps_s) == CHECK_STEPS:
+            return None
+        return now_s
+
+    def is_slower(self, now_s: float) -> bool:
+        """Return whether the step takes longer than in the earlier run."""
+        return now_s > (1 + AGREES_RATIO) * self._then_s
+
+    def is_faster(self, now_s: float) -> bool:
+        """Return whether the step is shorter than in the earlier run."""
+        return now_s < (1 - AGREES_RATIO) * self._then_s
 
 
 def packed(found: CachedPlan) -> tuple[bytes, float, float | None, int | None]:

@@ -29,7 +29,6 @@ import enum
 import importlib
 import math
 import platform
-import statistics
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -46,6 +45,7 @@ from stretto.runtime.weak_call import weakly
 from stretto.schema import Plan, codec, tensors_digest
 from stretto.schema.tuning import Tuning, TuningEvent
 from stretto.tune.cached_plans import (
+    PlanCheck,
     ddp_step_s_at,
     decoded,
     encoded,
@@ -89,14 +89,6 @@ WARM_UP_STEPS = 1
 
 MEMORY_S = 2.0
 """Training waits at most this long for the plan cache's disk."""
-
-CHECK_WARMUP_STEPS = 2
-CHECK_STEPS = 5
-"""A remembered plan runs for this many steps before it is accepted, and for as
-many again before it is rejected."""
-
-AGREES_RATIO = 0.10
-"""A remembered plan is rejected if its step is slower than before by more than this."""
 
 ALIKE_DISTANCE = 0.25
 """Jobs that are further apart share no experience."""
@@ -173,7 +165,7 @@ class AutoPlan:
         """The step after which the last profile began, and when."""
         self._online: OnlineSearch | ForcedSearch | None = None
         self._continues = False
-        self._check_s: list[float] = []
+        self._checking: PlanCheck | None = None
         self._watch: DriftDetector | None = None
         self._settled: TuningResult | None = None
         self._median_s: float | None = None
@@ -393,7 +385,7 @@ class AutoPlan:
                 )
                 self._known.checked = found
                 self._continues = unfinished and self._options.steps > 0
-                self._check_s = [step_s]
+                self._checking = PlanCheck(step_s)
                 self._phase = Phase.CHECK
                 return
         self._profile()
@@ -406,17 +398,12 @@ class AutoPlan:
         return True
 
     def _check(self, step_s: float) -> None:
-        self._check_s.append(step_s)
-        then_s, *steps_s = self._check_s
-        counted_steps = len(steps_s) - CHECK_WARMUP_STEPS
-        if counted_steps not in (CHECK_STEPS, 2 * CHECK_STEPS):
+        checking = self._checking
+        assert checking is not None  # noqa: S101 - set where the phase begins
+        now_s = checking.add(step_s)
+        if now_s is None:
             return
-        counted = [s for s in steps_s[CHECK_WARMUP_STEPS:] if math.isfinite(s)]
-        median_s = statistics.median(counted) if counted else math.inf
-        now_s = median_s
-        if now_s > (1 + AGREES_RATIO) * then_s:
-            if counted_steps == CHECK_STEPS:
-                return
+        if checking.is_slower(now_s):
             self._record(
                 "changed",
                 f"its step now takes {format_s(now_s)}: measuring again"
@@ -428,7 +415,7 @@ class AutoPlan:
             return
         if not self._continues:
             self._settle_remembered(now_s)
-        elif now_s < (1 - AGREES_RATIO) * then_s:
+        elif checking.is_faster(now_s):
             why = f"its step takes only {format_s(now_s)} now: measuring again"
             self._record("changed", why)
             self._known.stale = True
