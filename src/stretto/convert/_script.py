@@ -1,12 +1,37 @@
-"""Convert one script, depending on its kind."""
+"""Convert one script, depending on its kind: the order of the stages."""
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from stretto.convert import _moved, _reading, _single, _support
+from stretto.convert import (
+    _advice,
+    _alike,
+    _apart,
+    _device,
+    _handed,
+    _moved,
+    _reading,
+    _setup,
+    _support,
+)
+from stretto.convert._display import Display
+from stretto.convert._edit import Work
+from stretto.convert._horovod import distribute_optimizers
+from stretto.convert._job import Job
+from stretto.convert._loaders import Loaders
+from stretto.convert._models import Models, reaching_training
+from stretto.convert._numbers import Numbers
 from stretto.convert._result import Choices, Conversion, Kind, Note, Target
+from stretto.convert._split import split
+from stretto.convert._steps import Steps
 from stretto.errors import SpecError, StrettoError
+
+if TYPE_CHECKING:
+    import libcst as cst
+
+    from stretto.convert._tree import Tree
 
 _MARKED = re.compile(rf"^{re.escape(_support.MARK)} --to (\w+)$", re.MULTILINE)
 
@@ -55,5 +80,62 @@ def _converted(source: str, name: str, choices: Choices) -> tuple[str, list[Note
     if moved is not None:
         return moved
     _reading.check_framework(tree, name)
-    after, notes = _single.distributed(tree, choices, name)
+    after, notes = _distributed(tree, choices, name)
     return after, sorted(notes)
+
+
+def _distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Note]]:
+    """Return a script's distributed form, and the list of changes.
+
+    Raises:
+        SpecError: The script is not understood; the error has the line and the next
+        step.
+    """
+    tree, splits = split(tree)
+    work = Work(Job(tree, name), choices, splits)
+    display = Display(work)
+    display.guard_files()
+    models = Models(work)
+    if not work.horovod:
+        Steps(work, models).check()
+    models.convert()
+    _handed.convert(work, models)
+    if work.horovod:
+        distribute_optimizers(work, models)
+    loaders = Loaders(work)
+    loaders.convert()
+    numbers = Numbers(work, models, loaders, _apart.Shares(work, loaders))
+    numbers.convert()
+    _apart.point_out(work, loaders, numbers)
+    display.convert()
+    _alike.convert(work)
+    _device.convert(work, saves=display.saves)
+    _setup.convert(work, logs=display.logs(), apart=_first_epoch(work))
+    _advice.give(work)
+    return work.result().code, work.notes
+
+
+def _first_epoch(work: Work) -> cst.CSTNode:
+    """Return the outermost loop that trains, the first of them in the text."""
+    tree = work.tree
+    inner: list[cst.CSTNode] = [loop.node for loop in work.job.training]
+    outermost: list[cst.CSTNode] = []
+    for node in inner:
+        around = tree.loops(node)
+        outermost.append(around[-1] if around else node)
+    for function in reaching_training(work):
+        for call in work.flow.calls_of(function):
+            around = tree.loops(call)
+            if around:
+                outermost.append(around[-1])
+    callers = [n for n in outermost if _is_first_level(work, n, outermost)]
+    return min(callers or outermost, key=tree.line)
+
+
+def _is_first_level(work: Work, node: cst.CSTNode, others: list[cst.CSTNode]) -> bool:
+    """Return whether a loop does not run within another of them through a call."""
+    scope = work.tree.function(node)
+    if scope is None:
+        return True
+    calls = work.flow.calls_of(scope)
+    return not any(work.tree.within(call, other) for call in calls for other in others)

@@ -3,8 +3,7 @@
 from stretto.measure.backward import ObservedStep, StepObserver, profile_model
 from stretto.measure.beside import CollectiveBench
 from stretto.measure.contention import AbstractContentionBench, read_contention
-from stretto.measure.hosts import count_hosts
-from stretto.measure.network import NetworkSamples, probe_network
+from stretto.measure.network import NetworkSamples, count_hosts, probe_network
 from stretto.measure.script import profile_script
 from stretto.schema.samples import ContentionReadings
 

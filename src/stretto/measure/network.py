@@ -7,6 +7,7 @@ broadcasts it first, so all ranks issue the same collectives.
 from __future__ import annotations
 
 import math
+import platform
 import random
 import statistics
 import threading
@@ -509,6 +510,19 @@ class _Probe:
         if failures:
             raise failures[0]
         return result_s, ends_s
+
+
+def count_hosts(group: ProcessGroup | None = None) -> int:
+    """Return the number of hosts under a group's ranks, by host name; collective.
+
+    Hosts with different numbers of ranks are counted as one host per rank, because a
+    cluster has the same number on each.
+    """
+    ranks = dist.get_world_size(group)
+    names: list[Any] = [None] * ranks
+    dist.all_gather_object(names, platform.node(), group=group)
+    count = len(set(names))
+    return count if ranks % count == 0 else ranks
 
 
 def device_of(group: ProcessGroup | None) -> torch.device:

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from stretto.errors import SpecError
-from stretto.zoo.densenet import densenet
+from stretto.zoo.convolutional import densenet, resnet, vgg, xception
 from stretto.zoo.graph import LayerGraph
 from stretto.zoo.inception import inception_v3, inception_v4
-from stretto.zoo.resnet import resnet
 from stretto.zoo.transformer import bert, gpt2, transformer
-from stretto.zoo.vgg import vgg
-from stretto.zoo.xception import xception
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
