@@ -1,10 +1,10 @@
-"""Classes that installed packages add by entry points."""
+"""Classes by name: stretto's own, and those that installed packages add."""
 
 from __future__ import annotations
 
 import inspect
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar, final
 
 from stretto.errors import SpecError
 
@@ -12,7 +12,48 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from importlib.metadata import EntryPoint
 
+
+class _Named(Protocol):
+    name: ClassVar[str]
+
+
 _Class = TypeVar("_Class")
+_NamedClass = TypeVar("_NamedClass", bound=_Named)
+
+
+@final
+class ClassRegistry(Generic[_NamedClass]):
+    """The classes of one kind by name, stretto's own before installed ones."""
+
+    def __init__(
+        self,
+        group: str,
+        base: type[_NamedClass],
+        own: Iterable[type[_NamedClass]],
+    ) -> None:
+        """Register stretto's own classes.
+
+        Args:
+            group: The entry points by which packages add classes.
+            base: The contract that all classes implement.
+            own: stretto's classes.
+        """
+        self._group = group
+        self._base = base
+        self.own = {each.name: each for each in own}
+        """stretto's classes by name."""
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all classes."""
+        return (*self.own, *installed_names(self._group, besides=self.own))
+
+    def find(self, name: str) -> type[_NamedClass] | None:
+        """Return the class of a name, or ``None`` if no package has it.
+
+        Raises:
+            SpecError: an installed package's class does not load.
+        """
+        return self.own.get(name) or load_class(self._group, name, self._base)
 
 
 def installed_names(group: str, *, besides: Iterable[str] = ()) -> tuple[str, ...]:

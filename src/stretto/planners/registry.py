@@ -7,7 +7,7 @@ the planner's and whose value is its class.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stretto.errors import SpecError
 from stretto.planners.aiacc import AiaccPlanner
@@ -23,17 +23,15 @@ from stretto.planners.libra_m import LibraMPlanner
 from stretto.planners.mg_wfbp import MgWfbpPlanner
 from stretto.planners.single import SinglePlanner
 from stretto.planners.wfbp import WfbpPlanner
-from stretto.plugins import installed_names, load_class
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from stretto.plugins import ClassRegistry
 
 ENTRY_POINTS = "stretto.planners"
 """Group of entry points in which packages name their planners."""
 
-_PLANNERS: Mapping[str, type[AbstractPlanner]] = {
-    planner.name: planner
-    for planner in (
+_PLANNERS = ClassRegistry(
+    ENTRY_POINTS,
+    AbstractPlanner,  # type: ignore[type-abstract]
+    (
         SinglePlanner,
         WfbpPlanner,
         DdpPlanner,
@@ -46,10 +44,10 @@ _PLANNERS: Mapping[str, type[AbstractPlanner]] = {
         AiaccPlanner,
         JointPlanner,
         ExhaustivePlanner,
-    )
-}
+    ),
+)
 
-NAMES = tuple(name for name in _PLANNERS if name != ExhaustivePlanner.name)
+NAMES = tuple(name for name in _PLANNERS.own if name != ExhaustivePlanner.name)
 """stretto's planners to compare, plainest first; `get` accepts others too."""
 
 
@@ -91,12 +89,10 @@ def _class_of(name: str) -> type[AbstractPlanner]:
     Raises:
         SpecError: there is no such planner, or its package does not load.
     """
-    found = _PLANNERS.get(name)
+    found = _PLANNERS.find(name)
     if found is None:
-        found = load_class(ENTRY_POINTS, name, AbstractPlanner)  # type: ignore[type-abstract]
-    if found is None:
-        names = (*_PLANNERS, *installed_names(ENTRY_POINTS, besides=_PLANNERS))
+        names = ", ".join(_PLANNERS.names())
         raise SpecError(
-            f"planner must be one of {', '.join(names)}, got {name!r}", place=".planner"
+            f"planner must be one of {names}, got {name!r}", place=".planner"
         )
     return found

@@ -6,10 +6,8 @@ the technique's and whose value is its class.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from stretto.errors import SpecError
-from stretto.plugins import installed_names, load_class
+from stretto.plugins import ClassRegistry
 from stretto.tune.techniques.aiacc import (
     BayesTechnique,
     GridTechnique,
@@ -20,25 +18,23 @@ from stretto.tune.techniques.base import AbstractTechnique
 from stretto.tune.techniques.coordinate import CoordinateTechnique
 from stretto.tune.techniques.predicted import PredictedTechnique
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 ENTRY_POINTS = "stretto.techniques"
 """Group of entry points in which packages name their techniques."""
 
-_TECHNIQUES: Mapping[str, type[AbstractTechnique]] = {
-    technique.name: technique
-    for technique in (
+_TECHNIQUES = ClassRegistry(
+    ENTRY_POINTS,
+    AbstractTechnique,  # type: ignore[type-abstract]
+    (
         PredictedTechnique,
         CoordinateTechnique,
         GridTechnique,
         PopulationTechnique,
         BayesTechnique,
         HyperbandTechnique,
-    )
-}
+    ),
+)
 
-NAMES = tuple(_TECHNIQUES)
+NAMES = tuple(_TECHNIQUES.own)
 """stretto's techniques."""
 
 
@@ -54,15 +50,11 @@ def technique_of(
     """
     if isinstance(technique, type) and issubclass(technique, AbstractTechnique):
         return technique
-    found = None
-    if isinstance(technique, str):
-        found = _TECHNIQUES.get(technique)
-        if found is None:
-            found = load_class(ENTRY_POINTS, technique, AbstractTechnique)  # type: ignore[type-abstract]
+    found = _TECHNIQUES.find(technique) if isinstance(technique, str) else None
     if found is None:
-        names = (*NAMES, *installed_names(ENTRY_POINTS, besides=NAMES))
+        names = ", ".join(_TECHNIQUES.names())
         raise SpecError(
-            f"techniques must be different ones of {', '.join(names)}, or subclasses "
+            f"techniques must be different ones of {names}, or subclasses "
             f"of AbstractTechnique, got {technique!r}",
             place=place,
         )
