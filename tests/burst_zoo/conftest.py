@@ -6,7 +6,6 @@ Groups of 1 to 4 of the ranks exist throughout; a case says how many it wants.
 
 from __future__ import annotations
 
-import os
 import pickle
 import struct
 import subprocess
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from stretto.lab.ports import free_port
+from support.ranks import rank_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,16 +80,7 @@ class Pool:
         port = free_port()
         for rank in range(SIZE):
             log = (self._folder / f"{self._starts}-{rank}.log").open("wb")
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(SIZE),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "HF_HUB_OFFLINE": "1",
-            }
+            environment = rank_environment(rank, SIZE, port) | {"HF_HUB_OFFLINE": "1"}
             self._processes.append(
                 subprocess.Popen(
                     [sys.executable, str(_FOLDER / "zoo_rank.py")],

@@ -20,6 +20,7 @@ from stretto.burst.executor import BurstParallel
 from stretto.burst.graph import capture
 from stretto.errors import RankDisagreement, SpecError, StrettoError
 from stretto.schema.burst import BurstPlan, LayerGpus
+from support.burst_ranks import shares_of
 
 STEPS = 3
 
@@ -39,18 +40,6 @@ def plan_of(graph: Any, gpus: int, seed: int, *, offset: bool = True) -> BurstPl
         amplification_limit=None,
         layers=tuple(layers),
     )
-
-
-def shares_of(batch: int, size: int, kind: str) -> list[int]:
-    """Each rank's samples: ``even``, ``uneven``, or ``one``: all on the last rank."""
-    if kind == "even":
-        return [batch // size + (r < batch % size) for r in range(size)]
-    if kind == "one":
-        return [0] * (size - 1) + [batch]
-    shares: list[int] = []
-    for r in range(size - 1):
-        shares.append((batch - sum(shares)) * (r + 2) // (size + 2))
-    return [*shares, batch - sum(shares)]
 
 
 def rows(inputs: Any, start: int, end: int) -> Any:

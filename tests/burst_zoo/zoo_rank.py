@@ -34,7 +34,8 @@ def main() -> None:
         group = dist.new_group([rank])
         if rank == dist.get_rank():
             GROUPS[1] = group
-    sys.path.insert(0, str(Path(__file__).parent))
+    here = Path(__file__).parent
+    sys.path[:0] = [str(here), str(here.parent)]  # this folder's modules, and `support`
     sys.modules["zoo_rank"] = sys.modules["__main__"]
     while len(head := sys.stdin.buffer.read(8)) == 8:
         request = sys.stdin.buffer.read(struct.unpack("<q", head)[0])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.convert import Choices, Kind, Target, convert_source
-from stretto.errors import SpecError
+from stretto.convert import Kind, Target
+from support.conversions import convert, refused
 
 IMPORTS = """\
 import datetime
@@ -29,16 +29,6 @@ for epoch in range(2):
         loss.backward()
         opt.step()
 """
-
-
-def convert(source, **choices):
-    return convert_source(source, name="train.py", choices=Choices(**choices))
-
-
-def refused(source):
-    with pytest.raises(SpecError) as raised:
-        convert(source)
-    return str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.convert import Choices, Kind, convert_source
-from stretto.errors import SpecError
+from support.conversions import convert, open_notes, refused
 
 HEAD = """\
 import torch
@@ -22,20 +21,6 @@ STEP = """\
         loss.backward()
         opt.step()
 """
-
-
-def convert(source, **choices):
-    return convert_source(source, name="train.py", choices=Choices(**choices))
-
-
-def refused(source):
-    with pytest.raises(SpecError) as raised:
-        convert(source)
-    return str(raised.value)
-
-
-def opened(conversion):
-    return [str(n) for n in conversion.notes if n.kind is Kind.OPEN]
 
 
 def step_of(line, size="16", head=HEAD, named=False):
@@ -159,15 +144,15 @@ def test_a_second_backward_after_a_branch_that_leaves_is_none():
 def test_a_literal_batch_size_in_a_shape_becomes_this_ranks(line, becomes):
     conversion = convert(step_of(line))
     assert becomes in conversion.after
-    assert any("16, the loader's batch size" in said for said in opened(conversion))
+    assert any("16, the loader's batch size" in said for said in open_notes(conversion))
     named = line.replace("16", "batch_size")
     conversion = convert(step_of(named, named=True))
     assert becomes.replace("16", "batch_size") in conversion.after
-    assert not opened(conversion)
+    assert not open_notes(conversion)
 
 
 def test_a_batch_size_that_is_another_dimension_is_listed():
-    said = opened(convert(step_of("h = torch.zeros(1, 16, 32)")))
+    said = open_notes(convert(step_of("h = torch.zeros(1, 16, 32)")))
     assert any("line 10" in s and "per_rank(16)" in s for s in said), said
 
 
@@ -189,14 +174,14 @@ def test_other_numbers_of_a_step_stay():
     ):
         conversion = convert(step_of(line))
         assert "per_rank(16)" not in conversion.after.replace("=per_rank(16)", "")
-        assert not opened(conversion), line
+        assert not open_notes(conversion), line
 
 
 def test_a_sum_divided_by_the_batch_size_is_the_whole_batches_mean():
     source = step_of("pass").replace(".mean()", ".sum() / 16")
     conversion = convert(source)
     assert "(loss * WORLD_SIZE).backward()" in conversion.after
-    assert not opened(conversion)
+    assert not open_notes(conversion)
 
 
 def test_a_batch_size_in_forward_is_found():
@@ -206,7 +191,7 @@ def test_a_batch_size_in_forward_is_found():
         "    def forward(self, x):\n        return self.fc(x.view(16, 2))\n\n\n"
     )
     head = HEAD.replace("model = torch.nn.Linear(2, 1)", net + "model = Net()")
-    said = opened(convert(step_of("pass", head=head)))
+    said = open_notes(convert(step_of("pass", head=head)))
     assert any("line 10" in s and "per_rank(16)" in s for s in said), said
 
 
@@ -234,7 +219,7 @@ def test_numbers_of_parameters_are_those_of_each_rank():
     ],
 )
 def test_samples_that_are_compared_with_each_other_are_listed(line):
-    said = opened(convert(step_of(line, "4")))
+    said = open_notes(convert(step_of(line, "4")))
     assert any("line 10" in s and "compares the samples" in s for s in said), said
 
 
@@ -247,7 +232,7 @@ def test_samples_that_are_compared_with_each_other_are_listed(line):
     ],
 )
 def test_products_within_a_sample_are_not_listed(line):
-    said = opened(convert(step_of(line, "4")))
+    said = open_notes(convert(step_of(line, "4")))
     assert not any("compares the samples" in s for s in said), said
 
 

@@ -17,9 +17,9 @@ from stretto.convert import (
     Kind,
     Target,
     convert_bytes,
-    convert_source,
 )
 from stretto.errors import SpecError, StrettoError
+from support.conversions import convert, open_notes, refused
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.[pi]*"))
 
@@ -38,17 +38,6 @@ for epoch in range(2):
         opt.step()
     print(loss.item())
 """
-
-
-def convert(source, **choices):
-    return convert_source(source, name="train.py", choices=Choices(**choices))
-
-
-def refused(source, **choices):
-    with pytest.raises(SpecError) as raised:
-        convert(source, **choices)
-    assert "\n" not in str(raised.value)
-    return str(raised.value)
 
 
 def added(conversion):
@@ -1041,7 +1030,7 @@ def test_a_mean_of_a_models_output_is_not_listed(loss):
 
 
 def opened(source):
-    return [str(n) for n in convert(source).notes if n.kind is Kind.OPEN]
+    return open_notes(convert(source))
 
 
 def step(lines, before="", after=""):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.convert import Choices, Kind, convert_source
+from stretto.convert import Choices, convert_source
 from stretto.errors import SpecError
+from support.conversions import open_notes
 
 SCRIPT = """\
 import torch
@@ -30,10 +31,6 @@ def with_line(line):
     return convert_source(source, name="train.py", choices=Choices())
 
 
-def asked(conversion):
-    return [str(n) for n in conversion.notes if n.kind is Kind.OPEN]
-
-
 @pytest.mark.parametrize(
     ("line", "want"),
     [
@@ -52,7 +49,7 @@ def asked(conversion):
 def test_code_that_reads_a_model_gets_it_without_the_wrapper(line, want):
     conversion = with_line(line)
     assert want in conversion.after
-    assert asked(conversion) == []
+    assert open_notes(conversion) == []
 
 
 @pytest.mark.parametrize(
@@ -61,14 +58,14 @@ def test_code_that_reads_a_model_gets_it_without_the_wrapper(line, want):
 def test_a_function_of_another_file_that_may_train_is_listed(line):
     conversion = with_line(line)
     assert line in conversion.after
-    (note,) = asked(conversion)
+    (note,) = open_notes(conversion)
     assert "which is in another file, trains `model`" in note
 
 
 def test_a_loss_that_another_file_computes_keeps_the_wrapper():
     conversion = with_line("more = evaluate(model, x); more.backward()")
     assert "evaluate(model, x)" in conversion.after
-    assert any("trains `model`" in note for note in asked(conversion))
+    assert any("trains `model`" in note for note in open_notes(conversion))
 
 
 @pytest.mark.parametrize("line", ["y = model[0](x)", "for f in model: x = f(x)"])

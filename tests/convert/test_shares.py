@@ -6,7 +6,8 @@ import textwrap
 
 import pytest
 
-from stretto.convert import Choices, Kind, convert_source
+from stretto.convert import Choices, convert_source
+from support.conversions import open_notes
 
 SCRIPT = """\
 import torch
@@ -43,10 +44,6 @@ def with_line(line):
     return convert_source(source, name="train.py", choices=Choices())
 
 
-def opened(conversion):
-    return [str(n) for n in conversion.notes if n.kind is Kind.OPEN]
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -64,7 +61,7 @@ def opened(conversion):
 def test_what_every_rank_has_whole_is_not_summed(line):
     conversion = with_line(line)
     assert "sum_over_ranks" not in conversion.after
-    assert opened(conversion) == []
+    assert open_notes(conversion) == []
 
 
 @pytest.mark.parametrize(
@@ -103,10 +100,10 @@ def test_only_the_part_that_differs_is_reduced(line, want):
 def test_the_length_of_the_data_divides_and_is_not_a_count_of_the_rank(added, how):
     conversion = with_line(f"total += {added}")
     assert f"total = {how}_over_ranks(total)" in conversion.after
-    assert opened(conversion) == []
+    assert open_notes(conversion) == []
 
 
 def test_the_root_of_a_mean_is_listed():
-    asked = opened(with_line("print(loss.sqrt().item())"))
+    asked = open_notes(with_line("print(loss.sqrt().item())"))
     assert len(asked) == 1
     assert "`loss.sqrt().item()` is a mean or a sum" in asked[0]

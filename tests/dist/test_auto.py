@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ import stretto
 from stretto.errors import SpecError
 from stretto.schema import Bucket
 from stretto.tune import initial_profile
+from support.checks import Lines
+from support.nets import mlp
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -24,11 +26,7 @@ STEPS = 320
 """Enough for a second profile and all trials, where the machine is busy."""
 
 
-def net() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Linear(64, 600), nn.SiLU(), nn.Linear(600, 600), nn.SiLU(), nn.Linear(600, 4)
-    )
+net = partial(mlp, 64, 600, 600, 4)
 
 
 def train(
@@ -53,24 +51,8 @@ def train(
     return losses
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def logged() -> Lines:
-    lines = Lines()
-    logging.getLogger("stretto").addHandler(lines)
-    logging.getLogger("stretto").setLevel(logging.INFO)
-    return lines
-
-
 def settles(rank: int, size: int, micro_steps: int) -> dict[str, Any]:
-    lines = logged()
+    lines = Lines()
     theirs = train(TorchDDP(net()), rank, micro_steps)
     settled: list[Any] = []
     model = stretto.DistributedDataParallel(net(), on_settled=settled.append)
@@ -104,7 +86,7 @@ def test_all_steps_of_an_automatic_run_are_ddp_s(ranks, micro_steps):
 
 def falls_back(rank: int, size: int) -> dict[str, Any]:
     """Measuring that never succeeds must not end the training."""
-    lines = logged()
+    lines = Lines()
 
     def refuse(**_options: Any) -> Any:
         raise SpecError("no probe today")
@@ -164,7 +146,7 @@ class Words(nn.Module):
 
 
 def left_alone(rank: int, size: int) -> list[str]:
-    lines = logged()
+    lines = Lines()
     model = stretto.DistributedDataParallel(Words())
     for _ in range(3):
         model(torch.ones(2, 4, dtype=torch.int64)).sum().backward()
@@ -211,7 +193,7 @@ def test_one_rank_is_plain_pytorch_and_plans_nothing(ranks):
 
 
 def alone(rank: int, size: int) -> tuple[bool, list[str]]:
-    lines = logged()
+    lines = Lines()
     ours = train(stretto.DistributedDataParallel(net()), rank)
     plain = train(net(), rank)
     assert dist.get_world_size() == 1

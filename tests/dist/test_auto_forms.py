@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import stretto
-from stretto.schema import Bucket, Plan
 from stretto.tune import TuneOptions
+from support.checks import Lines
+from support.plans import plan_in_turn, reversed_names
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -137,19 +138,9 @@ def train(model: Any, rank: int, step_of: Any) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-        logging.getLogger("stretto").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def both(rank: int, size: int) -> dict[str, tuple[bool, bool, list[str]]]:
     found = {}
-    lines = Lines()
+    lines = Lines(logging.WARNING)
     for name, (step_of, form, settings) in (CASES | LEFT).items():
         lines.lines.clear()
         theirs = train(TorchDDP(Net(form), **settings), rank, step_of)
@@ -160,18 +151,8 @@ def both(rank: int, size: int) -> dict[str, tuple[bool, bool, list[str]]]:
     theirs = train(TorchDDP(Net(), bucket_cap_mb=0.01), rank, evaluates_in_backward)
     hooked = train(TorchDDP(Net()), rank, hooked_at(3))
     for overlap in ("backward", "none"):
-        names = [name for name, _ in Net().named_parameters()]
-        plan = Plan(
-            planner="test",
-            workload_digest="",
-            ranks=size,
-            overlap=overlap,
-            lanes=2,
-            buckets=tuple(
-                Bucket(tensors=(name,), lane=i % 2, wire_dtype="float32")
-                for i, name in enumerate(reversed(names))
-            ),
-        )
+        groups = [(name,) for name in reversed_names(Net())]
+        plan = plan_in_turn(groups, ranks=size, lanes=2, overlap=overlap)
         model = stretto.DistributedDataParallel(Net(), plan=plan)
         ours = train(model, rank, evaluates_in_backward)
         same = all(map(torch.equal, theirs, ours))

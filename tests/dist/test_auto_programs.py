@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from torch import nn
 
 import stretto
 from stretto.errors import StrettoError
-from stretto.tune import TuneOptions, controller, initial_profile as look
+from stretto.tune import TuneOptions, controller
+from stretto.tune import initial_profile as look
+from support.checks import Lines
+from support.nets import mlp
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -29,11 +33,7 @@ REBUILT = 3
 """From this step on DDP has rebuilt its buckets, which needs all ranks in a forward."""
 
 
-def net() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Linear(64, 200), nn.SiLU(), nn.Linear(200, 200), nn.SiLU(), nn.Linear(200, 4)
-    )
+net = partial(mlp, 64, 200, 200, 4)
 
 
 def train(model: nn.Module, rank: int, between: Any = None) -> list[float]:
@@ -113,17 +113,6 @@ PROGRAMS = (
 )
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("stretto").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            self.lines.append(record.getMessage())
-
-
 def programs(rank: int, size: int) -> dict[str, tuple[bool, int]]:
     found = {}
     for between in PROGRAMS:
@@ -159,7 +148,7 @@ FAULTS = {
 
 def faults(rank: int, size: int) -> dict[str, tuple[bool, bool, list[str]]]:
     found = {}
-    lines = Lines()
+    lines = Lines(logging.WARNING)
     theirs = train(TorchDDP(net()), rank)
     for name, (target, attribute, where) in FAULTS.items():
         before = getattr(target, attribute)

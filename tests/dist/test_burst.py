@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import burst_ranks
+from support import burst_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,31 +13,15 @@ import torch
 from torch import nn
 
 from stretto.burst.executor import BurstParallel
-from stretto.errors import StrettoError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from burst_ranks import plan_of
+from support.burst_ranks import plan_of
+from support.checks import raised
+from support.nets import mlp
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 
 def net(width: int = 8) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(4, width),
-        nn.Tanh(),
-        nn.Linear(width, width),
-        nn.Tanh(),
-        nn.Linear(width, 2),
-    )
-
-
-def message(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
-    try:
-        function(*args, **kwargs)
-    except StrettoError as exc:
-        return type(exc).__name__, str(exc)
-    return "", ""
+    return mlp(4, width, width, 2, between=nn.Tanh, seed=0)
 
 
 class Breaks(torch.autograd.Function):
@@ -99,30 +82,30 @@ def rank_with_bad_input(rank: int, size: int) -> dict[str, tuple[str, str]]:
         nn.Sequential(net(), nn.Linear(2, 2)), EXAMPLE, lambda _i: (0, 1), size
     )
     found = {
-        "ranks": message(make, net(), larger),
-        "sizes": message(make, net(), other),
-        "layers": message(make, net(), longer),
-        "plans": message(make, net(), wide if rank else narrow),
-        "models": message(make, net() if rank else net(9), wide if rank else other),
-        "orders": message(make, Ordered(rank == 1), plan_of_ordered(size)),
-        "settings": message(make, net(), wide, seed=rank),
-        "norms": message(make, net(), wide, batch_norm="global"),
-        "buckets": message(make, net(), wide, bucket_bytes=0),
-        "lanes": message(make, net(), wide, lanes=0),
+        "ranks": raised(make, net(), larger),
+        "sizes": raised(make, net(), other),
+        "layers": raised(make, net(), longer),
+        "plans": raised(make, net(), wide if rank else narrow),
+        "models": raised(make, net() if rank else net(9), wide if rank else other),
+        "orders": raised(make, Ordered(rank == 1), plan_of_ordered(size)),
+        "settings": raised(make, net(), wide, seed=rank),
+        "norms": raised(make, net(), wide, batch_norm="global"),
+        "buckets": raised(make, net(), wide, bucket_bytes=0),
+        "lanes": raised(make, net(), wide, lanes=0),
     }
     model = make(net(), narrow)
-    found["sample"] = message(model, torch.zeros(2, 5))
-    found["one rank's sample"] = message(model, torch.zeros(2, 4 + rank))
-    found["type"] = message(model, torch.zeros(2, 4, dtype=torch.float64))
-    found["empty"] = message(model, torch.zeros(0, 4))
+    found["sample"] = raised(model, torch.zeros(2, 5))
+    found["one rank's sample"] = raised(model, torch.zeros(2, 4 + rank))
+    found["type"] = raised(model, torch.zeros(2, 4, dtype=torch.float64))
+    found["empty"] = raised(model, torch.zeros(0, 4))
     model.train(rank == 0)
-    found["modes"] = message(model, torch.zeros(2, 4))
+    found["modes"] = raised(model, torch.zeros(2, 4))
     model.train()
     with torch.set_grad_enabled(rank == 0):
-        found["gradients"] = message(model, torch.zeros(2, 4))
-    found["new plan"] = message(model.apply_plan, other)
-    found["steps"] = message(model.measure, 0)
-    found["norm type"] = message(model.clip_grad_norm_, 1.0, 0.0)
+        found["gradients"] = raised(model, torch.zeros(2, 4))
+    found["new plan"] = raised(model.apply_plan, other)
+    found["steps"] = raised(model.measure, 0)
+    found["norm type"] = raised(model.clip_grad_norm_, 1.0, 0.0)
     # What was refused has changed nothing.
     assert model.plan is narrow
     model(torch.ones(3, 4)).sum().backward()
@@ -178,7 +161,7 @@ def rank_of_a_death(rank: int, size: int, when: str) -> tuple[str, str, float]:
             burst(torch.randn(3, 4)).sum().backward()
         except Exception as exc:  # noqa: BLE001
             took_s = time.perf_counter() - began_s
-            same = message(burst, torch.randn(3, 4)) == (type(exc).__name__, str(exc))
+            same = raised(burst, torch.randn(3, 4)) == (type(exc).__name__, str(exc))
             return type(exc).__name__, str(exc) if same else "another error", took_s
     return "", "", 0.0
 
@@ -210,7 +193,7 @@ def rank_that_stalls(rank: int, size: int) -> tuple[str, str]:
     if rank == 1:
         time.sleep(14)
         return "", ""
-    return message(lambda: burst(torch.randn(4, 4)).sum().backward())
+    return raised(lambda: burst(torch.randn(4, 4)).sum().backward())
 
 
 def test_a_wait_ends_at_its_timeout_and_names_who_is_stuck(ranks: Any) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from stretto.burst.executor import BurstParallel
 from stretto.errors import StrettoError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from burst_ranks import (
+from support.burst_ranks import (
     global_loss,
     make_data,
     make_model,

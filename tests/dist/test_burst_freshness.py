@@ -7,8 +7,6 @@ runs all layers, so that rank 1 holds nothing that trains.
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,16 +15,15 @@ from torch import nn
 from torch.nn import functional
 
 from stretto.burst.executor import BurstParallel
-
-sys.path.insert(0, str(Path(__file__).parent))
-from burst_ranks import plan_of
+from support.burst_ranks import plan_of
+from support.nets import mlp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+    from support.burst_sides import Widths
 
-Widths = list[tuple[int, int]]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 MIXED: Widths = [(0, 1), (0, 2), (1, 1)]
 APART: Widths = [(0, 1), (1, 1)]
@@ -34,10 +31,7 @@ FIRST: Widths = [(0, 1)]
 
 
 def net(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4)
-    )
+    return mlp(6, 8, 7, 4, between=nn.Tanh, seed=seed)
 
 
 def plan(model: nn.Module, widths: Widths) -> Any:

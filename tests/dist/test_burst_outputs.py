@@ -6,8 +6,6 @@ The oracle is one process with the whole batch.
 from __future__ import annotations
 
 import contextlib
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,16 +13,15 @@ import torch
 from torch import nn
 
 from stretto.burst.executor import BurstParallel
-
-sys.path.insert(0, str(Path(__file__).parent))
-from burst_ranks import part, plan_of, shares_of
+from support.burst_ranks import part, plan_of, shares_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from support.burst_sides import Widths
+
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-Widths = list[tuple[int, int]]
 BATCH = 6
 
 

@@ -9,42 +9,33 @@ from __future__ import annotations
 
 import copy
 import io
-import sys
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 
 import stretto
 from stretto.burst.executor import BurstParallel
-
-sys.path.insert(0, str(Path(__file__).parent))
-from burst_ranks import part, plan_of, shares_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from support.burst_ranks import plan_of
+from support.burst_sides import (
+    Alone,
+    Side,
+    Widths,
+    WithTemperature,
+    cross,
+    example_of,
+    net,
+    train,
+    worst_of,
+)
+from support.nets import mlp
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
-
-Widths = list[tuple[int, int]]
-
-
-def net(inputs: int = 6, outputs: int = 4, seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(inputs, 8),
-        nn.Tanh(),
-        nn.Linear(8, 7, bias=False),  # a bias would have no gradient but rounding
-        nn.BatchNorm1d(7),
-        nn.Sigmoid(),
-        nn.Linear(7, outputs),
-    )
 
 
 class Shorts(nn.Module):
@@ -56,84 +47,6 @@ class Shorts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.scale.to(x.dtype)
-
-
-class WithTemperature(nn.Module):
-    """Has a parameter that only the loss uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = net()
-        self.temperature = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x)
-
-
-def example_of(model: nn.Module) -> torch.Tensor:
-    return torch.zeros(2, next(p for p in model.parameters() if p.dim() > 1).shape[1])
-
-
-class Side:
-    """The ranks' side of a use, or one process's."""
-
-    batch = 7
-
-    def __init__(self, rank: int, size: int, widths: Widths, shares: str) -> None:
-        self.rank, self.size, self.widths = rank, size, widths
-        self.shares = shares_of(self.batch, size, shares)
-
-    def wrap(self, model: nn.Module) -> Any:
-        if not self.size:
-            return model
-        plan = self.plan(model, self.widths)
-        return BurstParallel(model, plan, example_inputs=(example_of(model),))
-
-    def plan(self, model: nn.Module, widths: Widths) -> Any:
-        example = example_of(model)
-        return plan_of(model, example, lambda i: widths[i % len(widths)], self.size)
-
-    def data(self, step: int, features: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
-        draw = torch.Generator().manual_seed(100 + step)
-        x = torch.randn(self.batch, features, generator=draw)
-        y = torch.randint(0, 4, (self.batch,), generator=draw)
-        return self.mine(x), self.mine(y)
-
-    def mine(self, rows: torch.Tensor) -> torch.Tensor:
-        return part(rows, self.shares, self.rank) if self.size else rows
-
-    def grads(self, model: Any) -> list[torch.Tensor | None]:
-        """Gradients that this rank holds; one process holds all."""
-        return [
-            None if p.grad is None else p.grad.detach().clone()
-            for p in model.parameters()
-        ]
-
-    def state(self, model: Any) -> list[torch.Tensor]:
-        full = model.full_state_dict() if self.size else model.state_dict()
-        return [value.detach().clone() for value in full.values()]
-
-
-class Alone(Side):
-    def __init__(self) -> None:
-        super().__init__(0, 0, [], "even")
-        self.shares = []
-
-
-def cross(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The mean loss over a rank's samples; 0 where it has none."""
-    total = functional.cross_entropy(out, y, reduction="sum")
-    return total / max(1, len(y))
-
-
-def train(side: Side, model: Any, optimizer: Any, steps: int = 3, **more: Any) -> None:
-    after: Callable[[], Any] = more.get("after", lambda: None)
-    for step in range(steps):
-        x, y = side.data(step)
-        optimizer.zero_grad()
-        cross(model(x), y).backward()
-        after()
-        optimizer.step()
 
 
 # Uses that are right.
@@ -496,7 +409,9 @@ def plan_from_file(side: Side) -> Any:
             path = Path(folder) / "burst.json"
             side.plan(model, side.widths).save(path)
             assert stretto.BurstPlan.load(path).gpus == side.size
-            wrapped = BurstParallel(model, str(path), example_inputs=(example_of(model),))
+            wrapped = BurstParallel(
+                model, str(path), example_inputs=(example_of(model),)
+            )
             wrapped.apply_plan(path)
     else:
         wrapped = model
@@ -727,10 +642,7 @@ def apart(side: Side, model: nn.Module) -> Any:
 
 
 def deep(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4)
-    )
+    return mlp(6, 8, 7, 4, between=nn.Tanh, seed=seed)
 
 
 def held(model: Any) -> list[nn.Parameter]:
@@ -978,19 +890,6 @@ def rank_of_right_uses(
         torch.manual_seed(3)
         found[name] = worst_of(got, use(Alone()))
     return found
-
-
-def worst_of(got: Any, wanted: Any) -> float:
-    """Largest relative difference; what this rank does not hold is ``None``."""
-    if got is None:
-        return 0.0
-    if isinstance(got, torch.Tensor):
-        scale = float(wanted.detach().abs().max()) if wanted.numel() else 0.0
-        apart = (got.to(wanted.dtype) - wanted).detach().abs()
-        return float(apart.max()) / max(scale, 1e-6) if apart.numel() else 0.0
-    assert len(got) == len(wanted)
-    pairs = zip(got, wanted, strict=True)
-    return max((worst_of(a, b) for a, b in pairs), default=0.0)
 
 
 PLANS = [
@@ -1466,7 +1365,9 @@ def checkpointed(side: Side) -> None:
 
 
 def sparse(side: Side) -> None:
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 4))
+    model = nn.Sequential(
+        nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 4)
+    )
     example = torch.zeros(2, 2, dtype=torch.long)
     plan = plan_of(model, example, lambda _i: (0, side.size), side.size)
     BurstParallel(model, plan, example_inputs=(example,))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,9 +12,7 @@ from torch import nn
 from stretto.burst import executor
 from stretto.burst.executor import BurstParallel
 from stretto.errors import SpecError, StrettoError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from burst_ranks import plan_of
+from support.burst_ranks import plan_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,8 +5,6 @@ As in `test_burst_uses`: each is one process's result, or refused in one sentenc
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,9 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stretto.burst.executor import BurstParallel
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_burst_uses import (
+from support.burst_sides import (
     Alone,
     Side,
     Widths,
@@ -49,9 +45,7 @@ class Plain(torch.nn.Module):
 
 def frozen_in_between(side: Side, *, again: bool = False) -> Any:
     """Another forward runs while a layer is frozen."""
-    model = net()
-    wrapped = side.wrap(model)
-    x, y = side.data(0)
+    model, wrapped, x, y = side.start()
     loss = cross(wrapped(x), y)
     model[0].requires_grad_(False)
     wrapped(x)
@@ -68,9 +62,7 @@ def frozen_in_between_and_again(side: Side) -> Any:
 
 def frozen_then_next_step(side: Side) -> Any:
     """Backwards of forwards with other frozen layers, each after the other's."""
-    model = net()
-    wrapped = side.wrap(model)
-    x, y = side.data(0)
+    model, wrapped, x, y = side.start()
     losses = []
     for i in (0, 2, 5):
         model[i].requires_grad_(False)
@@ -83,9 +75,7 @@ def frozen_then_next_step(side: Side) -> Any:
 
 def fewer_rows_in_the_later_forward(side: Side) -> Any:
     """A rank has no rows of a layer in one of two forwards of one backward."""
-    model = Plain()
-    wrapped = side.wrap(model)
-    x, y = side.data(0)
+    model, wrapped, x, y = side.start(Plain())
     one = int(not side.size or side.rank == side.size - 1)
     few = slice(len(x) - one, len(x))
     (cross(wrapped(x), y) + cross(wrapped(x[few]), y[few])).backward()
@@ -94,9 +84,7 @@ def fewer_rows_in_the_later_forward(side: Side) -> Any:
 
 def values_replaced_in_between(side: Side) -> Any:
     """A parameter gets another storage between a forward and its backward."""
-    model = Plain()
-    wrapped = side.wrap(model)
-    x, y = side.data(0)
+    model, wrapped, x, y = side.start(Plain())
     loss = cross(wrapped(x), y)
     held = list(model.first.parameters())  # all ranks run it
     kept = [p.data for p in held]
@@ -124,9 +112,7 @@ def temperature_by_forward(side: Side) -> Any:
 
 def temperature_unfrozen_in_between(side: Side) -> Any:
     """A loss's own parameter is frozen in another forward."""
-    model = WithTemperature()
-    wrapped = side.wrap(model)
-    x, y = side.data(0)
+    model, wrapped, x, y = side.start(WithTemperature())
     loss = cross(wrapped(x) / model.temperature, y)
     model.temperature.requires_grad_(False)
     wrapped(x)
@@ -150,9 +136,7 @@ class Heads(torch.nn.Module):
 
 
 def output_written_in_place(side: Side) -> Any:
-    model = net()
-    wrapped = side.wrap(model)
-    x, y = side.data(0)
+    model, wrapped, x, y = side.start()
     out = wrapped(x)
     out[:, 0] = 0.0
     out.mul_(2)
@@ -163,9 +147,7 @@ def output_written_in_place(side: Side) -> Any:
 
 def outputs_written_in_place(side: Side) -> Any:
     """Some ranks have one row or none."""
-    model = Heads()
-    wrapped = side.wrap(model)
-    x, y = side.data(0)
+    model, wrapped, x, y = side.start(Heads())
     if side.size:
         counts = [0] * (side.size - 2) + [1, side.batch - 1]
         at = sum(counts[: side.rank])
@@ -184,9 +166,7 @@ def outputs_written_in_place(side: Side) -> Any:
 
 def input_written_in_place(side: Side) -> Any:
     """A sampling loop updates its input without gradients."""
-    model = net(outputs=6)
-    wrapped = side.wrap(model)
-    x, _ = side.data(0)
+    _, wrapped, x, _ = side.start(net(outputs=6))
     with torch.no_grad():
         for _ in range(4):
             x.sub_(0.1 * wrapped(x))
@@ -223,8 +203,7 @@ def norm_without_parameters(side: Side) -> Any:
         torch.nn.BatchNorm1d(5, affine=False, dtype=torch.float64),
         torch.nn.Linear(5, 4, dtype=torch.float64),
     )
-    wrapped = side.wrap(model)
-    x, y = side.data(0)
+    _, wrapped, x, y = side.start(model)
     has_rows = not side.size or side.rank == side.size - 1
     few = slice(len(x) - 2, len(x)) if has_rows else slice(0)
     cross(wrapped(x[few]), y[few]).backward()
@@ -257,35 +236,29 @@ RIGHT: list[Callable[[Side], Any]] = [
 ]
 
 
-def rank_of_right_uses(
-    rank: int, size: int, names: list[str], widths: Widths
-) -> dict[str, Any]:
+def rank_of_a_right_use(rank: int, size: int, name: str, widths: Widths) -> Any:
     torch.set_default_dtype(torch.float64)
-    found: dict[str, Any] = {}
-    for use in (*RIGHT, norm_without_parameters):
-        if use.__name__ in names:
-            side = Side(rank, size, widths, "uneven")
-            try:
-                found[use.__name__] = worst_of(use(side), use(Alone()))
-            except Exception as exc:  # noqa: BLE001
-                found[use.__name__] = f"{type(exc).__name__}: {exc}"
-    return found
+    use = globals()[name]
+    try:
+        return worst_of(use(Side(rank, size, widths, "uneven")), use(Alone()))
+    except Exception as exc:  # noqa: BLE001
+        return f"{type(exc).__name__}: {exc}"
 
 
 @pytest.mark.parametrize("use", RIGHT, ids=lambda use: use.__name__)
 def test_a_forward_waits(ranks: Any, use: Callable[[Side], Any]) -> None:
     widths = [(0, 2), (1, 1), (0, 1)]
-    for rank, found in enumerate(ranks(rank_of_right_uses, 2, [use.__name__], widths)):
-        value = found[use.__name__]
+    found = ranks(rank_of_a_right_use, 2, use.__name__, widths)
+    for rank, value in enumerate(found):
         assert isinstance(value, float), (rank, value)
         assert value < 1e-9, (rank, value)
 
 
 def test_a_norm_without_parameters_has_the_type_of_its_statistics(ranks: Any) -> None:
-    use = "norm_without_parameters"
-    for found in ranks(rank_of_right_uses, 3, [use], [(0, 3)]):
-        assert isinstance(found[use], float), found
-        assert found[use] < 1e-9
+    name = norm_without_parameters.__name__
+    for value in ranks(rank_of_a_right_use, 3, name, [(0, 3)]):
+        assert isinstance(value, float), value
+        assert value < 1e-9
 
 
 # Refused on all ranks.
@@ -302,9 +275,7 @@ def temperature_of_two_forwards(side: Side) -> None:
 
 
 def frozen_in_the_later_of_two(side: Side) -> None:
-    model = net()
-    wrapped = side.wrap(model)
-    x, y = side.data(0)
+    model, wrapped, x, y = side.start()
     loss = cross(wrapped(x), y)
     model[0].requires_grad_(False)
     loss = loss + cross(wrapped(x), y)
@@ -315,17 +286,14 @@ def frozen_in_the_later_of_two(side: Side) -> None:
 def temperature_unfrozen_after_the_forward(side: Side) -> None:
     model = WithTemperature()
     model.temperature.requires_grad_(False)
-    wrapped = side.wrap(model)
-    x, y = side.data(0)
+    _, wrapped, x, y = side.start(model)
     out = wrapped(x)
     model.temperature.requires_grad_(True)
     cross(out / model.temperature, y).backward()
 
 
 def frozen_before_a_backward_in_no_sync(side: Side) -> None:
-    model = net()
-    wrapped = side.wrap(model)
-    x, y = side.data(0)
+    model, wrapped, x, y = side.start()
     loss = cross(wrapped(x), y)
     model[0].requires_grad_(False)
     wrapped(x)
@@ -334,9 +302,7 @@ def frozen_before_a_backward_in_no_sync(side: Side) -> None:
 
 
 def new_plan_in_between(side: Side) -> None:
-    model = net()
-    wrapped = side.wrap(model)
-    x, y = side.data(0)
+    _model, wrapped, x, y = side.start()
     loss = cross(wrapped(x), y)
     wrapped.apply_plan(side.plan(net(), [(0, 1), (0, 2)]))
     loss.backward()
@@ -394,7 +360,7 @@ REFUSED = {
 
 def rank_of_refused_uses(rank: int, size: int, name: str) -> tuple[str, str]:
     torch.set_default_dtype(torch.float64)
-    use = next(use for use in REFUSED if use.__name__ == name)
+    use = globals()[name]
     try:
         use(Side(rank, size, [(0, 2), (1, 1), (0, 1)], "even"))
     except Exception as exc:  # noqa: BLE001

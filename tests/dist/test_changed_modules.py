@@ -77,7 +77,7 @@ CHANGES: list[tuple[Callable[[Net], None], bool]] = [
 ]
 
 
-def losses(rank: int, kind: Any, change: Any, at: int, unused: bool) -> list[float]:  # noqa: FBT001
+def losses(rank: int, kind: Any, change: Any, at: int, unused: bool) -> list[float]:
     net = Net()
     model = kind(net, find_unused_parameters=unused)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

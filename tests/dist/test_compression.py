@@ -6,6 +6,7 @@ import functools
 import gc
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,43 +19,24 @@ from stretto.errors import SpecError
 from stretto.runtime import DistributedDataParallel
 from stretto.schema import (
     Bucket,
-    Cluster,
     Link,
     Plan,
-    TensorSpec,
-    Workload,
 )
+from support.instances import one_link, workload_of_model
+from support.nets import Given, mlp
+from support.plans import plan_in_turn, plan_of_buckets, reversed_names
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
 
-class Given(nn.Module):
-    """Parameters whose gradients are exactly what forward is given."""
-
-    def __init__(self, *sizes: int, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.w = nn.ParameterList(torch.zeros(n, dtype=dtype) for n in sizes)
-
-    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros((), dtype=gradients[0].dtype)
-        for parameter, gradient in zip(self.w, gradients, strict=True):
-            total = total + (parameter * gradient).sum()
-        return total
-
-
 def given_plan(ranks: int, buckets: int, wire: str | list[str], **how: Any) -> Plan:
     """One bucket a tensor, the last tensor first."""
     wires = [wire] * buckets if isinstance(wire, str) else wire
     lanes = how.get("lanes", 1)
-    return Plan(
-        planner="test",
-        workload_digest="",
-        ranks=ranks,
-        overlap=how.get("overlap", "backward"),
-        lanes=lanes,
-        buckets=tuple(
+    return plan_of_buckets(
+        (
             Bucket(
                 tensors=(f"w.{buckets - 1 - i}",),
                 lane=i % lanes,
@@ -63,6 +45,9 @@ def given_plan(ranks: int, buckets: int, wire: str | list[str], **how: Any) -> P
             )
             for i in range(buckets)
         ),
+        ranks=ranks,
+        lanes=lanes,
+        overlap=how.get("overlap", "backward"),
     )
 
 
@@ -200,32 +185,13 @@ def test_narrow_buckets_are_exact_where_they_can_be(ranks: Any, size: int) -> No
     assert [rank["threads"] for rank in found] == [0] * size
 
 
-def net() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(
-        nn.Linear(24, 48), nn.SiLU(), nn.Linear(48, 32), nn.SiLU(), nn.Linear(32, 1)
-    )
+net = partial(mlp, 24, 48, 32, 1, seed=5)
 
 
-def net_plan(ranks: int, wire: str = "float32", **how: Any) -> Plan:
-    names = [name for name, _ in net().named_parameters()][::-1]
-    lanes = how.get("lanes", 2)
-    return Plan(
-        planner="test",
-        workload_digest="",
-        ranks=ranks,
-        overlap="backward",
-        lanes=lanes,
-        buckets=tuple(
-            Bucket(
-                tensors=tuple(group),
-                lane=i % lanes,
-                slices=how.get("slices", 1),
-                wire_dtype=wire,
-            )
-            for i, group in enumerate((names[:2], names[2:4], names[4:]))
-        ),
-    )
+def net_plan(ranks: int, wire: str = "float32", *, lanes: int = 2, **how: Any) -> Plan:
+    names = reversed_names(net())
+    groups = (names[:2], names[2:4], names[4:])
+    return plan_in_turn(groups, ranks=ranks, lanes=lanes, wire_dtype=wire, **how)
 
 
 def losses(model: Any, rank: int, steps: int, between: Any = None) -> list[float]:
@@ -284,29 +250,9 @@ def rank_that_trains(rank: int, size: int) -> dict[str, Any]:
     found["weight"] = float(next(model.parameters())[0].detach())
     # A plan made for a narrower type is carried out.
     model = DistributedDataParallel(net())
-    table = model.tensor_table()[::-1]
-    workload = Workload(
-        name="net",
-        framework="pytorch",
-        device="cpu",
-        batch_per_rank=16,
-        forward_s=1e-3,
-        backward_s=2e-3,
-        tensors=tuple(
-            TensorSpec(
-                name=row.name,
-                bytes=row.bytes,
-                dtype=row.dtype,
-                ready_s=2e-3 * (i + 1) / len(table),
-                needed_s=1e-3 * (1 - (i + 1) / len(table)),
-            )
-            for i, row in enumerate(table)
-        ),
-    )
+    workload = workload_of_model(list(net().named_parameters())[::-1])
     link = Link(latency_s=1e-5, bandwidth_bytes_per_s=1e8)
-    cluster = Cluster(
-        name="c", hosts=size, ranks_per_host=1, inter_host=link, intra_host=link
-    )
+    cluster = one_link(link, hosts=size)
     plan = stretto.plan(workload, cluster, wire_dtype="bfloat16")
     found["planned"] = sorted({bucket.wire_dtype for bucket in plan.buckets})
     model.apply_plan(plan)
@@ -380,16 +326,7 @@ def rank_of_power_sgd(rank: int, size: int) -> dict[str, Any]:
         # Memory of the old buckets' shapes goes with them.
         ours.apply_plan(net_plan(size, lanes=1))
         ours.apply_plan(
-            Plan(
-                planner="test",
-                workload_digest="",
-                ranks=size,
-                overlap="backward",
-                lanes=1,
-                buckets=(
-                    Bucket(tensors=tuple(n for n, _ in net().named_parameters()), wire_dtype="float32"),
-                ),
-            )
+            plan_in_turn([[n for n, _ in net().named_parameters()]], ranks=size)
         )
         found[hook.__name__] += losses(ours, rank, 20)
         assert len(state.p_memory_dict) == 1

@@ -18,11 +18,12 @@ from stretto.schema import (
     Cluster,
     Link,
     Plan,
-    TensorSpec,
     Workload,
 )
 from stretto.tune import TuneOptions
 from stretto.tune.initial_profile import deferred_plan
+from support.instances import one_link, workload_of_model
+from support.plans import plan_of_buckets
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -119,31 +120,12 @@ def workload_of(model: nn.Module, rng: random.Random | None = None) -> Workload:
     rows = list(model.named_parameters())[::-1]
     if rng is not None:
         rng.shuffle(rows)
-    return Workload(
-        name="net",
-        framework="pytorch",
-        device="cpu",
-        batch_per_rank=8,
-        forward_s=1e-3,
-        backward_s=2e-3,
-        tensors=tuple(
-            TensorSpec(
-                name=name,
-                bytes=p.numel() * p.element_size(),
-                dtype=str(p.dtype).removeprefix("torch."),
-                ready_s=2e-3 * (i + 1) / len(rows),
-                needed_s=0.0,
-            )
-            for i, (name, p) in enumerate(rows)
-        ),
-    )
+    return workload_of_model(rows)
 
 
 def cluster_of(ranks: int) -> Cluster:
     link = Link(latency_s=1e-5, bandwidth_bytes_per_s=1e7)
-    return Cluster(
-        name="c", hosts=1, ranks_per_host=ranks, inter_host=link, intra_host=link
-    )
+    return one_link(link, hosts=1, ranks_per_host=ranks)
 
 
 def random_plan(model: nn.Module, ranks: int, rng: random.Random) -> Plan:
@@ -168,9 +150,7 @@ def random_plan(model: nn.Module, ranks: int, rng: random.Random) -> Plan:
             if group
         ]
     rng.shuffle(buckets)
-    return Plan(
-        planner="random",
-        workload_digest="",
+    return plan_of_buckets(
         ranks=ranks,
         overlap=rng.choice(("backward", "none")),
         lanes=lanes,

@@ -20,15 +20,21 @@ GUIDE = Path(__file__).parents[2] / "docs/how-to/add-a-backend.md"
 def package(tmp_path: Path) -> Path:
     """A folder with the guide's module, and its entry point as the guide has it."""
     text = GUIDE.read_text()
-    (module,) = re.findall(r"```python\n(\"\"\"Lanes through the store.*?)```", text, re.S)
+    (module,) = re.findall(
+        r"```python\n(\"\"\"Lanes through the store.*?)```", text, re.S
+    )
     (section,) = re.findall(r"```toml\n(.*?)```", text, re.S)
     header, line = section.strip().splitlines()
     assert header == '[project.entry-points."stretto.backends"]'
     (tmp_path / "store_backend.py").write_text(module)
     info = tmp_path / "store_backend-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: store-backend\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[stretto.backends]\n{line.replace(chr(34), '')}\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: store-backend\nVersion: 1.0\n"
+    )
+    (info / "entry_points.txt").write_text(
+        f"[stretto.backends]\n{line.replace(chr(34), '')}\n"
+    )
     return tmp_path
 
 

@@ -14,14 +14,16 @@ from torch import nn
 
 from stretto.errors import PlanMismatch, RankDisagreement, StrettoError
 from stretto.runtime import DistributedDataParallel
-from stretto.schema import Bucket, Plan, tensors_digest
+from stretto.schema import Plan, tensors_digest
+from support.checks import raised
+from support.nets import mlp
+from support.plans import plan_in_turn, reversed_names
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 
 def net(width: int = 16) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4))
+    return mlp(8, width, 4, between=nn.ReLU, seed=0)
 
 
 def plan_for(
@@ -32,26 +34,13 @@ def plan_for(
         for n, p in model.named_parameters()
     ][::-1]
     names = [row[0] for row in rows]
-    bucket = {"wire_dtype": "float32"} | bucket
-    return Plan(
-        planner="test",
-        workload_digest=tensors_digest(rows),
+    return plan_in_turn(
+        (names[:cut], names[cut:]),
         ranks=ranks,
-        overlap="backward",
         lanes=lanes,
-        buckets=tuple(
-            Bucket(tensors=tuple(group), lane=i % lanes, **bucket)
-            for i, group in enumerate((names[:cut], names[cut:]))
-        ),
+        workload_digest=tensors_digest(rows),
+        **bucket,
     )
-
-
-def message(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
-    try:
-        function(*args, **kwargs)
-    except StrettoError as exc:
-        return type(exc).__name__, str(exc)
-    return "", ""
 
 
 def rank_disagrees(rank: int, size: int) -> dict[str, tuple[str, str]]:
@@ -59,24 +48,24 @@ def rank_disagrees(rank: int, size: int) -> dict[str, tuple[str, str]]:
     model = net()
     plan = plan_for(model, size)
     found = {}
-    found["plans"] = message(
+    found["plans"] = raised(
         make, model, plan=plan if rank else plan_for(model, size, lanes=2)
     )
-    found["plan or none"] = message(make, model, plan=plan if rank else None)
+    found["plan or none"] = raised(make, model, plan=plan if rank else None)
     wide = net(16 + rank)
-    found["models"] = message(make, wide)
-    found["models and plans"] = message(make, wide, plan=plan_for(wide, size))
-    found["another model"] = message(make, net(32), plan=plan)
-    found["one rank's model"] = message(
+    found["models"] = raised(make, wide)
+    found["models and plans"] = raised(make, wide, plan=plan_for(wide, size))
+    found["another model"] = raised(make, net(32), plan=plan)
+    found["one rank's model"] = raised(
         make, net(), plan=plan_for(net(32) if rank else net(), size)
     )
-    found["names"] = message(make, nn.Sequential(nn.Linear(8, 4)), plan=plan)
+    found["names"] = raised(make, nn.Sequential(nn.Linear(8, 4)), plan=plan)
     built = make(model, plan=plan, timeout_s=3)
-    found["apply"] = message(
+    found["apply"] = raised(
         built.apply_plan, plan_for(model, size, slices=2) if rank else None
     )
     found["build or apply"] = (
-        message(built.apply_plan, plan) if rank else message(make, model, timeout_s=3)
+        raised(built.apply_plan, plan) if rank else raised(make, model, timeout_s=3)
     )
     # What failed has changed nothing.
     assert built.plan is plan
@@ -109,30 +98,16 @@ def rank_asks_too_much(rank: int, size: int) -> dict[str, tuple[str, str]]:
     model = net()
     make = DistributedDataParallel
     found = {
-        "algorithm": message(make, model, plan=plan_for(model, size, algorithm="tree")),
-        "wire": message(make, model, plan=plan_for(model, size, wire_dtype="float64")),
+        "algorithm": raised(make, model, plan=plan_for(model, size, algorithm="tree")),
+        "wire": raised(make, model, plan=plan_for(model, size, wire_dtype="float64")),
     }
     mixed = net()
     mixed[0].double()
-    names = [n for n, _ in mixed.named_parameters()]
-    plan = Plan(
-        planner="test",
-        workload_digest="",
-        ranks=size,
-        overlap="backward",
-        lanes=1,
-        buckets=(Bucket(tensors=tuple(names), wire_dtype="float32"),),
-    )
-    found["dtypes"] = message(make, mixed, plan=plan)
-    forward = Plan(
-        planner="test",
-        workload_digest="",
-        ranks=size,
-        overlap="forward",
-        lanes=1,
-        buckets=(Bucket(tensors=tuple(names), wire_dtype="float32"),),
-    )
-    found["overlap"] = message(make, model, plan=forward)
+    names = reversed_names(mixed)
+    plan = plan_in_turn([names], ranks=size)
+    found["dtypes"] = raised(make, mixed, plan=plan)
+    forward = plan_in_turn([names], ranks=size, overlap="forward")
+    found["overlap"] = raised(make, model, plan=forward)
     return found
 
 
@@ -187,7 +162,7 @@ def rank_of_the_first_ranks_death(rank: int, size: int) -> tuple[str, str]:
     ddp(torch.randn(4, 8)).sum().backward()
     if rank == 0:
         os._exit(9)
-    return message(lambda: ddp(torch.randn(4, 8)).sum().backward())
+    return raised(lambda: ddp(torch.randn(4, 8)).sum().backward())
 
 
 def test_the_death_of_the_rank_that_holds_the_store_is_told(ranks: Any) -> None:
@@ -206,7 +181,7 @@ def rank_that_stalls(rank: int, size: int) -> tuple[str, str]:
     if rank == 1:
         time.sleep(14)
         return "", ""
-    return message(lambda: ddp(torch.randn(4, 8)).sum().backward())
+    return raised(lambda: ddp(torch.randn(4, 8)).sum().backward())
 
 
 def test_a_wait_ends_at_its_timeout_and_names_who_is_stuck(ranks: Any) -> None:
@@ -295,7 +270,7 @@ def rank_whose_child_holds_its_sockets(rank: int, size: int) -> tuple[str, str, 
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
         began_s = time.perf_counter()
-        kind, text = message(lambda: model(torch.ones(2, 8)).sum().backward())
+        kind, text = raised(lambda: model(torch.ones(2, 8)).sum().backward())
         if kind:
             return kind, text, time.perf_counter() - began_s
     return "", "", 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,7 +15,10 @@ from torch import nn
 from stretto.errors import PlanMismatch, StrettoError
 from stretto.runtime import DistributedDataParallel, ddp
 from stretto.runtime.lanes import LanePool
-from stretto.schema import Bucket, Plan
+from support.plans import plan_in_turn, reversed_names
+
+if TYPE_CHECKING:
+    from stretto.schema import Plan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -28,18 +31,8 @@ def net() -> nn.Module:
 
 
 def plan_for(ranks: int, lanes: int) -> Plan:
-    names = [n for n, _ in net().named_parameters()][::-1]
-    return Plan(
-        planner="test",
-        workload_digest="",
-        ranks=ranks,
-        overlap="backward",
-        lanes=lanes,
-        buckets=tuple(
-            Bucket(tensors=tuple(group), lane=i % lanes, slices=2, wire_dtype="float32")
-            for i, group in enumerate((names[:2], names[2:]))
-        ),
-    )
+    names = reversed_names(net())
+    return plan_in_turn((names[:2], names[2:]), ranks=ranks, lanes=lanes, slices=2)
 
 
 def step(model: Any, rank: int, number: int = 0) -> list[torch.Tensor]:

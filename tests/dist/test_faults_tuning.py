@@ -22,8 +22,8 @@ import stretto
 from stretto.runtime.backends import gloo
 from stretto.runtime.backends.gloo import GlooLanes
 from stretto.tune import initial_profile
-from stretto.tune.rank_sync import RankSync
 from stretto.tune.forced import SCHEDULE_VARIABLE
+from stretto.tune.rank_sync import RankSync
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 

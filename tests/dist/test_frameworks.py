@@ -11,12 +11,15 @@ import os
 import sys
 import tempfile
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from support.nets import mlp
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -27,9 +30,7 @@ def needs(package: str) -> Any:
     )
 
 
-def net() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
+net = partial(mlp, 6, 9, 2, between=nn.Tanh, seed=5)
 
 
 def samples() -> TensorDataset:

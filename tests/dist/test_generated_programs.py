@@ -16,6 +16,7 @@ from stretto.tune.forced import SCHEDULE_VARIABLE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
+
 def compare(rank: int, size: int, numbers: list[int]) -> list[str]:
     os.environ[SCHEDULE_VARIABLE] = "forced"
     found = [

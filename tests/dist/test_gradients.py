@@ -12,6 +12,7 @@ from torch import nn
 
 from stretto.runtime import DistributedDataParallel
 from stretto.schema import Bucket, Plan, tensors_digest
+from support.plans import plan_in_turn, plan_of_buckets, reversed_names
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -72,16 +73,13 @@ def make_plan(
     edges = [0, *(cuts or []), len(rows)]
     names = [row[0] for row in rows]
     groups = [names[a:b] for a, b in itertools.pairwise(edges) if b > a]
-    return Plan(
-        planner="test",
-        workload_digest=tensors_digest(rows),
+    return plan_in_turn(
+        groups,
         ranks=ranks,
-        overlap=overlap,
         lanes=lanes,
-        buckets=tuple(
-            Bucket(tensors=tuple(group), lane=i % lanes, slices=slices, wire_dtype="float32")
-            for i, group in enumerate(groups)
-        ),
+        slices=slices,
+        overlap=overlap,
+        workload_digest=tensors_digest(rows),
     )
 
 
@@ -197,18 +195,9 @@ def test_gradients_equal_ddps_within_rounding_on_four_ranks(ranks: Any) -> None:
 
 def rank_takes_branches(rank: int, size: int) -> dict[str, bool]:
     """Parameters unused here and there: on one rank, on all, by turns."""
-    rows = [n for n, _ in Branches().named_parameters()][::-1]
-    plan = Plan(
-        planner="test",
-        workload_digest="",
-        ranks=size,
-        overlap="backward",
-        lanes=2,
-        buckets=tuple(
-            Bucket(tensors=tuple(rows[i : i + 2]), lane=i // 2 % 2, slices=2, wire_dtype="float32")
-            for i in range(0, len(rows), 2)
-        ),
-    )
+    names = reversed_names(Branches())
+    groups = [names[i : i + 2] for i in range(0, len(names), 2)]
+    plan = plan_in_turn(groups, ranks=size, lanes=2, slices=2)
     seen = []
     for kind in (TorchDDP, DistributedDataParallel):
         more = {} if kind is TorchDDP else {"plan": plan}
@@ -261,18 +250,11 @@ def rank_has_mixed_types(rank: int, size: int) -> bool:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.high(self.low(x).double()).sum()
 
-    names = ["high.bias", "high.weight", "low.bias", "low.weight"]
-    plan = Plan(
-        planner="test",
-        workload_digest="",
-        ranks=size,
-        overlap="backward",
-        lanes=2,
-        buckets=(
-            Bucket(tensors=tuple(names[:2]), slices=3, wire_dtype="float64"),
-            Bucket(tensors=tuple(names[2:]), lane=1, slices=2, wire_dtype="float32"),
-        ),
+    high = Bucket(tensors=("high.bias", "high.weight"), slices=3, wire_dtype="float64")
+    low = Bucket(
+        tensors=("low.bias", "low.weight"), lane=1, slices=2, wire_dtype="float32"
     )
+    plan = plan_of_buckets((high, low), ranks=size, lanes=2)
     seen = []
     for kind in (TorchDDP, DistributedDataParallel):
         model = kind(fresh(Mixed), **({} if kind is TorchDDP else {"plan": plan}))

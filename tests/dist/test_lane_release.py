@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from stretto.runtime import DistributedDataParallel
+from support.nets import mlp
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -23,9 +25,7 @@ TorchDDP = nn.parallel.DistributedDataParallel
 WAIT_S = 20.0
 
 
-def net() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 2))
+net = partial(mlp, 16, 32, 2, between=nn.Tanh)
 
 
 def gradients(model: Any, rank: int, step: int) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from stretto.runtime import DistributedDataParallel
 from stretto.runtime.agreement import ranks_of
 from stretto.runtime.lanes import LanePool
 from stretto.schema import Bucket, Plan
+from support.nets import mlp
+from support.plans import plan_of_buckets
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -36,26 +39,20 @@ def pool(serial: int) -> LanePool:
     return LanePool(ranks, serial=serial, backend="gloo", device=device)
 
 
-def net() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 3))
+net = partial(mlp, 7, 33, 3, between=nn.Tanh, seed=5)
 
 
 def resourceful(size: int, **more: Any) -> Plan:
     """Buckets of different resource on the same lanes; one has fewer elements."""
-    return Plan(
-        planner="test",
-        workload_digest="",
-        ranks=size,
-        overlap=more.get("overlap", "backward"),
-        lanes=2,
-        buckets=(
-            Bucket(tensors=("2.bias",), lane=0, resource=4, wire_dtype="float32"),
-            Bucket(tensors=("2.weight",), lane=1, slices=2, resource=3, wire_dtype="float32"),
-            Bucket(tensors=("0.bias",), lane=0, wire_dtype="float32"),
-            Bucket(tensors=("0.weight",), lane=0, resource=2, wire_dtype="float32"),
+    buckets = (
+        Bucket(tensors=("2.bias",), lane=0, resource=4, wire_dtype="float32"),
+        Bucket(
+            tensors=("2.weight",), lane=1, slices=2, resource=3, wire_dtype="float32"
         ),
+        Bucket(tensors=("0.bias",), lane=0, wire_dtype="float32"),
+        Bucket(tensors=("0.weight",), lane=0, resource=2, wire_dtype="float32"),
     )
+    return plan_of_buckets(buckets, ranks=size, lanes=2, **more)
 
 
 def rank_with_resources(rank: int, size: int) -> dict[str, Any]:

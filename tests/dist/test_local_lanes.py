@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -25,6 +24,11 @@ from stretto.runtime.backends import local
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.presence import own_identity
 from stretto.schema import Bucket, Plan
+from support.nets import mlp
+from support.plans import plan_in_turn, plan_of_buckets
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -33,27 +37,19 @@ CPU = torch.device("cpu")
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 3)).to(dtype)
+    return mlp(7, 33, 3, between=nn.Tanh, seed=5).to(dtype)
 
 
-def plan_for(size: int, dtype: str = "float32", **more: Any) -> Plan:
-    return Plan(
-        planner="test",
-        workload_digest="",
-        ranks=size,
-        overlap=more.get("overlap", "backward"),
-        lanes=2,
-        buckets=(
-            Bucket(tensors=("2.bias", "2.weight"), slices=2, wire_dtype=dtype),
-            Bucket(
-                tensors=("0.bias", "0.weight"),
-                lane=1,
-                resource=2,
-                wire_dtype=more.get("wire", dtype),
-            ),
+def plan_for(
+    size: int, dtype: str = "float32", *, wire: str | None = None, **more: Any
+) -> Plan:
+    buckets = (
+        Bucket(tensors=("2.bias", "2.weight"), slices=2, wire_dtype=dtype),
+        Bucket(
+            tensors=("0.bias", "0.weight"), lane=1, resource=2, wire_dtype=wire or dtype
         ),
     )
+    return plan_of_buckets(buckets, ranks=size, lanes=2, **more)
 
 
 def gradients(model: Any, rank: int, step: int) -> list[torch.Tensor]:
@@ -150,17 +146,8 @@ class Words(nn.Module):
 
 
 def rank_trains_sparse(rank: int, size: int) -> list[bool]:
-    plan = Plan(
-        planner="test",
-        workload_digest="",
-        ranks=size,
-        overlap="backward",
-        lanes=1,
-        buckets=(
-            Bucket(tensors=("last.bias", "last.weight"), wire_dtype="float32"),
-            Bucket(tensors=("table.weight",), wire_dtype="float32"),
-        ),
-    )
+    groups = (("last.bias", "last.weight"), ("table.weight",))
+    plan = plan_in_turn(groups, ranks=size)
     model = DistributedDataParallel(Words(), plan=plan, lane_backend="local")
     reference = TorchDDP(Words())
     equal = []
@@ -358,14 +345,7 @@ if len(sys.argv) > 2:
 def test_a_script_ends_with_its_own_status(tmp_path: Path, fails: bool) -> None:
     script, plan = tmp_path / "train.py", tmp_path / "plan.json"
     script.write_text(_SCRIPT)
-    Plan(
-        planner="test",
-        workload_digest="",
-        ranks=2,
-        overlap="backward",
-        lanes=2,
-        buckets=(Bucket(tensors=("bias", "weight"), slices=2, wire_dtype="float32"),),
-    ).save(plan)
+    plan_in_turn([("bias", "weight")], lanes=2, slices=2).save(plan)
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",

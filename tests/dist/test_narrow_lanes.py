@@ -11,6 +11,8 @@ from torch import nn
 
 from stretto.runtime import DistributedDataParallel
 from stretto.schema import Bucket, Plan
+from support.nets import Given
+from support.plans import plan_of_buckets
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -20,28 +22,12 @@ SIZES = (1, 5, 257, 1024, 64, 300, 33, 2)
 STEPS = 6
 
 
-class Given(nn.Module):
-    """Parameters whose gradients are exactly what forward is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.ParameterList(torch.zeros(n) for n in SIZES)
-
-    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros(())
-        for parameter, gradient in zip(self.w, gradients, strict=True):
-            total = total + (parameter * gradient).sum()
-        return total
-
-
 def random_plan(rng: random.Random, ranks: int) -> Plan:
     """Buckets of random tensors that share few lanes in random ways."""
     names = [f"w.{i}" for i in reversed(range(len(SIZES)))]
     edges = sorted(rng.sample(range(1, len(names)), rng.randint(1, 6)))
     lanes = rng.randint(1, 3)
-    return Plan(
-        planner="test",
-        workload_digest="",
+    return plan_of_buckets(
         ranks=ranks,
         overlap=rng.choice(("backward", "backward", "none")),
         lanes=lanes,
@@ -68,14 +54,14 @@ def gradients(rank: int, size: int, step: int) -> list[torch.Tensor]:
 
 
 def rank_tries_random_plans(rank: int, size: int, seed: int) -> list[str]:
-    theirs = TorchDDP(Given())
+    theirs = TorchDDP(Given(*SIZES))
     expected = []
     for step in range(STEPS):
         theirs.zero_grad()
         theirs(gradients(rank, size, step)).backward()
         expected.append([p.grad.clone() for p in theirs.parameters()])
     rng = random.Random(seed)
-    ours = DistributedDataParallel(Given(), plan=random_plan(rng, size))
+    ours = DistributedDataParallel(Given(*SIZES), plan=random_plan(rng, size))
     wrong = []
     for number in range(12):
         for step in range(STEPS):

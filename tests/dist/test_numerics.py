@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import nn
 
 from stretto.errors import NumericsError, SpecError
 from stretto.runtime import DistributedDataParallel
-from stretto.schema import Bucket, Plan
+from support.checks import Lines
+from support.nets import Given
+from support.plans import plan_in_turn
+
+if TYPE_CHECKING:
+    from stretto.schema import Plan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
-
-
-class Given(nn.Module):
-    """Parameters whose gradients are exactly what forward is given."""
-
-    def __init__(self, *sizes: int, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.w = nn.ParameterList(torch.zeros(n, dtype=dtype) for n in sizes)
-
-    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros((), dtype=gradients[0].dtype)
-        for parameter, gradient in zip(self.w, gradients, strict=True):
-            total = total + (parameter * gradient).sum()
-        return total
 
 
 SIZES = (3, 40, 7)
@@ -35,23 +25,7 @@ SIZES = (3, 40, 7)
 
 def given_plan(ranks: int, wire: str = "float32", **how: Any) -> Plan:
     """One bucket of the last two tensors, one of the first."""
-    lanes = how.get("lanes", 1)
-    return Plan(
-        planner="test",
-        workload_digest="",
-        ranks=ranks,
-        overlap=how.get("overlap", "backward"),
-        lanes=lanes,
-        buckets=tuple(
-            Bucket(
-                tensors=names,
-                lane=i % lanes,
-                slices=how.get("slices", 1),
-                wire_dtype=wire,
-            )
-            for i, names in enumerate((("w.2", "w.1"), ("w.0",)))
-        ),
-    )
+    return plan_in_turn((("w.2", "w.1"), ("w.0",)), ranks=ranks, wire_dtype=wire, **how)
 
 
 def ones(value: float = 1.0, at: int | None = None) -> list[torch.Tensor]:
@@ -59,17 +33,6 @@ def ones(value: float = 1.0, at: int | None = None) -> list[torch.Tensor]:
     if at is not None:
         gradients[at][-1] = value
     return gradients
-
-
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.kept.append(record.getMessage())
 
 
 NAN, INF = float("nan"), float("inf")
@@ -154,28 +117,27 @@ def test_raise_names_step_parameter_and_origin_before_the_optimizer(
 
 
 def rank_that_warns(rank: int, size: int) -> dict[str, Any]:
-    lines = Lines()
-    logging.getLogger("stretto.runtime.nan_check").addHandler(lines)
+    lines = Lines(logging.WARNING, "stretto.runtime.nan_check")
     found: dict[str, Any] = {}
     # Off: nothing is said.
     model = build(size, nan="off")
     model(ones(NAN, 0)).backward()
     model(ones(NAN, 0)).backward()
-    found["off"] = list(lines.kept)
+    found["off"] = list(lines.lines)
     # A warning goes on, and comes ever more rarely while nothing changes.
     model = build(size, nan="warn")
     for _ in range(9):
         model(ones(NAN, 0) if rank else ones()).backward()
-    found["warn"] = list(lines.kept)
+    found["warn"] = list(lines.lines)
     assert torch.isnan(next(model.parameters()).grad[-1])
-    lines.kept.clear()
+    lines.lines.clear()
     # What only the wire overflows was in no rank's own gradient.
     model = build(size, nan="warn", wire="float16")
     model(ones()).backward()
     model.zero_grad()
     model(ones(1e6, 1)).backward()
-    found["wire"] = list(lines.kept)
-    lines.kept.clear()
+    found["wire"] = list(lines.lines)
+    lines.lines.clear()
     # A new plan goes on counting; finite values whose sum overflows are no finding.
     model = build(size, nan="raise")
     model(ones()).backward()

@@ -14,6 +14,7 @@ from stretto.errors import PlanMismatch
 from stretto.runtime import DistributedDataParallel
 from stretto.tune import TuneOptions
 from stretto.tune.initial_profile import deferred_plan
+from support.checks import Lines, differing_steps
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -103,29 +104,8 @@ def train(model: Any, rank: int, steps: int, frozen: dict[int, str]) -> list[Any
     return seen
 
 
-def differing_steps(ours: list[Any], theirs: list[Any]) -> list[int]:
-    return [
-        step
-        for step, (left, right) in enumerate(zip(ours, theirs, strict=True))
-        if any(
-            (a is None) != (b is None) or (a is not None and not torch.equal(a, b))
-            for a, b in zip(left, right, strict=True)
-        )
-    ]
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def rank_trains_all_cases(rank: int, size: int) -> dict[str, Any]:
-    lines = Lines()
-    logging.getLogger("stretto").addHandler(lines)
+    lines = Lines(logging.WARNING)
     found = {}
     for name, make in CASES.items():
         expected = train(make(TorchDDP), rank, STEPS, {})

@@ -11,12 +11,10 @@ from stretto.demo.models import ConvNet, Transformer
 from stretto.runtime import DistributedDataParallel
 from stretto.schema import (
     AllReduceFit,
-    Cluster,
     Link,
     Plan,
-    TensorSpec,
-    Workload,
 )
+from support.instances import one_link, workload_of_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -40,33 +38,10 @@ def batch_of(kind: str, rank: int, step: int) -> tuple[torch.Tensor, torch.Tenso
 def plans(kind: str, ranks: int) -> dict[str, Plan]:
     """A plan of each planner for a network whose flows can't fill the link."""
     named = list(model_of(kind).named_parameters())[::-1]
-    workload = Workload(
-        name=kind,
-        framework="pytorch",
-        device="cpu",
-        batch_per_rank=8,
-        forward_s=0.004,
-        backward_s=0.001 * len(named),
-        tensors=tuple(
-            TensorSpec(
-                name=name,
-                bytes=4 * parameter.numel(),
-                dtype="float32",
-                ready_s=0.001 * (i + 1),
-                needed_s=0.0,
-            )
-            for i, (name, parameter) in enumerate(named)
-        ),
-    )
+    workload = workload_of_model(named, forward_s=0.004, backward_s=0.001 * len(named))
     link = Link(latency_s=1e-4, bandwidth_bytes_per_s=4e7, stream_bytes_per_s=1e7)
-    cluster = Cluster(
-        name="slow flows",
-        hosts=ranks,
-        ranks_per_host=1,
-        inter_host=link,
-        intra_host=link,
-        allreduce=AllReduceFit(startup_s=5e-4, s_per_byte=1e-7, ranks=ranks),
-    )
+    fit = AllReduceFit(startup_s=5e-4, s_per_byte=1e-7, ranks=ranks)
+    cluster = one_link(link, hosts=ranks, allreduce=fit)
     return {n: planners.get(n).plan(workload, cluster) for n in planners.NAMES}
 
 

@@ -17,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.errors import StrettoError
 from stretto.runtime import DistributedDataParallel
-from stretto.schema import Bucket, Plan
+from support.plans import plan_in_turn, reversed_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from stretto.schema import Plan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -29,20 +31,10 @@ TorchDDP = nn.parallel.DistributedDataParallel
 
 def plan_of(module: nn.Module, ranks: int) -> Plan:
     """Three buckets against the order of declaration, on three lanes, in two slices."""
-    names = [n for n, p in module.named_parameters() if p.requires_grad][::-1]
+    names = reversed_names(module)
     share = -(-len(names) // 3)
     groups = [names[i : i + share] for i in range(0, len(names), share)]
-    return Plan(
-        planner="test",
-        workload_digest="",
-        ranks=ranks,
-        overlap="backward",
-        lanes=3,
-        buckets=tuple(
-            Bucket(tensors=tuple(group), lane=i % 3, slices=2, wire_dtype="float32")
-            for i, group in enumerate(groups)
-        ),
-    )
+    return plan_in_turn(groups, ranks=ranks, lanes=3, slices=2)
 
 
 def fresh(make: Callable[[], nn.Module]) -> nn.Module:

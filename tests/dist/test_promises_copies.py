@@ -6,14 +6,17 @@ import copy
 import io
 import logging
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
 from stretto.runtime import DistributedDataParallel
-from stretto.schema import Bucket, Plan
+from support.plans import plan_in_turn, reversed_names
+
+if TYPE_CHECKING:
+    from stretto.schema import Plan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -40,19 +43,9 @@ def fresh() -> nn.Module:
 
 
 def plan_of(ranks: int) -> Plan:
-    names = [n for n, _ in Net().named_parameters()][::-1]
+    names = reversed_names(Net())
     groups = [names[:5], names[5:9], names[9:]]
-    return Plan(
-        planner="test",
-        workload_digest="",
-        ranks=ranks,
-        overlap="backward",
-        lanes=3,
-        buckets=tuple(
-            Bucket(tensors=tuple(group), lane=i, slices=2, wire_dtype="float32")
-            for i, group in enumerate(groups)
-        ),
-    )
+    return plan_in_turn(groups, ranks=ranks, lanes=3, slices=2)
 
 
 def train(model: Any, rank: int, steps: int = 3) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,15 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 import stretto
-from stretto.tune.artifacts import RECORDED_STEPS
 from stretto.report.gather import gather
 from stretto.report.ranks import find_late
 from stretto.runtime import DistributedDataParallel, Recorder
 from stretto.runtime.agreement import ranks_of
-from stretto.runtime.recording.cross_rank import RecordGathering
-from stretto.runtime.recording.cross_rank import merged_timeline
+from stretto.runtime.recording.cross_rank import RecordGathering, merged_timeline
 from stretto.runtime.recording.step import AbstractStepObserver
 from stretto.schema import Bucket, Plan
+from stretto.tune.artifacts import RECORDED_STEPS
+from support.plans import plan_of_buckets
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,17 +49,9 @@ class Slow(nn.Module):
 
 
 def plan_of(ranks: int) -> Plan:
-    return Plan(
-        planner="test",
-        workload_digest="",
-        ranks=ranks,
-        overlap="backward",
-        lanes=2,
-        buckets=(
-            Bucket(tensors=("second.weight", "second.bias"), wire_dtype="float32"),
-            Bucket(tensors=("first.weight", "first.bias"), lane=1, slices=2, wire_dtype="float32"),
-        ),
-    )
+    second = Bucket(tensors=("second.weight", "second.bias"), wire_dtype="float32")
+    first = replace(second, tensors=("first.weight", "first.bias"), lane=1, slices=2)
+    return plan_of_buckets((second, first), ranks=ranks, lanes=2)
 
 
 def train(model: nn.Module, steps: int, before: Any = None) -> None:

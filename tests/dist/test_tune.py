@@ -6,16 +6,23 @@ import logging
 import math
 import os
 import time
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
 import stretto
-from stretto.schema import Bucket, Plan
-from stretto.tune import TuneOptions, controller, initial_profile as look
+from stretto.tune import TuneOptions, controller
+from stretto.tune import initial_profile as look
 from stretto.tune.drift_detector import REFERENCE_WINDOWS, WINDOW_STEPS
+from support.checks import Lines
+from support.nets import mlp
+from support.plans import plan_in_turn
+
+if TYPE_CHECKING:
+    from stretto.schema import Plan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -25,11 +32,7 @@ MOST_STEPS = 400
 TorchDDP = nn.parallel.DistributedDataParallel
 
 
-def net() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Linear(64, 400), nn.SiLU(), nn.Linear(400, 400), nn.SiLU(), nn.Linear(400, 4)
-    )
+net = partial(mlp, 64, 400, 400, 4)
 
 
 class Training:
@@ -76,15 +79,8 @@ def tuned(
 
 def planned(model: Any, size: int) -> Plan:
     """One bucket on two lanes in two slices."""
-    names = tuple(row.name for row in reversed(model.tensor_table()))
-    return Plan(
-        planner="by hand",
-        workload_digest="",
-        ranks=size,
-        overlap="backward",
-        lanes=2,
-        buckets=(Bucket(tensors=names, slices=2, wire_dtype="float32"),),
-    )
+    names = [row.name for row in reversed(model.tensor_table())]
+    return plan_in_turn([names], ranks=size, lanes=2, slices=2)
 
 
 def searches(rank: int, size: int, techniques: tuple[str, ...]) -> dict[str, Any]:
@@ -225,17 +221,10 @@ def test_a_second_run_starts_with_the_settled_plan(ranks, tmp_path):
 
 def breaks(rank: int, size: int, path: str) -> Any:
     os.environ["STRETTO_MEMORY"] = path
-    lines: list[str] = []
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.WARNING:
-                lines.append(record.getMessage())
-
-    logging.getLogger("stretto").addHandler(Lines())
+    lines = Lines(logging.WARNING)
     ours, settled, _model = tuned(rank, TuneOptions(steps=8, watch=False))
     ours.until(settled)
-    return len(settled), lines
+    return len(settled), lines.lines
 
 
 def test_a_broken_memory_costs_one_warning_on_one_rank(ranks, tmp_path):

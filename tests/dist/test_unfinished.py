@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import stretto
 from stretto.schema import Cluster, Plan, Workload
 from stretto.schema.tuning import Tuning
 from stretto.tune import TuneOptions
-from stretto.tune.plan_cache import PlanMemory, CachedPlan
+from stretto.tune.plan_cache import CachedPlan, PlanMemory
 from stretto.tune.tuning_state import best_so_far
+from support.checks import Lines
+from support.nets import mlp
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -34,9 +37,7 @@ OPTIONS = TuneOptions(steps=40, lost_ratio=5.0, watch=False)
 FILES = ("plan", "profile", "cluster", "trace", "report", "tuning")
 
 
-def net() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(64, 400), nn.SiLU(), nn.Linear(400, 400))
+net = partial(mlp, 64, 400, 400)
 
 
 def step(model: nn.Module, optimizer: Any, number: int, rank: int) -> float:
@@ -51,17 +52,6 @@ def step(model: nn.Module, optimizer: Any, number: int, rank: int) -> float:
 
 def sgd(model: nn.Module) -> Any:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("stretto").addHandler(self)
-        logging.getLogger("stretto").setLevel(logging.INFO)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def knows(model: Any) -> bool:

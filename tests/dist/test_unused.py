@@ -15,6 +15,8 @@ from stretto.runtime import DistributedDataParallel
 from stretto.schema import Bucket, Plan
 from stretto.tune import TuneOptions
 from stretto.tune.initial_profile import deferred_plan
+from support.checks import differing_steps
+from support.plans import plan_of_buckets
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -79,25 +81,12 @@ def train(
     return seen
 
 
-def differing_steps(ours: list[Any], theirs: list[Any]) -> list[int]:
-    return [
-        step
-        for step, (left, right) in enumerate(zip(ours, theirs, strict=True))
-        if any(
-            (a is None) != (b is None) or (a is not None and not torch.equal(a, b))
-            for a, b in zip(left, right, strict=True)
-        )
-    ]
-
-
 def random_plan(rng: random.Random, ranks: int) -> Plan:
     names = [name for name, _ in Gated().named_parameters()]
     rng.shuffle(names)
     lanes = rng.randint(1, 3)
     edges = sorted(rng.sample(range(1, len(names)), rng.randint(1, 5)))
-    return Plan(
-        planner="random",
-        workload_digest="",
+    return plan_of_buckets(
         ranks=ranks,
         overlap=rng.choice(("backward", "none")),
         lanes=lanes,

@@ -9,12 +9,8 @@ is gone spins for ever, so every rank has a time limit and is killed at it.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pickle
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,39 +19,20 @@ import torch
 import torch.distributed as dist
 
 from stretto.lab.ports import free_port
+from support.ranks import (
+    PROGRAM,
+    call_of,
+    rank_environment,
+    result_of,
+    text_of,
+    wait_or_kill,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_RANK = """
-import importlib.util, os, pickle, sys, traceback
-path, name, out, arguments = sys.argv[1:5]
-import torch
-import torch.distributed as dist
-from datetime import timedelta
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-device = torch.device("cuda", 0)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=60))
-spec = importlib.util.spec_from_file_location("ranks_of_a_test", path)
-module = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = module
-spec.loader.exec_module(module)
-try:
-    more = pickle.loads(bytes.fromhex(arguments))
-    found = ("value", getattr(module, name)(rank, size, *more))
-    torch.cuda.synchronize()
-except Exception:
-    found = ("error", traceback.format_exc())
-with open(out + ".part", "wb") as file:
-    pickle.dump(found, file)
-os.rename(out + ".part", out)
-if rank == 0:  # the store lives here and must not go first
-    import time
-    time.sleep(1.0)
-sys.stdout.flush(); sys.stderr.flush()
-os._exit(0)
-"""
+GROUP_S = 60.0
+"""The time-out of a group's collectives."""
 
 SHARED_DEVICE = {
     "NCCL_P2P_DISABLE": "1",
@@ -107,63 +84,31 @@ class GpuRanks:
         """What every rank returned, by rank."""
         self._runs += 1
         outs = [self._folder / f"{self._runs}-{rank}" for rank in range(size)]
+        logs = [out.with_suffix(".log") for out in outs]
         port = free_port()
         processes = []
-        with contextlib.ExitStack() as stack:
-            for rank, out in enumerate(outs):
-                log = stack.enter_context(out.with_suffix(".log").open("wb"))
-                command = [
-                    sys.executable,
-                    "-c",
-                    _RANK,
-                    function.__code__.co_filename,
-                    function.__name__,
-                    str(out),
-                    pickle.dumps(arguments).hex(),
-                ]
-                settings = {
-                    **os.environ,
-                    **SHARED_DEVICE,
-                    "NCCL_HOSTID": f"rank{rank}",
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(size),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                    "OMP_NUM_THREADS": "1",
-                    **environment,
-                }
+        for rank, out in enumerate(outs):
+            settings = {
+                **rank_environment(rank, size, port),
+                **SHARED_DEVICE,
+                "NCCL_HOSTID": f"rank{rank}",
+                **environment,
+            }
+            run = [*call_of(function, arguments, out, GROUP_S), "nccl"]
+            with logs[rank].open("wb") as log:
                 processes.append(
                     subprocess.Popen(
-                        command, env=settings, stdout=log, stderr=subprocess.STDOUT
+                        [sys.executable, str(PROGRAM), *run],
+                        env=settings,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
                     )
                 )
-            deadline = time.perf_counter() + timeout_s
-            try:
-                for process in processes:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(max(0.1, deadline - time.perf_counter()))
-            finally:
-                late = [r for r, p in enumerate(processes) if p.poll() is None]
-                for process in processes:
-                    if process.poll() is None:
-                        process.kill()
-                    process.wait()
-        logs = "\n".join(
-            f"--- rank {rank}\n{out.with_suffix('.log').read_text()[-3000:]}"
-            for rank, out in enumerate(outs)
-        )
+        late = wait_or_kill(processes, timeout_s)
+        text = text_of(logs)
         if late:
-            pytest.fail(f"ranks {late} did not end within {timeout_s} s\n{logs}")
-        return [_value(out, rank, logs) for rank, out in enumerate(outs)]
-
-
-def _value(out: Path, rank: int, logs: str) -> Any:
-    if not out.exists():
-        pytest.fail(f"rank {rank} left no result\n{logs}")
-    kind, value = pickle.loads(out.read_bytes())
-    if kind == "error":
-        pytest.fail(f"rank {rank} raised\n{value}\n{logs}")
-    return value
+            pytest.fail(f"ranks {late} did not end within {timeout_s} s\n{text}")
+        return [result_of(out, rank, text) for rank, out in enumerate(outs)]
 
 
 @pytest.fixture

@@ -10,38 +10,31 @@ from torch import nn
 from stretto.errors import PlanMismatch
 from stretto.runtime import DistributedDataParallel, Recorder
 from stretto.schema import Bucket, Plan
+from support.nets import mlp
+from support.plans import plan_of_buckets
 
 DEVICE = torch.device("cuda", 0)
 TorchDDP = nn.parallel.DistributedDataParallel
 
 
 def net() -> nn.Module:
-    torch.manual_seed(4)
-    return nn.Sequential(
-        nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 8)
-    ).to(DEVICE)
+    return mlp(64, 512, 512, 8, between=nn.Tanh, seed=4).to(DEVICE)
 
 
 def plan(size: int, *, overlap: str, resources: tuple[int | None, ...]) -> Plan:
     """Three buckets on two lanes, cut into one to three slices."""
     tensors = [("4.bias", "4.weight"), ("2.bias", "2.weight"), ("0.bias", "0.weight")]
-    return Plan(
-        planner="test",
-        workload_digest="",
-        ranks=size,
-        overlap=overlap,
-        lanes=2,
-        buckets=tuple(
-            Bucket(
-                tensors=names,
-                lane=i % 2,
-                slices=i + 1,
-                resource=resources[i % 2],
-                wire_dtype="float32",
-            )
-            for i, names in enumerate(tensors)
-        ),
+    buckets = (
+        Bucket(
+            tensors=names,
+            lane=i % 2,
+            slices=i + 1,
+            resource=resources[i % 2],
+            wire_dtype="float32",
+        )
+        for i, names in enumerate(tensors)
     )
+    return plan_of_buckets(buckets, ranks=size, lanes=2, overlap=overlap)
 
 
 def plans(size: int) -> list[Plan]:

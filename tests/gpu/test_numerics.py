@@ -9,7 +9,7 @@ from torch import nn
 
 from stretto.errors import NumericsError
 from stretto.runtime import DistributedDataParallel
-from stretto.schema import Bucket, Plan
+from support.plans import plan_in_turn
 
 DEVICE = torch.device("cuda", 0)
 
@@ -17,17 +17,8 @@ DEVICE = torch.device("cuda", 0)
 def rank_finds(rank: int, size: int) -> str:
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).to(DEVICE)
-    plan = Plan(
-        planner="test",
-        workload_digest="",
-        ranks=size,
-        overlap="backward",
-        lanes=2,
-        buckets=(
-            Bucket(tensors=("1.bias", "1.weight"), lane=0, wire_dtype="float32"),
-            Bucket(tensors=("0.bias", "0.weight"), lane=1, wire_dtype="float32"),
-        ),
-    )
+    groups = (("1.bias", "1.weight"), ("0.bias", "0.weight"))
+    plan = plan_in_turn(groups, ranks=size, lanes=2)
     model = DistributedDataParallel(module, device_ids=[0], plan=plan, nan="raise")
     try:
         for step in range(30):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from stretto.runtime import DistributedDataParallel, Recorder
-from stretto.schema import Bucket, Plan
+from support.plans import plan_in_turn
 
 DEVICE = torch.device("cuda", 0)
 
@@ -16,22 +16,8 @@ DEVICE = torch.device("cuda", 0)
 def rank_records(rank: int, size: int) -> dict[str, Any]:
     torch.manual_seed(1)
     module = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))).to(DEVICE)
-    plan = Plan(
-        planner="test",
-        workload_digest="",
-        ranks=size,
-        overlap="backward",
-        lanes=2,
-        buckets=tuple(
-            Bucket(
-                tensors=(f"{i}.bias", f"{i}.weight"),
-                lane=i % 2,
-                slices=2,
-                wire_dtype="float32",
-            )
-            for i in (3, 2, 1, 0)
-        ),
-    )
+    groups = [(f"{i}.bias", f"{i}.weight") for i in (3, 2, 1, 0)]
+    plan = plan_in_turn(groups, ranks=size, lanes=2, slices=2)
     recorder = Recorder(device=DEVICE)
     model = DistributedDataParallel(module, device_ids=[0], plan=plan, record=recorder)
     x = torch.randn(256, 2048, device=DEVICE)

@@ -13,14 +13,14 @@ from click.testing import CliRunner, Result
 from stretto.cli._main import group, main
 from stretto.errors import SpecError
 from stretto.schema import (
-    Bucket,
-    Cluster,
     Link,
     Plan,
     TensorSpec,
     Workload,
 )
 from stretto.tune.plan_cache import VARIABLE, VERSION, CachedPlan, Job, PlanMemory
+from support.instances import one_link
+from support.plans import plan_in_turn
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,6 +42,13 @@ def settled(name: str, *, ddp_step_s: float | None) -> CachedPlan:
         ),
     )
     link = Link(latency_s=1e-4, bandwidth_bytes_per_s=1e8)
+    plan = plan_in_turn(
+        (("b",), ("a",)),
+        ranks=8,
+        lanes=2,
+        slices=2,
+        workload_digest=workload.digest,
+    )
     return CachedPlan(
         job=Job(
             name=name,
@@ -50,21 +57,9 @@ def settled(name: str, *, ddp_step_s: float | None) -> CachedPlan:
             ranks_per_host=2,
             surroundings="torch 2.13, cpu, gloo",
         ),
-        plan=Plan(
-            planner="tuned",
-            workload_digest=workload.digest,
-            ranks=8,
-            overlap="backward",
-            lanes=2,
-            buckets=(
-                Bucket(tensors=("b",), lane=0, slices=2, wire_dtype="float32"),
-                Bucket(tensors=("a",), lane=1, slices=2, wire_dtype="float32"),
-            ),
-        ),
+        plan=replace(plan, planner="tuned"),
         workload=workload,
-        cluster=Cluster(
-            name="c", hosts=4, ranks_per_host=2, inter_host=link, intra_host=link
-        ),
+        cluster=one_link(link, hosts=4, ranks_per_host=2),
         step_s=0.25,
         ddp_step_s=ddp_step_s,
     )

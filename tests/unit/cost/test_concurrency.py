@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from stretto.cost import FlowRates, flow_rates, gamma_at
 from stretto.schema import AllReduceFit, Cluster, Concurrency, Link
 from stretto.testing import strategies as own
+from support.instances import one_link
 
 
 def test_a_capped_stream_gives_the_gammas_of_aiacc():
@@ -46,18 +47,9 @@ def test_published_gamma_of_two_flows_is_held_to_the_link():
 def test_a_fit_stands_in_place_of_the_stream_cap():
     link = Link(latency_s=0, bandwidth_bytes_per_s=1e9, stream_bytes_per_s=1e8)
     fit = AllReduceFit(startup_s=0, s_per_byte=1 / 3e8, ranks=2)
-    cluster = Cluster(
-        name="c", hosts=2, ranks_per_host=1, inter_host=link, intra_host=link
-    )
+    cluster = one_link(link)
     assert flow_rates(cluster).per_flow_bytes_per_s(1) == 1e8
-    fitted = Cluster(
-        name="c",
-        hosts=2,
-        ranks_per_host=1,
-        inter_host=link,
-        intra_host=link,
-        allreduce=fit,
-    )
+    fitted = one_link(link, allreduce=fit)
     assert flow_rates(fitted).per_flow_bytes_per_s(1) == pytest.approx(3e8, rel=1e-12)
 
 

@@ -18,6 +18,7 @@ from stretto.schema import (
     ContentionSample,
     Link,
 )
+from support.instances import one_link
 
 SIZES = tuple(2**e for e in range(10, 25, 2))
 LANES = (1, 2, 4, 8)
@@ -238,14 +239,9 @@ def test_faster_beside_computation_is_noise_not_a_gain():
 def published(gamma2):
     fit = AllReduceFit(startup_s=1e-3, s_per_byte=RHO / 1e8, ranks=RANKS)
     wire = Link(latency_s=1e-5, bandwidth_bytes_per_s=1e8)
-    return Cluster(
-        name="published",
-        hosts=RANKS,
-        ranks_per_host=1,
-        inter_host=wire,
-        intra_host=wire,
-        allreduce=fit,
-        concurrency=Concurrency(gamma=(1.0, gamma2)),
+    gamma = Concurrency(gamma=(1.0, gamma2))
+    return one_link(
+        wire, name="published", hosts=RANKS, allreduce=fit, concurrency=gamma
     )
 
 

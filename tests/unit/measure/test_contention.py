@@ -15,7 +15,8 @@ from stretto.cost.contention_fit import fit_compute, with_contention
 from stretto.errors import Infeasible, NoisyProfile, SpecError
 from stretto.measure import AbstractContentionBench, read_contention
 from stretto.measure.load import backward
-from stretto.schema import Cluster, ComputeContention, Link, RateCurve
+from stretto.schema import ComputeContention, Link, RateCurve
+from support.instances import one_link
 
 ALPHA = ComputeContention(alpha1=0.99, alpha2=0.012)
 BESIDE = RateCurve(gamma1=4.0e8, gamma2=3.6e8, gamma3=0.25, gamma4=0.6)
@@ -70,9 +71,7 @@ class ModelBench(AbstractContentionBench):
 
 def cluster(rate=5e8):
     link = Link(latency_s=1e-5, bandwidth_bytes_per_s=rate)
-    return Cluster(
-        name="here", hosts=RANKS, ranks_per_host=1, inter_host=link, intra_host=link
-    )
+    return one_link(link, name="here", hosts=RANKS)
 
 
 LEVELS = (1, 2, 4, 8, 16, 32)

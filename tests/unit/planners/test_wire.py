@@ -12,6 +12,7 @@ from stretto.errors import SpecError
 from stretto.planners.wire import narrowed
 from stretto.schema import AllReduceFit, Cluster, Link, TensorSpec, Workload
 from stretto.sim.step import simulate_step
+from support.instances import one_link
 
 
 def workload(*dtypes: str) -> Workload:
@@ -38,14 +39,8 @@ def workload(*dtypes: str) -> Workload:
 
 def cluster() -> Cluster:
     link = Link(latency_s=1e-5, bandwidth_bytes_per_s=1e9)
-    return Cluster(
-        name="c",
-        hosts=4,
-        ranks_per_host=1,
-        inter_host=link,
-        intra_host=link,
-        allreduce=AllReduceFit(startup_s=1e-4, s_per_byte=1.5e-9, ranks=4),
-    )
+    fit = AllReduceFit(startup_s=1e-4, s_per_byte=1.5e-9, ranks=4)
+    return one_link(link, hosts=4, allreduce=fit)
 
 
 FOUR = ("float32",) * 4

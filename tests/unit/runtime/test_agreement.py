@@ -119,7 +119,7 @@ def test_all_go_on_or_all_stop_whenever_the_last_one_comes() -> None:
 
         def meet(rank: int, late_s: float = 0.018 + trial * 2e-4) -> None:
             time.sleep(late_s if rank else 0.0)
-            agreements[rank].require_same("meet", {})  # noqa: B023
+            agreements[rank].require_same("meet", {})
 
         kinds = {type(outcome) for outcome in everywhere(2, meet)}
         assert len(kinds) == 1

@@ -17,6 +17,7 @@ from stretto.runtime.backends import gloo, nccl
 from stretto.runtime.backends.nccl import Communicator, communicators_of
 from stretto.runtime.lanes import needs_of
 from stretto.schema import Bucket, Plan
+from support.plans import plan_of_buckets
 
 NEEDS = st.lists(
     st.tuples(st.integers(0, 5), st.sampled_from([None, 1, 2, 4, 8, 16])),
@@ -27,14 +28,7 @@ NEEDS = st.lists(
 
 
 def plan(*buckets: Bucket, lanes: int) -> Plan:
-    return Plan(
-        planner="test",
-        workload_digest="",
-        ranks=2,
-        overlap="backward",
-        lanes=lanes,
-        buckets=buckets,
-    )
+    return plan_of_buckets(buckets, lanes=lanes)
 
 
 def ranks() -> Ranks:

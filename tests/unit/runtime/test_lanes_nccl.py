@@ -19,7 +19,7 @@ from stretto.runtime.backends import nccl
 from stretto.runtime.backends.nccl import LAUNCH_ORDER
 from stretto.runtime.bucket_schedule import BucketSchedule, Slice
 from stretto.runtime.lanes import LanePool, check_lanes
-from stretto.schema import Bucket, Plan
+from support.plans import plan_in_turn
 
 DEVICE = torch.device("cuda", 0)
 
@@ -110,18 +110,7 @@ def test_lanes_after_nccls_first_collective_are_told_of_the_order_once(device, c
 
 def test_a_plan_that_can_not_be_opened_is_refused_before_anything_is(device):
     def plan(resource):
-        return Plan(
-            planner="test",
-            workload_digest="",
-            ranks=2,
-            overlap="backward",
-            lanes=2,
-            buckets=(
-                Bucket(
-                    tensors=("a",), slices=2, resource=resource, wire_dtype="float32"
-                ),
-            ),
-        )
+        return plan_in_turn([("a",)], lanes=2, slices=2, resource=resource)
 
     check_lanes(plan(33), "nccl", DEVICE)
     with pytest.raises(PlanMismatch, match="68 CTAs"):

@@ -10,21 +10,13 @@ from torch import nn
 
 from stretto.errors import PlanMismatch
 from stretto.runtime.plan_binding import parameter_rows, routes_of
-from stretto.schema import Bucket, Plan
+from support.plans import plan_in_turn
 
 
 def routes(module: nn.Module, backend: str = "gloo", **bucket: Any) -> Any:
     table = parameter_rows(module)
-    lanes = 2
     bucket = {"wire_dtype": table[0][0].dtype} | bucket
-    plan = Plan(
-        planner="test",
-        workload_digest="",
-        ranks=2,
-        overlap="backward",
-        lanes=lanes,
-        buckets=(Bucket(tensors=tuple(row.name for row, _ in table), **bucket),),
-    )
+    plan = plan_in_turn([[row.name for row, _ in table]], lanes=2, **bucket)
     device = next(module.parameters()).device
     return routes_of(plan, table, module, backend=backend, device=device)
 

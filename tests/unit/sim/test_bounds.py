@@ -14,12 +14,11 @@ from stretto.schema import (
     Contention,
     Link,
     RateCurve,
-    TensorSpec,
-    Workload,
 )
 from stretto.schema.plan import ALGORITHMS
 from stretto.sim import lower_bound, simulate_step
 from stretto.testing import strategies as own
+from support.instances import one_link, workload_of
 
 
 @settings(max_examples=150, deadline=None)
@@ -68,24 +67,12 @@ def test_one_tensor_alone_on_an_uncapped_link_reaches_the_bound(data):
 
 
 def one_burst(elements=2 * 10**6):
-    return Workload(
-        name="burst",
-        framework="none",
-        device="none",
-        batch_per_rank=1,
-        forward_s=0.1,
-        backward_s=0.2,
-        tensors=(
-            TensorSpec(
-                name="t", bytes=4 * elements, dtype="float32", ready_s=0.2, needed_s=0
-            ),
-        ),
-    )
+    return workload_of([(4 * elements, 0.2)], dtype="float32", forward_s=0.1)
 
 
 def test_enough_slices_of_capped_flows_reach_the_bound():
     link = Link(latency_s=1e-4, bandwidth_bytes_per_s=1e8, stream_bytes_per_s=3e7)
-    on = Cluster(name="c", hosts=4, ranks_per_host=1, inter_host=link, intra_host=link)
+    on = one_link(link, hosts=4)
     work = one_burst()
     spread = own.Choice(ends=(1,), lanes=4, bucket_lanes=(0,), slices=(4,))
     bound = lower_bound(work, on)
@@ -98,14 +85,7 @@ def test_enough_slices_of_capped_flows_reach_the_bound():
 
 def test_flows_that_never_fill_the_link_tighten_the_cut():
     link = Link(latency_s=0.0, bandwidth_bytes_per_s=1e9, stream_bytes_per_s=1e8)
-    on = Cluster(
-        name="c",
-        hosts=2,
-        ranks_per_host=1,
-        inter_host=link,
-        intra_host=link,
-        concurrency=Concurrency(gamma=(1.0, 1.0, 2.0)),
-    )
+    on = one_link(link, concurrency=Concurrency(gamma=(1.0, 1.0, 2.0)))
     bound = lower_bound(one_burst(), on)
     # Two at once reach 2e8 together, three and more 1.5e8.
     assert bound.cut_s == pytest.approx(0.3 + 8e6 / 2e8, rel=1e-12)
@@ -116,12 +96,8 @@ def test_contention_binds_by_the_faster_curve_at_the_greatest_resource():
     link = Link(latency_s=0.0, bandwidth_bytes_per_s=1e9, stream_bytes_per_s=1e8)
     slow = RateCurve(gamma1=4e7, gamma2=0.0, gamma3=0.0, gamma4=0.0)
     fast = RateCurve(gamma1=6e7, gamma2=3e7, gamma3=1.0, gamma4=1.0)
-    on = Cluster(
-        name="c",
-        hosts=2,
-        ranks_per_host=1,
-        inter_host=link,
-        intra_host=link,
+    on = one_link(
+        link,
         concurrency=Concurrency(gamma=(1.0, 1.0, 4.0)),
         contention=Contention(
             compute=ComputeContention(alpha1=1.0, alpha2=0.0),
@@ -143,5 +119,5 @@ def test_contention_binds_by_the_faster_curve_at_the_greatest_resource():
 
 def test_one_rank_is_bound_by_computation():
     link = Link(latency_s=1.0, bandwidth_bytes_per_s=1.0)
-    on = Cluster(name="c", hosts=1, ranks_per_host=1, inter_host=link, intra_host=link)
+    on = one_link(link, hosts=1)
     assert lower_bound(one_burst(), on).value_s == pytest.approx(0.3, rel=1e-12)

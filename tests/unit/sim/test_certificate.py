@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 from stretto import planners
 from stretto.errors import SpecError
 from stretto.schema import (
-    Cluster,
     ComputeContention,
     Contention,
     Link,
     RateCurve,
-    TensorSpec,
-    Workload,
 )
 from stretto.sim import lower_bound, simulate_step
 from stretto.sim.certificate import idle_bytes_per_s, interval_bound_s, working_modes
 from stretto.testing import strategies as own
+from support.instances import one_link, workload_of
 
 ALGORITHMS = ("ring", "halving_doubling", "tree", "hierarchical")
 
@@ -74,41 +72,19 @@ def _hull_at(modes, speed):
 
 def contended(hosts=8, *, latency_s=0.0):
     flat = {"gamma2": 0.0, "gamma3": 0.0, "gamma4": 0.0}
-    link = Link(latency_s=latency_s, bandwidth_bytes_per_s=1e9)
-    return Cluster(
-        name="c",
-        hosts=hosts,
-        ranks_per_host=1,
-        inter_host=link,
-        intra_host=link,
-        contention=Contention(
-            compute=ComputeContention(alpha1=1.0, alpha2=0.25),
-            overlapped=RateCurve(gamma1=2e8, **flat),
-            exclusive=RateCurve(gamma1=4e8, **flat),
-            resources=(1,),
-        ),
+    contention = Contention(
+        compute=ComputeContention(alpha1=1.0, alpha2=0.25),
+        overlapped=RateCurve(gamma1=2e8, **flat),
+        exclusive=RateCurve(gamma1=4e8, **flat),
+        resources=(1,),
     )
+    link = Link(latency_s=latency_s, bandwidth_bytes_per_s=1e9)
+    return one_link(link, hosts=hosts, contention=contention)
 
 
 def evenly(count, size_bytes):
-    return Workload(
-        name="even",
-        framework="none",
-        device="none",
-        batch_per_rank=1,
-        forward_s=0.1,
-        backward_s=0.2,
-        tensors=tuple(
-            TensorSpec(
-                name=f"t{i}",
-                bytes=size_bytes,
-                dtype="float32",
-                ready_s=0.2 * i / count,
-                needed_s=0.0,
-            )
-            for i in range(count)
-        ),
-    )
+    rows = [(size_bytes, 0.2 * i / count) for i in range(count)]
+    return workload_of(rows, dtype="float32", forward_s=0.1, backward_s=0.2)
 
 
 def test_one_lane_without_startup_is_met_by_the_closed_form():

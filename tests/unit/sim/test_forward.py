@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from stretto.cost import all_reduce_s, compute_rate
 from stretto.errors import SpecError
-from stretto.schema import Bucket, Cluster, Link, Plan, TensorSpec, Workload
+from stretto.schema import Bucket, Link, Plan, TensorSpec, Workload
 from stretto.sim import simulate_step
 from stretto.sim.engine import Flow, Gate, SharedLink, run
 from stretto.sim.flows import bottleneck_link, plan_flows
 from stretto.sim.forward import forward_bound_s
 from stretto.testing import strategies as own
+from support.instances import one_link
 
 
 def periods(work, on, choice, *, steps=3):
@@ -175,9 +176,7 @@ def two_layers(*, needed_s=(2.0, 0.0)):
 
 def two_ranks(**changes):
     """Two ranks: a byte of the message is one on the wire; 1 B/s, 1 s of start-up."""
-    link = Link(latency_s=0.5, bandwidth_bytes_per_s=1.0)
-    values = {"name": "c", "hosts": 2, "ranks_per_host": 1}
-    return Cluster(**(values | {"inter_host": link, "intra_host": link} | changes))
+    return one_link(Link(latency_s=0.5, bandwidth_bytes_per_s=1.0), **changes)
 
 
 def buckets(work, on, groups, **values):

@@ -11,18 +11,16 @@ from stretto.cost import all_reduce_s, collective_cost, curve_bytes_per_s
 from stretto.errors import SpecError
 from stretto.schema import (
     Bucket,
-    Cluster,
     ComputeContention,
     Contention,
     Link,
     Plan,
     RateCurve,
-    TensorSpec,
-    Workload,
 )
 from stretto.sim import simulate_step
 from stretto.sim.libra import stage_time_s, stages
 from stretto.testing import strategies as own
+from support.instances import one_link, workload_of
 
 
 @st.composite
@@ -122,42 +120,18 @@ def constant(rate):
 def cluster(**changes):
     """Two ranks; 1 s of start-up; 1 B/s beside computation, 2 B/s alone."""
     link = Link(latency_s=0.5, bandwidth_bytes_per_s=100.0)
-    values = {
-        "name": "c",
-        "hosts": 2,
-        "ranks_per_host": 1,
-        "inter_host": link,
-        "intra_host": link,
-        "contention": Contention(
-            compute=ComputeContention(alpha1=1.0, alpha2=0.25),
-            overlapped=constant(1.0),
-            exclusive=constant(2.0),
-            resources=(1, 2),
-        ),
-    }
-    return Cluster(**(values | changes))
-
-
-def workload(rows, backward_s):
-    return Workload(
-        name="w",
-        framework="none",
-        device="none",
-        batch_per_rank=1,
-        forward_s=0.0,
-        backward_s=backward_s,
-        tensors=tuple(
-            TensorSpec(
-                name=f"t{i}", bytes=size, dtype="int8", ready_s=ready, needed_s=0.0
-            )
-            for i, (size, ready) in enumerate(rows)
-        ),
+    contention = Contention(
+        compute=ComputeContention(alpha1=1.0, alpha2=0.25),
+        overlapped=constant(1.0),
+        exclusive=constant(2.0),
+        resources=(1, 2),
     )
+    return one_link(link, **({"contention": contention} | changes))
 
 
 def test_the_two_readings_of_a_start_up_differ_where_computation_ends_first():
     # 3 s of work at half speed last 6 s: beside it 1 s of start-up and 5 of 9 bytes.
-    work = workload([(9, 2.0)], 5.0)
+    work = workload_of([(9, 2.0)], backward_s=5.0)
     by_phase = stages([1], [2], work, cluster(), startup="phase")
     assert by_phase[0].compute_s == 2.0
     assert by_phase[1].overlapped_s == pytest.approx(6.0)
@@ -169,7 +143,7 @@ def test_the_two_readings_of_a_start_up_differ_where_computation_ends_first():
 
 
 def test_without_anything_left_to_compute_both_readings_are_the_closed_form():
-    work = workload([(9, 2.0)], 2.0)
+    work = workload_of([(9, 2.0)], backward_s=2.0)
     for startup in ("phase", "mixed"):
         took = stage_time_s([1], [1], work, cluster(), startup=startup)
         assert took == pytest.approx(2 + 1 + 9 / 2, rel=1e-12)
@@ -177,7 +151,7 @@ def test_without_anything_left_to_compute_both_readings_are_the_closed_form():
 
 def test_a_start_up_may_outlast_computation():
     # 0.25 s at half speed: 0.5 of the start-up; 0.5 and all bytes are left.
-    work = workload([(9, 2.0)], 2.25)
+    work = workload_of([(9, 2.0)], backward_s=2.25)
     took = stage_time_s([1], [2], work, cluster(), startup="phase")
     assert took == pytest.approx(2 + 0.5 + 0.5 + 4.5, rel=1e-12)
 
@@ -203,7 +177,7 @@ def test_less_contention_never_takes_longer(case, startup):
 
 
 def test_bad_groups_are_named():
-    work, on = workload([(1, 0.0), (1, 1.0)], 1.0), cluster()
+    work, on = workload_of([(1, 0.0), (1, 1.0)], backward_s=1.0), cluster()
     with pytest.raises(SpecError, match=r"ascend to the number of tensors \(2\)"):
         stage_time_s([1], [1], work, on)
     with pytest.raises(SpecError, match=r"ascend .* got \[2, 2\]"):

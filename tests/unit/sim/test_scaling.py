@@ -14,12 +14,11 @@ from stretto.schema import (
     Cluster,
     Concurrency,
     Link,
-    TensorSpec,
-    Workload,
 )
 from stretto.sim import simulate_step
 from stretto.sim.scaling import cluster_at, doubling_ranks, scaling
 from stretto.testing import strategies as own
+from support.instances import workload_of
 
 
 def cluster(**changes):
@@ -101,17 +100,7 @@ def test_a_plan_may_be_made_for_every_number_of_ranks():
 
 
 def one_tensor():
-    return Workload(
-        name="w",
-        framework="none",
-        device="none",
-        batch_per_rank=1,
-        forward_s=0.1,
-        backward_s=0.2,
-        tensors=(
-            TensorSpec(name="t", bytes=4096, dtype="float32", ready_s=0.2, needed_s=0),
-        ),
-    )
+    return workload_of([(4096, 0.2)], dtype="float32", forward_s=0.1)
 
 
 def test_on_one_host_the_networks_fit_does_not_count():

@@ -12,52 +12,25 @@ from stretto.errors import PlanMismatch, SpecError
 from stretto.schema import (
     AllReduceFit,
     Bucket,
-    Cluster,
     ComputeContention,
     Concurrency,
     Contention,
     Link,
     Plan,
     RateCurve,
-    TensorSpec,
     Timeline,
-    Workload,
 )
 from stretto.schema.plan import ALGORITHMS
 from stretto.sim import StepModel, simulate_step
 from stretto.testing import strategies as own
-
-
-def workload(rows, *, forward_s=0.0, backward_s=None, dtype="int8"):
-    """A workload of (bytes, ready_s)."""
-    return Workload(
-        name="w",
-        framework="none",
-        device="none",
-        batch_per_rank=1,
-        forward_s=forward_s,
-        backward_s=max(r for _, r in rows) if backward_s is None else backward_s,
-        tensors=tuple(
-            TensorSpec(
-                name=f"t{i}", bytes=size, dtype=dtype, ready_s=ready_s, needed_s=0.0
-            )
-            for i, (size, ready_s) in enumerate(rows)
-        ),
-    )
+from support.instances import one_link, workload_of
 
 
 def cluster(**changes):
     """Two ranks, so a byte of the message is a byte on the wire: 1 s + 0.5 s/B."""
     link = Link(latency_s=0.0, bandwidth_bytes_per_s=1e3)
-    values = {
-        "name": "c",
-        "hosts": 2,
-        "ranks_per_host": 1,
-        "inter_host": link,
-        "intra_host": link,
-        "allreduce": AllReduceFit(startup_s=1.0, s_per_byte=0.5, ranks=2),
-    }
-    return Cluster(**(values | changes))
+    fit = AllReduceFit(startup_s=1.0, s_per_byte=0.5, ranks=2)
+    return one_link(link, **({"allreduce": fit} | changes))
 
 
 def plan(work, on, groups, *, lanes=1, overlap="backward", **bucket):
@@ -78,7 +51,7 @@ def plan(work, on, groups, *, lanes=1, overlap="backward", **bucket):
 
 # The counterexample to ASC-WFBP's theorem (algorithms.md 2.1): a = b = 1, gamma 1.5,
 # sizes 8.5, 6 and 1, ready at 0, 0 and 10; sizes doubled here and b halved.
-ASC = workload([(17, 0.0), (12, 0.0), (2, 10.0)])
+ASC = workload_of([(17, 0.0), (12, 0.0), (2, 10.0)])
 
 
 @pytest.mark.parametrize(
@@ -100,7 +73,7 @@ def test_a_start_up_grows_with_the_plan_s_lanes(lanes, expected_s):
     """Two all-reduces of 8 s: one after the other, or at once, each 1.5 times as slow
     and started a quarter of a second later.
     """
-    work = workload([(16, 0.0), (16, 0.0)])
+    work = workload_of([(16, 0.0), (16, 0.0)])
     on = cluster(concurrency=Concurrency(gamma=(1.0, 1.5), startup_per_lane_s=0.25))
     groups = [((0,), 0), ((1,), 1 % lanes)]
     result = simulate_step(work, on, plan(work, on, groups, lanes=lanes))
@@ -108,7 +81,7 @@ def test_a_start_up_grows_with_the_plan_s_lanes(lanes, expected_s):
 
 
 def test_without_overlap_everything_comes_after_backward():
-    work = workload([(10, 0.0), (6, 1.0)], forward_s=2.0, backward_s=3.0)
+    work = workload_of([(10, 0.0), (6, 1.0)], forward_s=2.0, backward_s=3.0)
     on = cluster()
     result = simulate_step(work, on, plan(work, on, [((0, 1), 0)], overlap="none"))
     assert result.iteration_s == pytest.approx(2 + 3 + 1 + 8, rel=1e-12)
@@ -117,7 +90,7 @@ def test_without_overlap_everything_comes_after_backward():
 
 
 def test_hidden_communication_costs_nothing():
-    work = workload([(2, 0.0)], forward_s=1.0, backward_s=5.0)
+    work = workload_of([(2, 0.0)], forward_s=1.0, backward_s=5.0)
     on = cluster()
     result = simulate_step(work, on, plan(work, on, [((0,), 0)]))
     assert result.iteration_s == 6.0
@@ -125,7 +98,7 @@ def test_hidden_communication_costs_nothing():
 
 
 def test_slices_run_on_neighbouring_lanes():
-    work = workload([(10, 0.0)], backward_s=0.0)
+    work = workload_of([(10, 0.0)], backward_s=0.0)
     on = cluster()
     result = simulate_step(work, on, plan(work, on, [((0,), 1)], lanes=3, slices=4))
     sends = [s for s in result.timeline.spans if s.args["kind"] == "send"]
@@ -141,7 +114,7 @@ def test_slices_run_on_neighbouring_lanes():
 
 
 def test_a_bucket_waits_for_those_ahead_of_it_in_the_plan():
-    work = workload([(2, 0.0), (2, 4.0)])
+    work = workload_of([(2, 0.0), (2, 4.0)])
     on = cluster()
     result = simulate_step(work, on, plan(work, on, [((1,), 0), ((0,), 1)], lanes=2))
     sends = [s for s in result.timeline.spans if s.args["kind"] == "send"]
@@ -149,7 +122,7 @@ def test_a_bucket_waits_for_those_ahead_of_it_in_the_plan():
 
 
 def test_one_rank_sends_nothing():
-    work = workload([(10**6, 0.5)], forward_s=1.0, backward_s=2.0)
+    work = workload_of([(10**6, 0.5)], forward_s=1.0, backward_s=2.0)
     on = cluster(hosts=1)
     result = simulate_step(work, on, plan(work, on, [((0,), 0)]))
     assert result.iteration_s == 3.0
@@ -158,7 +131,7 @@ def test_one_rank_sends_nothing():
 
 
 def test_a_narrower_type_on_the_wire_sends_fewer_bytes():
-    work = workload([(40, 0.0)], dtype="float32")
+    work = workload_of([(40, 0.0)], dtype="float32")
     on = cluster()
     result = simulate_step(work, on, plan(work, on, [((0,), 0)], wire_dtype="float16"))
     assert result.iteration_s == pytest.approx(1 + 10, rel=1e-12)
@@ -168,7 +141,7 @@ def test_a_narrower_type_on_the_wire_sends_fewer_bytes():
 def test_one_bucket_takes_what_the_formula_of_its_algorithm_says(algorithm):
     link = Link(latency_s=1e-3, bandwidth_bytes_per_s=1e6, stream_bytes_per_s=4e5)
     on = cluster(hosts=3, ranks_per_host=2, inter_host=link, allreduce=None)
-    work = workload([(10**5, 0.0)])
+    work = workload_of([(10**5, 0.0)])
     one = plan(work, on, [((0,), 0)], algorithm=algorithm)
     assert simulate_step(work, on, one).iteration_s == pytest.approx(
         all_reduce_s(10**5, on, algorithm), rel=1e-12
@@ -190,7 +163,7 @@ def contended(**changes):
 
 def test_a_hidden_collective_delays_the_step_by_what_it_takes_from_compute():
     # LIBRA Eq. 8-11: (p + a)(1 - sigma) with sigma = 1 - 0.1 * 4, p = 6, a = 1.
-    work = workload([(6, 0.0)], backward_s=50.0)
+    work = workload_of([(6, 0.0)], backward_s=50.0)
     on = cluster(contention=contended())
     result = simulate_step(work, on, plan(work, on, [((0,), 0)]))
     assert result.iteration_s == pytest.approx(50 + 7 * 0.4, rel=1e-12)
@@ -209,7 +182,7 @@ def test_beside_computation_the_slowest_of_device_gamma_and_link_binds(gamma2, r
         concurrency=Concurrency(gamma=(1.0, gamma2)),
         contention=contended(overlapped=constant),
     )
-    work = workload([(4, 0.0), (4, 0.0)], backward_s=100.0)
+    work = workload_of([(4, 0.0), (4, 0.0)], backward_s=100.0)
     result = simulate_step(work, on, plan(work, on, [((0,), 0), ((1,), 1)], lanes=2))
     sends = [s for s in result.timeline.spans if s.args["kind"] == "send"]
     assert [s.end_s for s in sends] == pytest.approx([1 + 4 / rate] * 2, rel=1e-12)
@@ -217,7 +190,7 @@ def test_beside_computation_the_slowest_of_device_gamma_and_link_binds(gamma2, r
 
 def test_what_is_left_after_compute_goes_at_the_exclusive_rate():
     # 3 s of work at 0.6 are 5 s: 1 of start-up, 4 at 1 B/s; 6 of 10 bytes at 2 B/s.
-    work = workload([(10, 0.0)], backward_s=3.0)
+    work = workload_of([(10, 0.0)], backward_s=3.0)
     on = cluster(contention=contended())
     result = simulate_step(work, on, plan(work, on, [((0,), 0)]))
     assert result.iteration_s == pytest.approx(5 + 3, rel=1e-12)
@@ -225,14 +198,14 @@ def test_what_is_left_after_compute_goes_at_the_exclusive_rate():
 
 
 def test_a_bucket_may_take_another_of_the_clusters_resources():
-    work = workload([(6, 0.0)], backward_s=50.0)
+    work = workload_of([(6, 0.0)], backward_s=50.0)
     on = cluster(contention=contended())
     result = simulate_step(work, on, plan(work, on, [((0,), 0)], resource=5))
     assert result.iteration_s == pytest.approx(50 + 7 * 0.5, rel=1e-12)
 
 
 def test_a_resource_that_the_cluster_lacks_is_named():
-    work = workload([(6, 0.0)])
+    work = workload_of([(6, 0.0)])
     on = cluster(contention=contended())
     with pytest.raises(SpecError, match=r"levels \(4, 5\), got 7") as caught:
         simulate_step(work, on, plan(work, on, [((0,), 0)], resource=7))
@@ -240,7 +213,7 @@ def test_a_resource_that_the_cluster_lacks_is_named():
 
 
 def test_without_contention_a_resource_changes_nothing():
-    work = workload([(6, 0.0)])
+    work = workload_of([(6, 0.0)])
     on = cluster()
     results = [
         simulate_step(work, on, plan(work, on, [((0,), 0)], resource=r)).iteration_s
@@ -250,16 +223,16 @@ def test_without_contention_a_resource_changes_nothing():
 
 
 def test_a_plan_for_other_ranks_or_another_model_is_refused():
-    work, on = workload([(6, 0.0)]), cluster()
+    work, on = workload_of([(6, 0.0)]), cluster()
     with pytest.raises(PlanMismatch, match="needs 2 ranks, but cluster 'c' has 3"):
         simulate_step(work, cluster(hosts=3), plan(work, on, [((0,), 0)]))
-    other = workload([(7, 0.0)])
+    other = workload_of([(7, 0.0)])
     with pytest.raises(PlanMismatch, match="was made for a workload"):
         simulate_step(other, on, plan(work, on, [((0,), 0)]))
 
 
 def test_the_model_refuses_buckets_that_leave_out_tensors():
-    model = StepModel(workload([(6, 0.0), (6, 1.0)]), cluster())
+    model = StepModel(workload_of([(6, 0.0), (6, 1.0)]), cluster())
     with pytest.raises(SpecError, match=r"number of tensors \(2\), got \[1\]"):
         model.iteration_s([1], 1, [0], [1])
 

@@ -11,6 +11,7 @@ from stretto.schema import Cluster, Link, Plan, TensorSpec, Workload
 from stretto.schema.tuning import Tuning
 from stretto.tune.artifacts import Files, RunArtifacts
 from stretto.tune.result import TuningResult
+from support.instances import one_link
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,9 +32,7 @@ def settled() -> TuningResult:
         ),
     )
     link = Link(latency_s=1e-4, bandwidth_bytes_per_s=1e8)
-    cluster = Cluster(
-        name="c", hosts=2, ranks_per_host=1, inter_host=link, intra_host=link
-    )
+    cluster = one_link(link)
     return TuningResult(
         workload=workload,
         cluster=cluster,

@@ -1,4 +1,4 @@
-"""One rank of a test: started by itself, or forked from a server that has imported torch.
+"""One rank of a test: started by itself, or forked by a server that imported torch.
 
 Importing torch and what a step of training imports lazily takes seconds of processor
 time per rank. A server imports once and forks one process for each request. There is
@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 from datetime import timedelta
+from pathlib import Path
 
 IMPORTED_FIRST = (
     "torch.distributed",
@@ -41,7 +42,9 @@ IMPORTED_FIRST = (
 _RUNNING: set[int] = set()
 
 
-def run(path: str, name: str, out: str, arguments: str, group_s: str) -> None:
+def run(
+    path: str, name: str, out: str, arguments: str, group_s: str, backend: str = "gloo"
+) -> None:
     """Call the function `name` of the file `path` in a process group; never returns."""
     import torch
     import torch.distributed as dist
@@ -49,29 +52,42 @@ def run(path: str, name: str, out: str, arguments: str, group_s: str) -> None:
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Importing torch may take a minute on a busy machine: not within a time-out.
-    outs = [out[: -len(str(rank))] + str(r) for r in range(size)]
-    with open(out + ".ready", "w"):
-        pass
-    while not all(os.path.exists(other + ".ready") for other in outs):
+    mine = Path(out)
+    outs = [
+        mine.with_name(f"{mine.name.removesuffix(str(rank))}{r}") for r in range(size)
+    ]
+    mine.with_suffix(".ready").touch()
+    while not all(other.with_suffix(".ready").exists() for other in outs):
         time.sleep(0.01)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=float(group_s)))
+    timeout = timedelta(seconds=float(group_s))
+    if backend == "nccl":
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
     spec = importlib.util.spec_from_file_location("ranks_of_a_test", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     found: tuple[str, object]
     try:
         spec.loader.exec_module(module)
-        found = ("value", getattr(module, name)(rank, size, *pickle.loads(bytes.fromhex(arguments))))
-    except Exception as exc:
+        more = pickle.loads(bytes.fromhex(arguments))
+        value = getattr(module, name)(rank, size, *more)
+        if backend == "nccl":
+            torch.cuda.synchronize()
+        found = ("value", value)
+    except Exception as exc:  # noqa: BLE001 - the test decides
         found = ("error", (type(exc).__name__, str(exc), traceback.format_exc()))
-    with open(out + ".part", "wb") as file:
-        pickle.dump(found, file)
-    os.rename(out + ".part", out)
+    part = mine.with_suffix(".part")
+    part.write_bytes(pickle.dumps(found))
+    part.rename(mine)
     # Rank 0 holds the store: others may still read in it.
     if rank == 0:
         deadline = time.perf_counter() + 2.0
-        while not all(map(os.path.exists, outs)) and time.perf_counter() < deadline:
+        while time.perf_counter() < deadline and not all(o.exists() for o in outs):
             time.sleep(0.005)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -83,9 +99,9 @@ def serve() -> None:
     """Fork a process for each request until the other end closes the pipe."""
     for module in IMPORTED_FIRST:
         importlib.import_module(module)
-    threads = len(os.listdir("/proc/self/task"))
+    threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
-        sys.exit(f"rank_process: {threads} threads after the imports; forking would lose them")
+        sys.exit(f"{threads} threads after the imports; forking would lose them")
     gc.freeze()
     wake, waker = os.pipe()
     os.set_blocking(waker, False)
@@ -129,7 +145,7 @@ def _start(request: dict[str, object], pipes: tuple[int, int]) -> None:
         os.environ.clear()
         os.environ.update(request["environment"])  # type: ignore[call-overload]
         run(*request["run"])  # type: ignore[misc]
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - a fork never returns into the server
         traceback.print_exc()
         sys.stderr.flush()
     finally:
@@ -149,7 +165,9 @@ def _reap() -> None:
 
 
 if __name__ == "__main__":
+    # Modules of tests import `support`, not what lies beside this file.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
     if sys.argv[1:] == ["serve"]:
         serve()
     else:
-        run(*sys.argv[1:6])
+        run(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""What several test modules share: ranks, nets, plans, workloads, clusters, logs."""
