@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from stretto.burst.rank_groups import Width
 from stretto.errors import StrettoError
+from stretto.runtime.bucket_schedule import BucketSchedule, Slice
+from stretto.runtime.sender import BucketSender
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from stretto.burst.rank_groups import GroupLanes, RankGroups
     from stretto.burst.shadows import Shadows
     from stretto.burst.timings import StepClock
+    from stretto.runtime.backends.base import Need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,19 +68,19 @@ class _Bucket:
     """Gradients sent together, each followed by a mark: whether the rank has one."""
 
     def __init__(
-        self, place: str, slots: list[_Slot], lane: Any, group: _Group
+        self, schedule: BucketSchedule, slots: list[_Slot], group: _Group
     ) -> None:
-        self.place = place
+        self.schedule = schedule
+        self.place = schedule.place
         self.slots = slots
-        self.lane = lane
         self.group = group
+        self.launch = group.sender.launcher(schedule)
         self.missing = len(slots)
         self.is_sent = False
-        self.work: Any = None
         sizes = [slot.parameter.numel() for slot in slots]
         first = slots[0].parameter
         self.buffer = torch.zeros(
-            sum(sizes) + len(slots), dtype=first.dtype, device=first.device
+            schedule.elements, dtype=first.dtype, device=first.device
         )
         parts = self.buffer.split([*sizes, *(1 for _ in slots)])
         for i, slot in enumerate(slots):
@@ -90,9 +93,28 @@ class _Bucket:
 class _Group:
     """The buckets of one set of ranks, in the order in which they are sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, sender: BucketSender) -> None:
+        self.sender = sender
         self.buckets: list[_Bucket] = []
         self.next = 0
+
+
+@final
+class _GuardedWatch:
+    """Waits under the model's guard, and counts the time as waiting."""
+
+    def __init__(self, rank_groups: RankGroups, clock: StepClock) -> None:
+        self._rank_groups = rank_groups
+        self._clock = clock
+
+    def report(self, place: str, cause: BaseException) -> Exception:
+        """Return the model's one error."""
+        return self._rank_groups.report(place, cause)
+
+    def wait(self, work: Any, place: str) -> None:
+        """Wait for a bucket's work."""
+        with self._rank_groups.guard(place):
+            self._clock.wait("synchronisation", work.wait)
 
 
 @final
@@ -109,7 +131,8 @@ class GradientSync:
         bucket_bytes: int,
     ) -> None:
         self._rank_groups = rank_groups
-        self._clock = clock
+        self._watch = _GuardedWatch(rank_groups, clock)
+        self._sum: Any = torch.distributed.AllreduceOptions()
         self._shadows = shadows
         self._groups: list[_Group] = []
         self._slots: dict[int, _Slot] = {}
@@ -129,17 +152,13 @@ class GradientSync:
     def _add_group(self, width: Width, rows: list[_Slot], bucket_bytes: int) -> None:
         lanes: GroupLanes | None = self._rank_groups.group(width)
         assert lanes is not None  # noqa: S101
-        group = _Group()
+        opened: dict[Need, Any] = {(i, None): o for i, o in enumerate(lanes.lanes)}
+        group = _Group(BucketSender(opened, self._watch))
         self._groups.append(group)
         names = self._rank_groups.ranks.name_all(range(width[0], sum(width)))
-        for slots in _cut(rows, bucket_bytes):
-            index = len(group.buckets)
-            place = (
-                f"the all-reduce of bucket {index} of {names}, from layer "
-                f"{slots[0].layer!r} on"
-            )
-            lane = lanes.lanes[index % len(lanes.lanes)]
-            group.buckets.append(_Bucket(place, slots, lane, group))
+        for index, slots in enumerate(_cut(rows, bucket_bytes)):
+            schedule = _schedule(index, slots, names, lanes=len(opened))
+            group.buckets.append(_Bucket(schedule, slots, group))
 
     # While backward runs.
 
@@ -247,7 +266,7 @@ class GradientSync:
                 return
             group.next += 1
             with self._rank_groups.guard(bucket.place):
-                bucket.work = bucket.lane.allreduce([bucket.buffer])
+                bucket.launch(bucket.buffer, self._sum)
             bucket.is_sent = True
             self._launched.append(bucket)
 
@@ -273,8 +292,7 @@ class GradientSync:
                 bucket.missing = 0
             self._launch_ready(group)
         for bucket in self._launched:
-            with self._rank_groups.guard(bucket.place):
-                self._clock.wait("synchronisation", bucket.work.wait)
+            bucket.group.sender.wait(bucket.schedule)
             for slot in bucket.slots:
                 if id(slot.parameter) not in unreached:
                     self._deliver_sum(slot)
@@ -343,11 +361,30 @@ class GradientSync:
         self._launched = []
         for group in self._groups:
             group.next = 0
+            group.sender.forget()
             for bucket in group.buckets:
-                bucket.work, bucket.missing = None, len(bucket.slots)
+                bucket.missing = len(bucket.slots)
                 bucket.is_sent = False
                 for slot in bucket.slots:
                     slot.ready = False
+
+
+def _schedule(
+    index: int, slots: Sequence[_Slot], names: str, *, lanes: int
+) -> BucketSchedule:
+    """Return where a bucket goes: whole, on the lanes in turn."""
+    elements = sum(slot.parameter.numel() for slot in slots) + len(slots)
+    return BucketSchedule(
+        index=index,
+        tensors=(),
+        parameters=(),
+        elements=elements,
+        slices=(Slice(lane=index % lanes, resource=None, start=0, end=elements),),
+        label=(
+            f"the all-reduce of bucket {index} of {names}, from layer "
+            f"{slots[0].layer!r} on,"
+        ),
+    )
 
 
 def _cut(rows: Iterable[_Slot], bucket_bytes: int) -> list[list[_Slot]]:

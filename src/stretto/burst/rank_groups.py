@@ -187,20 +187,24 @@ class RankGroups:
             with self.refusals.waiting(place):
                 yield
         except RuntimeError as exc:
-            own = self.refusals.given_up()
-            if own and self.failures.error is None:
-                self.failures.error = CommTimeout(
-                    f"{self.ranks.name(self.ranks.rank)}: {place} can't finish: the "
-                    "other ranks no longer wait for this one, after an error of its "
-                    f"own: {own}"
-                )
-            if self.failures.error is None and (why := self.refusals.explain(place)):
-                self.end(why)
-            is_first = self.failures.error is None
-            error = self.failures.report(place, exc)
-            if is_first and (more := self.elsewhere()):
-                error = self.failures.error = CommTimeout(f"{error} {more}")
-            raise error from exc
+            raise self.report(place, exc) from exc
+
+    def report(self, place: str, cause: BaseException) -> CommTimeout:
+        """Return the model's one error after a failure of communication."""
+        own = self.refusals.given_up()
+        if own and self.failures.error is None:
+            self.failures.error = CommTimeout(
+                f"{self.ranks.name(self.ranks.rank)}: {place} can't finish: the "
+                "other ranks no longer wait for this one, after an error of its "
+                f"own: {own}"
+            )
+        if self.failures.error is None and (why := self.refusals.explain(place)):
+            self.end(why)
+        is_first = self.failures.error is None
+        error = self.failures.report(place, cause)
+        if is_first and (more := self.elsewhere()):
+            error = self.failures.error = CommTimeout(f"{error} {more}")
+        return error
 
     @contextlib.contextmanager
     def inside_step(self) -> Iterator[None]:

@@ -34,7 +34,8 @@ class BucketSchedule:
     tensors: tuple[str, ...]
 
     parameters: tuple[int, ...]
-    """Positions in DDP's parameter list."""
+    """Positions in the owner's list of tensors, which is DDP's list of parameters for a
+    planned model."""
 
     elements: int
 
@@ -42,6 +43,9 @@ class BucketSchedule:
 
     wire: str | None = None
     """Type on the wire if it differs from the gradients' own."""
+
+    label: str = ""
+    """The bucket's name in messages; empty for one of its index and tensors."""
 
     def row(self, dtype: str) -> BucketRow:
         """Describe the bucket to an observer; its gradients have type ``dtype``."""
@@ -57,11 +61,19 @@ class BucketSchedule:
     @property
     def place(self) -> str:
         """Bucket, tensors and lanes for messages."""
-        more = len(self.tensors) - 1
-        names = f"{self.tensors[0]!r}" + (f" and {more} more" if more else "")
         lanes = sorted({part.lane for part in self.slices})
         word = "lane" if len(lanes) == 1 else "lanes"
-        return (
-            f"the all-reduce of bucket {self.index} ({names}) on {word} "
-            f"{', '.join(map(str, lanes))}"
-        )
+        return f"{self.name} on {word} {', '.join(map(str, lanes))}"
+
+    def place_on(self, part: Slice) -> str:
+        """Bucket, tensors and the lane of one slice for messages."""
+        return f"{self.name} on lane {part.lane}"
+
+    @property
+    def name(self) -> str:
+        """Bucket and tensors for messages."""
+        if self.label:
+            return self.label
+        more = len(self.tensors) - 1
+        names = f"{self.tensors[0]!r}" + (f" and {more} more" if more else "")
+        return f"the all-reduce of bucket {self.index} ({names})"

@@ -213,10 +213,12 @@ class NarrowLanes:
         routes: Sequence[BucketSchedule],
         lanes: Mapping[Need, Any],
         *,
+        device: torch.device,
         error_feedback: bool,
         threads: bool,
     ) -> None:
         self._lanes = lanes
+        self._device = device
         self._error_feedback = error_feedback
         backends = {
             _key(lanes[part.lane, part.resource]): part.lane
@@ -247,12 +249,14 @@ class NarrowLanes:
         """Return whether `reduce` runs a slice on a thread instead of the lane."""
         return _key(self._lanes[part.lane, part.resource]) in self._threads
 
-    def launcher_on_streams(self, route: BucketSchedule, device: torch.device) -> Any:
+    def launcher_on_streams(
+        self, route: BucketSchedule
+    ) -> Callable[[torch.Tensor, Any], dist.Work]:
         """Return a launcher of a narrow bucket on CUDA."""
         rows = []
         for part in route.slices:
             if part.lane not in self._streams:
-                self._streams[part.lane] = torch.cuda.Stream(device)
+                self._streams[part.lane] = torch.cuda.Stream(self._device)
             stream = self._streams[part.lane]
             rows.append((stream, self._narrow(route, part), part.start, part.end))
         return partial(_launch_on_streams, rows)

@@ -1,28 +1,17 @@
-"""Parts of launching that are independent of plans: works, futures, slices."""
+"""Works and futures of launched buckets."""
 
 from __future__ import annotations
 
 import threading
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
 import torch.distributed as dist
 from torch.futures import Future
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     import torch
-
-    from stretto.runtime.bucket_schedule import Slice
-
-    Start = Callable[[torch.Tensor, Any], Sequence[Any]]
-    """Starts a bucket's collectives and gives what to ``wait()`` for, one a slice.
-
-    Each ``wait`` raises `RuntimeError` where its collective failed, and each has
-    ``get_future()``.
-    """
 
 
 @final
@@ -68,21 +57,6 @@ class Pending:
         self._future.wait()
 
 
-def start_whole(reduce: Any, buffer: torch.Tensor, opts: Any) -> Sequence[Any]:
-    """Start one collective for the whole bucket."""
-    return (reduce([buffer], opts),)
-
-
-def start_slices(
-    reduces: Sequence[Any], sizes: list[int], buffer: torch.Tensor, opts: Any
-) -> Sequence[Any]:
-    """Start each slice on its lane."""
-    return [
-        reduce([piece], opts)
-        for reduce, piece in zip(reduces, buffer.split(sizes), strict=True)
-    ]
-
-
 def done(value: Any) -> Future[Any]:
     """Return a future with a value."""
     future: Future[Any] = Future()
@@ -93,14 +67,6 @@ def done(value: Any) -> Future[Any]:
 def launch_nothing(buffer: torch.Tensor, _opts: Any) -> dist.Work:
     """Launch nothing; used with one rank, and after a failure."""
     return Launched(done(buffer))
-
-
-def stamp(finished: Any, part: Slice, future: Any) -> Any:
-    """Return a slice's result and report its end to an observer."""
-    now_s = perf_counter()
-    value = future.value()
-    finished(part.lane, part.end - part.start, now_s)
-    return value
 
 
 def pass_on(pending: Future[Any], ended: Any) -> None:

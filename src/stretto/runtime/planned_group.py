@@ -1,4 +1,4 @@
-"""Send the slices of one bucket on their lanes.
+"""The process group of a planned Reducer: its buckets, in order, to the sender.
 
 # Note [A process group instead of a communication hook]
 DDP's Reducer passes a full bucket to its process group's ``allreduce`` unless a
@@ -29,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from functools import partial
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -45,23 +44,21 @@ from stretto.runtime.launch import (
     done,
     launch_nothing,
     pass_on,
-    stamp,
-    start_slices,
-    start_whole,
     value_or_raise,
 )
+from stretto.runtime.sender import BucketSender
 from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stretto.runtime.backends.base import AbstractBackend
-    from stretto.runtime.bucket_schedule import BucketSchedule, Slice
+    from stretto.runtime.bucket_schedule import BucketSchedule
     from stretto.runtime.failure import FailureReporter
     from stretto.runtime.lanes import LanePool
-    from stretto.runtime.launch import Start
     from stretto.runtime.nan_check import NanCheck
     from stretto.runtime.recording.step import AbstractStepObserver
+    from stretto.runtime.sender import Start
 
 _log = get_logger(__name__)
 
@@ -135,17 +132,13 @@ class PlannedGroup(dist.ProcessGroup):
         self._looked_at: list[dist.Work] = []
         self._deferred = deferred
         self._streams = backend.stream_launch(device) if base.size() > 1 else None
-        self._device = device
         self._elements = tuple(route.elements for route in routes)
         self._following = (*range(1, len(self._routes)), 0)
-        # The route of each work of a quick step, in launch order.
-        self._waits = tuple(route for route in routes for _ in route.slices)
         self._next = 0
         self._raises_late = True
         self._native = False
         self._in_backward = False
         self._warm = False
-        self._works: list[Any] = []
         self._aside: list[Any] = []
         self._pending: list[tuple[Future[Any], torch.Tensor]] = []
         self._settles: list[Future[Any]] = []
@@ -156,11 +149,15 @@ class PlannedGroup(dist.ProcessGroup):
         self.needs = tuple(needs)
         """The lanes in use, including those of communication hooks."""
         self._lanes = pool.open(needs) if self.size() > 1 else {}
-        self._narrow = NarrowLanes(
+        narrow = NarrowLanes(
             routes,
             self._lanes,
+            device=device,
             error_feedback=error_feedback,
             threads=backend.completes_on_host,
+        )
+        self._sender = BucketSender(
+            self._lanes, failures, narrow=narrow, streams=self._streams
         )
         self.observe(None)
 
@@ -293,37 +290,16 @@ class PlannedGroup(dist.ProcessGroup):
         """Return a launcher of a bucket whose future other code waits for."""
         if self.size() == 1:
             return launch_nothing
-        settle = partial(_settle, weakref.ref(self), route)
         if self._streams is not None:
-            launch = (
-                self._streams.launcher(route, self._reduces(route), observer)
-                if route.wire is None
-                else self._narrow.launcher_on_streams(route, self._device)
-            )
+            launch = self._sender.launcher_on_streams(route, observer)
             return partial(self._launch_guarded, launch, route)
-        if observer is not None:
-            rows = [
-                (reduce, part, partial(observer.slice_finished, route.index))
-                for reduce, part in zip(self._reduces(route), route.slices, strict=True)
-            ]
-            launched = partial(observer.bucket_launched, route.index)
-            return partial(self._launch_observed, launched, rows, settle)
-        return partial(self._launch_settling, self._start(route), settle, route)
+        settle = partial(_settle, weakref.ref(self), route)
+        start = self._sender.starter(route, observer)
+        return partial(self._launch_settling, start, settle, route)
 
     def _quick(self, route: BucketSchedule) -> Any:
         """Return a launcher of a bucket that is waited for at the end of backward."""
-        if len(route.slices) == 1 and not self._narrow.has_thread(route.slices[0]):
-            return partial(self._launch_whole, self._reduces(route)[0], route)
-        return partial(self._launch_parts, self._start(route), route)
-
-    def _start(self, route: BucketSchedule) -> Start:
-        reduces = self._reduces(route)
-        if len(reduces) == 1:
-            return partial(start_whole, reduces[0])
-        return partial(start_slices, reduces, [p.end - p.start for p in route.slices])
-
-    def _reduces(self, route: BucketSchedule) -> list[Any]:
-        return [self._narrow.reduce(route, part) for part in route.slices]
+        return self._sender.work_launcher(route, partial(self._give_up, route))
 
     def _deferring(self, launchers: Sequence[Any], hold: Any, last: Any) -> list[Any]:
         held = [partial(hold, launch) for launch in launchers[:-1]]
@@ -333,27 +309,6 @@ class PlannedGroup(dist.ProcessGroup):
         return (*launchers[:-1], partial(self._close_step, launchers[-1]))
 
     # Launch. Everything was decided above.
-
-    def _launch_whole(
-        self, reduce: Any, route: BucketSchedule, buffer: torch.Tensor, opts: Any
-    ) -> dist.Work:
-        try:
-            work: dist.Work = reduce([buffer], opts)
-        except RuntimeError as exc:
-            return self._give_up(route, buffer, exc)
-        self._works.append(work)
-        return work
-
-    def _launch_parts(
-        self, start: Start, route: BucketSchedule, buffer: torch.Tensor, opts: Any
-    ) -> dist.Work:
-        try:
-            self._works += start(buffer, opts)
-        except RuntimeError as exc:
-            return self._give_up(route, buffer, exc)
-        pending: Future[Any] = Future()
-        self._pending.append((pending, buffer))
-        return Launched(pending)
 
     def _launch_settling(
         self,
@@ -378,24 +333,6 @@ class PlannedGroup(dist.ProcessGroup):
         except RuntimeError as exc:  # an aborted communicator
             return self._give_up(route, buffer, exc)
         return work
-
-    def _launch_observed(
-        self,
-        launched: Callable[[float], None],
-        rows: Sequence[tuple[Any, Slice, Any]],
-        settle: Any,
-        buffer: torch.Tensor,
-        opts: Any,
-    ) -> dist.Work:
-        launched(perf_counter())
-        whole = len(rows) == 1
-        futures = [
-            reduce([buffer if whole else buffer[part.start : part.end]], opts)
-            .get_future()
-            .then(partial(stamp, finished, part))
-            for reduce, part, finished in rows
-        ]
-        return self._awaited(collect_all(futures).then(partial(settle, buffer)))
 
     def _awaited(self, future: Future[Any]) -> dist.Work:
         if self._in_backward and self._streams is None:
@@ -443,7 +380,7 @@ class PlannedGroup(dist.ProcessGroup):
 
     def _open_step(self) -> None:
         self._in_backward = _graph_task_id() != -1
-        self._works.clear()
+        self._sender.forget()
         self._aside.clear()
         self._pending.clear()
         self._settles.clear()
@@ -463,7 +400,7 @@ class PlannedGroup(dist.ProcessGroup):
 
     def fail(self, route: BucketSchedule, cause: RuntimeError) -> None:
         """Report a failed collective; raise the error if a caller waits for it."""
-        error = self._failures.report(route.place, cause)
+        error = self._sender.report(route, cause)
         # Later buckets would wait on lanes that are closed.
         self._launchers = self._nothing
         if not (self._raises_late and self._in_backward):
@@ -495,16 +432,15 @@ class PlannedGroup(dist.ProcessGroup):
             with contextlib.suppress(RuntimeError):
                 self._failures.wait(Pending(future), "an all-reduce of a plan")
         self._settles.clear()
-        for route, work in zip(self._waits, self._works, strict=False):
-            self._failures.wait(work, route.place)
-        if self._failures.error is not None and self._works:
+        waited = self._sender.wait_all()
+        if self._failures.error is not None and waited:
             raise self._failures.error
         for work in self._aside:
             self._failures.wait(work, _USED)
         self._aside.clear()
         for pending, buffer in self._pending:
             pending.set_result(buffer)
-        self._works.clear()
+        self._sender.forget()
         self._pending.clear()
         _queue_callback(self._after_finalize)
         if self._numerics is not None and self._raises_late:

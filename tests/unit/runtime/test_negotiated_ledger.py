@@ -123,19 +123,27 @@ def test_any_order_ends_with_one_launch_order_and_every_element_sent_once(
 
 
 def _check_units(elements: list[int], unit_bytes: int, chance: random.Random) -> None:
-    rows = [Row(i, chance.choice("ab"), n, 4) for i, n in enumerate(elements)]
+    rows = [Row(i, f"t{i}", chance.choice("ab"), n, 4) for i, n in enumerate(elements)]
     lanes = chance.randrange(1, 4)
-    units = cut(rows, unit_bytes, LaneLoads(lanes))
-    covered = [[0] * n for n in elements]
-    for unit in units:
-        assert 0 <= unit.lane < lanes
-        assert unit.elements == sum(p.end - p.start for p in unit.pieces)
-        assert unit.elements * 4 <= max(unit_bytes, 4)
-        assert len({rows[p.position].like for p in unit.pieces}) == 1
-        for piece in unit.pieces:
-            for i in range(piece.start, piece.end):
-                covered[piece.position][i] += 1
-    assert all(count == 1 for row in covered for count in row)
+    buckets = cut(rows, unit_bytes, LaneLoads(lanes))
+    covered = [0] * len(elements)
+    for bucket in buckets:
+        members = [rows[position] for position in bucket.parameters]
+        assert bucket.tensors == tuple(row.name for row in members)
+        assert bucket.elements == sum(row.elements for row in members)
+        assert len({row.like for row in members}) == 1
+        # Packed tensors are one slice, and only a tensor alone is cut.
+        assert len(bucket.slices) == 1 or len(members) == 1
+        at = 0
+        for part in bucket.slices:
+            assert 0 <= part.lane < lanes
+            assert part.start == at
+            at = part.end
+            assert (part.end - part.start) * 4 <= max(unit_bytes, 4)
+        assert at == bucket.elements
+        for row in members:
+            covered[row.position] += 1
+    assert covered == [1] * len(elements)
 
 
 @settings(max_examples=100, deadline=None)

@@ -22,7 +22,7 @@ class EngineOptions:
     """
 
     lanes: int = 4
-    """Communicators that transfer units concurrently. Where one TCP flow fills about a
+    """Communicators that transfer slices concurrently. Where one TCP flow fills about a
     third of a link, as on many clouds, four fill it; elsewhere they cost little.
     """
 
@@ -146,6 +146,6 @@ class AbstractEngineObserver(abc.ABC):
 
         ``track`` is a request's name, with ``name`` one of ``queued`` (submitted, not
         yet ready on every rank), ``pack``, ``allreduce`` and other operations; or
-        ``lane0``, ``lane1``, ... with a unit's requests as ``name``; or ``rounds``
+        ``lane0``, ``lane1``, ... with a slice's requests as ``name``; or ``rounds``
         with ``negotiate``.
         """

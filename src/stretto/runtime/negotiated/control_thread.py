@@ -42,7 +42,7 @@ from stretto.runtime.negotiated.pending import (
 from stretto.runtime.negotiated.progress import AbortReason, Pace, StallDetector
 from stretto.runtime.negotiated.requests import Kind, Request
 from stretto.runtime.negotiated.rounds import Control, PiggybackSlot
-from stretto.runtime.negotiated.send import Sender
+from stretto.runtime.negotiated.send import RequestSender
 from stretto.runtime.negotiated.tensor_set import AbstractControlLoop, SetSteps
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class ControlLoop(AbstractControlLoop):
         self.options = options
         self.observer = observer
         self.failures = FailureReporter(self.ranks, self._abort)
-        self.sender = Sender(self.ranks, options, self.report, observer)
+        self.sender = RequestSender(self.ranks, options, self.report, observer)
         self.sets: dict[int, SetSteps] = {}
         self._registered: dict[str, SetSteps] = {}
         self.error: StrettoError | None = None

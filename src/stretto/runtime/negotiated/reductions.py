@@ -7,7 +7,7 @@ in float32 and rounds once), integers in float64; an average of integers truncat
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,13 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int32 if dtype is torch.int16 else dtype
 
 
+def options(request: Request) -> Any:
+    """Return the options of a request's all-reduce."""
+    found: Any = dist.AllreduceOptions()
+    found.reduceOp = REDUCE_OPS[request.op]
+    return found
+
+
 def scale(values: torch.Tensor, factor: float) -> None:
     """Multiply in place."""
     if factor == 1.0:
@@ -58,6 +65,11 @@ def finish(values: torch.Tensor, request: Request, size: int) -> None:
         else:
             values.copy_(torch.div(values, size, rounding_mode="trunc"))
     scale(values, request.postscale)
+
+
+def changes(request: Request) -> bool:
+    """Return whether `finish` changes any values."""
+    return request.op is Op.AVERAGE or request.postscale != 1.0
 
 
 def combine(rows: torch.Tensor, op: Op) -> torch.Tensor:

@@ -1,14 +1,11 @@
-"""Send ready requests on their lanes: decide units, pack, send, unpack."""
+"""Send ready requests on their lanes: form buckets, pack, send, unpack."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -17,14 +14,17 @@ import torch.distributed as dist
 
 from stretto.logs import get_logger
 from stretto.runtime import backends
+from stretto.runtime.bucket_schedule import BucketSchedule, Slice
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.negotiated import collectives, reductions
 from stretto.runtime.negotiated.pending import Undelivered
-from stretto.runtime.negotiated.requests import DEVICES, DTYPES
+from stretto.runtime.negotiated.requests import DEVICES, DTYPES, Kind
 from stretto.runtime.negotiated.rounds import is_direct
+from stretto.runtime.sender import BucketSender, PlainWatch
+from stretto.schema import slice_bounds
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     from stretto.errors import StrettoError
     from stretto.runtime.agreement import Ranks
@@ -41,103 +41,100 @@ class Row(NamedTuple):
     position: int
     """The caller's index of the tensor."""
 
+    name: str
+
     like: Hashable
-    """Only tensors with an equal key share a unit."""
+    """Only tensors with an equal key share a bucket."""
 
     elements: int
 
     element_bytes: int
 
 
-class SlicePlan(NamedTuple):
-    """Elements ``start`` to ``end`` of a tensor."""
-
-    position: int
-
-    start: int
-
-    end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """The content of one all-reduce."""
-
-    lane: int
-
-    pieces: tuple[SlicePlan, ...]
-
-    elements: int
-
-
 @final
 class LaneLoads:
-    """Bytes assigned to each lane: the next unit goes to the lane with the fewest.
+    """Bytes assigned to each lane: the next slice goes to the lane with the fewest.
 
     The choice can't depend on which lane is free first, because that may differ between
-    ranks: on one lane all ranks must send the same units in the same order.
+    ranks: on one lane all ranks must send the same slices in the same order.
     """
 
     def __init__(self, lanes: int) -> None:
         self._loads_bytes = [0] * lanes
 
     def take(self, size_bytes: int) -> int:
-        """Return the lane for the next unit."""
+        """Return the lane for the next slice."""
         lane = self._loads_bytes.index(min(self._loads_bytes))
         self._loads_bytes[lane] += size_bytes
         return lane
 
 
-def cut(rows: Sequence[Row], unit_bytes: int, loads: LaneLoads) -> list[Unit]:
-    """Return units for tensors in this order, in the order in which they are complete.
+def cut(rows: Sequence[Row], unit_bytes: int, loads: LaneLoads) -> list[BucketSchedule]:
+    """Return buckets of tensors in this order, in the order in which they are complete.
 
-    Tensors of one kind are joined while they fit into ``unit_bytes``; a larger one is
-    cut into parts that differ by at most one element. Every element is in exactly one
-    piece. Equal arguments give equal units, and every rank calls it with the same
-    arguments.
+    Tensors of one kind are joined while they fit into ``unit_bytes``, and sent as one
+    slice; a larger one is a bucket of its own, in slices that differ by at most one
+    element. Every element is in exactly one slice. Equal arguments give equal buckets,
+    and every rank calls it with the same arguments.
     """
-    units: list[Unit] = []
-    open_pieces: dict[Hashable, list[SlicePlan]] = {}
-    open_elements: dict[Hashable, int] = {}
+    found: list[BucketSchedule] = []
+    waiting: dict[Hashable, list[Row]] = {}
+    elements: dict[Hashable, int] = {}
 
-    def close(like: Hashable, element_bytes: int) -> None:
-        pieces = open_pieces.pop(like, None)
-        if pieces:
-            elements = open_elements.pop(like)
-            lane = loads.take(elements * element_bytes)
-            units.append(Unit(lane=lane, pieces=tuple(pieces), elements=elements))
+    def add(members: Sequence[Row], bounds: Sequence[tuple[int, int]]) -> None:
+        found.append(_bucket(len(found), members, bounds, loads))
 
-    bytes_of = {}
+    def close(like: Hashable) -> None:
+        members = waiting.pop(like, None)
+        if members:
+            add(members, [(0, elements.pop(like))])
+
     for row in rows:
-        bytes_of[row.like] = row.element_bytes
-        size_bytes = row.elements * row.element_bytes
-        if size_bytes > unit_bytes:
-            for piece in _parts(row, unit_bytes):
-                elements = piece.end - piece.start
-                lane = loads.take(elements * row.element_bytes)
-                units.append(Unit(lane=lane, pieces=(piece,), elements=elements))
+        if row.elements * row.element_bytes > unit_bytes:
+            most = max(1, unit_bytes // row.element_bytes)
+            add([row], slice_bounds(row.elements, -(-row.elements // most)))
             continue
-        already = open_elements.get(row.like, 0)
+        already = elements.get(row.like, 0)
         if already and (already + row.elements) * row.element_bytes > unit_bytes:
-            close(row.like, row.element_bytes)
+            close(row.like)
             already = 0
-        open_pieces.setdefault(row.like, []).append(
-            SlicePlan(row.position, 0, row.elements)
-        )
-        open_elements[row.like] = already + row.elements
-    for like in list(open_pieces):
-        close(like, bytes_of[like])
-    return units
+        waiting.setdefault(row.like, []).append(row)
+        elements[row.like] = already + row.elements
+    for like in list(waiting):
+        close(like)
+    return found
 
 
-def _parts(row: Row, unit_bytes: int) -> list[SlicePlan]:
-    most = max(1, unit_bytes // row.element_bytes)
-    number = -(-row.elements // most)
-    share, more = divmod(row.elements, number)
-    bounds = [i * share + min(i, more) for i in range(number + 1)]
-    return [
-        SlicePlan(row.position, start, end) for start, end in itertools.pairwise(bounds)
-    ]
+def row_of(position: int, request: Request) -> Row:
+    """Return the row of an all-reduce; ``position`` is the caller's index."""
+    like = (request.dtype, request.op, request.prescale, request.postscale)
+    element_bytes = DTYPES[request.dtype]
+    return Row(position, request.name, like, request.elements, element_bytes)
+
+
+def _bucket(
+    index: int,
+    rows: Sequence[Row],
+    bounds: Sequence[tuple[int, int]],
+    loads: LaneLoads,
+) -> BucketSchedule:
+    more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+    return BucketSchedule(
+        index=index,
+        tensors=tuple(row.name for row in rows),
+        parameters=tuple(row.position for row in rows),
+        elements=bounds[-1][1],
+        slices=tuple(
+            Slice(
+                lane=loads.take((end - start) * rows[0].element_bytes),
+                resource=None,
+                start=start,
+                end=end,
+            )
+            for start, end in bounds
+        ),
+        label=f"{Kind.ALLREDUCE} {rows[0].name!r}{more}",
+    )
 
 
 Begin = Callable[[Any], Any]
@@ -156,15 +153,14 @@ that show when results are in place."""
 
 
 @final
-class GlooCompletionThreads:
-    """Gloo lanes, each with its own thread."""
+class CompletionThreads:
+    """Lanes whose works block the host, each with its own thread."""
 
-    def __init__(self, pool: LanePool, lanes: int) -> None:
-        opened = pool.open([(i, None) for i in range(lanes)])
-        self._lanes = [opened[i, None] for i in range(lanes)]
+    def __init__(self, lanes: Sequence[Any]) -> None:
+        self._lanes = list(lanes)
         self._queues: list[queue.SimpleQueue[Any]] = []
         self._threads = []
-        for number in range(lanes):
+        for number in range(len(lanes)):
             jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
             thread = threading.Thread(
                 target=_wait_in_turn,
@@ -214,8 +210,8 @@ def _wait_in_turn(jobs: queue.SimpleQueue[Any]) -> None:
 
 
 @final
-class NcclCompletion:
-    """NCCL lanes, each with a stream for packing and unpacking.
+class CompletionStreams:
+    """Lanes whose works order streams, each with a stream to pack and unpack.
 
     Not yet run on a GPU. The engine's one thread starts collectives in the agreed
     order, and nothing waits on the host: a stream waits for the communicator's stream,
@@ -223,11 +219,9 @@ class NcclCompletion:
     reported by its own watchdog.
     """
 
-    def __init__(self, pool: LanePool, lanes: int, device: torch.device) -> None:
-        opened = pool.open([(i, None) for i in range(lanes)])
-        self._lanes = [opened[i, None] for i in range(lanes)]
-        self._device = device
-        self._streams = [torch.cuda.Stream(device) for _ in range(lanes)]
+    def __init__(self, lanes: Sequence[Any], device: torch.device) -> None:
+        self._lanes = list(lanes)
+        self._streams = [torch.cuda.Stream(device) for _ in lanes]
 
     def send(self, lane: int, begin: Begin, finish: Finish) -> None:
         """Start a collective now; ``finish`` queues the work that follows it."""
@@ -250,8 +244,16 @@ class NcclCompletion:
         self._lanes.clear()
 
 
+class _DeviceLanes(NamedTuple):
+    """The lanes for one type of device."""
+
+    sender: BucketSender
+
+    completion: CompletionThreads | CompletionStreams
+
+
 @final
-class Sender:
+class RequestSender:
     """Sends ready requests, in the given order, over the engine's lanes.
 
     Call it from one thread, with the same requests in the same order on every rank. A
@@ -270,7 +272,7 @@ class Sender:
         self._report = report
         self._observer = observer
         self._pools: list[LanePool] = []
-        self._completions: dict[str, GlooCompletionThreads | NcclCompletion] = {}
+        self._lanes: dict[str, _DeviceLanes] = {}
         self._loads = {device: LaneLoads(options.lanes) for device in DEVICES}
 
     def reduce(self, parts: Sequence[RequestSlice]) -> None:
@@ -308,7 +310,7 @@ class Sender:
             result, splits = finished
             job.handle.succeed(result, splits=splits, events=events)
 
-        self._on(request.device).send(lane, start, ended)
+        self._on(request.device).completion.send(lane, start, ended)
 
     def abort(self) -> None:
         """End every connection."""
@@ -317,35 +319,40 @@ class Sender:
 
     def close(self) -> None:
         """End lanes and threads once sent requests have ended or were aborted."""
-        for completions in self._completions.values():
-            completions.close()
+        for lanes in self._lanes.values():
+            lanes.completion.close()
+        self._lanes.clear()
         for pool in self._pools:
             pool.close()
-        self._completions.clear()
 
-    def _on(self, device: str) -> GlooCompletionThreads | NcclCompletion:
+    def _on(self, device: str) -> _DeviceLanes:
         """Return the lanes for a type of device; open them when first needed."""
-        if device not in self._completions:
-            cuda = device == "cuda"
-            where = (
-                torch.device("cuda", torch.cuda.current_device())
-                if cuda
-                else torch.device("cpu")
-            )
-            pool = LanePool(
-                self._ranks,
-                serial=DEVICES.index(device),
-                backend=backends.for_device(device).name,
-                device=where,
-            )
-            self._pools.append(pool)
-            lanes = self._options.lanes
-            self._completions[device] = (
-                NcclCompletion(pool, lanes, where)
-                if cuda
-                else GlooCompletionThreads(pool, lanes)
-            )
-        return self._completions[device]
+        if device not in self._lanes:
+            self._lanes[device] = self._open(device)
+        return self._lanes[device]
+
+    def _open(self, device: str) -> _DeviceLanes:
+        kind = backends.for_device(device)
+        where = (
+            torch.device("cuda", torch.cuda.current_device())
+            if device == "cuda"
+            else torch.device("cpu")
+        )
+        pool = LanePool(
+            self._ranks,
+            serial=DEVICES.index(device),
+            backend=kind.name,
+            device=where,
+        )
+        self._pools.append(pool)
+        opened = pool.open([(i, None) for i in range(self._options.lanes)])
+        lanes = list(opened.values())
+        return _DeviceLanes(
+            BucketSender(opened, PlainWatch(self._report)),
+            CompletionThreads(lanes)
+            if kind.completes_on_host
+            else CompletionStreams(lanes, where),
+        )
 
     def _reduce(self, parts: Sequence[RequestSlice], device: str) -> None:
         rows = []
@@ -354,36 +361,42 @@ class Sender:
             if request.elements == 0:
                 part.piece_ended(None)
                 continue
-            like = (request.dtype, request.op, request.prescale, request.postscale)
-            rows.append(Row(i, like, request.elements, DTYPES[request.dtype]))
-        units = cut(rows, self._options.unit_bytes, self._loads[device])
-        for unit in units:
-            for piece in unit.pieces:
-                parts[piece.position].left += 1
+            rows.append(row_of(i, request))
+        buckets = cut(rows, self._options.unit_bytes, self._loads[device])
+        for bucket in buckets:
+            for position in bucket.parameters:
+                parts[position].left += len(bucket.slices)
                 # Set here, because several lanes' threads may use one part at the same
                 # time.
-                parts[piece.position].target()
-        for unit in units:
-            self._send_unit(unit, parts, device)
+                parts[position].target()
+        for bucket in buckets:
+            members = [parts[position] for position in bucket.parameters]
+            for piece in bucket.slices:
+                self._send_slice(bucket, piece, members, self._on(device))
 
-    def _send_unit(
-        self, unit: Unit, parts: Sequence[RequestSlice], device: str
+    def _send_slice(
+        self,
+        bucket: BucketSchedule,
+        piece: Slice,
+        members: Sequence[RequestSlice],
+        lanes: _DeviceLanes,
     ) -> None:
-        request = parts[unit.pieces[0].position].request
+        request = members[0].request
         buffer: list[torch.Tensor] = []
         began_s = perf_counter()
-        size = self._ranks.size
+        elements, size = piece.end - piece.start, self._ranks.size
         wire = reductions.wire_dtype(reductions.dtype_of(request))
-        direct = device == "cpu" and is_direct(unit.elements * wire.itemsize, size)
+        small = is_direct(elements * wire.itemsize, size)
+        direct = request.device == "cpu" and small
 
         def begin(lane: Any) -> Any:
-            buffer.append(_pack(unit, parts))
+            buffer.append(_pack(piece, members))
             if self._observer is not None:
-                self._note(unit, parts, "pack", began_s)
+                self._note(piece, members, "pack", began_s)
             if direct:
                 # buffer[0] is what every rank sends; the rows replace it. See Note
                 # [Small collectives go directly].
-                rows = buffer[0].new_empty(size, unit.elements)
+                rows = buffer[0].new_empty(size, elements)
                 buffer.append(rows)
                 return lane.alltoall_base(
                     rows.view(-1).view(torch.uint8),
@@ -392,52 +405,53 @@ class Sender:
                     [],
                     dist.AllToAllOptions(),
                 )
-            options: Any = dist.AllreduceOptions()
-            options.reduceOp = reductions.REDUCE_OPS[request.op]
-            return lane.allreduce(buffer[:1], options)
+            reduce = lanes.sender.reduce(bucket, piece)
+            return reduce(buffer[:1], reductions.options(request))
 
-        ended = partial(self._unit_ended, unit, parts, buffer, began_s)
-        self._on(device).send(unit.lane, begin, ended)
+        def ended(error: BaseException | None, events: tuple[Any, ...]) -> None:
+            told: StrettoError | None
+            if error is not None:
+                told = self._report(bucket.place_on(piece), error)
+            else:
+                told = self._deliver(bucket, piece, members, buffer, began_s)
+            for member in members:
+                member.piece_ended(told, events)
 
-    def _unit_ended(
+        lanes.completion.send(piece.lane, begin, ended)
+
+    def _deliver(
         self,
-        unit: Unit,
-        parts: Sequence[RequestSlice],
+        bucket: BucketSchedule,
+        piece: Slice,
+        members: Sequence[RequestSlice],
         buffer: list[torch.Tensor],
         began_s: float,
-        error: BaseException | None,
-        events: tuple[Any, ...],
-    ) -> None:
-        told: StrettoError | None = None
-        first = parts[unit.pieces[0].position].request
-        more = len(unit.pieces) - 1
-        place = f"{first.place} and {more} more" if more else first.place
-        if error is not None:
-            told = self._report(f"{place} on lane {unit.lane}", error)
-        else:
-            try:
-                if len(buffer) > 1:
-                    buffer[0].copy_(reductions.combine(buffer[1], first.op))
-                reductions.finish(buffer[0], first, self._ranks.size)
-                _unpack(unit, parts, buffer[0])
-            except Exception as exc:  # noqa: BLE001
-                told = Undelivered(place, exc)
-            if self._observer is not None:
-                self._note(unit, parts, "allreduce", began_s)
-        for piece in unit.pieces:
-            parts[piece.position].piece_ended(told, events)
+    ) -> Undelivered | None:
+        """Put a slice's result into the members' outputs; return why it failed."""
+        request = members[0].request
+        error = None
+        try:
+            if len(buffer) > 1:
+                buffer[0].copy_(reductions.combine(buffer[1], request.op))
+            reductions.finish(buffer[0], request, self._ranks.size)
+            _unpack(piece, members, buffer[0])
+        except Exception as exc:  # noqa: BLE001
+            error = Undelivered(bucket.name, exc)
+        if self._observer is not None:
+            self._note(piece, members, "allreduce", began_s)
+        return error
 
     def _note(
-        self, unit: Unit, parts: Sequence[RequestSlice], what: str, began_s: float
+        self, piece: Slice, members: Sequence[RequestSlice], what: str, began_s: float
     ) -> None:
         observer, now_s = self._observer, perf_counter()
         if observer is None:
             return
-        names = [parts[piece.position].request.name for piece in unit.pieces]
+        names = [member.request.name for member in members]
         for name in names:
             observer.span(name, what, began_s, now_s)
         if what != "pack":
-            observer.span(f"lane{unit.lane}", ", ".join(names), began_s, now_s)
+            observer.span(f"lane{piece.lane}", ", ".join(names), began_s, now_s)
 
 
 def _finished(
@@ -461,29 +475,42 @@ def _await_input(event: Any, tensor: torch.Tensor | None) -> None:
     tensor.record_stream(stream)
 
 
-def _pack(unit: Unit, parts: Sequence[RequestSlice]) -> torch.Tensor:
-    """Return the unit's values in one row, prescaled.
+def _extents(
+    piece: Slice, members: Sequence[RequestSlice]
+) -> Iterator[tuple[RequestSlice, int, int]]:
+    """Return the elements of each member that a slice holds, in its order.
 
-    A unit of one piece uses its output directly if that has the wire's dtype.
+    A bucket of several members has one slice, with all of each.
     """
-    first = parts[unit.pieces[0].position]
+    if len(members) == 1:
+        yield members[0], piece.start, piece.end
+        return
+    for member in members:
+        yield member, 0, member.request.elements
+
+
+def _pack(piece: Slice, members: Sequence[RequestSlice]) -> torch.Tensor:
+    """Return a slice's values in one row, prescaled.
+
+    A slice of one member uses its output directly if that has the wire's dtype.
+    """
+    first = members[0]
     request = first.request
-    for piece in unit.pieces:
-        _await_input(parts[piece.position].event, parts[piece.position].tensor)
+    for member in members:
+        _await_input(member.event, member.tensor)
     dtype = reductions.dtype_of(request)
     wire = reductions.wire_dtype(dtype)
-    target = first.target() if len(unit.pieces) == 1 and wire is dtype else None
+    target = first.target() if len(members) == 1 and wire is dtype else None
     if target is not None:
-        buffer = target[unit.pieces[0].start : unit.pieces[0].end]
+        buffer = target[piece.start : piece.end]
     else:
-        device = request.device
-        buffer = torch.empty(unit.elements, dtype=wire, device=device)
+        elements, device = piece.end - piece.start, request.device
+        buffer = torch.empty(elements, dtype=wire, device=device)
     at = 0
-    for piece in unit.pieces:
-        part = parts[piece.position]
-        segment = buffer[at : at + piece.end - piece.start]
-        at += piece.end - piece.start
-        source = part.source(piece.start, piece.end)
+    for member, start, end in _extents(piece, members):
+        segment = buffer[at : at + end - start]
+        at += end - start
+        source = member.source(start, end)
         if source is None:
             segment.zero_()
         elif source.data_ptr() != segment.data_ptr():
@@ -492,15 +519,17 @@ def _pack(unit: Unit, parts: Sequence[RequestSlice]) -> torch.Tensor:
     return buffer
 
 
-def _unpack(unit: Unit, parts: Sequence[RequestSlice], buffer: torch.Tensor) -> None:
+def _unpack(
+    piece: Slice, members: Sequence[RequestSlice], buffer: torch.Tensor
+) -> None:
     at = 0
-    for piece in unit.pieces:
-        segment = buffer[at : at + piece.end - piece.start]
-        at += piece.end - piece.start
-        target = parts[piece.position].target()
+    for member, start, end in _extents(piece, members):
+        segment = buffer[at : at + end - start]
+        at += end - start
+        target = member.target()
         if target is None:
             continue
-        target = target[piece.start : piece.end]
+        target = target[start:end]
         if target.is_cuda:
             # Not yet run on a GPU. A separate row must live until it is copied.
             target.record_stream(torch.cuda.current_stream())

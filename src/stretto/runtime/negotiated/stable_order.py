@@ -3,36 +3,37 @@
 # Note [An order that is kept]
 Each rank submits every tensor of a set exactly once in every step, and waits only after
 it has submitted all. So a launch in any fixed order that is the same everywhere
-terminates: the next unit in that order has all its tensors once every rank has
+terminates: the next bucket in that order has all its tensors once every rank has
 submitted its step, which no rank's waiting delays. Each rank's own order therefore only
-affects how early units leave, never whether they leave. That is why a kept order needs
-no rounds, and why a tensor that is late, or is zeros because it was not used, costs
-only time.
+affects how early buckets leave, never whether they leave. That is why a kept order
+needs no rounds, and why a tensor that is late, or is zeros because it was not used,
+costs only time.
 
 All ranks decide on the kept order at the end of one step, in the round in which the
 last of them reports "I have submitted all" (its vote). They leave it in the same way:
 the vote says whether this rank's order was the same as before. All ranks read the same
-round, so all change at the same step. Units in a kept order have lanes of their own,
-because the order between them and negotiated units is not agreed.
+round, so all change at the same step. Buckets in a kept order have lanes of their own,
+because the order between them and negotiated buckets is not agreed.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
-import torch.distributed as dist
 
 from stretto.runtime.negotiated import reductions
 from stretto.runtime.negotiated.pending import as_row, is_row, write
-from stretto.runtime.negotiated.requests import DTYPES
-from stretto.runtime.negotiated.send import LaneLoads, Row, cut
+from stretto.runtime.negotiated.send import LaneLoads, cut, row_of
+from stretto.runtime.sender import BucketSender, PlainWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from stretto.runtime.backends.base import Need
+    from stretto.runtime.bucket_schedule import BucketSchedule, Slice
     from stretto.runtime.negotiated.requests import Request
-    from stretto.runtime.negotiated.send import Unit
 
 
 @final
@@ -82,37 +83,27 @@ def common_order(orders: Sequence[Sequence[int]]) -> tuple[int, ...]:
     )
 
 
-class UnitFailed(Exception):
-    """A unit's collective failed; the message names the unit."""
+class BucketFailed(Exception):
+    """A bucket's collective failed; the message names the bucket and the lane."""
 
 
 class _Packed(NamedTuple):
     """A member that is packed with others."""
 
-    unit: int
+    bucket: int
 
     slot: int
 
     view: torch.Tensor
-    """Its place in the unit's buffer, with the member's shape."""
-
-
-class _Alone(NamedTuple):
-    """Elements ``start`` to ``end`` of a member, which form a unit."""
-
-    unit: int
-
-    start: int
-
-    end: int
+    """Its place in the bucket's buffer, with the member's shape."""
 
 
 @final
 class FixedOrder:
-    """Launches the units of each step in one order, from the submitting thread.
+    """Launches the buckets of each step in one order, from the submitting thread.
 
     See Note [An order that is kept]. Buffers take as many bytes as the packed members;
-    a member that forms units of its own is sent from its own memory.
+    a member that forms a bucket of its own is sent from its own memory.
     """
 
     def __init__(
@@ -121,56 +112,56 @@ class FixedOrder:
         order: Sequence[int],
         *,
         unit_bytes: int,
-        lanes: Sequence[Any],
+        lanes: Mapping[Need, Any],
         size: int,
     ) -> None:
         self.order = tuple(order)
         self._members = members
         self._size = size
-        units = _units(members, order, unit_bytes, len(lanes))
-        self._units = units
-        self._requests = [members[unit.pieces[0].position] for unit in units]
-        self._launchers = [
-            _launcher(lanes[unit.lane], request)
-            for unit, request in zip(units, self._requests, strict=True)
-        ]
-        self._buffers: list[torch.Tensor | None] = [None] * len(units)
-        self._views: list[list[torch.Tensor]] = [[] for _ in units]
+        buckets = _buckets(members, order, unit_bytes, len(lanes))
+        self._buckets = buckets
+        self._requests = [members[bucket.parameters[0]] for bucket in buckets]
+        self._options = [reductions.options(request) for request in self._requests]
+        self._changes = [reductions.changes(request) for request in self._requests]
+        self._sender = BucketSender(lanes, PlainWatch(_failed))
+        self._launchers = [self._sender.launcher(bucket) for bucket in buckets]
+        self._buffers: list[torch.Tensor | None] = [None] * len(buckets)
+        self._views: list[list[torch.Tensor]] = [[] for _ in buckets]
         self._packed: dict[int, _Packed] = {}
-        self._alone: dict[int, list[_Alone]] = {}
-        for number, unit in enumerate(units):
-            if len(unit.pieces) > 1:
-                self._pack(number, unit)
+        self._alone: dict[int, int] = {}
+        for number, bucket in enumerate(buckets):
+            if len(bucket.parameters) > 1:
+                self._pack(number, bucket)
             else:
-                ((position, start, end),) = unit.pieces
-                self._alone.setdefault(position, []).append(_Alone(number, start, end))
-        self._counts = [len(unit.pieces) for unit in units]
+                self._alone[bucket.parameters[0]] = number
+        self._counts = [len(bucket.parameters) for bucket in buckets]
         self._begin()
 
-    def _pack(self, number: int, unit: Unit) -> None:
+    def _pack(self, number: int, bucket: BucketSchedule) -> None:
         dtype = reductions.dtype_of(self._requests[number])
         wire = reductions.wire_dtype(dtype)
-        buffer = torch.empty(unit.elements, dtype=wire, device="cpu")
+        buffer = torch.empty(bucket.elements, dtype=wire, device="cpu")
         self._buffers[number] = buffer
         at = 0
-        for slot, piece in enumerate(unit.pieces):
-            view = buffer[at : at + piece.end].view(self._members[piece.position].shape)
-            at += piece.end
+        for slot, position in enumerate(bucket.parameters):
+            member = self._members[position]
+            view = buffer[at : at + member.elements].view(member.shape)
+            at += member.elements
             self._views[number].append(view)
-            self._packed[piece.position] = _Packed(number, slot, view)
+            self._packed[position] = _Packed(number, slot, view)
 
     def _begin(self) -> None:
         self._missing = list(self._counts)
         self._next = 0
-        self._works: list[Any] = []
+        self._sender.forget()
         self._tensors: list[list[Any]] = [[None] * n for n in self._counts]
         self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def submit(self, member: int, tensor: torch.Tensor) -> None:
-        """Accept a member's values; launch the units that are now complete.
+        """Accept a member's values; launch the buckets that are now complete.
 
         Raises:
-            UnitFailed: a lane is closed.
+            BucketFailed: a lane is closed.
         """
         packed = self._packed.get(member)
         if packed is not None:
@@ -200,31 +191,29 @@ class FixedOrder:
             flat = tensor.to(wire, copy=True).reshape(-1)
             self._moved.append((tensor, flat))
         reductions.scale(flat, self._members[member].prescale)
-        for number, start, end in self._alone[member]:
-            self._buffers[number] = flat[start:end]
-            self._missing[number] = 0
+        number = self._alone[member]
+        self._buffers[number] = flat
+        self._missing[number] = 0
 
     def _launch(self, number: int) -> None:
+        buffer = self._buffers[number]
+        if buffer is None:
+            raise AssertionError(f"bucket {number} has no values")
         try:
-            work = self._launchers[number]([self._buffers[number]])
+            self._launchers[number](buffer, self._options[number])
         except RuntimeError as exc:
-            raise UnitFailed(self._place(number)) from exc
-        self._works.append(work)
+            raise self._sender.report(self._buckets[number], exc) from exc
 
     def finish(self) -> None:
-        """Wait for the step's units, in order, and copy results into place.
+        """Wait for the step's buckets, in order, and copy results into place.
 
         Raises:
-            UnitFailed: a lane's collective failed.
+            BucketFailed: a lane's collective failed.
         """
-        for number, work in enumerate(self._works):
-            try:
-                work.wait()
-            except RuntimeError as exc:
-                raise UnitFailed(self._place(number)) from exc
-            buffer = self._buffers[number]
-            if buffer is not None:
-                reductions.finish(buffer, self._requests[number], self._size)
+        for number in range(self._next):
+            # Not made before: a callback in a field would keep this object, and lanes.
+            ended = partial(self._ended, number) if self._changes[number] else None
+            self._sender.wait(self._buckets[number], ended)
             if self._views[number]:
                 torch._foreach_copy_(self._tensors[number], self._views[number])
             else:
@@ -233,32 +222,25 @@ class FixedOrder:
             write(tensor, flat.view(tensor.shape))
         self._begin()
 
-    def _place(self, number: int) -> str:
-        unit = self._units[number]
-        more = len(unit.pieces) - 1
-        also = f" and {more} more" if more else ""
-        return f"{self._requests[number].place}{also} on lane {unit.lane}"
+    def _ended(self, number: int, part: Slice) -> None:
+        buffer = self._buffers[number]
+        if buffer is not None:
+            values = buffer[part.start : part.end]
+            reductions.finish(values, self._requests[number], self._size)
 
 
-def _units(
+def _failed(place: str, cause: BaseException) -> BucketFailed:
+    error = BucketFailed(place)
+    error.__cause__ = cause
+    return error
+
+
+def _buckets(
     members: Sequence[Request], order: Sequence[int], unit_bytes: int, lanes: int
-) -> list[Unit]:
-    """Return units in the order in which they are complete."""
-    rows = []
-    for member in order:
-        request = members[member]
-        if request.elements:
-            like = (request.dtype, request.op, request.prescale, request.postscale)
-            row = Row(member, like, request.elements, DTYPES[request.dtype])
-            rows.append(row)
+) -> list[BucketSchedule]:
+    """Return buckets in the order in which they are complete."""
+    rows = [row_of(member, members[member]) for member in order]
     place = {member: i for i, member in enumerate(order)}
-    units = cut(rows, unit_bytes, LaneLoads(lanes))
-    units.sort(key=lambda unit: max(place[piece.position] for piece in unit.pieces))
-    return units
-
-
-def _launcher(lane: Any, request: Request) -> Callable[[list[Any]], Any]:
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = reductions.REDUCE_OPS[request.op]
-    reduce = lane.allreduce
-    return lambda buffers: reduce(buffers, options)
+    buckets = cut([row for row in rows if row.elements], unit_bytes, LaneLoads(lanes))
+    buckets.sort(key=lambda bucket: max(place[m] for m in bucket.parameters))
+    return buckets

@@ -24,9 +24,9 @@ from stretto.runtime.negotiated.pending import (
 from stretto.runtime.negotiated.reductions import dtype_of
 from stretto.runtime.negotiated.requests import Kind, Request
 from stretto.runtime.negotiated.stable_order import (
+    BucketFailed,
     FixedOrder,
     OrderWatch,
-    UnitFailed,
     common_order,
 )
 
@@ -83,8 +83,8 @@ class TensorSet:
 
     While ranks submit in orders that change, readiness is negotiated as for any
     request. When every rank's order has been the same for some steps it is kept, and
-    units leave without negotiation. When some rank's order changes, all ranks leave the
-    kept order at the same step. The results are the same either way.
+    buckets leave without negotiation. When some rank's order changes, all ranks leave
+    the kept order at the same step. The results are the same either way.
     """
 
     def __init__(self, engine: object, steps: SetSteps, names: Sequence[str]) -> None:
@@ -101,7 +101,7 @@ class TensorSet:
 
     @property
     def order_kept(self) -> bool:
-        """Whether units leave in a kept order now."""
+        """Whether buckets leave in a kept order now."""
         return self._steps.fixed is not None
 
     def submitter(self, index: int) -> Callable[..., None]:
@@ -166,8 +166,8 @@ class SetSteps:
         self._id = set_id
         self._name = request.name
         # Not yet run on a GPU: NCCL needs one launch order for all its communicators.
-        # Units of a kept order are not ordered with other units, so they are not
-        # supported on it.
+        # Buckets of a kept order are not ordered with others, so they are not supported
+        # on it.
         on_cpu = all(member.device == "cpu" for member in self.members)
         self._watch = OrderWatch(loop.options.stable_steps if on_cpu else 0)
         self._pool: LanePool | None = None
@@ -290,7 +290,7 @@ class SetSteps:
 
     def _failed(self, error: Exception) -> StrettoError:
         """Return the engine's one error after a failure in a kept order."""
-        if isinstance(error, UnitFailed):
+        if isinstance(error, BucketFailed):
             return self._loop.report(str(error), error.__cause__ or error)
         return self._undelivered(Undelivered(self.place, error))
 
@@ -394,7 +394,6 @@ class SetSteps:
         if self._kept is not None and self._kept.order == order:
             return self._kept
         loop = self._loop
-        lanes: list[Any] = []
         if self._pool is None:
             store = PrefixStore(f"set/{self._id}", loop.ranks.store)
             self._pool = LanePool(
@@ -403,8 +402,7 @@ class SetSteps:
                 backend=backends.ON_HOST,
                 device=torch.device("cpu"),
             )
-        opened = self._pool.open([(i, None) for i in range(loop.options.lanes)])
-        lanes = list(opened.values())
+        lanes = self._pool.open([(i, None) for i in range(loop.options.lanes)])
         self._kept = FixedOrder(
             self.members,
             order,
