@@ -1,4 +1,4 @@
-"""Planners and techniques as objects, and from installed packages."""
+"""Planners, techniques and backends as objects, and from installed packages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from click.testing import CliRunner
 import stretto
 from stretto import planners
 from stretto.cli._main import group
-from stretto.errors import SpecError
+from stretto.errors import PlanMismatch, SpecError
 from stretto.planners import AbstractPlanner, Draft, finish
+from stretto.runtime import backends
 from stretto.testing.instances import capped_cluster, small_workload
 from stretto.tune import TuneOptions
 from stretto.tune.techniques import (
@@ -67,6 +68,22 @@ nothing = 3
 '''
 
 
+BACKENDS = '''
+"""Backends of another package."""
+
+from stretto.runtime.backends.base import AbstractBackend
+from stretto.runtime.backends.gloo import GlooBackend
+
+
+class Wires(GlooBackend):
+    name = "wires"
+
+
+class Unwired(AbstractBackend):
+    name = "unwired"
+'''
+
+
 class Whole(AbstractPlanner):
     """Everything in one bucket, in a number of slices."""
 
@@ -86,6 +103,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
     def add(*entries: str, package: str = "others") -> None:
         (tmp_path / "stretto_others.py").write_text(MODULE)
+        (tmp_path / "stretto_wires.py").write_text(BACKENDS)
         info = tmp_path / f"{package}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(
@@ -180,6 +198,42 @@ def test_broken_entry_points_are_one_error(install, entry, text) -> None:
     install("[stretto.planners]", entry)
     with pytest.raises(SpecError, match=text):
         planners.get(entry.split()[0])
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ("x = stretto_others:Halves", "must be a subclass of AbstractBackend, got"),
+        ("x = stretto_wires:Wires", r"Wires\.name must be 'x', got 'wires'"),
+        ("x = stretto_others:Missing", "of others cannot be loaded: AttributeError"),
+        ("unwired = stretto_wires:Unwired", "Unwired must implement .*, lanes, "),
+    ],
+)
+def test_broken_entry_points_of_backends_are_the_same_error(
+    install: Callable[..., None], entry: str, text: str
+) -> None:
+    install("[stretto.backends]", entry)
+    name = entry.split()[0]
+    assert backends.supported(name)
+    assert backends.names()[-1] == name
+    with pytest.raises(SpecError, match=text):
+        backends.get(name)
+
+
+def test_an_installed_backend_is_found_by_its_name(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "_loaded", {})
+    assert not backends.supported("wires")
+    install(
+        "[stretto.backends]", "wires = stretto_wires:Wires", "gloo = nowhere:Nothing"
+    )
+    assert type(backends.get("wires")).__name__ == "Wires"
+    assert backends.get("wires") is backends.get("wires")
+    assert type(backends.get("gloo")).__name__ == "GlooBackend"
+    assert backends.names() == ("gloo", "nccl", "local", "wires")
+    with pytest.raises(PlanMismatch, match="use gloo or nccl or local or wires, or"):
+        backends.get("pigeons")
 
 
 def test_two_packages_may_not_share_a_name(install) -> None:

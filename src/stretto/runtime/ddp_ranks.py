@@ -200,11 +200,11 @@ class RankedDDP(TorchDDP):
         )
 
     def _lane_backend_trouble(self) -> StrettoError | None:
-        """Return the error if the chosen backend of lanes does not exist."""
+        """Return the error if the chosen backend of lanes can't be had."""
         if self._lane_backend != self._backend:
             try:
                 backends.get(self._lane_backend)
-            except PlanMismatch as exc:
+            except StrettoError as exc:
                 return exc
         return None
 

@@ -7,17 +7,12 @@ docs/how-to/add-a-backend.md describes how to write one.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
 
 from stretto.errors import PlanMismatch
+from stretto.plugins import installed_names, load_class
 from stretto.runtime.backends.base import AbstractBackend
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _OWN = {
     "gloo": "stretto.runtime.backends.gloo:GlooBackend",
@@ -55,32 +50,39 @@ def register(backend: AbstractBackend) -> None:
 
 def names() -> tuple[str, ...]:
     """Return the names of all backends."""
-    return tuple(dict.fromkeys((*_OWN, *_loaded, *_offered())))
+    known = dict.fromkeys((*_OWN, *_loaded))
+    return (*known, *installed_names(ENTRY_POINTS, besides=known))
 
 
 def supported(name: str) -> bool:
     """Return whether plans can run on a backend."""
-    return name in _OWN or name in _loaded or name in _offered()
+    return name in _OWN or name in _loaded or name in installed_names(ENTRY_POINTS)
 
 
 def get(name: str) -> AbstractBackend:
-    """Return a backend by its name.
+    """Return a backend by its name, stretto's own before an installed one.
 
     Raises:
-        PlanMismatch: plans can't run on it, or its package can't be loaded.
+        PlanMismatch: plans can't run on it.
+        SpecError: its package does not load.
     """
     if name not in _loaded:
-        if name in _OWN:
-            module, _, own = _OWN[name].partition(":")
-            _loaded[name] = getattr(importlib.import_module(module), own)()
-        elif name in _offered():
-            _loaded[name] = _load(name, _offered()[name])
-        else:
-            raise PlanMismatch(
-                f"this runtime does not support plans on backend {name!r} yet: use "
-                f"{' or '.join(names())}, or pass plan=None."
-            )
+        _loaded[name] = _class_of(name)()
     return _loaded[name]
+
+
+def _class_of(name: str) -> type[AbstractBackend]:
+    if name in _OWN:
+        module, _, own = _OWN[name].partition(":")
+        found: type[AbstractBackend] = getattr(importlib.import_module(module), own)
+        return found
+    installed = load_class(ENTRY_POINTS, name, AbstractBackend)  # type: ignore[type-abstract]
+    if installed is None:
+        raise PlanMismatch(
+            f"this runtime does not support plans on backend {name!r} yet: use "
+            f"{' or '.join(names())}, or pass plan=None."
+        )
+    return installed
 
 
 def for_device(device_type: str) -> AbstractBackend:
@@ -104,26 +106,3 @@ def for_lanes(usual: str, chosen: str | None = None) -> str:
             variable ``STRETTO_LANE_BACKEND``, and that, unless it is set, to ``usual``.
     """
     return chosen or os.environ.get(LANE_BACKEND_VARIABLE) or usual
-
-
-@functools.cache
-def _offered() -> dict[str, Any]:
-    """Return the entry points of installed packages, by name."""
-    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-
-
-def _load(name: str, point: Any) -> AbstractBackend:
-    try:
-        made: Callable[[], Any] = point.load()
-        backend = made()
-    except Exception as exc:
-        raise PlanMismatch(
-            f"backend {name!r} can't be loaded from {point.value}: "
-            f"{type(exc).__name__}: {exc}. Check the package that offers it."
-        ) from exc
-    if not isinstance(backend, AbstractBackend) or backend.name != name:
-        raise PlanMismatch(
-            f"{point.value}, which a package offers as backend {name!r}, is no "
-            "AbstractBackend of that name. Check the package that offers it."
-        )
-    return backend
