@@ -78,6 +78,18 @@ def test_the_search_for_places_finds_them():
         assert not MACHINE_PATHS.search(text)
 
 
+def test_only_backends_spell_the_name_of_nccl():
+    """Everything else asks the registry of backends."""
+    backends = ROOT / "src/stretto/runtime/backends"
+    places = [
+        str(file.relative_to(ROOT))
+        for file in SOURCES
+        if '"nccl"' in file.read_text() and file.parent != backends
+    ]
+    assert places == []
+    assert '"nccl"' in (backends / "nccl.py").read_text()
+
+
 def test_no_tracked_file_is_large():
     assert [f for f in tracked() if f.stat().st_size > 2**20] == []
 

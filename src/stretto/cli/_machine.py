@@ -179,9 +179,12 @@ def nccl_check(
     built: tuple[int, ...] | None, loaded: tuple[int, ...] | None, devices: int
 ) -> Check:
     """Check that torch was built with the NCCL version that is loaded."""
+    from stretto.runtime.backends.nccl import NcclBackend
+
+    name = NcclBackend.name
     if built is None:
         return Check(
-            name="nccl",
+            name=name,
             status=NOTE if devices else OK,
             found="not in this build of torch"
             + (", though there are devices" if devices else ""),
@@ -190,12 +193,12 @@ def nccl_check(
     texts = [".".join(map(str, version)) for version in (loaded or built, built)]
     if loaded is not None and loaded != built:
         return Check(
-            name="nccl",
+            name=name,
             status=NOTE,
             found=f"{texts[0]} is loaded, torch was built with {texts[1]}",
             remedy="unset LD_PRELOAD, unless another NCCL is wanted",
         )
-    return Check(name="nccl", status=OK, found=f"{texts[0]}, as built and as loaded")
+    return Check(name=name, status=OK, found=f"{texts[0]}, as built and as loaded")
 
 
 def nccl_versions() -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:

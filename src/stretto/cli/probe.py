@@ -126,11 +126,12 @@ def command(
     import torch.distributed as dist
 
     from stretto._api.measuring import probe, probe_contention
+    from stretto.runtime import backends
 
-    gpu = torch.cuda.is_available() and dist.is_nccl_available()
-    if gpu:  # not yet run on a GPU
+    usual = backends.on_this_machine()
+    if "cuda" in usual:  # not yet run on a GPU
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if gpu else "gloo")
+    dist.init_process_group(usual.get("cuda", usual["cpu"]).name)
     try:
         rank = dist.get_rank()
         with _progress(rank) as progress:

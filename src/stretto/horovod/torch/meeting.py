@@ -14,7 +14,6 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     PrefixStore,
@@ -23,6 +22,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.distributed.rendezvous import rendezvous
 
+from stretto.runtime import backends
 from stretto.runtime.agreement import Ranks, ranks_of, store_lost
 
 if TYPE_CHECKING:
@@ -98,10 +98,9 @@ def _make_group(place: Place, timeout_s: float | None) -> tuple[Any, Ranks]:
     outer = _stores[key]
     serial = outer.add(f"horovod/groups/{place.rank}", 1)
     hook = sys.excepthook
-    both = torch.cuda.is_available() and dist.is_nccl_available()
     dist.init_process_group(
-        # Not yet run on a GPU: with both, the tensors' device selects the backend.
-        "cpu:gloo,cuda:nccl" if both else "gloo",
+        # Not yet run on a GPU, where the tensors' device selects the backend.
+        backends.process_group_backend(),
         store=PrefixStore(f"horovod/{serial}", outer),
         rank=place.rank,
         world_size=place.size,

@@ -97,6 +97,27 @@ def for_device(device_type: str) -> AbstractBackend:
     raise PlanMismatch(f"no backend sends tensors on {device_type}")
 
 
+def on_this_machine() -> dict[str, AbstractBackend]:
+    """Return stretto's usual backend of each type of device that this machine has."""
+    found: dict[str, AbstractBackend] = {}
+    for backend in map(get, _OWN):
+        if backend.device_type not in found and backend.is_available():
+            found[backend.device_type] = backend
+    return found
+
+
+def process_group_backend() -> str:
+    """Return the argument of `init_process_group` for all devices of this machine.
+
+    With several types of device, such as ``cpu:gloo,cuda:nccl``, the tensors' device
+    selects the backend.
+    """
+    usual = on_this_machine()
+    if len(usual) == 1:
+        return next(iter(usual.values())).name
+    return ",".join(f"{device}:{backend.name}" for device, backend in usual.items())
+
+
 def for_lanes(usual: str, chosen: str | None = None) -> str:
     """Return the name of the backend that lanes use.
 

@@ -145,6 +145,10 @@ class AbstractBackend(abc.ABC):
     def kind(self) -> Any:
         """Torch's ``ProcessGroup.BackendType``; ``CUSTOM`` if torch lacks it."""
 
+    def is_available(self) -> bool:
+        """Return whether this machine and this build of torch have it."""
+        return True
+
     @abc.abstractmethod
     def check(self, needs: Sequence[Need], ranks: int, device: torch.device) -> None:
         """Require that this process can open lanes.

@@ -402,6 +402,10 @@ class NcclBackend(AbstractBackend):
         """Torch's type."""
         return dist.ProcessGroup.BackendType.NCCL
 
+    def is_available(self) -> bool:
+        """Return whether there is a device, and torch was built with NCCL."""
+        return torch.cuda.is_available() and dist.is_nccl_available()
+
     def check(self, needs: Sequence[Need], ranks: int, device: torch.device) -> None:
         """Require that NCCL's settings and the device allow these lanes."""
         check_here(needs, ranks, device)
