@@ -210,6 +210,34 @@ def test_numbers_of_numpy_and_of_other_classes_are_captured(function):
     assert [node.name for node in graph.nodes] == ["before", "after"]
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h.view(np.int64(h.shape[0]), 2, 2).flatten(1),
+        lambda h: h.reshape(np.prod(h.shape[:1]), -1),
+        lambda h: h[: np.int32(h.shape[0])],
+        lambda h: h + torch.zeros(np.int64(h.shape[0]), 4),
+        lambda h: h * np.maximum(1, np.int64(2)),
+    ],
+)
+def test_numbers_of_numpy_may_follow_the_batch(function):
+    graph = capture(Between(function), (torch.randn(2, 4),))
+    assert [node.name for node in graph.nodes] == ["before", "after"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h / np.sqrt(h.shape[0]),
+        lambda h: h * np.int64(h.shape[0]),
+        lambda h: h + np.float32(h.shape[0]),
+    ],
+)
+def test_numbers_of_numpy_that_mix_samples_are_refused(function):
+    with pytest.raises(SpecError, match="number of samples"):
+        capture(Between(function), (torch.randn(2, 4),))
+
+
 def late_half(h):
     return h.masked_fill((torch.arange(h.shape[0]) >= 6)[:, None], 0.0)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
 import torch
 
 from stretto.burst.tracing.recorder import Fixed, Record, Recording, Ref
@@ -148,6 +149,9 @@ def _joined(
         if one != two:
             raise _differs(at, batches)
         return one
+    if isinstance(one, np.generic) or isinstance(two, np.generic):
+        found = _joined(_plain(one), _plain(two), at, batches, is_end=is_end)
+        return found if isinstance(found, Count) else one
     if type(one) is not type(two):
         raise _differs(at, batches)
     if isinstance(one, (tuple, list)):
@@ -172,6 +176,11 @@ def _joined(
     if isinstance(one, (int, float, complex, str, bool)):
         return _number(one, two, at, batches, is_end=is_end)
     return one
+
+
+def _plain(value: Any) -> Any:
+    """Return NumPy's number as Python's; of NumPy's, types depend on the values."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _number(
