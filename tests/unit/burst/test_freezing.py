@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from stretto.burst.graph import capture
 from stretto.burst.tracing.freezing import MOST_BYTES, MOST_ITEMS, Freezer
+from stretto.burst.tracing.reads import Reads
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -147,6 +148,39 @@ def test_a_change_is_noticed_and_nothing_else(
     finally:
         os.environ.pop("STRETTO_NEW", None)
     assert after != before
+
+
+QUICK: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "hooks": (collections.OrderedDict, lambda h: h.update({1: print})),
+    "a list": (list, lambda items: items.append(1)),
+    "a set": (set, lambda items: items.add(1)),
+    "a dictionary": (dict, lambda items: items.update(v=1)),
+    "a function": (lambda: lambda: None, lambda f: setattr(f, "v", 2.0)),
+}
+
+
+def look_at(held: Any) -> Any:
+    return getattr(held, "v", None)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_value_is_copied_again_only_where_it_may_have_changed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, change = QUICK[name]
+    module = Decides(iter(()))
+    module.held = value = make()  # type: ignore[assignment]
+    reads = Reads(module)
+    with reads.noted():
+        look_at(module.held)
+    watch = reads.watch()
+    copied = []
+    monkeypatch.setattr(Freezer, "__call__", lambda _, found: copied.append(found))
+    assert watch.changed() is None
+    assert not copied
+    monkeypatch.undo()
+    change(value)
+    assert watch.changed() == "held"
 
 
 def test_names_that_no_function_contains_are_not_followed() -> None:

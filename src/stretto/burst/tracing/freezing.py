@@ -127,6 +127,10 @@ class Freezer:
         """Return a copy of a value."""
         return _Freeze(self._names, self._known, tensors=self._tensors).of(value)
 
+    def is_by_identity(self, value: Any) -> bool:
+        """Return whether a value equals itself, whatever is written into it."""
+        return isinstance(value, Tensor) or _is_by_identity(value, self._known)
+
 
 @final
 class _Freeze:
@@ -147,9 +151,7 @@ class _Freeze:
             return type(value), value
         if isinstance(value, Tensor):
             return _Same(value) if self._tensors else Tensor
-        if isinstance(value, _OPAQUE) or id(value) in self._known:
-            return _Same(value)
-        if isinstance(value, _SPACES) and not _is_users(value):
+        if _is_by_identity(value, self._known):
             return _Same(value)
         if (depth := self._path.get(id(value))) is not None:
             return "again", depth
@@ -211,6 +213,12 @@ class _Freeze:
         if not isinstance(parts, tuple):
             return _Same(value)
         return tuple(self.of(part) for part in parts[1:3])
+
+
+def _is_by_identity(value: Any, known: Collection[int]) -> bool:
+    if isinstance(value, _OPAQUE) or id(value) in known:
+        return True
+    return isinstance(value, _SPACES) and not _is_users(value)
 
 
 def may_read_users(name: object) -> bool:

@@ -18,6 +18,7 @@ import os
 import sys
 import textwrap
 import types
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from stretto.burst.tracing.freezing import ATOMS, INSTALLED, Freezer, may_read_users
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 HOOKS = (
@@ -112,13 +113,47 @@ class _Row:
 
     freeze: Freezer
 
+    is_quickly_same: Any
+    """Whether the same object has kept its content, as far as that shows without a
+    copy; otherwise the content is compared."""
+
     def holds(self) -> bool:
         value = self.held.get(self.key, _MISSING)
         if self.frozen is None:
             return value is self.value
-        if value is self.value and isinstance(value, ATOMS):
+        if value is self.value and self.is_quickly_same(value):
             return True
         return bool(self.freeze(value) == self.frozen)
+
+
+def _quick_test(value: Any, freeze: Freezer) -> Callable[[Any], bool]:
+    """Return a test of the same object that is True only if its content is as now."""
+    if isinstance(value, ATOMS) or freeze.is_by_identity(value):
+        return _always
+    if type(value) in _CONTAINERS and _is_empty(value):
+        return _is_empty
+    if type(value) is types.FunctionType and not value.__dict__:
+        return _has_no_fields
+    return _never
+
+
+_CONTAINERS = (dict, list, set, OrderedDict)
+
+
+def _always(_value: Any) -> bool:
+    return True
+
+
+def _never(_value: Any) -> bool:
+    return False
+
+
+def _is_empty(value: Any) -> bool:
+    return not value and not getattr(value, "__dict__", None)
+
+
+def _has_no_fields(function: Any) -> bool:
+    return not function.__dict__
 
 
 @final
@@ -214,7 +249,8 @@ class Reads:
                 frozen = freeze(value)
             elif not tensors:
                 return
-            rows[id(held), key] = _Row(held, key, value, frozen, name, freeze)
+            quick = _quick_test(value, freeze)
+            rows[id(held), key] = _Row(held, key, value, frozen, name, freeze, quick)
 
         for number, key in self._found:
             prefix, part = self._modules[number]
