@@ -61,6 +61,19 @@ class Ordered(nn.Module):
         return h
 
 
+class Defined(nn.Module):
+    """Runs its layers in one order, and defines them in any."""
+
+    def __init__(self, is_turned: bool) -> None:
+        super().__init__()
+        for name in ("last", "first") if is_turned else ("first", "last"):
+            setattr(self, name, nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        last: torch.Tensor = self.last(torch.tanh(self.first(x)))
+        return last
+
+
 EXAMPLE = torch.zeros(2, 4)
 
 
@@ -352,3 +365,45 @@ def test_a_rank_that_catches_a_refusal_goes_on_with_the_others(ranks: Any) -> No
     waiting, refused = ranks(rank_that_refuses, 2, "comes back", group_s=600)
     assert [row[0] for row in waiting] == ["", "", ""]
     assert [row[0] for row in refused] == ["StrettoError", "", "", ""]
+
+
+def rank_lost_while_ranks_name_a_difference(
+    rank: int, size: int, kind: str
+) -> tuple[str, str, float]:
+    """Rank 1 meets an error before it tells the others what it holds."""
+    from stretto.burst import refusals
+    from stretto.runtime.agreement import Agreement
+
+    refusals.GRACE_S = 2.0
+    if kind == "operations":
+        model: nn.Module = Ordered(rank == 1)
+        plan = plan_of_ordered(size)
+    else:
+        model = Defined(rank == 1)
+        plan = plan_of(Defined(False), EXAMPLE, lambda _i: (0, size), size)
+
+    def fails(*_: Any) -> Any:
+        raise ValueError("on this rank alone")
+
+    if rank == 1:
+        Agreement.gather = fails  # type: ignore[method-assign]
+    began_s = time.perf_counter()
+    try:
+        BurstParallel(model, plan, example_inputs=(EXAMPLE,))
+    except Exception as exc:  # noqa: BLE001
+        took_s = time.perf_counter() - began_s
+        if rank == 1:
+            time.sleep(8.0)  # its process does not end
+        return type(exc).__name__, str(exc), took_s
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize("kind", ["operations", "parameters"])
+def test_ranks_that_name_a_difference_do_not_wait_for_a_lost_one(
+    ranks: Any, kind: str
+) -> None:
+    waiting, lost = ranks(rank_lost_while_ranks_name_a_difference, 2, kind, group_s=600)
+    assert lost[:2] == ("ValueError", "on this rank alone")
+    assert waiting[0] == "CommTimeout", waiting
+    assert "because rank 1 stopped with an error of its own: ValueError" in waiting[1]
+    assert waiting[2] < 8.0

@@ -227,7 +227,8 @@ class BurstParallel(nn.Module):
         torch_calls.add(self._seam)
         self.register_load_state_dict_pre_hook(_accept_module_names)  # type: ignore[no-untyped-call]
         if example_inputs is not None or example_kwargs is not None:
-            self._set_up(tuple(example_inputs or ()), example_kwargs or {})
+            with self._informing():
+                self._set_up(tuple(example_inputs or ()), example_kwargs or {})
 
     # Setup.
 
@@ -460,8 +461,14 @@ class BurstParallel(nn.Module):
             RankDisagreement: ranks called in different modes, or one had invalid input.
             CommTimeout: a rank was lost, or stopped with an error of its own.
         """
-        try:
+        with self._informing():
             return self._forwarded(args, kwargs)
+
+    @contextlib.contextmanager
+    def _informing(self) -> Iterator[None]:
+        """Inform ranks that wait for this one of an error that ends its call."""
+        try:
+            yield
         except Exception as exc:
             if self._rank_groups.failures.error is None:
                 self._rank_groups.refusals.tell(exc)

@@ -14,7 +14,7 @@ from stretto._version import __version__
 from stretto.errors import CommTimeout, RankDisagreement, StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from stretto.burst.rank_groups import RankGroups
     from stretto.burst.tracing.layers import LayerGraph
@@ -71,11 +71,6 @@ class RankMeeting:
                 self._agreement.require_same(purpose, values)
         except RankDisagreement as error:
             return error
-        except CommTimeout as exc:
-            known = None
-            if self.rank_groups is not None:
-                known = self.rank_groups.failures.error
-            raise known or exc from None
         return None
 
     def gather(self, purpose: str, text: str, *, place: str = "") -> list[str]:
@@ -85,8 +80,11 @@ class RankMeeting:
             purpose: the same on all ranks.
             text: this rank's.
             place: what waits, for the error of a lost rank; default: the purpose.
+
+        Raises:
+            CommTimeout: a rank did not arrive.
         """
-        with self._waiting(place or purpose):
+        with self._waiting(place or f"the meeting to {purpose}"):
             return self._agreement.gather(purpose, text)
 
     def require_same_model(
@@ -144,7 +142,7 @@ class RankMeeting:
         self, error: RankDisagreement, held: Sequence[str]
     ) -> RankDisagreement:
         """Return the error of other parameters with the first that differs."""
-        texts = self._agreement.gather("compare parameters", json.dumps(held))
+        texts = self.gather("compare parameters", json.dumps(held))
         places = self._first_apart([[(n, n) for n in json.loads(t)] for t in texts])
         return RankDisagreement(
             "ranks hold different parameters or buffers, or in different orders; the "
@@ -179,7 +177,7 @@ class RankMeeting:
         A rank that could not capture its model passes None.
         """
         mine = json.dumps([] if graph is None else graph.operations())
-        texts = self._agreement.gather("compare the models' operations", mine)
+        texts = self.gather("compare the models' operations", mine)
         rows = [json.loads(text) for text in texts]
         if not all(rows) or not (places := self._first_apart(rows)):
             return error
@@ -191,7 +189,18 @@ class RankMeeting:
             key=error.key,
         )
 
-    def _waiting(self, place: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _waiting(self, place: str) -> Iterator[None]:
+        """Watch for the other ranks' errors during a meeting.
+
+        Raises:
+            CommTimeout: a rank did not arrive; with its own error if it has told one.
+        """
         if self.rank_groups is None:
-            return contextlib.nullcontext()
-        return self.rank_groups.refusals.waiting(place)
+            yield
+            return
+        try:
+            with self.rank_groups.refusals.waiting(place):
+                yield
+        except CommTimeout as exc:
+            raise self.rank_groups.failures.error or exc from None
