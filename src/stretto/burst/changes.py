@@ -204,14 +204,18 @@ class Changes:
                 continue
             if not self._reads(grad, sample.grad_version):
                 continue
-            now = _elements(grad, sample.offset)
-            before, sample.grad = sample.grad, now
+            now = _some(grad, sample.offset)
+            before = sample.grad
             sample.grad_version = grad._version  # noqa: SLF001
-            if now.shape != before.shape:
-                continue
             tolerance = _TOLERANCES.get(grad.dtype, _OTHERS_TOLERANCE)
-            values = _numbers(sample.values)
-            found = _factor(_numbers(before), _numbers(now), values, tolerance)
+            if _is_same(now, before):
+                found = 1.0 if bool(before.any()) else None
+            else:
+                sample.grad = now = now.clone()
+                if now.shape != before.shape:
+                    continue
+                values = _numbers(sample.values)
+                found = _factor(_numbers(before), _numbers(now), values, tolerance)
             if found is None:
                 continue
             self._tolerance = max(self._tolerance, tolerance)
@@ -229,7 +233,7 @@ class Changes:
             if grad is None:
                 found[id(parameter)] = False
             elif _is_readable(parameter) and self._reads(grad, sample.grad_version):
-                if bool(_elements(grad, sample.offset).any()):
+                if bool(_some(grad, sample.offset).any()):
                     found[id(parameter)] = True
                 elif bool(sample.first.any()):
                     found[id(parameter)] = False
@@ -241,6 +245,9 @@ class Changes:
             if not self._reads(parameter, sample.values_version):
                 continue
             before = sample.values
+            if _is_same(_some(parameter, sample.offset), before):
+                sample.values_version = parameter._version  # noqa: SLF001
+                continue
             now = self._keep_values(sample)
             tolerance = _TOLERANCES.get(parameter.dtype)
             if tolerance is None or now.shape != before.shape:
@@ -362,16 +369,29 @@ def _is_readable(parameter: torch.nn.Parameter) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+    return tensor.is_contiguous() or bool(
+        torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    )
 
 
 def _elements(tensor: torch.Tensor, offset: int) -> torch.Tensor:
     """Return copies of some elements, in the order of memory."""
-    whole = tensor.detach()
-    count = whole.numel()
-    line = whole.as_strided((count,), (1,), whole.storage_offset())
+    return _some(tensor, offset).clone()
+
+
+def _some(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """Return a view of these elements."""
+    count = tensor.numel()
     stride = max(1, count // _ELEMENTS)
-    return line[offset % stride :: stride][:_ELEMENTS].clone()
+    start = offset % stride
+    number = min(_ELEMENTS, -(-(count - start) // stride))
+    first = tensor.storage_offset() + start
+    return tensor.detach().as_strided((number,), (stride,), first)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether all elements are equal; not a number never is."""
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _numbers(tensor: torch.Tensor) -> Values:

@@ -49,8 +49,7 @@ class Reached:
         self._mark(results.behind[number])
 
     def _mark(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._mask[self._numbers[name]] = 1
+        self._mask[[self._numbers[name] for name in names]] = 1
 
     def arrived_at_all(self, results: Results) -> None:
         """Record a backward from outputs that reach the same parameters."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, final
 
+import torch
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -17,7 +19,7 @@ class Structure:
         self._rows: list[tuple[dict[str, Any], str, Any, str]] = []
         self.parameters: list[tuple[str, nn.Parameter]] = []
         """Each with its name, once."""
-        self._types: list[Any] = []
+        self._types: list[tuple[torch.dtype, torch.device]] = []
         for prefix, part in module.named_modules():
             where = f"{prefix}." if prefix else ""
             for held in (part._modules, part._parameters):  # noqa: SLF001
@@ -25,21 +27,30 @@ class Structure:
                     (held, name, value, where + name) for name, value in held.items()
                 ]
         self.parameters = list(module.named_parameters())
-        self._types = [(p.dtype, p.device) for _, p in self.parameters]
+        self._types = [_kind(p) for _, p in self.parameters]
 
     def changed(self) -> str | None:
         """Return the name of something replaced, moved or removed, or None."""
         for held, name, value, full in self._rows:
             if held.get(name) is not value:
                 return full
-        for (name, parameter), kind in zip(self.parameters, self._types, strict=True):
-            if (parameter.dtype, parameter.device) != kind:
-                return name
-        return None
+        pairs = zip(self.parameters, self._types, strict=True)
+        with _as_plain():
+            return next((name for (name, p), kind in pairs if _kind(p) != kind), None)
 
     def trained(self) -> tuple[bool, ...]:
         """Return which parameters need a gradient now."""
-        return tuple(p.requires_grad for _, p in self.parameters)
+        with _as_plain():
+            return tuple(p.requires_grad for _, p in self.parameters)
+
+
+def _as_plain() -> Any:
+    """Return a context in which guarded parameters answer as fast as others."""
+    return torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
+
+
+def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device
 
 
 def tensors_of(module: nn.Module) -> list[str]:
