@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from stretto.burst.activation_transfer import ActivationTransfer
     from stretto.burst.changes import Changes
+    from stretto.burst.hook_use import HookUse
     from stretto.burst.optimizer_use import OptimizerUse
     from stretto.burst.ownership import Ownership
     from stretto.burst.rank_groups import RankGroups
@@ -61,6 +62,10 @@ class EndedForward:
     plan: int
     """Number of the plan that it followed."""
 
+    is_hooked: bool
+    """Whether some rank had hooks on parameters, so that gradients are sent in
+    `no_sync` too."""
+
 
 @final
 class BackwardPass:
@@ -74,6 +79,7 @@ class BackwardPass:
         stale_guard: learns that parameters are about to change.
         changes: what the program does to gradients.
         uses: how optimizers use gradients.
+        hooks: the program's hooks on parameters.
         timings: of steps that are measured.
         clock: the model's.
         device: of the parameters.
@@ -89,6 +95,7 @@ class BackwardPass:
         stale_guard: StaleParameterGuard,
         changes: Changes,
         uses: OptimizerUse,
+        hooks: HookUse,
         timings: Timings,
         clock: StepClock,
         device: torch.device,
@@ -100,6 +107,7 @@ class BackwardPass:
         self._stale_guard = stale_guard
         self._changes = changes
         self._uses = uses
+        self._hooks = hooks
         self._timings = timings
         self._clock = clock
         self._device = device
@@ -118,6 +126,8 @@ class BackwardPass:
         """Gradients of the loss's own use of parameters, before the first output."""
         self._has_direct = False
         self._has_other_shares = False
+        self._is_sent_early = False
+        """Whether the backward that runs is in `no_sync`, and sends for its hooks."""
         self.sync: GradientSync | None = None
         """Sends the gradients of the parameters that are trained now."""
         self.reached = Reached(())
@@ -159,6 +169,7 @@ class BackwardPass:
             trained=self._trained,
             sync=self.sync,
             plan=self._plan,
+            is_hooked=self._hooks.is_on_parameters,
         )
 
     def own_parameters(self) -> Iterator[nn.Parameter]:
@@ -213,6 +224,8 @@ class BackwardPass:
                 )
             forward.sync.is_on = True
         self._running = forward
+        self._is_sent_early = forward.is_hooked and not forward.sync.is_on
+        forward.sync.is_on |= forward.is_hooked
         forward.sync.begin()
         direct, self._direct = self._direct, []
         for parameter, grad in direct:
@@ -316,12 +329,14 @@ class BackwardPass:
                 self.reached.join(self._rank_groups.reduce_number, self._device)
             sync.finish(self.reached.unreached())
             self._activations.settle()
+        is_sent = sync.is_on
+        sync.is_on = is_sent and not self._is_sent_early
         self._queued = False
         self._forget_running()
-        if sync.is_on:
+        if is_sent:
             self.reached.reset()
         torch_calls.backward_ended(self._seam)
-        if sync.is_on:
+        if is_sent:
             self._changes.backward_ended(self.own_parameters())
         self._timings.step_ended()
 
@@ -336,12 +351,14 @@ class BackwardPass:
                     trained=self._trained,
                     sync=self.sync,
                     plan=self._plan,
+                    is_hooked=self._hooks.is_on_parameters,
                 )
             )
         assert self._running is not None  # noqa: S101
         return self._running.sync
 
     def _forget_running(self) -> None:
+        self._is_sent_early = False
         self._running, self._direct = None, []
         self._has_direct = self._has_other_shares = False
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from stretto.burst import changes as factors
-from stretto.burst import optimizer_use
+from stretto.burst import constant_buffers, hook_use, optimizer_use
 from stretto.burst.schedule import RankSchedule, schedule_of
 from stretto.errors import RankDisagreement, SpecError
 from stretto.sim.sample_layout import Layouts
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.burst.changes import Changes
+    from stretto.burst.constant_buffers import ConstantBuffers
+    from stretto.burst.hook_use import HookUse
     from stretto.burst.optimizer_use import OptimizerUse
     from stretto.burst.rank_groups import RankGroups
     from stretto.burst.replicas import Replicas
@@ -30,10 +32,12 @@ _KEPT = 8
 epoch, of an evaluation."""
 
 
-_NUM_OWN = 9
-"""Numbers of this module in each exchange; those of others follow."""
-
-NUM_NUMBERS = _NUM_OWN + factors.NUM_VALUES + optimizer_use.NUM_VALUES
+# Places in each exchange: nine numbers of this module, then those of others.
+_CHANGES = 9
+_USES = _CHANGES + factors.NUM_VALUES
+_HOOKS = _USES + optimizer_use.NUM_VALUES
+_BUFFERS = _HOOKS + hook_use.NUM_VALUES
+NUM_NUMBERS = _BUFFERS + constant_buffers.NUM_VALUES
 """Numbers that each rank sends."""
 
 _BAD_SAMPLE, _TROUBLE = -1, -2
@@ -63,6 +67,8 @@ class BatchPartition:
         replicas: Replicas,
         changes: Changes,
         uses: OptimizerUse,
+        hooks: HookUse,
+        buffers: ConstantBuffers,
         trouble: StrettoError | None,
     ) -> tuple[Layouts, bool]:
         """Return this batch's layouts, and whether a rank's input needs gradients.
@@ -77,6 +83,8 @@ class BatchPartition:
             replicas: compares a layer's copies.
             changes: compares the changes of gradients and parameters.
             uses: compares how ranks use their optimizers.
+            hooks: compares the program's hooks.
+            buffers: compares the values of buffers.
             trouble: the error that prevents this rank's forward; the other ranks are
                 informed.
 
@@ -102,6 +110,8 @@ class BatchPartition:
             operations,
             *changes.next_values(),
             *uses.next_values(),
+            *hooks.next_values(),
+            *buffers.next_values(graph),
         ]
         rows: list[list[int]] = []
 
@@ -121,10 +131,11 @@ class BatchPartition:
             )
         shares = tuple(row[0] for row in rows)
         self._require_alike(rows, shares)
-        end = _NUM_OWN + factors.NUM_VALUES
-        uses.require_alike([row[end:] for row in rows])
+        hooks.require_alike([row[_HOOKS:_BUFFERS] for row in rows])
+        buffers.require_alike([row[_BUFFERS:] for row in rows])
+        uses.require_alike([row[_USES:_HOOKS] for row in rows])
         replicas.require_equal([(row[6], row[7]) for row in rows])
-        changes.require_alike([row[_NUM_OWN:end] for row in rows])
+        changes.require_alike([row[_CHANGES:_USES] for row in rows])
         if not sum(shares):
             raise SpecError("the global batch has no sample on any rank")
         return self._layouts_of(shares), any(row[3] for row in rows)

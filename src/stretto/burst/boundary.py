@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from stretto.burst.hooks import gradient_hooks, post_hooks
 from stretto.errors import StrettoError
 from stretto.runtime.torch_compat import without_dynamo
 
@@ -116,7 +117,7 @@ def mark_output(
             returned, because autograd lets no caller write into a view.
     """
     # Autograd would call a user's hook with None.
-    plain = [p for p in parameters if not _has_user_hooks(p)]
+    plain = [p for p in parameters if not (gradient_hooks(p) or post_hooks(p))]
     found: Tensor = _Output.apply(output, share, begin, is_apart, *plain)  # type: ignore[no-untyped-call]
     return found
 
@@ -141,13 +142,6 @@ def in_checkpoint() -> bool:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003, SLF001
     return hooks is not None and "_checkpoint_hook" in getattr(
         hooks[0], "__qualname__", ""
-    )
-
-
-def _has_user_hooks(parameter: Tensor) -> bool:
-    hooks = getattr(parameter, "_backward_hooks", None) or {}
-    return any(not getattr(h, "is_stretto", False) for h in hooks.values()) or bool(
-        getattr(parameter, "_post_accumulate_grad_hooks", None)
     )
 
 

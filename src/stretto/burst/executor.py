@@ -31,9 +31,11 @@ from stretto.burst.batch_partition import BatchPartition
 from stretto.burst.boundary import in_checkpoint, mark_input, mark_output
 from stretto.burst.captures import Captures, Trained, training
 from stretto.burst.changes import Changes
+from stretto.burst.constant_buffers import ConstantBuffers
 from stretto.burst.forward import Forward
 from stretto.burst.gradient_sync import GradientSync, SyncedLayer
 from stretto.burst.held_activations import marked
+from stretto.burst.hook_use import HookUse
 from stretto.burst.optimizer_use import OptimizerUse
 from stretto.burst.optimizers import first_difference, kept_outside
 from stretto.burst.ownership import LOOSE, Ownership
@@ -191,12 +193,14 @@ class BurstParallel(nn.Module):
         )
         self._partition = BatchPartition(self._rank_groups, self._clock)
         self._ownership = Ownership(self._ranks)
+        self._uses = OptimizerUse(self._ranks, self._texts_of("optimizers"))
+        self._hooks = HookUse(self._ranks, self._texts_of("hooks"))
+        self._constants = ConstantBuffers(self._ranks, self._texts_of("buffers"))
         self._stale_guard = StaleParameterGuard(
-            module, self._ranks, self._rank_groups.refusals.tell
+            module, self._ranks, self._rank_groups.refusals.tell, self._uses.zeroes
         )
         self._replicas = Replicas(self._ranks)
         self._changes = Changes(self._ranks)
-        self._uses = OptimizerUse(self._ranks, self._options_of_all)
         self._seam = TorchSeam(
             module,
             serial=self._agreement.serial,
@@ -214,6 +218,7 @@ class BurstParallel(nn.Module):
             stale_guard=self._stale_guard,
             changes=self._changes,
             uses=self._uses,
+            hooks=self._hooks,
             timings=self._timings,
             clock=self._clock,
             device=device,
@@ -358,8 +363,12 @@ class BurstParallel(nn.Module):
         )
         self._forward.prepare(graph, widths, self._batch_norm)
         self._replicas.watch(graph, widths)
+        self._hooks.watch(self.module, parameters)
+        self._constants.watch(graph)
         self._changes.reset(is_on=not self._ownership.is_whole())
-        self._uses.reset((p for _, p in parameters), is_on=self._changes.is_on)
+        self._uses.reset(
+            parameters, self._ownership.runs_parameter, is_on=self._changes.is_on
+        )
         runs = self._ownership.runs
         changed = {n.name: params.trained_and_changed(n) for n in graph.nodes}
         self._stale_guard.runs(
@@ -415,6 +424,7 @@ class BurstParallel(nn.Module):
             self._clock,
             self._shadows,
             layers,
+            self._hooks,
             bucket_bytes=self._bucket_bytes,
         )
 
@@ -483,7 +493,8 @@ class BurstParallel(nn.Module):
                 "wrapped in torch.utils.checkpoint: checkpoint modules inside the model"
             )
         refuse_callers(self, args, kwargs)
-        args, kwargs = hooks.before(self.module, args, kwargs)
+        with self._hooks.observed():
+            args, kwargs = hooks.before(self.module, args, kwargs)
         with normal_tensors():
             execution, trouble = self._ready_plan(args, kwargs)
         batch, odd = self._packed(execution.graph, args, kwargs)
@@ -497,7 +508,8 @@ class BurstParallel(nn.Module):
             watch = self._backward.reached.watch(results)
             hook_of = watch if results.differs else None
         found = results.unpack(output, hook_of)
-        return hooks.after(self.module, args, kwargs, found)
+        with self._hooks.observed():
+            return hooks.after(self.module, args, kwargs, found)
 
     def _ready_plan(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -535,6 +547,8 @@ class BurstParallel(nn.Module):
                 replicas=self._replicas,
                 changes=self._changes,
                 uses=self._uses,
+                hooks=self._hooks,
+                buffers=self._constants,
                 trouble=trouble,
             )
             # Buffers such as running statistics change without a backward.
@@ -548,7 +562,10 @@ class BurstParallel(nn.Module):
             self._rank_groups.inside_step(),
             self._stale_guard.opened(),
             self._shadows.in_place(),
-            marked(self.module, batch.grad_fn) as has_hooks,
+            self._hooks.observed(),
+            marked(
+                self.module, self._hooks.with_forward_hooks(), batch.grad_fn
+            ) as has_hooks,
         ):
             if has_hooks:
                 torch_calls.look_before_backward()
@@ -604,7 +621,8 @@ class BurstParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank; the next backward outside sends them.
 
-        Samples still move between layers.
+        Samples still move between layers. If parameters have hooks, which must see each
+        gradient, gradients are sent here too.
         """
         sync = self._backward.sync
         if sync is None:
@@ -686,22 +704,29 @@ class BurstParallel(nn.Module):
     def _require_equal_copies(self) -> None:
         """Compare a sample of every parameter that several ranks hold. Collective.
 
-        Also compare the factors of gradients since the last forward.
+        Also compare the factors of gradients since the last forward, the use of
+        optimizers, hooks and buffers.
         """
-        values = self._replicas.all_values()
-        if values or self._changes.is_on:
-            factors, options = self._changes.next_values(), self._uses.next_values()
-            with self._rank_groups.guard("comparing the ranks' copies"):
-                rows = self._rank_groups.exchange([*factors, *options, *values])
-            first, second = len(factors), len(factors) + len(options)
-            self._uses.require_alike([row[first:second] for row in rows])
-            self._replicas.require_all_equal([row[second:] for row in rows])
-            self._changes.require_alike([row[:first] for row in rows])
+        if self._ranks.size == 1:
+            return
+        parts = (
+            (self._hooks.next_values(), self._hooks.require_alike),
+            (self._constants.next_values(), self._constants.require_alike),
+            (self._uses.next_values(), self._uses.require_alike),
+            (self._replicas.all_values(), self._replicas.require_all_equal),
+            (self._changes.next_values(), self._changes.require_alike),
+        )
+        with self._rank_groups.guard("comparing the ranks' copies"):
+            rows = self._rank_groups.exchange([n for part, _ in parts for n in part])
+        for part, require in parts:
+            require([row[: len(part)] for row in rows])
+            rows = [row[len(part) :] for row in rows]
 
-    def _options_of_all(self, mine: str) -> list[str]:
-        """Return every rank's text on its optimizers' options. Collective."""
-        place = "comparing optimizers' options"
-        return self._meeting.gather("compare optimizers' options", mine, place=place)
+    def _texts_of(self, what: str) -> Callable[[str], list[str]]:
+        """Return a collective that returns every rank's text on its optimizers, say."""
+        return partial(
+            self._meeting.gather, f"compare {what}", place=f"comparing {what}"
+        )
 
     def _require_nothing_else(self, optimizers: tuple[Optimizer, ...]) -> None:
         """Require that optimizers differ by rank only in their ``state``. Collective.

@@ -11,6 +11,9 @@ untouched while backward runs. When it has ended, the sum is added to ``.grad``,
 is the same on all ranks of the layer. After `no_sync` the shadow keeps this rank's own
 part until the next backward that sends it, and ``.grad`` shows what one rank can know:
 the earlier sum and its own part. If the user drops or zeroes it, the part is dropped.
+
+A program's hooks on parameters see the gradient of each backward, as in one process. So
+if any rank has such hooks, gradients are sent in `no_sync` too.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
+from stretto.burst.hooks import gradient_hooks, post_hooks
 from stretto.burst.rank_groups import Width
 from stretto.errors import StrettoError
 from stretto.runtime.bucket_schedule import BucketSchedule, Slice
@@ -30,6 +34,7 @@ from stretto.runtime.sender import BucketSender
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
+    from stretto.burst.hook_use import HookUse
     from stretto.burst.rank_groups import GroupLanes, RankGroups
     from stretto.burst.shadows import Shadows
     from stretto.burst.timings import StepClock
@@ -127,6 +132,7 @@ class GradientSync:
         clock: StepClock,
         shadows: Shadows,
         layers: Sequence[SyncedLayer],
+        hooks: HookUse,
         *,
         bucket_bytes: int,
     ) -> None:
@@ -134,6 +140,7 @@ class GradientSync:
         self._watch = _GuardedWatch(rank_groups, clock)
         self._sum: Any = torch.distributed.AllreduceOptions()
         self._shadows = shadows
+        self._hooks = hooks
         self._groups: list[_Group] = []
         self._slots: dict[int, _Slot] = {}
         self._launched: list[_Bucket] = []
@@ -176,6 +183,8 @@ class GradientSync:
             (shown, version), slot.shown = slot.shown, None
             held = slot.parameter.grad
             before, slot.before = slot.before, None
+            if held is not None and _has_hooks(slot.parameter):
+                raise _hooked_late(slot.layer)
             if held is None:
                 self._shadows.set_grad(slot.parameter, None)
             elif held is shown and held._version == version:  # noqa: SLF001
@@ -321,17 +330,12 @@ class GradientSync:
         self._shadows.set_grad(parameter, None)
         if not parameter.requires_grad:
             return
-        for hook in list((parameter._backward_hooks or {}).values()):  # noqa: SLF001
-            if not getattr(hook, "is_stretto", False):
-                changed = hook(grad)
-                grad = grad if changed is None else changed
+        grad = self._hooks.called_back(parameter, grad)
         if parameter.grad is None:
             parameter.grad = grad
         else:
             parameter.grad.add_(grad)
-        after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        for hook in list(after.values()):
-            hook(parameter)
+        self._hooks.call_after(parameter)
 
     @torch.no_grad()
     def _show_own(self) -> None:
@@ -342,6 +346,8 @@ class GradientSync:
             own = self._shadows.grad(slot.parameter)
             if own is None:
                 continue
+            if _has_hooks(slot.parameter):
+                raise _hooked_late(slot.layer)
             slot.before = before = slot.parameter.grad
             shown = own.clone() if before is None else before + own
             slot.parameter.grad = shown
@@ -384,6 +390,18 @@ def _schedule(
             f"the all-reduce of bucket {index} of {names}, from layer "
             f"{slots[0].layer!r} on,"
         ),
+    )
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(gradient_hooks(parameter) or post_hooks(parameter))
+
+
+def _hooked_late(layer: str) -> StrettoError:
+    return StrettoError(
+        f"a hook was registered on a parameter of layer {layer!r} between a forward "
+        "and the backward in no_sync() that it was to see, or before the gradients of "
+        "that backward were sent: register hooks on parameters before the forward"
     )
 
 

@@ -26,16 +26,23 @@ _MARK = "stretto.burst.held_activations"
 
 
 @contextlib.contextmanager
-def marked(module: nn.Module, entry: Any) -> Iterator[bool]:
+def marked(
+    module: nn.Module, hooked: Iterable[tuple[str, nn.Module]], entry: Any
+) -> Iterator[bool]:
     """Mark tensors that forward hooks of a module's parts see while its layers run.
 
-    ``entry`` is the autograd node of the model's input, which is outside. Yields
-    whether there are such hooks.
+    Args:
+        module: the user's.
+        hooked: its parts that have forward hooks, with their names.
+        entry: the autograd node of the model's input, which is outside.
+
+    Yields:
+        Whether there are such hooks.
     """
     handles: list[Any] = []
     # Except the whole model's own hooks, which see its outputs.
-    for name, part in module.named_modules():
-        if part is module or not (part._forward_hooks or part._forward_pre_hooks):  # noqa: SLF001
+    for name, part in hooked:
+        if part is module:
             continue
 
         def mark(_part: Any, *seen: Any, name: str = name) -> None:

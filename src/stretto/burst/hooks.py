@@ -1,11 +1,27 @@
-"""The whole model's own forward hooks, which run on each rank's share."""
+"""Hooks of the program: the whole model's own ones, and those of parameters."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+
+
+def gradient_hooks(parameter: Tensor) -> list[Any]:
+    """Return a parameter's hooks on its gradient, except the executor's."""
+    held = getattr(parameter, "_backward_hooks", None) or {}
+    return [h for h in held.values() if not getattr(h, "is_stretto", False)]
+
+
+def post_hooks(parameter: Tensor) -> list[Any]:
+    """Return a parameter's hooks that follow the accumulation of its gradient."""
+    return list(
+        (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+    )
+
+
+# The whole model's own forward hooks run on each rank's share.
 
 
 def before(

@@ -10,7 +10,9 @@ At each backward, the gradients of the one before were kept or zeroed; at each s
 are used or dropped. Programs may treat layers differently: a GAN zeroes the gradients
 of one network at a time, others drop those of the last layer in the first epoch. So
 ranks are compared by optimizer, only where a rank did one thing with all of its
-gradients, and dropping them is accepted if the rank never used any before.
+gradients, and dropping them is accepted if the rank never used any before. A rank that
+kept its own gradients also tells whether the program zeroed some of other ranks: it has
+none of those, but their parameters are guarded, and report who asks for a gradient.
 """
 
 from __future__ import annotations
@@ -116,15 +118,31 @@ class OptimizerUse:
         self._uses = weakref.WeakKeyDictionary()
         self._last: tuple[list[Any], tuple[int, float]] = ([], (0, 0.0))
         self._read: dict[int, tuple[Tensor, int, float]] = {}
-        self.reset((), is_on=False)
+        self.reset((), bool, is_on=False)
 
-    def reset(self, parameters: Iterable[Tensor], *, is_on: bool) -> None:
-        """Compare the optimizers of these parameters from now on."""
+    def reset(
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        runs: Callable[[Tensor], bool],
+        *,
+        is_on: bool,
+    ) -> None:
+        """Compare the optimizers of these parameters from now on.
+
+        ``runs`` returns whether this rank runs a parameter's layer.
+        """
         self._is_on = is_on
-        self._positions = {id(p): i for i, p in enumerate(parameters)}
+        self._positions = {id(p): i for i, (_, p) in enumerate(parameters)}
+        self._names = [name for name, _ in parameters]
+        self._own = [i for i, (_, p) in enumerate(parameters) if runs(p)]
+        self._stepped: list[_Use] = []
+        """Of the optimizers that took a step before the last exchange."""
+        self._accepted: set[tuple[int, ...]] = set()
         self._compared: list[Optimizer] = []
         self._steps: list[str] = []
         """What the ranks' steps must have in common, as text."""
+        self._zeroed: set[int] = set()
+        """Other ranks' parameters whose gradients the program may have zeroed."""
         self._clips: list[float] = []
         self._clips_compared: list[float] = []
         self._before: dict[tuple[int, int, int], int] = {}
@@ -136,15 +154,27 @@ class OptimizerUse:
             use.shape = None
             use.start()
         self._clips = []
+        self._zeroed.clear()
 
     # Events on this rank.
+
+    def zeroes(self, parameter: Tensor) -> None:
+        """Record that the program may zero a gradient that another rank has."""
+        self._zeroed.add(id(parameter))
 
     def backward_begins(self, kept: Mapping[int, bool]) -> None:
         """Record by parameters' ids whether gradients are still there."""
         for use in self._uses.values():
             if len(use.at_backward) < _BACKWARDS:
-                states = (_YES if kept[i] else _NO for i in kept if i in use.held)
-                use.at_backward.append(_joined(states))
+                states = (kept[i] for i in kept if i in use.held)
+                use.at_backward.append(self._state(use, states))
+        self._zeroed.clear()
+
+    def _state(self, use: _Use, are_there: Iterable[bool]) -> int:
+        """Return what became of an optimizer's gradients on all ranks."""
+        state = _joined(_YES if is_there else _NO for is_there in are_there)
+        is_partial = state == _YES and not self._zeroed.isdisjoint(use.held)
+        return _YES | _NO if is_partial else state
 
     def before_step(self, optimizer: Optimizer, used: Iterable[bool]) -> None:
         """Record a step, and whether gradients that arrived are still there."""
@@ -155,7 +185,7 @@ class OptimizerUse:
         use.stepped = optimizer
         use.steps += not use.is_in_step  # a step may call its base class's
         use.is_in_step = True
-        use.at_step |= _joined(_YES if state else _NO for state in used)
+        use.at_step |= self._state(use, used)
 
     def after_step(self) -> None:
         """Record that an optimizer's step has ended."""
@@ -196,6 +226,7 @@ class OptimizerUse:
         flags = 0
         for number, (_, use, _) in enumerate(rows[:_MOST]):
             flags |= use.flags() << (_BITS * number)
+        self._stepped = [use for _, use, _ in rows]
         self._steps = [f"{use.steps} steps of {use.kind}" for _, use, _ in rows]
         for _, use, _ in rows:
             use.start()
@@ -260,6 +291,7 @@ class OptimizerUse:
             RankDisagreement: on every rank, naming what differs.
         """
         self._require_same_clips([as_float(row[5]) for row in rows])
+        self._require_no_missing(tuple(row[0] for row in rows))
         for names in sorted({row[0] for row in rows if row[0]}):
             members = [rank for rank, row in enumerate(rows) if row[0] == names]
             first = rows[members[0]]
@@ -273,6 +305,32 @@ class OptimizerUse:
             for number in range(_MOST):
                 self._require_same_use(names, number, flags)
         self._compared = []
+
+    def _require_no_missing(self, names: tuple[int, ...]) -> None:
+        """Require that a rank's optimizers hold what those of other ranks do.
+
+        Of the layers that it runs: it alone would train them.
+        """
+        if len({name for name in names if name}) < 2 or names in self._accepted:
+            return
+        held = sorted({i for use in self._stepped for g in use.groups for i in g[0]})
+        mine = json.dumps({"held": held, "own": self._own})
+        texts = [json.loads(text) for text in self._gather(mine)]
+        for rank, text in enumerate(texts):
+            if not names[rank]:
+                continue
+            own = set(text["own"]) - set(text["held"])
+            for other, known in enumerate(texts):
+                missing = own.intersection(known["held"] if names[other] else ())
+                if missing:
+                    name = self._ranks.name
+                    raise RankDisagreement(
+                        f"the optimizers that took a step on {name(rank)} lack "
+                        f"parameter {self._names[min(missing)]!r}, which those on "
+                        f"{name(other)} hold: pass the same parameters to optimizers "
+                        "on all ranks, also those whose .grad is None on this rank"
+                    )
+        self._accepted.add(names)
 
     def _require_same_clips(self, sums: Sequence[float]) -> None:
         """Require that ranks which clip gradients clip to the same."""
@@ -302,7 +360,8 @@ class OptimizerUse:
         self, names: int, number: int, flags: Mapping[int, int]
     ) -> None:
         mine = {rank: flag >> (_BITS * number) for rank, flag in flags.items()}
-        for backward in range(_BACKWARDS):
+        are_same = len(set(mine.values())) == 1
+        for backward in range(0 if are_same else _BACKWARDS):
             shift = 2 * backward + 2
             states = {rank: flag >> shift & 3 for rank, flag in mine.items()}
             kept, zeroed = _ranks_of(_YES, states), _ranks_of(_NO, states)

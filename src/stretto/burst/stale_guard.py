@@ -9,16 +9,28 @@ intercepts every operation. Overwriting a value and asking for shapes, types and
 gradients is allowed, so that optimizers and ``load_state_dict`` work. Buffers that
 forward changes, such as running statistics, are guarded in the same way; other buffers
 are not.
+
+# Note [Changes by hand]
+A program may change current values by hand, the same on all ranks: clamp them, for
+instance. What it writes looks like the step of an optimizer of its own, which changes
+the layers that this rank runs and leaves the others behind. The two are told apart by
+the versions of parameters: a change by hand writes to the layers of other ranks as
+often as to those of this rank. Operations in place, such as ``clamp_``, are therefore
+allowed on current values, also while a program has only come to half of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import weakref
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from stretto.burst.separable import is_known
 from stretto.errors import StrettoError
@@ -27,15 +39,15 @@ from stretto.runtime.torch_compat import is_tracing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch.optim import Optimizer
-
     from stretto.runtime.agreement import Ranks
 
-_READING = tuple(
-    getattr(torch.Tensor, name).__get__
+_READING = frozenset(
+    getattr(torch.Tensor, name)
     for name in ("data", "T", "mT", "H", "mH", "real", "imag")
 )
 """Attributes that return values; all others return facts about the tensor."""
+
+_GRAD: Any = torch.Tensor.grad
 
 _FACTS = frozenset(
     (
@@ -57,6 +69,16 @@ _WRITES = frozenset(
         *("constant_", "kaiming_uniform_"),  # of torch.nn.init
     )
 )
+_IN_PLACE = frozenset(
+    (
+        *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"),
+        *("__idiv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__"),
+        *("__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+    )
+)
+_CALLS = frozenset(("apply_", "map_", "map2_"))
+"""Work in place, but pass values to a function of the program."""
+
 _PRODUCTS = frozenset(("matmul", "__matmul__", "__rmatmul__", "mm", "addmm", "einsum"))
 
 
@@ -65,20 +87,38 @@ class StaleParameterGuard:
     """Tracks whether one module's values on one rank are current."""
 
     def __init__(
-        self, module: nn.Module, ranks: Ranks, tell: Callable[[StrettoError], None]
+        self,
+        module: nn.Module,
+        ranks: Ranks,
+        tell: Callable[[StrettoError], None],
+        zeroes: Callable[[nn.Parameter], None],
     ) -> None:
+        """Prepare.
+
+        Args:
+            module: the user's.
+            ranks: of the model.
+            tell: called with each error that is raised here.
+            zeroes: called with parameters whose gradient the program may zero, though
+                this rank has none.
+        """
         self._ranks = ranks
         self._tell = tell
+        self._zeroes = zeroes
+        self.is_stepping = False
+        """Whether an optimizer's step runs."""
         self._own: tuple[nn.Parameter, ...] = ()
         self._foreign: tuple[str, ...] = ()
         self._guarded: list[tuple[torch.Tensor, type[torch.Tensor]]] = []
         """Each guarded tensor with its own class."""
         self._guard, self._buffer_guard = _guards_of(self)
         self._foreign_parameters: tuple[nn.Parameter, ...] = ()
-        self._own_versions = -1
-        self._foreign_versions = -1
+        self._versions: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        """Of the parameters that run here and of the others, when they had arrived."""
         self._is_unstepped = False
         """Whether there may be gradients that no known optimizer has applied."""
+        self._has_operands = False
+        """Whether others' parameters were changed by tensors since they arrived."""
         self._open = 0
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -103,7 +143,7 @@ class StaleParameterGuard:
         self._foreign_parameters = tuple(
             t for _, tensors in foreign for t in tensors if isinstance(t, nn.Parameter)
         )
-        self._own_versions = self._foreign_versions = -1
+        self._versions = None
         mine = {id(tensor) for tensor in own}
         guards = {nn.Parameter: self._guard, torch.Tensor: self._buffer_guard}
         for _, tensors in foreign:
@@ -131,8 +171,9 @@ class StaleParameterGuard:
     def refreshed(self, optimizers: Sequence[Optimizer] = ()) -> None:
         """Record that all parameters, and these optimizers' states, have arrived."""
         self.is_stale = False
-        self._own_versions = _versions(self._own)
-        self._foreign_versions = _versions(self._foreign_parameters)
+        self._has_operands = False
+        self._versions = _versions(self._own), _versions(self._foreign_parameters)
+        self._is_unstepped &= any(_has_gradient(p) for p in self._own)
         for optimizer in optimizers:
             self._stepped.discard(optimizer)
 
@@ -149,7 +190,7 @@ class StaleParameterGuard:
         if missing:
             return
         self.is_stale = False
-        self._own_versions = -1
+        self._versions = None
 
     def check(self) -> None:
         """Require that all values are current, of code that uses all of them.
@@ -159,15 +200,19 @@ class StaleParameterGuard:
         """
         self._check(is_of_all=True)
 
-    def _check(self, *, is_of_all: bool) -> None:
+    def _check(self, *, is_of_all: bool, is_change: bool = False) -> None:
         if not self._foreign or self._open:
             return
+        own, foreign = self._writes()
         # A program's own optimizer is only seen by what it writes. Where there is
         # nothing left to apply, a write changes current values, on all ranks equally.
-        is_changed = self._own_versions >= 0 and self._own_versions != _versions(
-            self._own
+        # See Note [Changes by hand].
+        is_step = (
+            any(own)
+            and self._is_unstepped
+            and (self._has_operands or (set(own) != set(foreign) and not is_change))
         )
-        if self.is_stale or (is_changed and self._is_unstepped):
+        if self.is_stale or is_step:
             raise self._told(
                 f"{self._ranks.name(self._ranks.rank)} does not run layer "
                 f"{self._foreign[0]!r} and has no current parameters of it: let all "
@@ -176,8 +221,11 @@ class StaleParameterGuard:
         # Except where only the parameters that this rank runs were written: by an
         # optimizer whose state it has for these alone, such as a schedule-free one. In
         # a loop over all parameters, the others may be about to follow.
-        is_changed &= self._foreign_versions == _versions(self._foreign_parameters)
-        if is_changed and (is_of_all or self._has_other_optimizers()):
+        replaces = self._has_replacing_optimizer()
+        is_behind = any(own) and (
+            set(own) != set(foreign) if replaces else not any(foreign)
+        )
+        if is_behind and not is_change and (is_of_all or replaces):
             raise self._told(
                 f"{self._ranks.name(self._ranks.rank)} does not run layer "
                 f"{self._foreign[0]!r}, whose parameters were not changed with the "
@@ -186,13 +234,42 @@ class StaleParameterGuard:
                 "refresh(optimizer) before it"
             )
 
-    def _has_other_optimizers(self) -> bool:
-        return any(not is_known(found) for found in self._stepped)
+    def _writes(self) -> tuple[list[int], list[int]]:
+        """Return how often own and others' parameters were written since they came."""
+        if self._versions is None:
+            return [], []
+        now = _versions(self._own), _versions(self._foreign_parameters)
+        own, foreign = (
+            [a - b for a, b in zip(later, before, strict=True)]
+            for later, before in zip(now, self._versions, strict=True)
+        )
+        return own, foreign
 
-    def check_reading(self, *, is_of_all: bool = False) -> None:
+    def _has_replacing_optimizer(self) -> bool:
+        return any(
+            not is_known(found) and _does_more_than_step(type(found))  # type: ignore[arg-type]
+            for found in self._stepped
+        )
+
+    def check_change(self, *, is_by_values: bool) -> None:
+        """Require that a guarded parameter may be changed in place.
+
+        ``is_by_values``: by other tensors, which may be gradients.
+
+        Raises:
+            StrettoError: its values are not current.
+        """
+        if not self._open:
+            self._has_operands |= is_by_values
+            self.check_reading(is_change=True)
+
+    def check_reading(
+        self, *, is_of_all: bool = False, is_change: bool = False
+    ) -> None:
         """Require that a guarded parameter may be read.
 
-        ``is_of_all``: by code that does not only change parameters one by one.
+        ``is_of_all``: by code that does not only change parameters one by one;
+        ``is_change``: only to be changed in place.
 
         Raises:
             StrettoError: its values are not current.
@@ -205,7 +282,7 @@ class StaleParameterGuard:
                 "compiled function"
             )
         try:
-            self._check(is_of_all=is_of_all)
+            self._check(is_of_all=is_of_all, is_change=is_change)
         except StrettoError as exc:
             raise StrettoError(
                 f"{exc}. For a penalty on parameters use the optimizer's weight_decay "
@@ -218,10 +295,23 @@ class StaleParameterGuard:
         self._tell(error)
         return error
 
+    def note_gradient(self, parameter: nn.Parameter, caller: FrameType) -> None:
+        """Record that code asks for the gradient of a guarded parameter, or sets it.
+
+        This rank has no such gradient. Code of PyTorch asks for gradients to use them,
+        and to zero them in ``zero_grad`` only.
+        """
+        if not self._open and (
+            caller.f_code.co_name == "zero_grad"
+            or not (self.is_stepping or _is_library(caller.f_globals.get("__name__")))
+        ):
+            self._zeroes(parameter)
+
     # Optimizers.
 
     def backward_begins(self) -> None:
         """Record that parameters get gradients."""
+        self.is_stepping = False
         self._is_unstepped = True
         self.changed()
 
@@ -271,8 +361,32 @@ class StaleParameterGuard:
             )
 
 
-def _versions(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter._version for parameter in parameters)  # noqa: SLF001
+def _versions(parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        return tuple(parameter._version for parameter in parameters)  # noqa: SLF001
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and bool(parameter.grad.any())
+
+
+def _is_library(name: object) -> bool:
+    return str(name).partition(".")[0] in ("torch", "stretto")
+
+
+@functools.cache
+def _does_more_than_step(kind: type[Optimizer]) -> bool:
+    """Return whether an optimizer has methods besides those of every optimizer.
+
+    Such as ``eval``, which may replace parameters.
+    """
+    known = {name for base in Optimizer.__mro__ for name in vars(base)}
+    return any(
+        name not in known and name[:1] != "_" and isinstance(value, FunctionType)
+        for base in kind.__mro__
+        if base.__module__.partition(".")[0] != "torch"
+        for name, value in vars(base).items()
+    )
 
 
 def _guards_of(stale_guard: StaleParameterGuard) -> tuple[Any, Any]:
@@ -282,11 +396,13 @@ def _guards_of(stale_guard: StaleParameterGuard) -> tuple[Any, Any]:
     def guarded(
         _cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Operands of other models also reach the first one's class.
-        for kind in _read(func, types, args, kwargs):
-            owner = kind.stretto_owner()
+        attribute = getattr(func, "__self__", None)
+        if attribute is _GRAD:
+            owner = ref()
             if owner is not None:
-                owner.check_reading(is_of_all=_computes(func))
+                owner.note_gradient(args[0], sys._getframe(1))  # noqa: SLF001
+        elif func.__name__ != "__get__" or attribute in _READING:
+            _require_allowed(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return func(*args, **(kwargs or {}))
 
@@ -332,6 +448,57 @@ def _check_copying(owner: weakref.ref[StaleParameterGuard]) -> None:
         found.check_reading(is_of_all=True)
 
 
+def _require_allowed(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+    """Require that a call reads or changes no value that is not current.
+
+    Operands of other models also reach the first one's class.
+
+    Raises:
+        StrettoError: it does.
+    """
+    targets = _targets(func, args)
+    if targets is not None:
+        _check_change(targets, (args[1:], kwargs))
+        types = [type(each) for each in _tensors_in((args[1:], kwargs))]
+    for kind in _read(func, types, args, kwargs):
+        owner = kind.stretto_owner()
+        if owner is not None:
+            owner.check_reading(is_of_all=_computes(func))
+
+
+def _targets(func: Any, args: Any) -> list[Any] | None:
+    """Return the tensors that a call changes in place; None if it is another call."""
+    name = getattr(func, "__name__", "")
+    if name in _IN_PLACE or (
+        name[-1:] == "_" != name[-2:-1]
+        and name not in _FACTS
+        and name not in _WRITES
+        and name not in _CALLS
+    ):
+        if not args:
+            return None
+        return list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
+    return None
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, dict):
+        yield from _tensors_in(tuple(values.values()))
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors_in(value)
+
+
+def _check_change(targets: Sequence[Any], operands: Any) -> None:
+    is_by_values = any(True for _ in _tensors_in(operands))
+    for kind in {type(each) for each in targets}:
+        owner = kind.stretto_owner() if hasattr(kind, "stretto_owner") else None
+        if owner is not None:
+            owner.check_change(is_by_values=is_by_values)
+
+
 def _computes(func: Any) -> bool:
     """Return whether a call is one of a layer's operations."""
     name = getattr(func, "__name__", "")
@@ -340,17 +507,16 @@ def _computes(func: Any) -> bool:
 
 def _read(func: Any, types: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the guarded classes, of any model, whose values a call reads."""
-    if func not in _READING:
-        name = getattr(func, "__name__", "")
-        if name == "__get__" or name in _FACTS:
-            return []
-        if name in _WRITES:
-            # If a counter is missing from a state, batch norms load it from itself.
-            # Initializers give everything by name.
-            named = kwargs or {}
-            target = args[0] if args else named.get("tensor")
-            given = (*args, *named.values())
-            types = [type(arg) for arg in given if arg is not target]
+    name = getattr(func, "__name__", "")
+    if name in _FACTS:
+        return []
+    if name in _WRITES:
+        # If a counter is missing from a state, batch norms load it from itself.
+        # Initializers give everything by name.
+        named = kwargs or {}
+        target = args[0] if args else named.get("tensor")
+        given = (*args, *named.values())
+        types = [type(arg) for arg in given if arg is not target]
     return [kind for kind in types if hasattr(kind, "stretto_owner")]
 
 

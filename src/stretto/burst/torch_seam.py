@@ -94,9 +94,11 @@ class TorchSeam:
                 p for group in optimizer.param_groups for p in group["params"]
             )
             self._uses.before_step(optimizer, used.values())
+            self._stale_guard.is_stepping = True
 
     def after_step(self) -> None:
         """Record that an optimizer of the model's parameters has taken a step."""
+        self._stale_guard.is_stepping = False
         self._changes.after_step()
         self._uses.after_step()
 

@@ -1,0 +1,180 @@
+"""Check that all ranks hold the same values of buffers that forward only reads.
+
+All ranks get the first rank's buffers when a model is built. Later a program may change
+them, in the same way on every rank: a shift, the factor of a schedule, a mask. A change
+on one rank only trains another model. So each forward compares digests, which are
+computed again when a buffer was written.
+
+Buffers that forward changes, such as running statistics, are current only where their
+layer runs. They are not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from stretto.burst.memory import in_memory
+from stretto.burst.parameters import trained_and_changed
+from stretto.errors import RankDisagreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stretto.burst.tracing.layers import LayerGraph
+    from stretto.runtime.agreement import Ranks
+
+NUM_VALUES = 1
+"""Numbers of this module in each exchange."""
+
+_MOST_READ = 1 << 13
+"""Bytes of the largest buffers of which one is read in each forward, for writes
+through ``.data``, which do not change the version."""
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
+_OTHERS_TOLERANCE = 1e-2
+"""Ranks with other processors may round a change differently."""
+
+
+@final
+class ConstantBuffers:
+    """The buffers of one model that its layers read and do not change.
+
+    ``gather`` returns every rank's text. All ranks call it if their digests differ.
+    """
+
+    def __init__(self, ranks: Ranks, gather: Callable[[str], Sequence[str]]) -> None:
+        self._ranks = ranks
+        self._gather = gather
+        self._graph: LayerGraph | None = None
+        self._changed: set[int] = set()
+        """Ids of buffers that the forward of some capture changes."""
+        self._rows: list[_Buffer] = []
+        self._small: list[_Buffer] = []
+        self._turn = 0
+        self._digest = 0
+        self._accepted: set[tuple[int, ...]] = set()
+
+    def watch(self, graph: LayerGraph) -> None:
+        """Compare the buffers of this plan's layers from now on."""
+        self._use(graph)
+        self._accepted.clear()
+
+    @torch.no_grad()
+    def next_values(self, graph: LayerGraph | None = None) -> list[int]:
+        """Return `NUM_VALUES` numbers to exchange.
+
+        ``graph`` is the capture that runs next, ``None`` if the last one counts.
+        """
+        if self._ranks.size == 1:
+            return [0] * NUM_VALUES
+        if graph is not None and graph is not self._graph:
+            self._use(graph)
+        is_new = False
+        for row in self._rows:
+            is_new |= row.was_written()
+        if self._small and not is_new:
+            self._turn += 1
+            is_new = self._small[self._turn % len(self._small)].differs()
+        if is_new:
+            self._digest = _joined([row.digest for row in self._rows])
+        return [self._digest]
+
+    def _use(self, graph: LayerGraph) -> None:
+        self._graph = graph
+        # Also where this capture only reads them, in evaluation.
+        self._changed |= {id(t) for n in graph.nodes for t in trained_and_changed(n)}
+        found: dict[int, _Buffer] = {}
+        for node in graph.nodes:
+            for name, tensor in node.module.named_buffers():
+                if id(tensor) not in self._changed:
+                    found.setdefault(id(tensor), _Buffer(name, tensor))
+        self._rows = list(found.values())
+        self._small = [row for row in self._rows if row.tensor.nbytes <= _MOST_READ]
+        self._digest = 0
+
+    def require_alike(self, rows: Sequence[Sequence[int]]) -> None:
+        """Compare the numbers that the ranks exchanged, the same on all ranks.
+
+        Raises:
+            RankDisagreement: on every rank, naming the buffer and the ranks.
+        """
+        found = tuple(row[0] for row in rows)
+        if len(set(found)) == 1 or found in self._accepted:
+            return
+        mine = json.dumps([row.described() for row in self._rows])
+        every = [json.loads(text) for text in self._gather(mine)]
+        for number, row in enumerate(self._rows):
+            first = every[0][number]
+            for rank in range(1, self._ranks.size):
+                if not _are_near(first, every[rank][number], row.tensor.dtype):
+                    raise RankDisagreement(
+                        f"{self._ranks.name_all((0, rank))} hold different values of "
+                        f"buffer {row.name!r}, which forward reads: change it in the "
+                        "same way on all ranks, or call refresh() to give all ranks "
+                        "the first one's"
+                    )
+        self._accepted.add(found)
+
+
+@final
+class _Buffer:
+    """A buffer, and its digest at a version."""
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.digest = b""
+        self._state: tuple[int, int] | None = None
+
+    def was_written(self) -> bool:
+        """Return whether the buffer was written since the last call; update it."""
+        tensor = self.tensor
+        version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
+        state = (tensor.data_ptr(), version)
+        if state == self._state:
+            return False
+        self._state = state
+        self.differs()
+        return True
+
+    def differs(self) -> bool:
+        """Return whether the values differ from the last ones; update the digest."""
+        found = hashlib.blake2b(_bytes_of(self.tensor), digest_size=16).digest()
+        is_other = found != self.digest
+        self.digest = found
+        return is_other
+
+    def described(self) -> list[Any]:
+        """Return a digest, and sums of the values that show how near others are."""
+        values = self.tensor.detach()
+        if values.is_complex():
+            values = torch.view_as_real(values.resolve_conj())
+        line = values.double().cpu().reshape(-1).nan_to_num()
+        weights = torch.arange(len(line), dtype=torch.float64).mul_(0.7).sin_()
+        sums = [float(line.abs().sum()), float(line @ weights)]
+        return [self.digest.hex(), *sums]
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    whole = in_memory(tensor.detach().cpu()).view(-1)
+    return whole.view(torch.uint8).numpy() if len(whole) else b""
+
+
+def _joined(digests: Sequence[bytes]) -> int:
+    found = hashlib.blake2b(b"".join(digests), digest_size=7).digest()
+    return int.from_bytes(found, "big")
+
+
+def _are_near(one: Sequence[Any], other: Sequence[Any], dtype: torch.dtype) -> bool:
+    if one[0] == other[0]:
+        return True
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return False
+    tolerance = _TOLERANCES.get(dtype, _OTHERS_TOLERANCE)
+    bound = tolerance * max(one[1], other[1])
+    return all(abs(a - b) <= bound for a, b in zip(one[1:], other[1:], strict=True))
