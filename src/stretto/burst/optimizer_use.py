@@ -11,8 +11,8 @@ are used or dropped. Programs may treat layers differently: a GAN zeroes the gra
 of one network at a time, others drop those of the last layer in the first epoch. So
 ranks are compared by optimizer, only where a rank did one thing with all of its
 gradients, and dropping them is accepted if the rank never used any before. A rank that
-kept its own gradients also tells whether the program zeroed some of other ranks: it has
-none of those, but their parameters are guarded, and report who asks for a gradient.
+kept its own gradients also reports whether the program zeroed some of other ranks: it
+has none of those, but their parameters are guarded, and notice who asks for one.
 """
 
 from __future__ import annotations

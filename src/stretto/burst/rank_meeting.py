@@ -194,7 +194,7 @@ class RankMeeting:
         """Watch for the other ranks' errors during a meeting.
 
         Raises:
-            CommTimeout: a rank did not arrive; with its own error if it has told one.
+            CommTimeout: a rank did not arrive; with its own error if it reported one.
         """
         if self.rank_groups is None:
             yield

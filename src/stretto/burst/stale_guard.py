@@ -13,8 +13,8 @@ are not.
 # Note [Changes by hand]
 A program may change current values by hand, the same on all ranks: clamp them, for
 instance. What it writes looks like the step of an optimizer of its own, which changes
-the layers that this rank runs and leaves the others behind. The two are told apart by
-the versions of parameters: a change by hand writes to the layers of other ranks as
+the layers that this rank runs and leaves the others behind. The versions of
+parameters distinguish the two: a change by hand writes to the layers of other ranks as
 often as to those of this rank. Operations in place, such as ``clamp_``, are therefore
 allowed on current values, also while a program has only come to half of them.
 """
