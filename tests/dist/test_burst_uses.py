@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 import stretto
 from stretto.burst.executor import BurstParallel
@@ -661,9 +662,9 @@ def clip_by_global_norm(side: Side) -> Any:
             if kind == 0 and side.size:
                 norm = model.grad_norm()
             elif kind == 1:
-                norm = nn.utils.get_total_norm(grads, norm_type=3.0)
+                norm = get_total_norm(grads, norm_type=3.0)
             else:
-                norm = nn.utils.get_total_norm(p.grad for p in held(model))
+                norm = get_total_norm(p.grad for p in held(model))
             norms.append(norm)
             for grad in grads:
                 grad.mul_(0.1 / norm)

@@ -91,14 +91,35 @@ def _install() -> None:
     scaler._unscale_grads_ = _joined_unscale(scaler._unscale_grads_)
     module: Any = clip_grad
     norm, clip = module._get_total_norm, module._clip_grads_with_norm_  # noqa: SLF001
+    cell = _decorated(norm)
+    if cell is not None:
+        norm = module._no_grad(cell.cell_contents)  # noqa: SLF001
+        cell.cell_contents = _joined_norm(cell.cell_contents)
+    elif hasattr(torch.nn.utils, "get_total_norm"):
+        torch.nn.utils.get_total_norm = _joined_norm(norm)
     module._get_total_norm = _noted_norm(norm)  # noqa: SLF001
     module._clip_grads_with_norm_ = _joined_clip(norm, clip)
     group = module._group_tensors_by_device_and_dtype  # noqa: SLF001
     module._group_tensors_by_device_and_dtype = _none_or_grouped(group)  # noqa: SLF001
-    module.clip_grad_value_ = _noted_values(module.clip_grad_value_)
-    torch.nn.utils.clip_grad_value_ = module.clip_grad_value_
-    if hasattr(torch.nn.utils, "get_total_norm"):
-        torch.nn.utils.get_total_norm = _joined_norm(torch.nn.utils.get_total_norm)
+    cell = _decorated(module.clip_grad_value_)
+    if cell is not None:
+        cell.cell_contents = _noted_values(cell.cell_contents)
+    else:
+        module.clip_grad_value_ = _noted_values(module.clip_grad_value_)
+        torch.nn.utils.clip_grad_value_ = module.clip_grad_value_
+
+
+# Note [Functions that were imported before]
+# A script may have imported a function of PyTorch before the first burst model is
+# built; then a new function under the same name is never called. These functions are
+# wrapped by PyTorch's own decorator. Every reference is to that one wrapper, which
+# reads the function to call from its closure, where it can be replaced.
+
+
+def _decorated(wrapper: Any) -> Any:
+    """Return the closure cell of what `_no_grad` wrapped; ``None`` if there is none."""
+    names = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
+    return wrapper.__closure__[names.index("func")] if "func" in names else None
 
 
 # Note [Hooks of a step]
