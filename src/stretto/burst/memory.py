@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -13,6 +15,10 @@ def in_memory(tensor: Tensor) -> Tensor:
 
     ``conj()`` of a complex tensor, and ``imag`` of that, only mark their memory as
     conjugated or negated, even in a contiguous tensor; reading the memory would lose
-    the mark.
+    the mark. A tensor of one element counts as contiguous whatever its strides, but it
+    can't be viewed as another type.
     """
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    found = tensor.resolve_conj().resolve_neg().contiguous()
+    if found.stride()[-1:] in ((), (1,)):
+        return found
+    return found.clone(memory_format=torch.contiguous_format)
