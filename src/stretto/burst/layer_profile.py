@@ -166,7 +166,7 @@ def steps_of(
     Takes the arguments of `profile`. The module is unchanged afterwards.
     """
     numbers = widths_of(widths, gpus, batch)
-    arguments = Arguments(tuple(example_inputs), dict(kwargs or {}))
+    arguments = Arguments(tuple(example_inputs), dict(kwargs or {}), module.forward)
     given = arguments.tensors(example_inputs, dict(kwargs or {}))
     rows = {g: _packed_rows(arguments, given, samples_on(batch, g)) for g in numbers}
     to_loss = loss or _mean_square

@@ -194,7 +194,7 @@ def trace(
     _refuse_scripted(module)
     _refuse_reserved(module)
     _refuse_sparse(module)
-    arguments = Arguments(tuple(example_inputs), dict(kwargs or {}))
+    arguments = Arguments(tuple(example_inputs), dict(kwargs or {}), module.forward)
     if module._backward_hooks or module._backward_pre_hooks:  # noqa: SLF001
         raise SpecError(
             f"{type(module).__name__} has backward hooks on the whole model, which "

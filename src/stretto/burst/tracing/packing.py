@@ -6,6 +6,7 @@ their bits. Gradients flow through floats.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
@@ -160,7 +161,15 @@ def _count(shape: tuple[int, ...]) -> int:
 class Arguments:
     """Which of a model's arguments are tensors with rows, and the values of others."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        forward: Callable[..., Any],
+    ) -> None:
+        """Prepare for calls of ``forward`` with arguments like these."""
+        self._signature = _signature_of(forward)
+        kwargs = self._in_order(kwargs)
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._places = [i for i, v in enumerate(leaves) if isinstance(v, Tensor)]
         self._others = [None if isinstance(v, Tensor) else v for v in leaves]
@@ -192,7 +201,7 @@ class Arguments:
         Raises:
             SpecError: other arguments differ from those of the example.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = self._flattened(args, kwargs)
         tensors = [v for v in leaves if isinstance(v, Tensor)]
         others = [None if isinstance(v, Tensor) else v for v in leaves]
         if spec != self._spec or not _same(others, self._others):
@@ -210,6 +219,27 @@ class Arguments:
             )
         return self.packing.pack(tensors)
 
+    def _in_order(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return keyword arguments in the order of the signature."""
+        names = self._signature.parameters if self._signature is not None else {}
+        first = {name: kwargs[name] for name in names if name in kwargs}
+        return {**first, **kwargs}
+
+    def _flattened(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], Any]:
+        """Return a call's leaves and structure, in the form of the example if it fits.
+
+        Arguments may be given by position or by name, in any order, and those that have
+        their default value may be left out.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec == self._spec or self._signature is None:
+            return leaves, spec
+        form = pytree.tree_unflatten(self._others, self._spec)
+        found = _as_called(self._signature, form, (args, kwargs))
+        return (leaves, spec) if found is None else pytree.tree_flatten(found)
+
     def mapped(
         self,
         change: Callable[[Tensor], Tensor],
@@ -223,7 +253,7 @@ class Arguments:
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Return the tensors among a call's arguments, in the order of packing."""
-        leaves, _ = pytree.tree_flatten((args, kwargs))
+        leaves, _ = self._flattened(args, kwargs)
         return [v for v in leaves if isinstance(v, Tensor)]
 
     def unpack(self, packed: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -234,6 +264,66 @@ class Arguments:
         found: tuple[tuple[Any, ...], dict[str, Any]]
         found = pytree.tree_unflatten(leaves, self._spec)
         return found
+
+
+def _signature_of(forward: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(forward)
+    except (TypeError, ValueError):  # written in C
+        return None
+
+
+def _by_name(signature: inspect.Signature, call: Any) -> dict[str, Any] | None:
+    """Return a call's arguments by name; None if they don't fit."""
+    args, kwargs = call
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        return None
+    named = dict(bound.arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    return named
+
+
+def _as_called(signature: inspect.Signature, form: Any, call: Any) -> Any:
+    """Return a call's arguments in the form of another call; None if they differ."""
+    wanted, given = _by_name(signature, form), _by_name(signature, call)
+    if wanted is None or given is None:
+        return None
+    for name in {**given, **wanted}:
+        parameter = signature.parameters.get(name)
+        default = inspect.Parameter.empty if parameter is None else parameter.default
+        if name not in given:
+            given[name] = default
+        elif name not in wanted and not _same([given[name]], [default]):
+            return None
+    if any(given[name] is inspect.Parameter.empty for name in wanted):
+        return None
+    positions = list(signature.bind(*form[0], **form[1]).arguments.items())
+    args: list[Any] = []
+    for name, value in positions:
+        kind = signature.parameters[name].kind
+        if len(args) == len(form[0]):
+            break
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            args += _like(given[name], value)
+        else:
+            args.append(_like(given[name], value))
+    kwargs = {name: _like(given[name], value) for name, value in form[1].items()}
+    return tuple(args), kwargs
+
+
+def _like(value: Any, form: Any) -> Any:
+    """Return a value with dictionaries in the order of another one's."""
+    if type(value) is not type(form):
+        return value
+    if type(value) is dict and value.keys() == form.keys():
+        return {key: _like(value[key], inner) for key, inner in form.items()}
+    if type(value) in (tuple, list) and len(value) == len(form):
+        return type(value)(map(_like, value, form))
+    return value
 
 
 def _same(one: list[Any], two: list[Any]) -> bool:

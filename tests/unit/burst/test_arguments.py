@@ -1,0 +1,82 @@
+"""Calls of a captured model: arguments in any form, values like the example's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stretto.burst.tracing.packing import Arguments
+from stretto.errors import SpecError
+
+A, B = torch.ones(2, 3), torch.zeros(2, 3)
+
+
+def forward(a, b, scale=1.0, mask=None, **more):
+    return a, b, scale, mask, more
+
+
+@pytest.mark.parametrize(
+    "example",
+    [((A, B), {}), ((), {"a": A, "b": B}), ((), {"b": B, "a": A}), ((A,), {"b": B})],
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        ((A, B), {}),
+        ((A,), {"b": B}),
+        ((), {"a": A, "b": B}),
+        ((), {"b": B, "a": A}),
+        ((A, B, 1.0), {}),
+        ((), {"mask": None, "b": B, "scale": 1.0, "a": A}),
+    ],
+)
+def test_arguments_are_found_by_position_or_name_in_any_order(example, call):
+    arguments = Arguments(*example, forward)
+    packed = arguments.pack(*call)
+    assert torch.equal(packed, torch.cat([A, B], 1))
+    args, kwargs = arguments.unpack(packed)
+    a, b, *others = forward(*args, **kwargs)
+    assert torch.equal(a, A)
+    assert torch.equal(b, B)
+    assert others == [1.0, None, {}]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ((A,), {}),
+        ((A, B, 2.0), {}),
+        ((A, B), {"mask": A}),
+        ((A, B), {"other": 1}),
+        ((A, B, 1.0, None, 1), {}),
+    ],
+)
+def test_other_arguments_are_refused(call):
+    arguments = Arguments((A, B), {}, forward)
+    with pytest.raises(SpecError, match="other arguments than the example's"):
+        arguments.pack(*call)
+
+
+def test_a_default_may_be_left_out_if_the_example_gives_it():
+    arguments = Arguments((A, B), {"scale": 1.0}, forward)
+    assert torch.equal(arguments.pack((A,), {"b": B}), torch.cat([A, B], 1))
+    given = Arguments((A, B), {"scale": 2.0}, forward)
+    with pytest.raises(SpecError, match="other arguments than the example's"):
+        given.pack((A, B), {})
+
+
+def test_dictionaries_and_more_keywords_may_come_in_any_order():
+    def takes(inputs, *rest, **named):
+        return inputs, rest, named
+
+    arguments = Arguments(({"x": A, "y": B}, A), {"u": A, "v": B}, takes)
+    call = ({"y": B, "x": A}, A), {"v": B, "u": A}
+    assert torch.equal(arguments.pack(*call), torch.cat([A, B, A, A, B], 1))
+
+
+def test_one_sample_of_a_column_is_packed_beside_floats():
+    words = torch.arange(6).view(2, 3)[1:, 1]
+    assert words.stride() == (3,)
+    arguments = Arguments((words, torch.ones(1, 2)), {}, lambda a, b: None)
+    (found, _), _ = arguments.unpack(arguments.pack((words, torch.ones(1, 2)), {}))
+    assert torch.equal(found, words)
