@@ -80,7 +80,7 @@ class Trial:
     ) -> None:
         self._module, self._graph, self._own = module, graph, own
         self._rank_groups = rank_groups
-        self._numbers = Numbers(seed)
+        self._numbers = Numbers(seed, values=graph.results.trial_values)
         self._twins: dict[int, Tensor] = {}
         self._output: Tensor | None = None
         self._cotangent: Tensor | None = None
@@ -134,7 +134,7 @@ class Trial:
     def _packed(self, examples: Sequence[Tensor]) -> Tensor:
         """Return the rows of the first rank's example, the same on all ranks."""
         number = sum(self._shares)
-        rows = [self._numbers.rows(e.detach(), number) for e in examples]
+        rows = self._numbers.rows([e.detach() for e in examples], number)
         packed = in_memory(self._graph.arguments.packing.pack(rows))
         with self._rank_groups.guard("sending the rows to verify"):
             self._rank_groups.broadcast(packed, 0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from stretto.burst.graph import capture
 from stretto.burst.tracing.packing import Arguments
 from stretto.errors import SpecError
 
@@ -74,9 +76,77 @@ def test_dictionaries_and_more_keywords_may_come_in_any_order():
     assert torch.equal(arguments.pack(*call), torch.cat([A, B, A, A, B], 1))
 
 
+class Tabular(nn.Module):
+    """A column of categories beside numbers in one tensor of floats."""
+
+    def __init__(self):
+        super().__init__()
+        self.kinds, self.numbers = nn.Embedding(5, 4), nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.kinds(x[:, 0].long()) + self.numbers(x[:, 1:])
+
+
+class Spans(nn.Module):
+    """The begin and the end of a span, whose length has an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.lengths, self.last = nn.Embedding(8, 4), nn.Linear(4, 4)
+
+    def forward(self, span):
+        return self.last(self.lengths(span[:, 1] - span[:, 0]))
+
+
+class SpansOfTwo(Spans):
+    """The same, of two inputs."""
+
+    def forward(self, first, last):
+        return super().forward(torch.stack([first, last], 1))
+
+
+class MixedSpans(Spans):
+    def forward(self, span):
+        h = super().forward(span)
+        return h - h.mean(0)
+
+
+def spans(count):
+    first = torch.arange(count) * 31 % 50
+    return torch.stack([first, first + torch.arange(count) * 3 % 8], 1)
+
+
+def table(count, numbers):
+    return torch.cat([torch.arange(count)[:, None] % 5.0, numbers], 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs"),
+    [
+        (Tabular, (table(4, torch.randn(4, 3)),)),
+        (Tabular, (table(4, 100 * torch.rand(4, 3)),)),
+        (Spans, (spans(4),)),
+        (SpansOfTwo, tuple(spans(6).unbind(1))),
+    ],
+)
+def test_values_of_a_row_that_depend_on_each_other_are_kept_together(kind, inputs):
+    graph = capture(kind(), inputs)
+    assert graph.results.trial_values == "rows"
+
+
 def test_one_sample_of_a_column_is_packed_beside_floats():
     words = torch.arange(6).view(2, 3)[1:, 1]
     assert words.stride() == (3,)
     arguments = Arguments((words, torch.ones(1, 2)), {}, lambda a, b: None)
     (found, _), _ = arguments.unpack(arguments.pack((words, torch.ones(1, 2)), {}))
     assert torch.equal(found, words)
+
+
+def test_samples_that_are_mixed_are_found_with_whole_rows_too():
+    with pytest.raises(SpecError, match="mixes samples"):
+        capture(MixedSpans(), (spans(4),))
+
+
+def test_whole_rows_must_be_different():
+    with pytest.raises(SpecError, match="give an example of several different rows"):
+        capture(Spans(), (spans(4)[[1, 1, 1]],))

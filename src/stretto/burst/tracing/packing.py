@@ -352,6 +352,9 @@ class Results:
         """For each tensor, names of the parameters that its gradient reaches; ``None``
         if each reaches all."""
 
+        self.trial_values = "elements"
+        """How inputs are made with which the model can compute, see `trial.VALUES`."""
+
     @cached_property
     def differs(self) -> bool:
         """Whether gradients of different tensors reach different parameters."""

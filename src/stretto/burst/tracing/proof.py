@@ -29,6 +29,7 @@ from stretto.burst.tracing.operations import keep_attributes
 from stretto.burst.tracing.places import place_of
 from stretto.burst.tracing.recorder import BatchNorm, place_in
 from stretto.burst.tracing.trial import (
+    VALUES,
     Calm,
     Numbers,
     tolerance_of,
@@ -106,13 +107,13 @@ def _checked(
 ) -> tuple[SpecError | None, _Check]:
     """Check with values that the model can compute with, if any.
 
-    Perturbed parameters may give NaN, which would hide everything, and an integer input
-    may hold values for which other columns have no place.
+    Perturbed parameters may give NaN, which would hide everything, and an input may
+    hold values for which other columns have no place, or that depend on each other.
     """
     first: Exception | None = None
     blind: _Check | None = None
-    for noise, by_column in itertools.product(_NOISES, (False, True)):
-        numbers = Numbers(seed, noise=noise, by_column=by_column)
+    for noise, values in itertools.product(_NOISES, VALUES):
+        numbers = Numbers(seed, noise=noise, values=values)
         check = _Check(graph, module, examples, numbers)
         try:
             found = check.run()
@@ -122,6 +123,7 @@ def _checked(
             first = first or error
             continue
         if found is not None or not check.hidden:
+            graph.results.trial_values = values
             return found, check
         blind = check
     if blind is not None:
@@ -137,7 +139,8 @@ def _checked(
     raise SpecError(
         f"{place_in(first, graph.name)}: computing with random rows like the example's "
         f"fails ({type(first).__name__}: {text}), so the layers of {graph.name} can't "
-        f"be checked. Forward must take 1 to {_ROWS} samples with any values"
+        f"be checked. Forward must take 1 to {_ROWS} samples of values like the "
+        "example's: give an example of several different rows, as in training"
     ) from first
 
 
@@ -242,8 +245,9 @@ class _Check:
         return made
 
     def _inputs(self) -> Tensor:
-        pack, rows = self._graph.arguments.packing.pack, self._numbers.rows
-        return pack([rows(example.detach(), _ROWS) for example in self._examples])
+        examples = [example.detach() for example in self._examples]
+        rows = self._numbers.rows(examples, _ROWS)
+        return self._graph.arguments.packing.pack(rows)
 
     # The model and its layers.
 

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from stretto.burst.memory import in_memory
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 """Tolerance of values, relative to the largest."""
@@ -37,7 +39,16 @@ _DROPOUTS = {
     functional.dropout3d,
     functional.alpha_dropout,
     functional.feature_alpha_dropout,
+    torch.alpha_dropout,
     torch.dropout,
+    torch.feature_alpha_dropout,
+    torch.feature_dropout,
+}
+_DROPOUTS_IN_PLACE = {
+    torch.alpha_dropout_,
+    torch.dropout_,
+    torch.feature_alpha_dropout_,
+    torch.feature_dropout_,
 }
 _CONSTANTS: dict[Any, float] = {
     torch.empty: 0.0,
@@ -49,10 +60,13 @@ _CONSTANTS: dict[Any, float] = {
     torch.randn_like: 0.3,
     torch.normal: 0.3,
     torch.bernoulli: 1.0,
+    Tensor.bernoulli: 1.0,
+    torch.binomial: 1.0,
     torch.poisson: 1.0,
     torch.randint: 1,
     torch.randint_like: 1,
     torch.multinomial: 0,
+    Tensor.multinomial: 0,
     torch._standard_gamma: 0.9,  # noqa: SLF001 - of torch.distributions
     torch._sample_dirichlet: 0.5,  # noqa: SLF001
 }
@@ -77,14 +91,12 @@ class Calm(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if func in _DROPOUTS:
-            given = {"p": 0.5, "training": True, "train": True}
-            names = ("input", "p", "training", "inplace")
-            given |= dict(zip(names, args, strict=False)) | kwargs
-            x = given["input"]
-            if not given["training"] or not given["train"] or not given["p"]:
-                return x
-            return x * (1.0 - given["p"] / 2)
+        if func in _DROPOUTS or func in _DROPOUTS_IN_PLACE:
+            x, kept = _dropout(*args, **kwargs)
+            return x * kept if func in _DROPOUTS else x.mul_(kept)
+        if func is torch.native_dropout:
+            x, kept = _dropout(*args, **kwargs)
+            return x * kept, torch.ones_like(x, dtype=torch.bool)
         if name == "scaled_dot_product_attention":
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
@@ -98,11 +110,37 @@ class Calm(TorchFunctionMode):
             bound = inspect.signature(func).bind(*args, **kwargs)
             bound.arguments["training"] = False
             args, kwargs = bound.args, bound.kwargs
+        elif func in (torch.rrelu, torch.rrelu_):
+            given = dict(zip(_OF_RRELU, args, strict=False)) | kwargs
+            args, kwargs = (), given | {"training": False}
+        elif func is Tensor.new and _is_size(args[1:]):
+            return func(*args, **kwargs).zero_()
         elif name in _FILLS and getattr(Tensor, name, None) is func:
             return args[0].fill_(_FILLS[name])
         elif func in _CONSTANTS:
-            return torch.full_like(func(*args, **kwargs), _CONSTANTS[func])
+            with torch.no_grad():
+                return torch.full_like(func(*args, **kwargs), _CONSTANTS[func])
         return func(*args, **kwargs)
+
+
+_OF_RRELU = ("input", "lower", "upper", "training")
+
+
+def _is_size(args: tuple[Any, ...]) -> bool:
+    """Return whether ``x.new(...)`` gets sizes, and so gives no values."""
+    return len(args) != 1 or isinstance(args[0], (int, torch.Size))
+
+
+def _dropout(
+    input: Tensor,  # noqa: A002 - as torch's
+    p: float = 0.5,
+    training: bool | None = True,  # noqa: FBT001, FBT002
+    inplace: bool = False,  # noqa: FBT001, FBT002
+    *,
+    train: bool | None = True,
+) -> tuple[Tensor, float]:
+    """Return a dropout's input, and what to scale it with."""
+    return input, 1.0 - p / 2 if training is not False and train is not False else 1.0
 
 
 def _gumbel_softmax(
@@ -121,24 +159,48 @@ def _gumbel_softmax(
     return one_hot - soft.detach() + soft
 
 
+_COLUMNS, WHOLE = "columns", "rows"
+VALUES = ("elements", _COLUMNS, WHOLE)
+"""How inputs are made of the examples: from single values, integers in any order; so,
+but integers stay in their columns, as where each has a vocabulary of its own; or of
+whole rows of all examples together, as where values of a row depend on each other."""
+
+_MOST_ROWS = 64
+"""Limit of an example's rows that are looked at."""
+
+
+def _different_rows(examples: Sequence[Tensor]) -> list[int]:
+    """Return the numbers of rows that are different from each other."""
+    found: dict[bytes, int] = {}
+    for i in range(min(_MOST_ROWS, *(len(example) for example in examples))):
+        row = [in_memory(example[i : i + 1].cpu()).view(-1) for example in examples]
+        data = b"".join(part.view(torch.uint8).numpy().tobytes() for part in row)
+        found.setdefault(data, i)
+    return list(found.values())
+
+
+def _require_different(rows: list[int]) -> None:
+    if len(rows) < 2:
+        raise ValueError("the example's rows are all equal")
+
+
 @final
 class Numbers:
     """Random numbers that depend only on a seed, whatever the device and type."""
 
     def __init__(
-        self, seed: int, *, noise: float = 1.0, by_column: bool = False
+        self, seed: int, *, noise: float = 1.0, values: str = VALUES[0]
     ) -> None:
         """Prepare.
 
         Args:
             seed: The seed.
             noise: Size of parameters' perturbations, relative to the usual one.
-            by_column: Whether an integer input's values stay in their columns, as where
-                each has a vocabulary of its own.
+            values: How inputs are made, one of `VALUES`.
         """
         self._generator = torch.Generator().manual_seed(seed)
         self._noise = noise
-        self._by_column = by_column
+        self._values = values
 
     def normal(self, shape: Any, like: Tensor) -> Tensor:
         """Return normal numbers of a shape, with the type and device of a tensor."""
@@ -150,8 +212,25 @@ class Numbers:
                 made = torch.view_as_complex(made)
         return made.to(device=like.device, dtype=like.dtype)
 
-    def rows(self, example: Tensor, number: int) -> Tensor:
-        """Return ``number`` random rows like the example's."""
+    def rows(self, examples: Sequence[Tensor], number: int) -> list[Tensor]:
+        """Return ``number`` random rows like the examples' for each of them.
+
+        Raises:
+            ValueError: the rows would all be equal, which hides mixed samples.
+        """
+        if self._values == VALUES[0]:
+            return [self._rows(example, number) for example in examples]
+        if self._values == _COLUMNS:
+            made = [self._rows(example, number) for example in examples]
+            _require_different(_different_rows(made))
+            return made
+        kinds = _different_rows(examples)
+        _require_different(kinds)
+        mixed = torch.randperm(len(kinds), generator=self._generator).tolist()
+        order = [kinds[mixed[i % len(kinds)]] for i in range(number)]
+        return [example[order] for example in examples]
+
+    def _rows(self, example: Tensor, number: int) -> Tensor:
         count = max(1, len(example))
         order = [
             int(torch.randint(count, (), generator=self._generator))
@@ -168,7 +247,7 @@ class Numbers:
                 low = torch.randint(2, rows.shape, generator=self._generator)
                 return low.to(device=rows.device, dtype=rows.dtype)
             flat = rows.reshape(number, -1)
-            if self._by_column:
+            if self._values == _COLUMNS:
                 for column in flat.unbind(1):
                     mixed = torch.randperm(number, generator=self._generator)
                     column.copy_(column[mixed.to(column.device)])
