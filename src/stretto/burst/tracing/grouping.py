@@ -403,8 +403,22 @@ def output_of(traced: Traced, group: Group, name: str) -> fx.Node:
 def module_of(
     traced: Traced, group: Group, result: fx.Node
 ) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """Return a layer as a module, and what it reads, in the order of arguments."""
-    return _Copy(traced, group).module(result)
+    """Return a layer as a module, and what it reads, in the order of arguments.
+
+    Raises:
+        SpecError: a hook reads a parameter of a module that is not in the layer.
+    """
+    module, reads = _Copy(traced, group).module(result)
+    held = {id(parameter) for parameter in module.parameters()}
+    for node in (n for op in group for n in (op, *_fixed_of(traced, op))):
+        for name in node.meta.get("borrowed", ()):
+            if id(traced.module.get_parameter(name)) not in held:
+                raise SpecError(
+                    f"{place_of(node)}: a hook or function in {node.name!r} reads the "
+                    f"parameter {name!r} of a module that forward does not call: ranks "
+                    "would not send its gradient. Read it in forward"
+                )
+    return module, reads
 
 
 class _Copy:
@@ -547,6 +561,8 @@ def _held_by(traced: Traced, op: fx.Node) -> Iterator[Any]:
     for node in (op, *_fixed_of(traced, op)):
         if node.op in ("call_module", "get_attr"):
             yield attrgetter(str(node.target))(traced.root)
+        for name in node.meta.get("borrowed", ()):
+            yield traced.module.get_parameter(name)
 
 
 def count_batch_norms(module: fx.GraphModule) -> int:
