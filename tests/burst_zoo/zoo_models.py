@@ -2146,6 +2146,35 @@ def hf_llama() -> nn.Module:
     return _quiet(hf.LlamaForCausalLM(config))
 
 
+def _mixtral(experts: str) -> nn.Module:
+    hf = _transformers()
+    config = hf.MixtralConfig(
+        **_TEXT,
+        num_key_value_heads=2,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        use_cache=False,
+    )
+    model = _quiet(hf.MixtralForCausalLM(config))
+    model.set_experts_implementation(experts)
+    return model
+
+
+@right(_ids)
+def hf_mixtral_of_batched_experts() -> nn.Module:
+    return _mixtral("batched_mm")
+
+
+@refused(_ids, "set_experts_implementation('batched_mm')", names_line=False)
+def hf_mixtral_of_grouped_experts() -> nn.Module:
+    return _mixtral("grouped_mm")
+
+
+@refused(_ids, "set_experts_implementation('batched_mm')", names_line=False)
+def hf_mixtral_of_experts_by_index() -> nn.Module:
+    return _mixtral("eager")
+
+
 @right(_pixels)
 def hf_vit() -> nn.Module:
     hf = _transformers()
@@ -2564,7 +2593,22 @@ def hooks_installed_in_the_first_forward() -> nn.Module:
     return Model()
 
 
-@refused(vectors(6), "keeps a tensor in its attribute 'cache'")
+@right(vectors(6))
+def constants_cached_in_a_dictionary() -> nn.Module:
+    class Model(Guarded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache: dict[str, Tensor] = {}
+
+        def between(self, h: Tensor) -> Tensor:
+            if "one" not in self.cache:
+                self.cache["one"] = torch.arange(5.0).to(h)
+            return h * self.cache["one"]
+
+    return Model()
+
+
+@refused(vectors(6), "keeps a tensor in its attribute or variable 'cache'")
 def cache_in_a_dictionary() -> nn.Module:
     class Model(Guarded):
         def __init__(self) -> None:
@@ -2573,7 +2617,7 @@ def cache_in_a_dictionary() -> nn.Module:
 
         def between(self, h: Tensor) -> Tensor:
             if "one" not in self.cache:
-                self.cache["one"] = torch.ones(5)
+                self.cache["one"] = self.norm.weight.detach().cos()
             return h * self.cache["one"]
 
     return Model()

@@ -192,7 +192,7 @@ def later_widths(
         elif node.name in widths:
             found[node.name] = widths[node.name]
         elif any(
-            id(buffer) not in known and not name.startswith("constant_")
+            id(buffer) not in known and name not in graph.constants
             for name, buffer in node.module.named_buffers()
         ):
             return found, node.name  # a buffer that no rank was sent

@@ -107,6 +107,7 @@ class Trial:
         with (
             torch.random.fork_rng(devices=devices),
             keep_attributes(self._module),
+            self._graph.caches_restored(),
             without_inner_dropout(self._module),
             self._changed_values(),
             self._graph.ambient.set(device),

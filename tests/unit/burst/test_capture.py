@@ -7,8 +7,9 @@ import enum
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import from_numpy, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from stretto.burst.graph import capture
 from stretto.burst.tracing.recorder import FakeTensor
@@ -415,3 +416,146 @@ class Taught(nn.Module):
 def test_inference_mode_in_forward_is_refused_with_the_way_out():
     with pytest.raises(SpecError, match=r"inference_mode\(\) .*use torch.no_grad\(\)"):
         capture(Taught(), (torch.randn(3, 4),))
+
+
+def from_parts(h):
+    made = torch.empty(h.shape[0], 4)
+    made[:, :2], made[:, 2:] = h[:, 2:], h[:, :2]
+    return made
+
+
+def of_arrays(h):
+    return h * torch.from_numpy(np.arange(4, dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        from_parts,
+        of_arrays,
+        lambda h: h * from_numpy(np.arange(4, dtype=np.float32)),
+        lambda h: h * torch.FloatTensor([1, 2, 3, 4]),
+        lambda h: h[:, torch.LongTensor([1, 0, 3, 2])],
+        lambda h: h * torch.Tensor([1, 2, 3, 4]).view(1, 4),
+        lambda h: h + h.new(4).fill_(2.0),
+        lambda h: h + h.new(h.shape[0], 4).zero_(),
+        lambda h: h + h.new(h.size()).fill_(1.0),
+        lambda h: h * h.new([1.0, 2.0, 3.0, 4.0]),
+    ],
+)
+def test_tensors_made_in_older_ways_are_captured(function):
+    model, x = Between(function), torch.randn(5, 4)
+    graph = capture(model, (x,))
+    values = {"input": x}
+    for node in graph.nodes:
+        values[node.name] = node.module(*[values[name] for name in node.inputs])
+    torch.testing.assert_close(values[graph.output], model(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h * torch.binomial(torch.full_like(h, 3.0), torch.full_like(h, 0.5)),
+        lambda h: h * torch.distributions.Binomial(3, torch.full_like(h, 0.5)).sample(),
+        lambda h: torch.native_dropout(h, 0.5, train=True)[0],
+        lambda h: torch.alpha_dropout(h, 0.5, train=True),
+        lambda h: torch.rrelu(h, training=True),
+        lambda h: h * h.detach().sigmoid().bernoulli(),
+        lambda h: h * (h.new(h.shape[0], 1).uniform_() < 0.8),
+    ],
+)
+def test_draws_for_each_sample_are_captured(function):
+    capture(Between(function), (torch.randn(3, 4),))
+
+
+class Reentrant(Between):
+    def forward(self, x):
+        h = checkpoint(self.before, x, use_reentrant=True)
+        return self.after(h.tanh())
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_checkpoint_that_gives_no_gradient_is_refused_with_the_reason():
+    model = Reentrant(None)
+    with pytest.raises(SpecError, match=r"test_capture.py:\d+: .*use_reentrant=False"):
+        capture(model, (torch.randn(3, 4),))
+    model.before.requires_grad_(requires_grad=False)
+    capture(model, (torch.randn(3, 4),))
+
+
+class Scaled(nn.Module):
+    """Reads a tensor of its own, and one that no module holds."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.a, self.b, self.name = nn.Linear(4, 4), nn.Linear(4, 4), name
+        setattr(self, name, torch.full((4,), 3.0))
+
+    def forward(self, x):
+        return self.b(self.a(x).tanh() * ONES) * getattr(self, self.name)
+
+
+@pytest.mark.parametrize(
+    "name", ["constant_0", "constant_0_", "dropout_0", "value_0", "size", "batch"]
+)
+def test_a_tensor_of_the_model_may_have_a_name_that_capture_makes(name):
+    model, x = Scaled(name), torch.randn(3, 4)
+    graph = capture(model, (x,))
+    values = {"input": x}
+    for node in graph.nodes:
+        values[node.name] = node.module(*[values[name] for name in node.inputs])
+    torch.testing.assert_close(values[graph.output], model(x), rtol=0, atol=0)
+
+
+class Borrows(nn.Module):
+    """A hook of one module reads another module's parameter through that module."""
+
+    def __init__(self, register, *, calls=True):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.calls = calls
+        register(self)
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        h = self.b(h).tanh() if self.calls else h
+        return self.c(h)
+
+
+def behind_the_forward(model):
+    other = model.b
+    model.a.register_forward_hook(lambda _module, _args, out: out @ other.weight.t())
+
+
+def before_the_forward(model):
+    model.c.register_forward_pre_hook(
+        lambda _module, args: (args[0] * model.a.bias.square(),)
+    )
+
+
+@pytest.mark.parametrize(
+    ("register", "layers"),
+    [(behind_the_forward, ["a", "c"]), (before_the_forward, ["a"])],
+)
+def test_a_hook_that_reads_another_modules_parameter_is_in_its_layer(register, layers):
+    graph = capture(Borrows(register), (torch.randn(3, 4),))
+    assert [node.name for node in graph.nodes] == layers
+
+
+def test_a_hook_that_reads_a_parameter_of_a_module_that_is_not_called_is_refused():
+    model = Borrows(behind_the_forward, calls=False)
+    with pytest.raises(SpecError, match=r"test_capture.py:\d+: .*'b.weight'"):
+        capture(model, (torch.randn(3, 4),))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda h: h + torch.FloatTensor([len(h)]), "depends on the number of samples"),
+        (lambda h: h * torch.FloatTensor(4), "FloatTensor.* torch.empty"),
+        (lambda h: h * torch.FloatTensor([1.0] * 4).mul_(2), "clone()"),
+    ],
+)
+def test_constructors_whose_values_are_unknown_are_refused(function, message):
+    with pytest.raises(SpecError, match=rf"test_capture.py:\d+: .*{message}"):
+        capture(Between(function), (torch.randn(3, 4),))

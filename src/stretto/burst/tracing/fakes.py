@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _DEVICE = torch.ops.prim.device.default
+_LIFT = torch.ops.aten.lift_fresh.default
+"""Makes a tensor without values of one that a constructor made."""
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
@@ -51,6 +53,10 @@ class AbstractRecorder(abc.ABC):
         """Record a running sum, product or extreme along a dimension."""
 
     @abc.abstractmethod
+    def lifted(self, tensor: Tensor, value: Tensor) -> None:
+        """Record the value of a tensor that was made from data."""
+
+    @abc.abstractmethod
     def wrote(self, tensors: Iterable[Tensor]) -> None:
         """Record that an operation writes into tensors, wherever it is called."""
 
@@ -85,9 +91,13 @@ class Mode(FakeTensorMode):
                 recorder.wrote(list(_written(func, args, kwargs or {})))
         self._inside = True
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
+            result = super().__torch_dispatch__(func, types, args, kwargs or {})
         finally:
             self._inside = False
+        if func is _LIFT and recorder is not None and type(args[0]) is Tensor:
+            assert isinstance(result, Tensor)  # noqa: S101
+            recorder.lifted(result, args[0])
+        return result
 
 
 @contextlib.contextmanager

@@ -218,7 +218,7 @@ class _Freeze:
 def _is_by_identity(value: Any, known: Collection[int]) -> bool:
     if isinstance(value, _OPAQUE) or id(value) in known:
         return True
-    return isinstance(value, _SPACES) and not _is_users(value)
+    return isinstance(value, _SPACES) and not is_users(value)
 
 
 def may_read_users(name: object) -> bool:
@@ -226,7 +226,7 @@ def may_read_users(name: object) -> bool:
     return str(name or "").partition(".")[0] not in NOT_USERS
 
 
-def _is_users(space: Any) -> bool:
+def is_users(space: Any) -> bool:
     """Return whether a class or module is from the user's own code."""
     if isinstance(space, types.ModuleType):
         return may_read_users(space.__name__) and _is_own_file(space)
@@ -248,7 +248,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, _SPACES):
         kinds = value.__mro__ if isinstance(value, type) else (value,)
         for kind in kinds:
-            if isinstance(kind, types.ModuleType) or _is_users(kind):
+            if isinstance(kind, types.ModuleType) or is_users(kind):
                 for key, inner in list(vars(kind).items()):
                     if key[:2] != "__" and not isinstance(inner, _NOT_COMPARED):
                         yield key, inner
@@ -256,6 +256,11 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     held = getattr(value, "__dict__", None)
     if isinstance(held, dict):
         yield from held.items()
+    yield from attributes_in_slots(value)
+
+
+def attributes_in_slots(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that an object holds in slots."""
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         for key in (slots,) if isinstance(slots, str) else slots:

@@ -11,11 +11,13 @@ import torch
 from torch import fx, nn
 
 from stretto.burst.tracing import grouping, operations
+from stretto.burst.tracing.caches import restored
 from stretto.errors import PlanMismatch
 from stretto.schema.burst import digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from contextlib import AbstractContextManager
 
     from stretto.burst.tracing.packing import Arguments, Results
     from stretto.burst.tracing.reads import Ambient
@@ -109,9 +111,18 @@ class LayerGraph:
         """The modes around the call for which it was captured."""
         return self._traced.ambient
 
+    @property
+    def constants(self) -> frozenset[str]:
+        """Names of the tensors that no module of the model holds."""
+        return self._traced.constants
+
     def outdated(self) -> str | None:
         """Return a value that forward read and that changed since, or None."""
-        return self._traced.watch.changed()
+        return self._traced.outdated()
+
+    def caches_restored(self) -> AbstractContextManager[None]:
+        """Begin with caches of constants as at capture, and restore them afterwards."""
+        return restored(self._traced.caches)
 
     def require_count(self, count: int) -> None:
         """Require that the forward does the same for a number of samples in all.

@@ -36,6 +36,17 @@ from torch.utils import _pytree as pytree
 
 from stretto.burst.memory import in_memory
 from stretto.burst.tracing.behind import behind_outputs
+from stretto.burst.tracing.cached_values import CachedValues, Entry
+from stretto.burst.tracing.caches import (
+    Cache,
+    Holder,
+    Holders,
+    Kept,
+    caches_of,
+    kept_in,
+    restored,
+    undo,
+)
 from stretto.burst.tracing.comparing import (
     BATCHES,
     Count,
@@ -105,6 +116,15 @@ _WAYS = {
         "torch.vmap and torch.func can't be recorded: compute the copies by batched "
         "operations or in a loop"
     ),
+    "Expected inputs of BF16 type": (
+        "Grouped products, such as those of experts, can't be recorded: with "
+        "transformers call model.set_experts_implementation('batched_mm') before"
+    ),
+    "aten.nonzero": (
+        "Which rows are computed must not depend on values: compute all, and select "
+        "with torch.where or a mask of zeros and ones. For experts of transformers "
+        "call model.set_experts_implementation('batched_mm') before"
+    ),
     "Inference tensors do not track": (
         "torch.inference_mode() in forward can't be recorded: use torch.no_grad()"
     ),
@@ -173,12 +193,32 @@ class Traced:
     counts_known: Counts
     """The numbers of samples for which its forward does this."""
 
+    constants: frozenset[str]
+    """Names of the tensors that no module holds."""
+
     places: set[fx.Node] = field(default_factory=set)
     """Those of ``ops`` whose rows are samples' places in the batch."""
+
+    caches: list[Cache] = field(default_factory=list)
+    """What its forward keeps constants in, as it was at capture."""
+
+    cached: CachedValues | None = None
+    """What it would keep there."""
 
     semantics: list[tuple[str, str]] = field(default_factory=list)
     """For each operation a text with its constants, which is equal on all ranks, and
     its place in the user's code."""
+
+    def outdated(self) -> str | None:
+        """Return a value that forward read and that changed since, or None."""
+        changed = self.watch.changed()
+        if changed is None or not self.caches or self.cached is None:
+            return changed
+        with restored(self.caches):
+            other = self.watch.changed()
+        if other is None and self.cached.hold():
+            return None
+        return other or changed
 
 
 def trace(
@@ -214,8 +254,11 @@ def trace(
     shape = tuple(_packed_shape(arguments))
     reads = Reads(module)
     norms = NormInputs()
-    first, other = _recordings(module, run, shape, arguments, reads, norms)
-    counts = Counts(first, other, partial(_recording, module, run, shape, arguments))
+    recorded = _recordings(module, run, shape, arguments, reads, norms)
+    first, other, caches = recorded.first, recorded.other, recorded.caches
+    again = partial(_recording, module, run, shape, arguments, caches)
+    ways = [again, partial(again, emptied=True)] if caches else [again]
+    counts = Counts(first, other, ways)
     given = compare(first, other, BATCHES)
     order = Order(first, given)
     build = _graph_of(module, first, other, given, order, norms.tables(module))
@@ -233,6 +276,12 @@ def trace(
     traced = _classify(
         module, build, semantics, arguments, found[0], reads.watch(), counts
     )
+    traced.caches = caches
+    nodes = {
+        entry: [build.known(ref) for ref in refs]
+        for entry, refs in recorded.entries.items()
+    }
+    traced.cached = CachedValues(traced.root, build.counts, caches, nodes)
     traced.places = places_in(traced.root, traced.ops, build.shapes, build.counts)
     traced.rows -= traced.places
     traced.results.behind = behind_outputs(
@@ -354,6 +403,18 @@ def _packed_shape(arguments: Arguments) -> tuple[int, ...]:
     return (sum(part.length for part in packing.parts),)
 
 
+@dataclass
+class _Recorded:
+    first: Recording
+
+    other: Recording
+
+    caches: list[Cache]
+
+    entries: dict[Entry, list[Ref | Fixed | None]]
+    """The names in the first recording of tensors that it kept."""
+
+
 def _recordings(
     module: nn.Module,
     run: Any,
@@ -361,45 +422,90 @@ def _recordings(
     arguments: Arguments,
     reads: Reads,
     norms: NormInputs,
-) -> tuple[Recording, Recording]:
+) -> _Recorded:
     """Record a call with each batch, after comparing a second call with the first.
 
     The second call is of the other batch. If it differs in more than sizes, three calls
-    determine whether it differs because of the batch or from call to call.
+    determine whether it differs because of the batch or from call to call. If forward
+    fills caches, each recording finds them as they were. The caches are returned too.
     """
     fakes = Fakes(module)
     hooks = _hooks_in(module)
 
-    def once(batch: int, known: Recording | None = None) -> Recording:
+    def once(batch: int, known: Recording | None = None, kept: Any = ()) -> Recording:
         batches = None if batch == BATCHES[0] else BATCHES
         check = known and partial(require_like, known, batches)
         with norms.noted(batch):
-            found = _once(module, run, (batch, *shape), arguments, fakes, reads, check)
+            found = _once(
+                module, run, (batch, *shape), arguments, fakes, reads, check, kept
+            )
         _refuse_new_hooks(module, hooks)
         return found
 
-    with (
-        contextlib.suppress(SpecError),
-        keep_attributes(module),
-        given_momenta(module),
-    ):
+    with contextlib.suppress(SpecError), _untouched(module) as holders:
         first = once(BATCHES[0])
-        _refuse_stored(module)
-        watch = reads.watch(is_between=False)
-        other = once(BATCHES[1], first)
-        _refuse_counted(module, watch)
-        compare(first, other, BATCHES)
-        return first, other
-    with keep_attributes(module), given_momenta(module):
+        if not _constants_kept(first, module, holders):
+            watch = reads.watch(is_between=False)
+            other = once(BATCHES[1], first)
+            _constants_kept(other, module, holders)
+            _refuse_counted(module, watch)
+            compare(first, other, BATCHES)
+            return _Recorded(first, other, [], {})
+    with _untouched(module) as holders:
         first = once(BATCHES[0])
-        _refuse_stored(module)
+        kept = _constants_kept(first, module, holders)
         watch = reads.watch(is_between=False)
-        again = once(BATCHES[0], first)
-        compare(first, again, None)
+        if kept:  # the next call may read what this one left
+            once(BATCHES[0], kept=[one.tensor for one in kept])
+        else:
+            compare(first, once(BATCHES[0], first), None)
         _refuse_counted(module, watch)
-    with keep_attributes(module), given_momenta(module):
+        caches = caches_of(kept)
+        entries: dict[Entry, list[Ref | Fixed | None]] = {}
+        for one in kept:
+            ref = first.refs.get(id(one.tensor))
+            entries.setdefault((id(one.holder.of), one.key), []).append(ref)
+    with _untouched(module) as holders:
         other = once(BATCHES[1], first)
-    return first, other
+        caches += caches_of(_constants_kept(other, module, holders))
+    return _Recorded(first, other, caches, entries)
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[list[Holder]]:
+    """Undo what a recording changes; yield what it may keep tensors in."""
+    holders = list(Holders(module))
+    with keep_attributes(module), given_momenta(module):
+        try:
+            yield holders
+        finally:
+            undo(holders)
+
+
+def _constants_kept(
+    recording: Recording, module: nn.Module, holders: list[Holder]
+) -> list[Kept]:
+    """Return the constants that forward keeps in caches; reject other tensors."""
+    varying = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase):  # noqa: SLF001
+            varying |= {f"{name}.{key}" if name else key for key in part._buffers}  # noqa: SLF001
+    parts = {id(part.__dict__): part for part in module.modules()}
+    kept = kept_in(holders)
+    for one in kept:
+        if not (source := recording.not_constant(one.tensor, varying)):
+            continue
+        name = one.holder.name_of(one.key)
+        part = parts.get(id(one.holder.of))
+        place = line_setting(part, one.key) if part is not None else ""
+        made = recording.place_of(one.tensor)
+        raise SpecError(
+            f"{place or (made and made + ': ')}forward of {type(module).__name__} "
+            f"keeps a tensor in its attribute or variable {name!r}, computed from "
+            f"{source}, which ranks that do not run this layer would not have: compute "
+            "it in each call, or return it as another output of the model"
+        )
+    return kept
 
 
 def _recording(
@@ -407,11 +513,16 @@ def _recording(
     run: Any,
     shape: tuple[int, ...],
     arguments: Arguments,
+    caches: list[Cache],
     batch: int,
+    *,
+    emptied: bool = False,
 ) -> Recording:
-    """Record a call with some number of samples."""
-    with keep_attributes(module), given_momenta(module):
-        return _once(module, run, (batch, *shape), arguments, Fakes(module), None)
+    """Record a call with some number of samples, with caches as at capture."""
+    with restored(caches, emptied=emptied), _untouched(module) as holders:
+        found = _once(module, run, (batch, *shape), arguments, Fakes(module), None)
+        _constants_kept(found, module, holders)
+        return found
 
 
 def _once(
@@ -422,6 +533,7 @@ def _once(
     fakes: Fakes,
     reads: Reads | None,
     check: Any = None,
+    kept: Any = (),
 ) -> Recording:
     dtype, device = arguments.packing.dtype, arguments.device
     distributions: Any = torch.distributions.Distribution
@@ -430,7 +542,9 @@ def _once(
         # Their argument checks read values; a run on values disables them.
         distributions.set_default_validate_args(value=False)
         with _quiet():
-            found = record(module, run, (shape, dtype, device), fakes, reads, check)
+            found = record(
+                module, run, (shape, dtype, device), fakes, reads, check, kept
+            )
     except SpecError:
         raise
     except Exception as error:
@@ -591,25 +705,6 @@ def _refuse_new_hooks(module: nn.Module, before: dict[str, tuple[Any, ...]]) -> 
             )
 
 
-def _refuse_stored(module: nn.Module) -> None:
-    """Reject tensors that forward keeps in attributes: they belong to one call."""
-    for name, part in module.named_modules():
-        if type(part).__module__.startswith("torch.nn"):
-            continue
-        for key, value in part.__dict__.items():
-            values = value if isinstance(value, (list, tuple)) else [value]
-            if isinstance(value, dict) and not key.startswith("_"):
-                values = list(value.values())
-            if any(isinstance(v, torch._subclasses.FakeTensor) for v in values):  # noqa: SLF001
-                full = f"{name}.{key}" if name else key
-                raise SpecError(
-                    f"{line_setting(part, key)}forward of "
-                    f"{type(part).__name__} keeps a tensor in its attribute "
-                    f"{full!r}, which ranks that do not run this layer would not have: "
-                    "return it as another output of the model"
-                )
-
-
 # The graph.
 
 
@@ -658,6 +753,16 @@ class _Build:
             self._nodes[name] = made
         return self._nodes[name]
 
+    @property
+    def constants(self) -> frozenset[str]:
+        """Names in the graph of tensors that no module holds."""
+        return frozenset(self._names.values())
+
+    def known(self, name: Ref | Fixed | None) -> fx.Node | None:
+        """Return the node of a tensor, if the graph has one."""
+        node = self._nodes.get(name)
+        return node if node in list(self.graph.nodes) else None
+
     def held(self, name: str) -> Any:
         """Return a tensor or object that the module holds, or that no module holds."""
         if name in self._constants:
@@ -697,6 +802,7 @@ class _Build:
             "aliases": one.aliases,
             "norms": tuple(n for n in one.norms if n not in self._tables),
             "keeps_state": one.keeps_state or self._updates_table(one),
+            "borrowed": one.borrowed,
             "scans": next((s[1] for s in one.scanned if s not in two.scanned), ""),
         }
         self._number += 1
@@ -900,6 +1006,7 @@ def _classify(
         ambient=Ambient.now(arguments.device),
         watch=watch,
         counts_known=counts_known,
+        constants=build.constants,
         semantics=semantics,
     )
     ops = {source}
@@ -952,7 +1059,7 @@ def _is_constant(node: fx.Node, build: _Build, ops: set[fx.Node]) -> bool:
         node.args = (node.args[1] if len(node.args) > 1 else node.kwargs["data"],)
         node.kwargs = {"dtype": one.dtype, "device": one.device}
         return True
-    if name not in ("new_zeros", "new_ones", "new_full"):
+    if name not in ("new_empty", "new_zeros", "new_ones", "new_full"):
         return False
     if one.shape != two.shape:
         return False

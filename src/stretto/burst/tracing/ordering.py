@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Arguments = tuple[Any, Any]
 """An operation's positional and named arguments, with `Ref` and `Fixed` for tensors."""
 
-_CONSTANT = re.compile(r"\bconstant_(\d+)\b")
+_CONSTANT = re.compile(r"<constant \d+>")
 _REF = re.compile(r"\bRef\(number=(\d+)")
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from stretto.burst.tracing.comparing import BATCHES, follows
+from stretto.burst.tracing.trial import Calm
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -83,7 +84,6 @@ def places_in(
         SpecError: naming the line of a tensor that violates this.
     """
     known = set(ops)
-    order = {node: i for i, node in enumerate(root.graph.nodes)}
     seen: set[fx.Node] = set()
     places: set[fx.Node] = set()
     for op in ops:
@@ -97,14 +97,11 @@ def places_in(
                 for i, (v, w) in enumerate(zip(one.shape, two.shape, strict=True))
                 if follows(v, w)
             ]
-            behind = _behind(node)
-            if not sides or any(n.meta.get("draws") for n in behind):
+            if not sides or any(n.meta.get("draws") for n in _behind(node)):
                 continue
             for_one = max(1, one.numel() // BATCHES[0])
             count = min(_MOST, max(_FEWEST, _MOST_NUMBERS // for_one))
-            value = _value(
-                root, node, sorted(behind, key=order.__getitem__), counts, count
-            )
+            value = value_of(root, node, counts, count)
             if value is None:
                 continue  # the layers' check reports it
             kinds = {_kind_of(value, i, count, each) for i, each in sides}
@@ -131,17 +128,15 @@ def _behind(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _value(
-    root: fx.GraphModule,
-    node: fx.Node,
-    nodes: list[fx.Node],
-    counts: Mapping[fx.Node, int],
-    count: int,
+def value_of(
+    root: fx.GraphModule, node: fx.Node, counts: Mapping[fx.Node, int], count: int
 ) -> Tensor | None:
-    """Return the results of fixed operations for a number of samples."""
+    """Return the result of a fixed operation for a number of samples."""
+    behind = _behind(node)
+    nodes = [n for n in root.graph.nodes if n in behind]
     run = fx.Interpreter(root)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Calm():  # values of torch.empty() are not places
             for n in nodes:
                 if n in counts:
                     run.env[n] = counts[n] * count

@@ -116,7 +116,8 @@ def _checked(
         numbers = Numbers(seed, noise=noise, values=values)
         check = _Check(graph, module, examples, numbers)
         try:
-            found = check.run()
+            with graph.caches_restored():
+                found = check.run()
         except SpecError:
             raise
         except Exception as error:  # noqa: BLE001 - the user's code

@@ -329,13 +329,13 @@ class Reads:
                 continue
             is_state = _is_state if is_users else _is_plain
             for key in code.co_names:
-                value = held.get(key)
+                value = held.get(key, _MISSING)
                 if isinstance(value, (types.ModuleType, type)):
                     name = getattr(value, "__module__", value.__name__)
                     if not may_read_users(name):
                         continue
                     for inner in code.co_names:
-                        if is_state(vars(value).get(inner)):
+                        if is_state(vars(value).get(inner, _MISSING)):
                             add(vars(value), inner, f"{value.__name__}.{inner}")
                 elif is_state(value) or self._is_called(value):
                     add(held, key, f"{held.get('__name__')}.{key}")
@@ -353,7 +353,7 @@ class Reads:
             cells = function.__closure__ or ()
             for key, cell in zip(code.co_freevars, cells, strict=True):
                 found = _Cell(cell)
-                if _is_state(found.get("")):
+                if _is_state(found.get("", _MISSING)):
                     add(found, "", f"{key!r} in {function.__qualname__}")
 
     @staticmethod
@@ -438,7 +438,7 @@ def _folders(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _is_value(value: Any) -> bool:
@@ -450,7 +450,7 @@ def _is_value(value: Any) -> bool:
 
 def _is_state(value: Any) -> bool:
     """Return whether a value may hold what a decision depends on."""
-    if value is None or isinstance(value, _CODE):
+    if value is _MISSING or isinstance(value, _CODE):
         return False
     if isinstance(value, (Tensor, torch.Generator)):
         return True

@@ -121,6 +121,9 @@ class Record:
     keeps_state: bool = False
     """Whether it writes into buffers that are not a batch norm's."""
 
+    borrowed: tuple[str, ...] = ()
+    """Parameters of other modules that its hooks or its own code read."""
+
     scanned: tuple[tuple[int, str], ...] = ()
     """The length and place of each running sum, product or extreme in it."""
 
@@ -136,6 +139,57 @@ class Recording:
 
         self.output: Any = None
         """The forward's result, with `Ref` for tensors."""
+
+        self.refs: dict[int, Ref | Fixed] = {}
+        """The names of tensors that outlive the recording, by id."""
+
+        self.writers: dict[int, list[int]] = {}
+        """By storage: the operations that wrote into it."""
+
+    def place_of(self, tensor: Tensor) -> str:
+        """Return the line that made a tensor, or nothing."""
+        ref = self.refs.get(id(tensor))
+        if not isinstance(ref, Ref) or ref == SOURCE:
+            return ""
+        return self.records[ref.number].place
+
+    def not_constant(self, tensor: Tensor, varying: Container[str]) -> str:
+        """Return from what a tensor is computed that differs between calls, if any.
+
+        Args:
+            tensor: made in the recording.
+            varying: names of parameters, and of buffers that forward updates.
+        """
+        left = self._behind(tensor)
+        seen: set[Ref | Fixed] = set()
+        while left:
+            ref = left.pop()
+            if ref is None:
+                return "a tensor that capture does not see"
+            if ref in seen:
+                continue
+            seen.add(ref)
+            if isinstance(ref, Fixed):
+                if ref.name in varying:
+                    return repr(ref.name)
+                continue
+            if ref == SOURCE:
+                return "the samples"
+            record = self.records[ref.number]
+            if record.draws:
+                return "random numbers"
+            if record.kind == "call_module":
+                return f"the output of module {record.target!r}"
+            left += _refs_in(_values_read(record))
+            for made in record.tensors.values():
+                left += self._writes_into(made)
+        return ""
+
+    def _behind(self, tensor: Tensor) -> list[Ref | Fixed | None]:
+        return [self.refs.get(id(tensor)), *self._writes_into(tensor)]
+
+    def _writes_into(self, tensor: Tensor) -> list[Ref | Fixed | None]:
+        return [Ref(n) for n in self.writers.get(storage_of(tensor), ())]
 
 
 def place_in(error: BaseException, otherwise: str) -> str:
@@ -249,6 +303,11 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         self._in_dropout = 0
         self._norms: list[str] = []
         self._keeps_state = False
+        self._given: set[int] = set()
+        """The memory of the parameters that the running operation is given or owns."""
+        self._borrowed: dict[str, None] = {}
+        self._lifted: dict[int, tuple[Tensor, Tensor]] = {}
+        """Tensors that were made from data by constructors, with their values."""
         self._autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self._fakes: dict[int, Tensor] = {}
         self._trained = trained
@@ -276,10 +335,16 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             self._require_current(tensor, place)
             return found
         if isinstance(tensor, FakeTensor):
+            made = self._lifted.get(id(tensor))
+            if made is not None:
+                name = self._constant(made[1], place)
+                self.knows(tensor, name)
+                return name
             raise SpecError(
                 f"{place}: reads a tensor that was made by something capture does not "
-                "see (a compiled or scripted function, or a tensor's constructor): "
-                "make it by a torch function, or move it into a module"
+                "see (a compiled or scripted function, a constructor such as "
+                "torch.FloatTensor(3), or an earlier call that kept it): make it by a "
+                "torch function such as torch.empty, or move it into a module"
             )
         return self._constant(tensor, place)
 
@@ -292,7 +357,8 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         for name, value in self.recording.constants.items():
             if value is tensor:
                 return Fixed(name)
-        name = f"constant_{len(self.recording.constants)}"
+        # No attribute of a module has such a name.
+        name = f"<constant {len(self.recording.constants)}>"
         self.recording.constants[name] = tensor
         return Fixed(name)
 
@@ -317,6 +383,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         """Run a function, and record it unless a recorded module runs it."""
         kwargs = kwargs or {}
         if self._depth:
+            self._note_borrowed((args, kwargs))
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if self._asks_for_gradient(func, name, args, kwargs):
@@ -339,12 +406,23 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             )
         if name == "__get__":
             return self._property(func, args)
+        if func is Tensor.new:
+            return self._legacy_new(*args, **kwargs)
         kind: str = "call_function"
         target: Any = func
         method = _method_of(func)
         if method is not None:
             kind, target = "call_method", method
         return self.operation(kind, target, func, args, kwargs)
+
+    def _note_borrowed(self, value: Any) -> None:
+        """Record parameters that an operation reads without being given them."""
+        for _, tensor in _leaves(value):
+            if isinstance(tensor, FakeTensor):
+                storage = storage_of(tensor)
+                name = self._trained.get(storage)
+                if name is not None and storage not in self._given:
+                    self._borrowed[name] = None
 
     def _asks_for_gradient(self, func: Any, name: str, args: Any, kwargs: Any) -> bool:
         """Return whether a call requests a gradient of a computed tensor.
@@ -357,6 +435,16 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             return False
         ref = self._refs.get(id(args[0]))
         return isinstance(ref, Ref) and ref != SOURCE and id(args[0]) not in self.inputs
+
+    def _legacy_new(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Record ``x.new(...)`` as what it is for sizes or for values."""
+        target = "new_empty"
+        if len(args) == 1 and not isinstance(args[0], (int, torch.Size)):
+            target = "new_tensor"
+        elif len(args) != 1 or isinstance(args[0], int):
+            args = (args or (0,),)
+        call = getattr(Tensor, target)
+        return self.operation("call_method", target, call, (tensor, *args), kwargs)
 
     def _property(self, func: Any, args: Any) -> Any:
         name = func.__self__.__name__
@@ -402,6 +490,11 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             named = (self._named(args, place), self._named(kwargs, place))
         self._draws, self._norms, self._keeps_state = 0, [], False
         self._scanned: list[tuple[int, str]] = []
+        self._given = {storage_of(t) for _, t in _leaves((real_args, real_kwargs))}
+        if kind == "call_module":
+            part = self._root.get_submodule(target)
+            self._given |= {storage_of(p) for p in part.parameters()}
+        self._borrowed = {}
         result = call(*real_args, **real_kwargs)
         written = [t for t, v in zip(tensors, before, strict=True) if _version(t) != v]
         if not written and not _holds(result):
@@ -419,6 +512,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             norms=tuple(self._norms),
             keeps_state=self._keeps_state,
             scanned=tuple(self._scanned),
+            borrowed=tuple(self._borrowed),
         )
         if kind == "call_method" and target == "__setitem__":
             record.kind, record.target = "call_function", set_item
@@ -438,6 +532,11 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             or storage_of(shown) in self._held
         ):
             what = repr(ref.name) if isinstance(ref, Fixed) else "that it reads"
+            if isinstance(ref, Fixed) and ref.name in self.recording.constants:
+                raise SpecError(
+                    f"{record.place}: writes into a tensor that no module holds: make "
+                    "it with torch.tensor or torch.empty, or copy it with clone()"
+                )
             raise SpecError(
                 f"{record.place}: writes into the parameter or buffer {what} in "
                 "forward: ranks would differ in it, as each sees other samples. Update "
@@ -454,6 +553,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             record.aliases = True
         number = len(self.recording.records)
         self._written[storage_of(target)] = (id(target), record.place, number)
+        self.recording.writers.setdefault(storage_of(target), []).append(number)
 
     def _add(self, record: Record, result: Any, given: list[Tensor]) -> None:
         number = len(self.recording.records)
@@ -619,14 +719,26 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
                 )
             return call(kind, *args, **kwargs)
         if kind is torch.utils.checkpoint.CheckpointFunction:
-            self._in_reentrant += 1
-            try:
-                return args[0](*args[2:])
-            finally:
-                self._in_reentrant -= 1
+            return self._reentrant(args[0], args[2:])
         return self.operation(
             "call_function", apply_function, call, (kind, *args), kwargs
         )
+
+    def _reentrant(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run the function of a checkpoint with ``use_reentrant=True``."""
+        self._in_reentrant += 1
+        try:
+            result = run(*args)
+        finally:
+            self._in_reentrant -= 1
+        needs = any(tensor.requires_grad for _, tensor in _leaves(args))
+        if not needs and any(t.requires_grad for _, t in _leaves(result)):
+            raise SpecError(
+                f"{_place()}: a checkpoint with use_reentrant=True, none of whose "
+                "inputs needs a gradient, gives no gradient to the parameters in it: "
+                "pass use_reentrant=False, or freeze them"
+            )
+        return result
 
     def drew(self, operator: Any, args: Any, kwargs: Any) -> None:
         """Record that random numbers were drawn."""
@@ -655,6 +767,10 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         """Record a running sum, product or extreme along a dimension."""
         if self._depth and tensor.dim():
             self._scanned.append((tensor.shape[dim], _place()))
+
+    def lifted(self, tensor: Tensor, value: Tensor) -> None:
+        """Record the value of a tensor that was made from data."""
+        self._lifted[id(tensor)] = tensor, value
 
     def wrote(self, tensors: Iterable[Tensor]) -> None:
         """Record that an operation writes into tensors, wherever it is called."""
@@ -686,6 +802,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
     def finish(self, output: Any) -> Recording:
         """Return the recording, with the forward's result."""
         self.recording.output = output
+        self.recording.refs = self._refs
         return self.recording
 
 
@@ -782,6 +899,40 @@ def _version(tensor: Tensor) -> int:
 
 def _holds(value: Any) -> bool:
     return next(_leaves(value), None) is not None
+
+
+def names_in(value: Any) -> Iterator[str]:
+    """Yield the names of the held tensors among an operation's arguments."""
+    for ref in _refs_in(value):
+        if isinstance(ref, Fixed):
+            yield ref.name
+
+
+_LIKE = ("to", "type_as")
+"""Methods that read of a second tensor only its type and device."""
+
+
+def _values_read(record: Record) -> Any:
+    """Return the arguments of which an operation reads more than sizes and types."""
+    name = str(getattr(record.target, "__name__", record.target))
+    if name in _LIKE:
+        return record.args[:1]
+    if name.startswith("new_") or name.endswith("_like"):
+        return record.args[1:], {**record.kwargs, "input": None}
+    return record.args, record.kwargs
+
+
+def _refs_in(value: Any) -> list[Ref | Fixed | None]:
+    """Return the names of tensors in an operation's arguments."""
+    if isinstance(value, (Ref, Fixed)):
+        return [value]
+    if isinstance(value, slice):
+        return _refs_in((value.start, value.stop, value.step))
+    if isinstance(value, dict):
+        return _refs_in(tuple(value.values()))
+    if isinstance(value, (tuple, list)):
+        return [ref for part in value for ref in _refs_in(part)]
+    return []
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tensor]]:
@@ -885,11 +1036,13 @@ def record(
     fakes: Fakes,
     reads: Reads | None = None,
     check: Callable[[int, Record], None] | None = None,
+    kept: Iterable[Tensor] = (),
 ) -> Recording:
     """Record what ``run`` does with an input of a shape, in the current modes.
 
     ``run`` gets the input and returns the output's tensors, as a tree. The plain state
-    that it reads is added to ``reads``. ``check`` may raise at an operation.
+    that it reads is added to ``reads``. ``check`` may raise at an operation. ``kept``
+    are tensors that an earlier call left in caches.
     """
     mode = fakes.mode
     shape, dtype, device = source
@@ -898,6 +1051,8 @@ def record(
         recorder = Recorder(root, mode, trained, shape[0], check)
         for name, tensor in named.items():
             recorder.knows(tensor, Fixed(name))
+        for tensor in kept:
+            recorder.knows(tensor, Fixed("a cache"))
         for prefix, part in root.named_modules():
             for name, value in vars(part).items():
                 if isinstance(value, Tensor):

@@ -1,0 +1,372 @@
+"""Find and undo what a forward keeps outside of the call, such as a cache of tables.
+
+# Note [Caches]
+Forward may fill a cache on its first call: an attribute, a container, a global or a
+``functools.lru_cache``. Each recording begins with the caches as the program left them
+and leaves them so: a tensor without values must not stay in one. A recorded tensor
+that is kept must be the same for every call, computed from constants and from buffers.
+Layers then compute it in each step. Anything else that forward keeps belongs to one
+call or to one state of the parameters, and is refused.
+
+Caches are searched for in the attributes of modules and of what these hold, in their
+classes and the files of these classes, and in all files of the user's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+import types
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from stretto.burst.tracing.freezing import (
+    ATOMS,
+    MOST_ITEMS,
+    attributes_in_slots,
+    is_users,
+    may_read_users,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_MISSING = object()
+_SEQUENCES = (list, deque)
+_LruCache: Any = type(functools.lru_cache(lambda: None))
+_HOLDERS = (dict, set, *_SEQUENCES, _LruCache)
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+"""Attributes of modules whose tensors are replaced while a forward is recorded."""
+
+_MOST_INSIDE = 1000
+"""Limit of values that are searched for tensors in one new entry."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Holder:
+    """Something whose entries code may replace, with its entries at some time."""
+
+    of: Any
+    """A container, class, file, variable of a closure, or an object with slots."""
+
+    name: str
+
+    before: dict[Any, Any]
+
+    is_space: bool = False
+    """Whether its keys are names in the code."""
+
+    @staticmethod
+    def now(of: Any, name: str = "", *, is_space: bool = False) -> Holder:
+        """Return a holder with its present entries."""
+        return Holder(of, name, _entries(of), is_space)
+
+    def name_of(self, key: Any) -> str:
+        """Return the name of an entry."""
+        if not self.is_space:
+            return self.name
+        return f"{self.name}.{key}" if self.name else str(key)
+
+    def kept(self) -> dict[Any, list[Tensor]]:
+        """Return the entries that got tensors without values, and these tensors."""
+        if isinstance(self.of, _LruCache):
+            found = _tensors_in(gc.get_referents(self.of), FakeTensor)
+            return {"": found} if found else {}
+        kept = {}
+        for key, value in _entries(self.of).items():
+            if value is not self.before.get(key, _MISSING):
+                found = _tensors_in(value, FakeTensor)
+                if found:
+                    kept[key] = found
+        return kept
+
+    def restore(self, keys: Iterable[Any]) -> None:
+        """Give entries their earlier values; in a container it is all entries."""
+        if isinstance(self.of, _LruCache):
+            self.of.cache_clear()
+        elif isinstance(self.of, _SEQUENCES):
+            self.of.clear()
+            self.of.extend(self.before.values())
+        elif isinstance(self.of, set):
+            self.of.clear()
+            self.of.update(self.before.values())
+        else:
+            for key in keys:
+                _put(self.of, key, self.before.get(key, _MISSING))
+
+    def changed_beside(self) -> list[Any]:
+        """Return changed entries such as the length for which a table was made."""
+        now = _entries(self.of)
+        return [
+            key
+            for key in {**now, **self.before}
+            if now.get(key, _MISSING) is not self.before.get(key, _MISSING)
+            and isinstance(now.get(key), ATOMS)
+            and isinstance(self.before.get(key), ATOMS)
+        ]
+
+
+def _entries(of: Any) -> dict[Any, Any]:
+    if isinstance(of, dict):  # a subclass may compute values when they are read
+        return dict(dict.items(of))
+    if isinstance(of, set):
+        return {id(value): value for value in of}
+    if isinstance(of, _SEQUENCES):
+        return dict(enumerate(of))
+    if isinstance(of, type):
+        return dict(vars(of))
+    if isinstance(of, types.CellType):
+        with contextlib.suppress(ValueError):  # not set yet
+            return {"": of.cell_contents}
+        return {}
+    return {} if isinstance(of, _LruCache) else dict(attributes_in_slots(of))
+
+
+def _put(of: Any, key: Any, value: Any) -> None:
+    """Set an entry, or delete it if its value was missing."""
+    if isinstance(of, dict):
+        if value is _MISSING:
+            of.pop(key, None)
+        else:
+            of[key] = value
+    elif isinstance(of, types.CellType):
+        if value is _MISSING:
+            del of.cell_contents
+        else:
+            of.cell_contents = value
+    elif value is not _MISSING:
+        setattr(of, key, value)
+    elif hasattr(of, key):
+        delattr(of, key)
+
+
+def _tensors_in(value: Any, kind: type[Tensor]) -> list[Tensor]:
+    """Return the tensors of a class in a value: in containers and in objects."""
+    found: list[Tensor] = []
+    seen: dict[int, Any] = {}
+    left = [value]
+    while left and len(seen) < _MOST_INSIDE:
+        at = left.pop()
+        if isinstance(at, kind):
+            found.append(at)
+        if id(at) in seen or isinstance(at, (*ATOMS, Tensor, nn.Module, *_CODE)):
+            continue
+        seen[id(at)] = at
+        if isinstance(at, dict):
+            left += [*dict.keys(at), *dict.values(at)]
+        elif isinstance(at, (tuple, set, frozenset, *_SEQUENCES)):
+            left += at
+        elif type(at).__name__ == "_lru_list_elem":
+            left += gc.get_referents(at)
+        else:
+            if isinstance(getattr(at, "__dict__", None), dict):
+                left.append(at.__dict__)
+            left += [inner for _, inner in attributes_in_slots(at)]
+    return found
+
+
+_CODE = (types.ModuleType, type, types.BuiltinFunctionType)
+
+
+@final
+class Holders:
+    """What a model's code may keep tensors in, with the present entries."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._found: dict[int, Holder] = {}
+        self._seen: dict[int, Any] = {}
+        self._queue: deque[tuple[Any, str]] = deque()
+        self._left = MOST_ITEMS
+        kinds = {
+            kind
+            for part in root.modules()
+            for kind in type(part).__mro__
+            if may_read_users(kind.__module__)
+        }
+        for name, part in root.named_modules():
+            if not type(part).__module__.startswith("torch.nn"):
+                self._seen[id(part)] = part
+                self._add(part.__dict__, name, is_space=True)
+        for kind in kinds:
+            self._queue.append((kind, kind.__qualname__))
+        files = {kind.__module__ for kind in kinds}
+        loaded: dict[str, Any] = dict(sys.modules)  # programs put other objects there
+        for name, file in loaded.items():
+            if not isinstance(file, types.ModuleType):
+                continue
+            if name in files or is_users(file):
+                self._add(vars(file), name, is_space=True)
+        while self._queue and self._left > 0:
+            self._left -= 1
+            with contextlib.suppress(Exception):  # of objects that pose as others
+                self._visit(*self._queue.popleft())
+
+    def __iter__(self) -> Iterator[Holder]:
+        return iter(self._found.values())
+
+    def _add(self, of: Any, name: str, *, is_space: bool = False) -> None:
+        if id(of) in self._found:
+            return
+        self._found[id(of)] = holder = Holder.now(of, name, is_space=is_space)
+        if len(holder.before) > MOST_ITEMS:
+            return
+        for key, value in holder.before.items():
+            if not isinstance(value, (*ATOMS, Tensor)) and key not in _OF_MODULES:
+                self._queue.append((value, holder.name_of(key)))
+
+    def _visit(self, value: Any, name: str) -> None:
+        if id(value) in self._seen or isinstance(value, types.ModuleType):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, _HOLDERS):
+            self._add(value, name)
+            if isinstance(value, _LruCache):
+                self._queue.append((value.__wrapped__, name))
+        elif isinstance(value, type):
+            if may_read_users(value.__module__):
+                self._add(value, name, is_space=True)
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(value, name)
+        elif (inner := _parts(value)) is not None:
+            self._queue.extend((part, name) for part in inner)
+        elif may_read_users(type(value).__module__):
+            if isinstance(getattr(value, "__dict__", None), dict):
+                self._add(value.__dict__, name, is_space=True)
+            if next(iter(attributes_in_slots(value)), None) is not None:
+                self._add(value, name, is_space=True)
+
+    def _visit_function(self, function: types.FunctionType, name: str) -> None:
+        if not may_read_users(function.__module__):
+            return
+        keys, cells = function.__code__.co_freevars, function.__closure__ or ()
+        for key, cell in zip(keys, cells, strict=True):
+            self._add(cell, f"{function.__qualname__}.{key}")
+        for held in (function.__defaults__, function.__kwdefaults__):
+            self._queue.append((held or (), name))
+        self._add(function.__dict__, function.__qualname__, is_space=True)
+
+
+def _parts(value: Any) -> tuple[Any, ...] | None:
+    """Return what a value that has no entries of its own refers to, or None."""
+    if isinstance(value, (tuple, frozenset)):
+        return tuple(value)
+    if isinstance(value, types.MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, (classmethod, staticmethod)):
+        return (value.__func__,)
+    if isinstance(value, property):
+        return value.fget, value.fset
+    if isinstance(value, functools.cached_property):
+        return (value.func,)
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    return None
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """A tensor that forward keeps outside of the call."""
+
+    tensor: Tensor
+
+    holder: Holder
+
+    key: Any
+
+
+def kept_in(holders: Iterable[Holder]) -> list[Kept]:
+    """Return the tensors without values that holders got since they were found."""
+    return [
+        Kept(tensor, holder, key)
+        for holder in holders
+        for key, tensors in holder.kept().items()
+        for tensor in tensors
+    ]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Cache:
+    """A holder with the entries in which forward keeps tensors, or plain values."""
+
+    holder: Holder
+
+    keys: tuple[Any, ...]
+
+    recorded: dict[Any, Any]
+    """The plain values that a recording left in it."""
+
+    def filled(self) -> dict[Any, list[Tensor]] | None:
+        """Return the entries that were filled; None if there are other changes."""
+        found = {}
+        now = _entries(self.holder.of)
+        for key in self.keys_now():
+            value = now.get(key, _MISSING)
+            if value is self.holder.before.get(key, _MISSING):
+                continue
+            found[key] = _tensors_in(value, Tensor)
+            if not found[key] and self.recorded.get(key, _MISSING) != value:
+                return None
+        return found
+
+    def keys_now(self) -> list[Any]:
+        """Return the keys of all entries that belong to the cache."""
+        if self.holder.is_space:
+            return list(self.keys)
+        return list({**_entries(self.holder.of), **self.holder.before})
+
+
+def caches_of(kept: Iterable[Kept]) -> list[Cache]:
+    """Return where tensors were kept."""
+    keys: dict[Holder, dict[Any, None]] = {}
+    for one in kept:
+        keys.setdefault(one.holder, {})[one.key] = None
+    found = []
+    for holder, some in keys.items():
+        now, beside = _entries(holder.of), holder.changed_beside()
+        plain = {key: now[key] for key in beside if key in now}
+        found.append(Cache(holder, (*some, *beside), plain))
+    return found
+
+
+def undo(holders: Iterable[Holder]) -> None:
+    """Restore what got tensors without values."""
+    for cache in caches_of(kept_in(holders)):
+        cache.holder.restore(cache.keys)
+
+
+@contextlib.contextmanager
+def restored(caches: Iterable[Cache], *, emptied: bool = False) -> Iterator[None]:
+    """Begin with caches as they were at capture, and restore them afterwards.
+
+    Args:
+        caches: With their entries at capture.
+        emptied: Whether to leave out tensors in containers, such as tables for other
+            numbers of samples.
+    """
+    now = [(cache, Holder.now(cache.holder.of)) for cache in caches]
+    for cache, _ in now:
+        cache.holder.restore(cache.keys_now())
+        if emptied and not cache.holder.is_space:
+            _without_tensors(cache.holder).restore(cache.keys_now())
+    try:
+        yield
+    finally:
+        for cache, later in now:
+            later.restore(
+                (*cache.keys_now(), *(() if cache.holder.is_space else later.before))
+            )
+
+
+def _without_tensors(holder: Holder) -> Holder:
+    entries = holder.before.items()
+    kept = {key: value for key, value in entries if not _tensors_in(value, Tensor)}
+    return Holder(holder.of, holder.name, kept)
