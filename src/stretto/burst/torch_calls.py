@@ -117,7 +117,7 @@ def _install() -> None:
 
 
 def _decorated(wrapper: Any) -> Any:
-    """Return the closure cell of what `_no_grad` wrapped; ``None`` if there is none."""
+    """Return the closure cell of what `_no_grad` wrapped; ``None`` if missing."""
     names = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
     return wrapper.__closure__[names.index("func")] if "func" in names else None
 
