@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -13,7 +14,19 @@ from stretto import units
 from stretto.schema import codec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from stretto.schema import Workload
+
+_ONE_RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",  # any free one
+}
+"""The environment of a script that a launcher starts as its only rank."""
 
 
 @click.command(
@@ -78,7 +91,7 @@ def command(
     after it. A DistributedDataParallel in it does not exchange gradients while it is
     measured, so anything that the script writes in these steps is useless. Under
     torchrun or `stretto lab run` every rank runs this command and rank 0 writes the
-    file.
+    file; without a launcher the script runs as the only rank.
     """
     # Imported here: `stretto profile --help` must not wait for torch.
     from stretto.measure import profile_script
@@ -91,21 +104,34 @@ def command(
             end = "\n" if count == total else ""
             click.echo(f"\rstep {count} of {total}{end}", nl=False, err=True)
 
-    workload = profile_script(
-        script,
-        arguments,
-        name=name,
-        batch_per_rank=batch,
-        warmup=warmup,
-        repetitions=steps,
-        max_spread_ratio=max_spread,
-        on_step=report,
-    )
+    with _launched():
+        workload = profile_script(
+            script,
+            arguments,
+            name=name,
+            batch_per_rank=batch,
+            warmup=warmup,
+            repetitions=steps,
+            max_spread_ratio=max_spread,
+            on_step=report,
+        )
     if rank == 0:
         workload.save(output)
         if as_json:
             click.echo(codec.encode(workload).decode(), nl=False)
         click.echo(_summary(workload, output), err=True)
+
+
+@contextlib.contextmanager
+def _launched() -> Iterator[None]:
+    """Set what a launcher of one rank sets, unless a launcher has set any of it."""
+    missing = {} if _ONE_RANK.keys() & os.environ.keys() else _ONE_RANK
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 def _summary(workload: Workload, output: Path) -> str:

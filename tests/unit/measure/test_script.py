@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -25,6 +26,13 @@ for i in range({steps}):
         raise SystemExit("a script's own handler saw the end of profiling")
     optimizer.step()
 Path(sys.argv[1]).write_text("trained to the end")
+"""
+
+GROUP = """
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+assert os.environ["LOCAL_RANK"] == "0"
 """
 
 
@@ -102,4 +110,28 @@ def test_the_command_writes_a_workload_and_is_quiet_on_stdout(script, tmp_path):
     result = CliRunner().invoke(group, [*arguments, str(path), str(tmp_path / "x")])
     assert result.exit_code == 0, result.output
     assert result.stdout == ""
+    assert len(Workload.load(output).tensors) == 4
+
+
+def test_the_command_runs_a_distributed_script_without_a_launcher(tmp_path):
+    program = tmp_path / "ddp.py"
+    program.write_text(
+        TRAIN.format(steps=50)
+        .replace("from torch import nn\n", "from torch import nn\n" + GROUP, 1)
+        .replace(
+            "optimizer = ",
+            "model = nn.parallel.DistributedDataParallel(model)\noptimizer = ",
+            1,
+        )
+    )
+    output = tmp_path / "workload.json"
+    command = [sys.executable, "-m", "stretto", "profile", "-o", str(output)]
+    done = subprocess.run(
+        [*command, "--max-spread", "1e9", "--steps", "3", str(program), "done"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
     assert len(Workload.load(output).tensors) == 4
