@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from stretto.burst.gradient_sync import GradientSync, SyncedLayer
+from stretto.burst.hook_use import HookUse
 from stretto.burst.timings import StepClock
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def synced(lanes: int) -> tuple[Any, Any, list[nn.Parameter]]:
         SyncedLayer(name=f"layer{i}", width=(0, 2), parameters=(p,))
         for i, p in enumerate(parameters)
     ]
-    arguments: Any = groups, StepClock(), shadows, layers
+    hooks: Any = HookUse(groups, lambda text: [text])
+    arguments: Any = groups, StepClock(), shadows, layers, hooks
     sync = GradientSync(*arguments, bucket_bytes=1)
     for i, parameter in reversed(list(enumerate(parameters))):
         shadows.set_grad(parameter, torch.full_like(parameter, i + 1.0))
