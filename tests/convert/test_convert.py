@@ -864,7 +864,7 @@ def test_a_keyword_with_the_models_name_stays(saved, kept):
 def test_a_converted_text_that_is_not_python_is_an_internal_error(monkeypatch):
     from stretto.convert import _script
 
-    monkeypatch.setattr(_script._single, "distributed", lambda *_: ("f(a(b)=1)\n", []))
+    monkeypatch.setattr(_script, "_distributed", lambda *_: ("f(a(b)=1)\n", []))
     with pytest.raises(StrettoError, match=r"^train.py: internal error") as raised:
         convert(TRAINING)
     assert "\n" not in str(raised.value)

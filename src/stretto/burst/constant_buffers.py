@@ -5,8 +5,8 @@ them, in the same way on every rank: a shift, the factor of a schedule, a mask. 
 on one rank only trains another model. So each forward compares digests, which are
 computed again when a buffer was written.
 
-Buffers that forward changes, such as running statistics, are current only where their
-layer runs. They are not compared.
+Buffers that forward changes, such as running statistics, and buffers in the memory of
+a parameter are current only where their layer runs. They are not compared.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from stretto.burst.memory import in_memory
 from stretto.burst.parameters import trained_and_changed
+from stretto.burst.tracing.overlap import regions_of
 from stretto.errors import RankDisagreement
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class ConstantBuffers:
         self._gather = gather
         self._graph: LayerGraph | None = None
         self._changed: set[int] = set()
-        """Ids of buffers that the forward of some capture changes."""
+        """Ids of buffers that the forward of some capture changes, or an optimizer."""
         self._rows: list[_Buffer] = []
         self._small: list[_Buffer] = []
         self._turn = 0
@@ -87,12 +88,15 @@ class ConstantBuffers:
     def _use(self, graph: LayerGraph) -> None:
         self._graph = graph
         # Also where this capture only reads them, in evaluation.
-        self._changed |= {id(t) for n in graph.nodes for t in trained_and_changed(n)}
+        changed = [t for node in graph.nodes for t in trained_and_changed(node)]
+        buffers = [pair for node in graph.nodes for pair in node.module.named_buffers()]
+        regions = regions_of((*changed, *(tensor for _, tensor in buffers)))
+        written = {regions[id(tensor)] for tensor in changed}
+        self._changed |= {id(t) for _, t in buffers if regions[id(t)] in written}
         found: dict[int, _Buffer] = {}
-        for node in graph.nodes:
-            for name, tensor in node.module.named_buffers():
-                if id(tensor) not in self._changed:
-                    found.setdefault(id(tensor), _Buffer(name, tensor))
+        for name, tensor in buffers:
+            if id(tensor) not in self._changed:
+                found.setdefault(id(tensor), _Buffer(name, tensor))
         self._rows = list(found.values())
         self._small = [row for row in self._rows if row.tensor.nbytes <= _MOST_READ]
         self._digest = 0
