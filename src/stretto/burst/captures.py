@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, final
 
 from stretto.burst.graph import capture
 from stretto.burst.schedule import execution_plan_of, later_widths
+from stretto.burst.tracing.cached_values import FirstValues
 from stretto.burst.tracing.reads import Ambient
-from stretto.errors import PlanMismatch
+from stretto.errors import PlanMismatch, SpecError
 from stretto.logs import get_logger
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Captures:
         self._widths_in: dict[LayerGraph, dict[str, Width]] = {}
         self._plans: dict[tuple[Trained, LayerGraph], ExecutionPlan] = {}
         self._recaptures = 0
+        self._first_values = FirstValues()
 
     @property
     def planned(self) -> LayerGraph:
@@ -135,7 +137,8 @@ class Captures:
         ambient = Ambient.now(self._device)
         for graph in self._graphs:
             if graph.ambient == ambient and graph.outdated() is None:
-                return graph
+                is_kept = graph.changed_since(self._first_values) is None
+                return graph if is_kept else None
         return None
 
     def add(self, forget: Callable[[LayerGraph], None]) -> LayerGraph:
@@ -150,6 +153,13 @@ class Captures:
         """
         begin = time.monotonic()
         graph = self._capture_as_is()
+        if (name := graph.changed_since(self._first_values)) is not None:
+            raise SpecError(
+                f"forward of {type(self._module).__name__} keeps {name} from its first "
+                "call, and what that was computed from has changed since: one process "
+                "goes on with the first value, layers compute it again. Compute it in "
+                "each call, or keep it in a buffer"
+            )
         widths, unknown = later_widths(
             graph, self.planned, self._ownership.widths, self._ownership.width_by_id
         )

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
+import torch
+
 from stretto.burst.tracing.comparing import BATCHES, is_equal
-from stretto.burst.tracing.places import value_of
+from stretto.burst.tracing.places import nodes_behind, place_of, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,3 +75,74 @@ class CachedValues:
                 return False
         self._known[entry] = now
         return True
+
+    def name_of(self, entry: Entry) -> str:
+        """Return the name of an entry in the program, and the line that computes it."""
+        name = next(
+            cache.holder.name_of(entry[1])
+            for cache in self._caches
+            if id(cache.holder.of) == entry[0]
+        )
+        places = [place_of(node) for node in self._nodes[entry] if node is not None]
+        return f"{name!r} of {places[-1]}"
+
+    def values(self) -> dict[Entry, list[Tensor | None]]:
+        """Return the tensors that layers would compute now for each named entry."""
+        others = {id(c.holder.of) for c in self._caches if c.holder.is_by_arguments}
+        return {
+            entry: [None if node is None else self._value_of(node) for node in nodes]
+            for entry, nodes in self._nodes.items()
+            if entry[0] not in others
+        }
+
+    def sources(self) -> list[tuple[int, int]]:
+        """Return the buffers from which entries are computed, and their versions."""
+        read: dict[str, None] = {}
+        for nodes in self._nodes.values():
+            for node in nodes:
+                behind = nodes_behind(node) if node is not None else ()
+                read |= {str(n.target): None for n in behind if n.op == "get_attr"}
+        found = []
+        for target in read:
+            path, _, last = target.rpartition(".")
+            held = getattr(self._root.get_submodule(path), last)
+            found.append((id(held), getattr(held, "_version", 0)))
+        return found
+
+    def _value_of(self, node: fx.Node) -> Tensor | None:
+        return value_of(self._root, node, self._counts, BATCHES[0])
+
+
+@final
+class FirstValues:
+    """The constants that forward caches, as the model's first call computes them.
+
+    One process keeps these, whatever changes later; layers compute them in each step.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Entry, list[Tensor | None]] = {}
+        self._sources: dict[CachedValues, list[tuple[int, int]]] = {}
+
+    def changed(self, cached: CachedValues) -> str | None:
+        """Return a cache for which layers now compute something else, or None.
+
+        A tensor of another shape is one that a program would compute again.
+        """
+        sources = cached.sources()
+        if self._sources.get(cached) == sources:
+            return None
+        for entry, values in cached.values().items():
+            first = self._known.setdefault(entry, values)
+            for one, other in zip(first, values, strict=False):
+                if not _may_follow(one, other):
+                    return cached.name_of(entry)
+        self._sources[cached] = sources
+        return None
+
+
+def _may_follow(first: Tensor | None, later: Tensor | None) -> bool:
+    if first is None or later is None or first.shape != later.shape:
+        return True
+    with torch.no_grad():
+        return is_equal(first, later)

@@ -8,17 +8,24 @@ that is kept must be the same for every call, computed from constants and from b
 Layers then compute it in each step. Anything else that forward keeps belongs to one
 call or to one state of the parameters, and is refused.
 
-Caches are searched for in the attributes of modules and of what these hold, in their
-classes and the files of these classes, and in all files of the user's own.
+Caches are searched for in the attributes of modules, of their tensors and of what
+these hold, in their classes and the files of these classes, and in all files of the
+user's own. A context variable gets its earlier value. Where a capture fails because of
+a tensor that was kept in another place, `forget` removes it from there.
 """
 
 from __future__ import annotations
 
+import argparse
+import collections
 import contextlib
 import functools
 import gc
+import queue
 import sys
+import threading
 import types
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -35,12 +42,25 @@ from stretto.burst.tracing.freezing import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 _MISSING = object()
 _SEQUENCES = (list, deque)
 _LruCache: Any = type(functools.lru_cache(lambda: None))
 _HOLDERS = (dict, set, *_SEQUENCES, _LruCache)
+_STANDARD = (
+    types.SimpleNamespace,
+    argparse.Namespace,
+    collections.UserDict,
+    collections.UserList,
+    collections.ChainMap,
+    queue.Queue,
+    threading.local,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+)
+"""Classes of the standard library whose objects may hold the user's values."""
+
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 """Attributes of modules whose tensors are replaced while a forward is recorded."""
 
@@ -62,6 +82,11 @@ class Holder:
 
     is_space: bool = False
     """Whether its keys are names in the code."""
+
+    @property
+    def is_by_arguments(self) -> bool:
+        """Whether it holds a value for each set of arguments, not under names."""
+        return isinstance(self.of, _LruCache)
 
     @staticmethod
     def now(of: Any, name: str = "", *, is_space: bool = False) -> Holder:
@@ -179,7 +204,9 @@ _CODE = (types.ModuleType, type, types.BuiltinFunctionType)
 class Holders:
     """What a model's code may keep tensors in, with the present entries."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, twin_of: Callable[[Tensor], Tensor]) -> None:
+        """Search; ``twin_of`` gives what replaces a held tensor in a recording."""
+        self._twin_of = twin_of
         self._found: dict[int, Holder] = {}
         self._seen: dict[int, Any] = {}
         self._queue: deque[tuple[Any, str]] = deque()
@@ -191,9 +218,7 @@ class Holders:
             if may_read_users(kind.__module__)
         }
         for name, part in root.named_modules():
-            if not type(part).__module__.startswith("torch.nn"):
-                self._seen[id(part)] = part
-                self._add(part.__dict__, name, is_space=True)
+            self._add_part(part, name)
         for kind in kinds:
             self._queue.append((kind, kind.__qualname__))
         files = {kind.__module__ for kind in kinds}
@@ -210,6 +235,17 @@ class Holders:
 
     def __iter__(self) -> Iterator[Holder]:
         return iter(self._found.values())
+
+    def _add_part(self, part: nn.Module, name: str) -> None:
+        """Add what a module and its tensors may keep."""
+        self._seen[id(part)] = part
+        if not isinstance(part, nn.RNNBase):  # it lists its own parameters
+            self._add(part.__dict__, name, is_space=True)
+        for held in (part._parameters, part._buffers):  # noqa: SLF001
+            for key, tensor in held.items():
+                if tensor is not None:
+                    path = f"{name}.{key}" if name else key
+                    self._add(self._twin_of(tensor).__dict__, path, is_space=True)
 
     def _add(self, of: Any, name: str, *, is_space: bool = False) -> None:
         if id(of) in self._found:
@@ -236,7 +272,10 @@ class Holders:
             self._visit_function(value, name)
         elif (inner := _parts(value)) is not None:
             self._queue.extend((part, name) for part in inner)
-        elif may_read_users(type(value).__module__):
+        elif isinstance(value, nn.Module):
+            for path, part in value.named_modules(prefix=name):
+                self._add_part(part, path)
+        elif may_read_users(type(value).__module__) or isinstance(value, _STANDARD):
             if isinstance(getattr(value, "__dict__", None), dict):
                 self._add(value.__dict__, name, is_space=True)
             if next(iter(attributes_in_slots(value)), None) is not None:
@@ -341,6 +380,28 @@ def undo(holders: Iterable[Holder]) -> None:
     """Restore what got tensors without values."""
     for cache in caches_of(kept_in(holders)):
         cache.holder.restore(cache.keys)
+
+
+def forget(mode: Any) -> None:
+    """Remove a recording's tensors without values from places that are not searched.
+
+    Args:
+        mode: The fake tensor mode of the recording.
+    """
+    fakes = {
+        id(one): one
+        for one in gc.get_objects()
+        if type(one) is FakeTensor and one.fake_mode is mode
+    }
+    for one in fakes.values():
+        for holder in gc.get_referrers(one):
+            if isinstance(holder, dict) and holder is not fakes:
+                for key in [key for key, value in holder.items() if value is one]:
+                    del holder[key]
+            elif type(holder).__name__ == "_lru_list_elem":
+                for cache in gc.get_referrers(holder):
+                    if isinstance(cache, _LruCache):
+                        cache.cache_clear()
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
+    from stretto.burst.tracing.cached_values import FirstValues
     from stretto.burst.tracing.packing import Arguments, Results
     from stretto.burst.tracing.reads import Ambient
 
@@ -119,6 +120,11 @@ class LayerGraph:
     def outdated(self) -> str | None:
         """Return a value that forward read and that changed since, or None."""
         return self._traced.outdated()
+
+    def changed_since(self, first: FirstValues) -> str | None:
+        """Return a cache whose first value layers no longer compute, or None."""
+        cached = self._traced.cached
+        return first.changed(cached) if self._traced.caches and cached else None
 
     def caches_restored(self) -> AbstractContextManager[None]:
         """Begin with caches of constants as at capture, and restore them afterwards."""

@@ -13,6 +13,7 @@ is a decision or a value that layers on other ranks would not repeat, and is rej
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import hashlib
 import json
@@ -43,6 +44,7 @@ from stretto.burst.tracing.caches import (
     Holders,
     Kept,
     caches_of,
+    forget,
     kept_in,
     restored,
     undo,
@@ -67,6 +69,7 @@ from stretto.burst.tracing.recorder import (
     Record,
     Recording,
     Ref,
+    UnseenTensor,
     is_user,
     line_setting,
     note_inputs,
@@ -442,7 +445,7 @@ def _recordings(
         _refuse_new_hooks(module, hooks)
         return found
 
-    with contextlib.suppress(SpecError), _untouched(module) as holders:
+    with contextlib.suppress(SpecError), _untouched(module, fakes) as holders:
         first = once(BATCHES[0])
         if not _constants_kept(first, module, holders):
             watch = reads.watch(is_between=False)
@@ -451,7 +454,7 @@ def _recordings(
             _refuse_counted(module, watch)
             compare(first, other, BATCHES)
             return _Recorded(first, other, [], {})
-    with _untouched(module) as holders:
+    with _untouched(module, fakes) as holders:
         first = once(BATCHES[0])
         kept = _constants_kept(first, module, holders)
         watch = reads.watch(is_between=False)
@@ -465,19 +468,22 @@ def _recordings(
         for one in kept:
             ref = first.refs.get(id(one.tensor))
             entries.setdefault((id(one.holder.of), one.key), []).append(ref)
-    with _untouched(module) as holders:
+    with _untouched(module, fakes) as holders:
         other = once(BATCHES[1], first)
         caches += caches_of(_constants_kept(other, module, holders))
     return _Recorded(first, other, caches, entries)
 
 
 @contextmanager
-def _untouched(module: nn.Module) -> Iterator[list[Holder]]:
+def _untouched(module: nn.Module, fakes: Fakes) -> Iterator[list[Holder]]:
     """Undo what a recording changes; yield what it may keep tensors in."""
-    holders = list(Holders(module))
+    holders = list(Holders(module, fakes.of))
     with keep_attributes(module), given_momenta(module):
         try:
             yield holders
+        except UnseenTensor:
+            forget(fakes.mode)
+            raise
         finally:
             undo(holders)
 
@@ -519,8 +525,9 @@ def _recording(
     emptied: bool = False,
 ) -> Recording:
     """Record a call with some number of samples, with caches as at capture."""
-    with restored(caches, emptied=emptied), _untouched(module) as holders:
-        found = _once(module, run, (batch, *shape), arguments, Fakes(module), None)
+    fakes = Fakes(module)
+    with restored(caches, emptied=emptied), _untouched(module, fakes) as holders:
+        found = _once(module, run, (batch, *shape), arguments, fakes, None)
         _constants_kept(found, module, holders)
         return found
 
@@ -542,8 +549,9 @@ def _once(
         # Their argument checks read values; a run on values disables them.
         distributions.set_default_validate_args(value=False)
         with _quiet():
-            found = record(
-                module, run, (shape, dtype, device), fakes, reads, check, kept
+            # A context variable that forward sets is a cache, too.
+            found = contextvars.copy_context().run(
+                record, module, run, (shape, dtype, device), fakes, reads, check, kept
             )
     except SpecError:
         raise
@@ -732,9 +740,24 @@ class _Build:
 
     def root(self) -> fx.GraphModule:
         """Return all operations as one module that holds the original's parts."""
+        self._rename_beside_modules()
         root = fx.GraphModule(self._targets, self.graph, type(self._module).__name__)
         root.training = self._module.training
         return root
+
+    def _rename_beside_modules(self) -> None:
+        """Give new names to plain tensors of modules that are called.
+
+        fx would register them as buffers of these modules.
+        """
+        for node in self.graph.find_nodes(op="get_attr"):
+            old = str(node.target)
+            path, _, last = old.rpartition(".")
+            held = self._targets.get(path)
+            if isinstance(held, nn.Module) and last in vars(held):
+                new = free_name(f"tensor_{len(self._names)}_{last}", self._module)
+                self._names[old], node.target = new, Name(new)
+                self._targets[new] = self._targets.pop(old)
 
     def node(self, name: Ref | Fixed) -> fx.Node:
         """Return the node of a tensor."""

@@ -97,7 +97,7 @@ def places_in(
                 for i, (v, w) in enumerate(zip(one.shape, two.shape, strict=True))
                 if follows(v, w)
             ]
-            if not sides or any(n.meta.get("draws") for n in _behind(node)):
+            if not sides or any(n.meta.get("draws") for n in nodes_behind(node)):
                 continue
             for_one = max(1, one.numel() // BATCHES[0])
             count = min(_MOST, max(_FEWEST, _MOST_NUMBERS // for_one))
@@ -118,7 +118,8 @@ def places_in(
     return found
 
 
-def _behind(node: fx.Node) -> set[fx.Node]:
+def nodes_behind(node: fx.Node) -> set[fx.Node]:
+    """Return a node and all nodes from which it is computed."""
     found, work = {node}, [node]
     while work:
         for before in work.pop().all_input_nodes:
@@ -132,7 +133,7 @@ def value_of(
     root: fx.GraphModule, node: fx.Node, counts: Mapping[fx.Node, int], count: int
 ) -> Tensor | None:
     """Return the result of a fixed operation for a number of samples."""
-    behind = _behind(node)
+    behind = nodes_behind(node)
     nodes = [n for n in root.graph.nodes if n in behind]
     run = fx.Interpreter(root)
     try:

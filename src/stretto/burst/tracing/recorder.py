@@ -269,6 +269,10 @@ def note_inputs(arguments: Any) -> None:
         recorder.inputs = {id(t) for t in pytree.tree_leaves(arguments)}
 
 
+class UnseenTensor(SpecError):
+    """Forward reads a tensor without values that the recording did not see made."""
+
+
 @final
 class Recorder(AbstractRecorder, TorchFunctionMode):
     """Records operations while it is entered."""
@@ -340,7 +344,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
                 name = self._constant(made[1], place)
                 self.knows(tensor, name)
                 return name
-            raise SpecError(
+            raise UnseenTensor(
                 f"{place}: reads a tensor that was made by something capture does not "
                 "see (a compiled or scripted function, a constructor such as "
                 "torch.FloatTensor(3), or an earlier call that kept it): make it by a "
