@@ -64,6 +64,14 @@ _STANDARD = (
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 """Attributes of modules whose tensors are replaced while a forward is recorded."""
 
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Attributes of modules with hooks: what these keep is not forward's."""
+
 _MOST_INSIDE = 1000
 """Limit of values that are searched for tensors in one new entry."""
 
@@ -254,8 +262,9 @@ class Holders:
         if len(holder.before) > MOST_ITEMS:
             return
         for key, value in holder.before.items():
-            if not isinstance(value, (*ATOMS, Tensor)) and key not in _OF_MODULES:
-                self._queue.append((value, holder.name_of(key)))
+            if isinstance(value, (*ATOMS, Tensor)) or key in (*_OF_MODULES, *_HOOKS):
+                continue
+            self._queue.append((value, holder.name_of(key)))
 
     def _visit(self, value: Any, name: str) -> None:
         if id(value) in self._seen or isinstance(value, types.ModuleType):
@@ -329,6 +338,20 @@ def kept_in(holders: Iterable[Holder]) -> list[Kept]:
         for key, tensors in holder.kept().items()
         for tensor in tensors
     ]
+
+
+def written_by_torch(part: nn.Module) -> set[str]:
+    """Return the attributes that torch's own hooks write before each forward.
+
+    Such as the weight of ``torch.nn.utils.spectral_norm`` and of pruning.
+    """
+    return {
+        value
+        for hook in part._forward_pre_hooks.values()  # noqa: SLF001
+        if type(hook).__module__.startswith("torch.nn.utils.")
+        for value in vars(hook).values()
+        if isinstance(value, str)
+    }
 
 
 @final

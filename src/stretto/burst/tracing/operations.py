@@ -48,6 +48,7 @@ from stretto.burst.tracing.caches import (
     kept_in,
     restored,
     undo,
+    written_by_torch,
 )
 from stretto.burst.tracing.comparing import (
     BATCHES,
@@ -497,7 +498,12 @@ def _constants_kept(
         if isinstance(part, nn.modules.batchnorm._NormBase):  # noqa: SLF001
             varying |= {f"{name}.{key}" if name else key for key in part._buffers}  # noqa: SLF001
     parts = {id(part.__dict__): part for part in module.modules()}
-    kept = kept_in(holders)
+    kept = [
+        one
+        for one in kept_in(holders)
+        if (part := parts.get(id(one.holder.of))) is None
+        or one.key not in written_by_torch(part)
+    ]
     for one in kept:
         if not (source := recording.not_constant(one.tensor, varying)):
             continue
