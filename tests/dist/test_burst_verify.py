@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.burst import executor
+from stretto.burst import captures
 from stretto.burst.executor import BurstParallel
 from stretto.errors import SpecError, StrettoError
 from support.burst_ranks import plan_of
@@ -86,7 +86,7 @@ WRONG: dict[str, tuple[str, Any, str]] = {
 
 def rank_of_wrong_captures(rank: int, size: int) -> dict[str, tuple[str, str]]:
     torch.set_default_dtype(torch.float64)
-    right, found = executor.capture, {}
+    right, found = captures.capture, {}
     plan = plan_of(net(), EXAMPLE.double(), lambda i: [(0, 3), (1, 2), (0, 1)][i], size)
 
     def capture_with(child: str, change: Any) -> Any:
@@ -128,17 +128,17 @@ def rank_of_wrong_captures(rank: int, size: int) -> dict[str, tuple[str, str]]:
     found["right"] = build()
     found["local"] = build(batch_norm="local")
     for name, (child, change, _) in WRONG.items():
-        executor.capture = capture_with(child, change)
+        captures.capture = capture_with(child, change)
         found[name] = build()
-    executor.capture = right
+    captures.capture = right
     # At the first forward, and again at the next one after it was refused.
-    executor.capture = capture_with("0", without_a_bias)
+    captures.capture = capture_with("0", without_a_bias)
     late = BurstParallel(net(), plan, verify=True)
     for name in ("first", "second"):
         with pytest.raises(StrettoError) as refused:
             late(torch.linspace(-1, 1, 12).view(2, 6))
         found[name] = (type(refused.value).__name__, str(refused.value))
-    executor.capture = right
+    captures.capture = right
     return found
 
 
