@@ -242,7 +242,8 @@ def burst(module: Any, size: int) -> Any:
 
 _NAMED = re.compile(
     r"(?:^|[^\w])ranks? ([\d, ]+?) (?:is|are) (?:gone|late|stuck)|for (rank \d+) to "
-    r"|(rank \d+)(?: did not (?:arrive|come)| closed its engine|'s process)"
+    r"|(rank \d+)(?: did not (?:arrive|come|submit)| stopped with an error of its own"
+    r"| closed its engine|'s process)"
 )
 
 

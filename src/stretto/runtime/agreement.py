@@ -278,7 +278,7 @@ class Missing:
     """The ranks that ended and how, for a message; ``None`` if none is known."""
 
 
-def store_lost(ranks: Ranks, purpose: str, cause: RuntimeError) -> CommTimeout:
+def store_lost(ranks: Ranks, purpose: str, cause: Exception) -> CommTimeout:
     """Return the error for a store that does not answer."""
     state = State.UNKNOWN
     if ranks.presence is not None:

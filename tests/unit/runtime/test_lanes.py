@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -9,13 +11,14 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from stretto.errors import PlanMismatch
+from stretto.errors import CommTimeout, PlanMismatch
 from stretto.runtime.agreement import Ranks
 from stretto.runtime.backends import gloo, nccl
 from stretto.runtime.backends.nccl import Communicator, communicators_of
 from stretto.runtime.lanes import needs_of
+from stretto.runtime.presence import Presence
 from stretto.schema import Bucket, Plan
 from support.plans import plan_of_buckets
 
@@ -63,6 +66,42 @@ def test_lanes_beyond_the_limit_on_descriptors_are_refused_with_both_numbers():
         gloo.check(needs, 4, descriptors_open=10, descriptors_most=10 + 62)
     for word in ("63", "72", "10 open", "ulimit -n"):
         assert word in str(caught.value)
+
+
+STORE = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_store_lost_while_a_lane_opens_is_one_error_that_names_its_rank():
+    with subprocess.Popen(
+        [sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        store = TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+        mine = Ranks(
+            rank=1,
+            size=2,
+            names=(0, 1),
+            store=store,
+            timeout_s=30.0,
+            presence=Presence(store, rank=1),
+        )
+        lanes = gloo.GlooLanes(
+            ranks=mine,
+            store_for=lambda name: PrefixStore(name, store),
+            end_requests=None,
+            notes=PrefixStore("notes", store),
+        )
+        threading.Timer(0.3, server.kill).start()
+        begin = time.perf_counter()
+        with pytest.raises(CommTimeout, match=r"rank 1 can't open lane 0: .*rank 0"):
+            lanes.open([(0, None)])
+        assert time.perf_counter() - begin < 20  # not the 30 s of the group
 
 
 # NCCL: which communicators.

@@ -288,6 +288,8 @@ def trace(
     traced.cached = CachedValues(traced.root, build.counts, caches, nodes)
     traced.places = places_in(traced.root, traced.ops, build.shapes, build.counts)
     traced.rows -= traced.places
+    for node in traced.places:
+        node.meta.pop("samples", None)  # each rank counts from zero
     traced.results.behind = behind_outputs(
         traced.root, traced.results, build.shapes, module
     )
@@ -1140,7 +1142,7 @@ def _row(traced: Traced, node: fx.Node, build: _Build) -> None:
             "number of samples: it mixes samples, which may be on different ranks. "
             "Leave reductions over the batch to the loss"
         )
-    if any(side is None for side in sides):
+    if any(side is None for side in sides) or sides.count(True) > 1:
         _refuse_pairs(build, node)
         raise SpecError(
             f"{place_of(node)}: {node.name!r} gives {tuple(value.shape)} for "
@@ -1148,6 +1150,8 @@ def _row(traced: Traced, node: fx.Node, build: _Build) -> None:
             "is no multiple: it treats some samples differently from others, and "
             "these may be on other ranks. Treat all samples the same"
         )
+    side = sides.index(True)
+    node.meta["samples"] = side, value.shape[side] // BATCHES[0]
     if value.shape[0] == BATCHES[0] and sides == [True, *(False for _ in sides[1:])]:
         traced.rows.add(node)
         traced.shapes[node] = (tuple(value.shape[1:]), value.dtype)

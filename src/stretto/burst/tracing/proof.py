@@ -4,11 +4,13 @@
 Random inputs and perturbed parameters are used, twice with other numbers. The layers
 one after another must return the outputs and gradients of the module itself. Each layer
 on some of the rows, in another order, and on the rest must return these rows of its
-output and of its inputs' gradients, with parameters' gradients that add up. A backward
-that is not torch's own is also checked with large and small gradients and many rows.
-Parameters are perturbed because an effect may vanish behind a zero at initialization.
-Batch norms use fixed statistics for the second check, and random numbers are replaced
-by constants: the executor joins the first over ranks and draws the second by sample.
+output and of its inputs' gradients, with parameters' gradients that add up. So must
+each operation in it, because what it mixes may meet a factor that is zero now: that of
+a schedule, a counter, or a random mask. A backward that is not torch's own is also
+checked with large and small gradients and many rows. Parameters are perturbed because
+an effect may vanish behind a zero at initialization. Batch norms use fixed statistics
+for the second check, and random numbers are replaced by constants: the executor joins
+the first over ranks and draws the second by sample.
 """
 
 from __future__ import annotations
@@ -370,7 +372,8 @@ class _Check:
         for node in self._graph.nodes:
             full = self._known.get(node.name)
             full = full or self._part(node, values, cotangents, _EVERY)
-            found = self._wide(node, values, full[0])
+            found = self._operations(node, values, full[0])
+            found = found or self._wide(node, values, full[0])
             found = found or self._rows_of(node, values, cotangents, full)
             given = cotangents.get(node.name)
             if found is None and given is not None and has_own_backward(node):
@@ -381,6 +384,40 @@ class _Check:
                     found = found or self._rows_of(node, values, scaled, whole)
             if found is not None:
                 return found
+        return None
+
+    def _operations(
+        self, node: LayerNode, values: dict[str, Tensor], output: Tensor
+    ) -> SpecError | None:
+        """Return where an operation inside a layer gives other rows for some."""
+        full = self._trace(node, values, _EVERY)
+        for rows in (_SOME, self._wide_rows(node, values, output, _WIDEST)):
+            op = self._first_mixed(full, self._trace(node, values, rows), rows)
+            if op is not None:
+                return _mixing(f"{place_of(op)}: {op.name!r}")
+        return None
+
+    def _first_mixed(
+        self,
+        full: dict[fx.Node, Any],
+        some: dict[fx.Node, Any],
+        rows: Sequence[int],
+    ) -> fx.Node | None:
+        exact: set[fx.Node] = set()
+        for op, want in full.items():
+            if op.op == "placeholder":
+                exact.add(op)
+            if "samples" not in op.meta or op not in some:
+                continue
+            side, each = op.meta["samples"]
+            ways = list(_rows_in(want, side, each, rows))
+            value = some[op]
+            if any(_is_same(value, way) for way in ways):
+                exact.add(op)
+            elif not _has_gradient(want) and not exact.issuperset(op.all_input_nodes):
+                pass  # a comparison of values that differ by rounding
+            elif not any(self._near(value, way, _largest(want)) for way in ways):
+                return op
         return None
 
     def _rows_of(
@@ -540,12 +577,7 @@ class _Check:
         else:
             op = next((n for n in _graph_of(node).nodes if n.meta.get("place")), None)
             place = place if op is None else f"{place_of(op)}: {place}"
-        way = " in backward" if backward else ""
-        return SpecError(
-            f"{place}: it mixes samples{way}: its output for one sample depends on "
-            "others, which may be on other ranks. Keep the batch as the first "
-            "dimension, and compute what depends on other samples in the loss"
-        )
+        return _mixing(place, backward=backward)
 
     def _fails(
         self, node: LayerNode, values: dict[str, Tensor], error: Exception
@@ -612,14 +644,51 @@ class _Check:
         return None
 
 
+def _mixing(place: str, *, backward: bool = False) -> SpecError:
+    way = " in backward" if backward else ""
+    return SpecError(
+        f"{place}: it mixes samples{way}: its output for one sample depends on "
+        "others, which may be on other ranks. Keep the batch as the first "
+        "dimension, and compute what depends on other samples in the loss"
+    )
+
+
+def _rows_in(
+    tensor: Tensor, side: int, each: int, rows: Sequence[int]
+) -> Iterator[Tensor]:
+    """Yield the parts for some rows, in all ways in which a dimension may hold them.
+
+    Args:
+        tensor: The result for all rows.
+        side: The dimension that follows the number of samples.
+        each: How many of its elements one sample has.
+        rows: The numbers of the rows.
+    """
+    if tensor.shape[side] != each * _ROWS:
+        return
+    index = torch.tensor(rows, device=tensor.device)
+    for outer in range(1, each + 1):
+        if each % outer:
+            continue
+        parts = tensor.unflatten(side, (outer, _ROWS, each // outer))
+        yield parts.index_select(side + 1, index).flatten(side, side + 2)
+
+
+def _is_same(value: Any, wanted: Tensor) -> bool:
+    return isinstance(value, Tensor) and bool(torch.equal(value, wanted))
+
+
 class _Interpreter(fx.Interpreter):
     def __init__(self, module: Any, trace: dict[fx.Node, Any]) -> None:
         super().__init__(module, garbage_collect_values=False)
         self._trace = trace
 
     def run_node(self, n: fx.Node) -> Any:
-        self._trace[n] = super().run_node(n)
-        return self._trace[n]
+        found = super().run_node(n)
+        # It may be written later.
+        kept = found.detach().clone() if isinstance(found, Tensor) else found
+        self._trace[n] = kept
+        return found
 
 
 def _graph_of(node: LayerNode) -> fx.Graph:

@@ -40,9 +40,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch.distributed as dist
 
 from stretto.errors import CommTimeout, PlanMismatch, StrettoError
-from stretto.runtime.agreement import timeout_of, who_is_gone
+from stretto.runtime.agreement import store_lost, timeout_of, who_is_gone
 from stretto.runtime.backends.base import AbstractBackend, AbstractLanes
-from stretto.runtime.presence import Wait, call_aside
+from stretto.runtime.presence import Wait, call_aside, is_communication_error
 from stretto.runtime.sockets import Socket, connections_among, open_sockets, shut
 
 if TYPE_CHECKING:
@@ -58,6 +58,11 @@ LEAST_THREADS = 2
 
 _LATE_S = 1.0
 """A rank that has ended may have connected before."""
+
+_LOOK_EVERY_S = 0.1
+
+_LOSS = "lost: "
+"""Begins a note about a lost rank or store."""
 
 _NOTE_CHARACTERS = 500
 
@@ -239,13 +244,33 @@ class GlooLanes(AbstractLanes):
             raise
         except Exception as exc:
             # The others would wait for this rank until Gloo's timeout.
+            loss = self._loss(number, exc)
             rank = self._ranks.name(self._ranks.rank)
             note = f"{rank} can't open lane {number}: {exc}".splitlines()[0]
+            left = note if loss is None else f"{_LOSS}{loss}"
             with contextlib.suppress(RuntimeError):
-                self._notes.set(name, note[:_NOTE_CHARACTERS])
+                self._notes.set(name, left[:_NOTE_CHARACTERS])
+            if loss is not None:
+                raise loss from exc
             if any(text in str(exc) for text in _OWN_LIMITS):
                 raise PlanMismatch(note) from exc
             raise
+
+    def _loss(self, number: int, cause: Exception) -> CommTimeout | None:
+        """Return the error for a peer or store that was lost; ``None`` for others."""
+        ranks, is_store = self._ranks, isinstance(cause, dist.DistError)
+        if not (is_store or is_communication_error(cause)):
+            return None
+        purpose = f"open lane {number}"
+        watch = Wait(ranks.presence, every_s=_LOOK_EVERY_S)
+        deadline = time.perf_counter() + _LATE_S
+        while time.perf_counter() < deadline:
+            if lost := watch.lost(ranks.names):
+                gone = [r for r in range(ranks.size) if ranks.names[r] in lost]
+                why = who_is_gone(ranks, gone, lost)
+                return CommTimeout(f"{ranks.name(ranks.rank)} can't {purpose}: {why}")
+            time.sleep(_LOOK_EVERY_S)
+        return store_lost(ranks, purpose, cause) if is_store else None
 
     def _connect(self, number: int, name: str, connect: Callable[[], Any]) -> Any:
         """Return the result of ``connect``, unless a rank can't take part.
@@ -282,6 +307,8 @@ class GlooLanes(AbstractLanes):
         if lost:
             gone = [r for r in range(ranks.size) if ranks.names[r] in lost]
             why = who_is_gone(ranks, gone, lost)
+        elif failed and failed[0].startswith(_LOSS):
+            raise CommTimeout(failed[0].removeprefix(_LOSS))
         elif failed:
             raise PlanMismatch(failed[0])
         else:

@@ -1,0 +1,158 @@
+"""Operations that mix samples are refused where their effect is zero at capture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from stretto.burst.graph import capture
+from stretto.errors import SpecError
+
+
+class Gated(nn.Module):
+    """Adds something of other samples, times a factor that is zero at first."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = nn.Parameter(torch.tensor(-0.5))
+        self.register_buffer("flag", torch.tensor(False))
+        self.register_buffer("number", torch.tensor(0))
+
+    def forward(self, x):
+        h = self.norm(self.before(x)).tanh()
+        factor = {
+            "flag": lambda: self.flag,
+            "number": lambda: self.number,
+            "scale": lambda: self.scale.relu(),
+            "batches": lambda: self.norm.num_batches_tracked > 2,
+            "uniform": lambda: torch.rand(len(h), 1) < 0.5,
+            "normal": lambda: torch.randn(len(h), 1) > 0.5,
+        }[self.kind]()
+        return self.after(h + factor * h.roll(1, 0))
+
+
+@pytest.mark.parametrize(
+    "kind", ["flag", "number", "scale", "batches", "uniform", "normal"]
+)
+def test_mixing_behind_a_factor_that_is_zero_now_is_refused_with_its_line(kind):
+    with pytest.raises(SpecError, match=r"test_mixing.py:36: 'roll': it mixes samples"):
+        capture(Gated(kind), (torch.randn(6, 4),))
+
+
+class Inside(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.before(x).tanh()
+        return self.after(h + self.function(h))
+
+
+def written_over(h):
+    other = h.flip(0)
+    other.mul_(0.0)
+    return other
+
+
+def rolls_far(h):
+    return 0 * h.roll(20, 0)
+
+
+def rolls_by_columns(h):
+    return 0 * h.t().roll(1, 1).t()
+
+
+def rolls_heads(h):
+    return 0 * h.view(-1, 2).roll(2, 0).view(-1, 4)
+
+
+def near_ones(h):
+    near = (torch.cdist(h, h) < 0.01).to(h.dtype)
+    return near / near.sum(1, keepdim=True) @ h
+
+
+def kernel(h):
+    return (-1e6 * torch.cdist(h, h).square()).softmax(1) @ h
+
+
+def same_signs(h):
+    signs = h.sign()
+    same = (signs @ signs.t() == 4).to(h.dtype)
+    return same / same.sum(1, keepdim=True) @ h
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (written_over, "'flip': it mixes"),
+        (rolls_far, "'roll': it mixes"),
+        (rolls_by_columns, "'roll': it mixes"),
+        (rolls_heads, "'roll': it mixes"),
+        (near_ones, "'cdist' compares each sample with the others"),
+        (kernel, "'cdist' compares each sample with the others"),
+        (same_signs, "'matmul' compares each sample with the others"),
+    ],
+)
+def test_mixing_whose_effect_random_rows_do_not_show_is_refused(function, message):
+    with pytest.raises(SpecError, match=message) as caught:
+        capture(Inside(function), (torch.randn(6, 4),))
+    assert "test_mixing.py:" in str(caught.value)
+
+
+def heads_outer(h):
+    return (
+        h.view(-1, 2, 2)
+        .transpose(0, 1)
+        .reshape(-1, 2)
+        .sin()
+        .view(2, -1, 2)[0]
+        .sum(1, keepdim=True)
+    )
+
+
+def between_others(h):
+    parts = h.view(-1, 2, 2).transpose(0, 1).flatten()  # two, samples, two
+    return parts.square().view(2, -1, 2).transpose(0, 1).reshape(-1, 4)
+
+
+def as_groups(h):
+    kernel = h.reshape(-1, 1, 4)
+    return functional.conv1d(h.reshape(1, -1, 4), kernel, groups=len(h)).view(-1, 1)
+
+
+def in_place_later(h):
+    made = h * 2
+    made.add_(1).mul_(h)
+    return made
+
+
+def ties(h):
+    return (h - h).sign() + (h.softmax(1).sum(1, keepdim=True) - 1).sign() * 0
+
+
+def two_views(h):
+    both = torch.cat([h, h * 2])
+    one, two = both.chunk(2)
+    return one - two
+
+
+@pytest.mark.parametrize(
+    "function",
+    [heads_outer, between_others, as_groups, in_place_later, ties, two_views],
+)
+def test_samples_in_any_part_of_a_dimension_are_captured(function):
+    torch.manual_seed(0)
+    module = Inside(function).double()
+    graph = capture(module, (torch.randn(6, 4, dtype=torch.float64),))
+    x = torch.randn(3, 4, dtype=torch.float64)
+    values = {"input": x}
+    for node in graph.nodes:
+        values[node.name] = node.module(*(values[name] for name in node.inputs))
+    assert torch.allclose(values[graph.output], module(x))
