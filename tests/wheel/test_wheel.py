@@ -28,6 +28,8 @@ CORE = {"click", "msgspec", "numpy", "rich", "scipy", "torch"}
 """The requirements of the package itself."""
 
 TRAINING = """\
+import sys
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -42,7 +44,7 @@ for _ in range(3):
     optimizer.step()
 held = [torch.zeros(2, 4) for _ in range(2)]
 dist.all_gather(held, model.module.weight.detach())
-print(type(model).__module__, torch.equal(*held), flush=True)
+sys.stdout.write(f"{type(model).__module__} {torch.equal(*held)}\\n")
 dist.barrier()
 dist.destroy_process_group()
 """

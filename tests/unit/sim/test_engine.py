@@ -213,7 +213,7 @@ def test_lanes_keep_their_order_and_times_never_go_back(flows):
         mine = [i for i, f in enumerate(flows) if f.lane == lane]
         for before, after in pairwise(mine):
             assert outcome.end_s[before] <= outcome.start_s[after]
-    assert outcome.work_end_s >= 8.0
+    assert outcome.work_end_s >= 8.0 * (1 - 1e-12)
 
 
 @settings(max_examples=60)
