@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 import stretto
+from stretto._version import TORCH_REQUIREMENT
 from stretto.cli._main import group
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +133,11 @@ def test_the_packages_ask_for_what_is_imported():
     asked = {known.get(name, name.replace("-", "_")) for name in asked}
     found = set().union(*map(imported_by, SOURCES))
     assert found - set(sys.stdlib_module_names) - {"stretto"} - asked == set()
+
+
+def test_messages_name_the_torch_that_the_package_requires():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert TORCH_REQUIREMENT in project["dependencies"]
 
 
 EXTRAS = {

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stretto._version import __version__
+from stretto._version import (
+    FIRST_TORCH,
+    LAST_TORCH,
+    TORCH_REQUIREMENT,
+    TORCH_VERSIONS,
+    __version__,
+)
 from stretto.cli._machine import NOTE, OK, WRONG, Check, machine_checks
 from stretto.errors import LabError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-
-TORCH_VERSIONS = ((2, 11), (2, 15))
-"""First and last minor version that stretto was written for."""
 
 OVERRIDES = {
     "NCCL_MAX_CTAS": "overrides the CTAs that a plan gives each collective",
@@ -70,8 +73,8 @@ def command(*, as_json: bool) -> None:
 def _print(checks: list[Check]) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
-        colour = {OK: "green", NOTE: "yellow", WRONG: "red"}[check.status]
-        sign = click.style(f"{check.status:>5}", fg=colour)
+        color = {OK: "green", NOTE: "yellow", WRONG: "red"}[check.status]
+        sign = click.style(f"{check.status:>5}", fg=color)
         click.echo(f"{sign}  {check.name:<{width}}  {check.found}")
         if check.remedy:
             click.echo(f"{'':>5}  {'':<{width}}  -> {check.remedy}")
@@ -95,7 +98,7 @@ def _python_checks() -> Iterator[Check]:
             name="torch",
             status=WRONG,
             found=f"cannot be imported: {error}",
-            remedy="pip install 'torch>=2.11,<2.16'",
+            remedy=f"pip install '{TORCH_REQUIREMENT}'",
         )
         return
     yield torch_version_check(torch.__version__)
@@ -104,17 +107,15 @@ def _python_checks() -> Iterator[Check]:
 
 def torch_version_check(version: str) -> Check:
     """Check whether stretto was written for a version of torch."""
-    first, last = TORCH_VERSIONS
     parts = version.split("+")[0].split(".")
     found = tuple(int(part) if part.isdigit() else -1 for part in parts[:2])
-    span = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
-    if first <= found <= last:
+    if FIRST_TORCH <= found <= LAST_TORCH:
         return Check(name="torch", status=OK, found=version)
     return Check(
         name="torch",
-        status=WRONG if found < first else NOTE,
-        found=f"{version}; stretto is tested with {span}",
-        remedy=f"pip install 'torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}'",
+        status=WRONG if found < FIRST_TORCH else NOTE,
+        found=f"{version}; stretto is tested with {TORCH_VERSIONS}",
+        remedy=f"pip install '{TORCH_REQUIREMENT}'",
     )
 
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from stretto._version import TORCH_VERSIONS
 from stretto.errors import PlanMismatch
 from stretto.logs import get_logger
 
@@ -183,7 +184,7 @@ def build_reducer(
 def _unsupported(what: str) -> PlanMismatch:
     return PlanMismatch(
         f"plans are not supported with PyTorch {torch.__version__}: {what}, unlike "
-        "2.11 to 2.15. Install one of these, or pass plan=None for plain DDP."
+        f"{TORCH_VERSIONS}. Install one of these, or pass plan=None for plain DDP."
     )
 
 

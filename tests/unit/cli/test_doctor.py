@@ -14,8 +14,8 @@ from stretto.errors import LabError
     [
         ("2.11.0", "ok"),
         ("2.13.0+cpu", "ok"),
-        ("2.15.1", "ok"),
-        ("2.16.0", "note"),
+        ("2.14.1", "ok"),
+        ("2.15.0", "note"),
         ("3.0.0a0+git123", "note"),
         ("2.10.1", "wrong"),
         ("1.13.1", "wrong"),
@@ -85,9 +85,10 @@ def test_the_json_is_one_object_with_every_check(monkeypatch):
 
 
 def test_what_is_wrong_ends_with_1_and_stands_in_the_text(monkeypatch):
-    monkeypatch.setattr(doctor, "TORCH_VERSIONS", ((98, 0), (99, 0)))
+    monkeypatch.setattr(doctor, "FIRST_TORCH", (98, 0))
+    monkeypatch.setattr(doctor, "LAST_TORCH", (99, 0))
     monkeypatch.setattr(doctor, "_lab_checks", lambda: iter(()))
     result = CliRunner().invoke(doctor.command, [])
     assert result.exit_code == 1
     assert "wrong  torch" in result.output
-    assert "-> pip install 'torch>=98.0,<99.1'" in result.output
+    assert "-> pip install 'torch>=2.11,<2.15'" in result.output
