@@ -252,7 +252,7 @@ class Loaders:
 
     def _set_epoch(self, loop: Loop) -> None:
         for node, scope in loop.loaders:
-            at = self._epoch_begins(loop, node, scope)
+            at = self._epoch_begins(loop, node)
             name = self._tree.text(node)
             epoch = self._epoch(at, scope)
             if isinstance(node, cst.Call) or (epoch is None and self._made_anew(loop)):
@@ -300,9 +300,7 @@ class Loaders:
         seen.add(id(scope))
         return any(self._repeated(c, seen) for c in self._flow.calls_of(scope))
 
-    def _epoch_begins(
-        self, loop: Loop, node: cst.BaseExpression, scope: Scope
-    ) -> cst.CSTNode:
+    def _epoch_begins(self, loop: Loop, node: cst.BaseExpression) -> cst.CSTNode:
         """Return the statement that begins to take batches from a loader."""
         if self._tree.within(node, loop.node):
             if isinstance(loop.node, cst.For) and self._tree.within(
@@ -310,7 +308,6 @@ class Loaders:
             ):
                 return loop.node
             return self._tree.statement(node)
-        del scope
         statement = self._tree.statement(node)
         if self._tree.function(loop.node) is self._tree.function(node) and isinstance(
             loop.node, cst.For

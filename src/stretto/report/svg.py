@@ -1,9 +1,9 @@
 """Drawings as SVG text: step times, timelines, losses.
 
-Colors are CSS variables (`COLOURS`), so that a page draws them equally for light, dark
-and paper; `step_time_svg` can include them and be a separate file. The hues are Okabe
-and Ito's, which color-blind readers can distinguish, darkened or lightened for
-contrast.
+Colors are CSS variables (`LIGHT` and `DARK`), so that a page draws them equally for
+light, dark and paper; `step_time_svg` can include them and be a separate file. The hues
+are Okabe and Ito's, which color-blind readers can distinguish, darkened or lightened
+for contrast.
 """
 
 from __future__ import annotations

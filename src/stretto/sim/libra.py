@@ -83,10 +83,10 @@ def stages(
     most_bytes_per_s = flow_rates(cluster).per_flow_bytes_per_s(1)
     # Computation left once each group's last gradient is ready.
     after_s = [workload.backward_s - tensors[end - 1].ready_s for end in groups]
-    first_s = [0, *groups][:-1]
+    firsts = [0, *groups][:-1]
     sizes = [
         sum(tensor.bytes for tensor in tensors[first:end])
-        for first, end in zip(first_s, groups, strict=True)
+        for first, end in zip(firsts, groups, strict=True)
     ]
     left_s = after_s[0]
     found = [

@@ -16,9 +16,15 @@ from stretto.planners._libra import grid as grid_module
 from stretto.planners._libra import pareto
 from stretto.planners._libra.bound import FluidBound, GridBound
 from stretto.planners._libra.grid import solve_grid
-from stretto.planners._libra.literal import first_chunk, solve_literal, stage_s
+from stretto.planners._libra.literal import solve_literal, stage_s
 from stretto.planners._libra.pareto import solve_pareto
-from stretto.planners._libra.problem import STARTUPS, Level, LibraProblem, problem_of
+from stretto.planners._libra.problem import (
+    STARTUPS,
+    Level,
+    LibraProblem,
+    first_chunk,
+    problem_of,
+)
 from stretto.planners.exhaustive import all_fusions
 from stretto.schema import ComputeContention, Contention, RateCurve
 

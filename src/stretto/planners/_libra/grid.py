@@ -6,8 +6,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from stretto.planners._libra.bound import FluidBound
-from stretto.planners._libra.literal import CHUNK_SLACK, first_chunk
-from stretto.planners._libra.problem import Solution, with_fewer_groups
+from stretto.planners._libra.problem import (
+    CHUNK_SLACK,
+    Solution,
+    first_chunk,
+    with_fewer_groups,
+)
 
 if TYPE_CHECKING:
     from stretto.planners._libra.problem import LibraProblem

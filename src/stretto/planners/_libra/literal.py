@@ -1,4 +1,8 @@
-"""LIBRA's Algorithm 1 as printed, with its errors fixed: the oracle for tests."""
+"""LIBRA's Algorithm 1 as printed, errors fixed: ``search="literal"``.
+
+It is also the reference for tests of `stretto.planners._libra.grid`, with which it
+shares only `problem`.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,10 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
-from stretto.planners._libra.problem import Solution
+from stretto.planners._libra.problem import CHUNK_SLACK, Solution, first_chunk
 
 if TYPE_CHECKING:
     from stretto.planners._libra.problem import LibraProblem
-
-CHUNK_SLACK = 1e-9
-"""Fraction of a chunk by which work may fall short of an edge and still reach it."""
-
-
-def first_chunk(ready_s: float, chunk_s: float, chunks: int) -> int:
-    """Return the first edge at which an item is ready (lines 17-21).
-
-    As printed, the search starts at 1, compares products of floats and may pass the
-    last edge: with ``[0.9]`` in 3 chunks, ``3 * w`` is below 0.9.
-    """
-    if chunk_s == 0:
-        return 0
-    return min(chunks, max(0, math.ceil(ready_s / chunk_s - CHUNK_SLACK)))
 
 
 def solve_literal(problem: LibraProblem, *, max_groups: int, chunks: int) -> Solution:

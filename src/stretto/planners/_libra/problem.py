@@ -6,6 +6,7 @@ LIBRA (Duan et al.) section III-B, Eq. 7-15. Times count from the start of backw
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from stretto.schema import Cluster, Workload
 
 STARTUPS = ("phase", "mixed")
+
+CHUNK_SLACK = 1e-9
+"""Fraction of a chunk by which work may fall short of an edge and still reach it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,3 +301,14 @@ def problem_of(
         startup=startup,
     )
     return problem, tuple(lasts)
+
+
+def first_chunk(ready_s: float, chunk_s: float, chunks: int) -> int:
+    """Return the first edge at which an item is ready (lines 17-21).
+
+    As printed, the search starts at 1, compares products of floats and may pass the
+    last edge: with ``[0.9]`` in 3 chunks, ``3 * w`` is below 0.9.
+    """
+    if chunk_s == 0:
+        return 0
+    return min(chunks, max(0, math.ceil(ready_s / chunk_s - CHUNK_SLACK)))

@@ -1,4 +1,4 @@
-"""The core of the negotiated engine: its control thread and its entry points.
+"""The engine's control thread, and the entry points that other threads call.
 
 `stretto.runtime.negotiated.ledger` holds the state and decides. This module's thread
 executes the rounds and launches the decisions in their order.

@@ -10,7 +10,7 @@
 ```
 
 One thread negotiates and launches, so launch order is the agreed one on every rank.
-`stretto.runtime.negotiated.ledger` decides and `core` executes.
+`stretto.runtime.negotiated.ledger` decides and `control_thread` executes.
 """
 
 from __future__ import annotations
