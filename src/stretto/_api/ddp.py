@@ -13,7 +13,7 @@ import torch.distributed as dist
 from stretto import runtime
 from stretto.errors import SpecError, StrettoError
 from stretto.logs import get_logger
-from stretto.runtime.negotiated.front import NEGOTIATED
+from stretto.runtime.negotiated.reducer import NEGOTIATED
 from stretto.runtime.torch_compat import without_dynamo
 from stretto.runtime.weak_call import weakly
 from stretto.schema import Plan

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from stretto.errors import PlanMismatch, StrettoError
+from stretto.errors import PlanMismatch, SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.runtime.agreement import require_plan_applied
 from stretto.runtime.ddp_reducer import ReplaceableReducerDDP
 from stretto.runtime.nan_check import check_words
-from stretto.runtime.negotiated.front import (
+from stretto.runtime.negotiated.reducer import (
+    NEGOTIATED,
     STATIC,
-    NegotiatedFront,
-    check_order,
+    NegotiatedReducer,
     refused,
 )
 from stretto.runtime.plan_binding import ignored_names, why_unplannable
@@ -34,7 +34,7 @@ from stretto.runtime.torch_compat import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -112,7 +112,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
     _alone = False
     _micro_steps = False
     _asked_whether_compiled = False
-    _negotiated: NegotiatedFront | None = None
+    _negotiated: NegotiatedReducer | None = None
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         # Attributes that a subclass sets before it calls this constructor.
         compared = self.__dict__.pop("_compared", {})
         trouble = self.__dict__.pop("_trouble", None)
-        negotiates = check_order(
+        negotiates = _check_order(
             order,
             {
                 "lanes": lanes is not None,
@@ -185,7 +185,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
     def _negotiate(self, lanes: int | None, unit_bytes: int | None) -> None:
         """Replace the Reducer by the negotiated engine."""
         table = [(row.name, p) for row, p in self._table(self.module)]
-        self._negotiated = NegotiatedFront(
+        self._negotiated = NegotiatedReducer(
             self, self._ranks, table, lanes=lanes, unit_bytes=unit_bytes
         )
         self.reducer._remove_autograd_hooks()  # noqa: SLF001
@@ -441,3 +441,26 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         if self.static_graph:
             self._count_gradients()
         self._stand_alone()
+
+
+def _check_order(order: str, given: Mapping[str, bool]) -> bool:
+    """Return whether to negotiate a model; ``given`` lists the other options.
+
+    Raises:
+        SpecError: ``order`` is invalid.
+        StrettoError: an option that needs buckets was given.
+    """
+    if order not in (STATIC, NEGOTIATED):
+        raise SpecError(f"order must be {STATIC!r} or {NEGOTIATED!r}, got {order!r}")
+    if order == STATIC:
+        for name in ("lanes", "unit_bytes"):
+            if given.get(name):
+                raise SpecError(
+                    f"{name} is for order={NEGOTIATED!r}; with order={STATIC!r} the "
+                    "plan sets it."
+                )
+        return False
+    for name, present in given.items():
+        if present and name not in ("lanes", "unit_bytes"):
+            raise refused(name)
+    return True

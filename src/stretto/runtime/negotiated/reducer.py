@@ -1,4 +1,4 @@
-"""A DDP that sends gradients through the engine, for orders that differ between ranks.
+"""Send a model's gradients through the engine, for orders that differ between ranks.
 
 PyTorch's Reducer sends its buckets in one order on every rank, so a rank whose
 gradients arrive in another order delays all others, and unused parameters must be found
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from stretto.errors import SpecError, StrettoError
+from stretto.errors import StrettoError
 from stretto.logs import get_logger
 from stretto.runtime.negotiated.api import EngineOptions
 from stretto.runtime.negotiated.engine import Engine
 from stretto.runtime.negotiated.requests import Kind, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -45,31 +45,8 @@ def refused(what: str) -> StrettoError:
     )
 
 
-def check_order(order: str, given: Mapping[str, bool]) -> bool:
-    """Return whether to negotiate a model; ``given`` lists the other options.
-
-    Raises:
-        SpecError: ``order`` is invalid.
-        StrettoError: an option that needs buckets was given.
-    """
-    if order not in (STATIC, NEGOTIATED):
-        raise SpecError(f"order must be {STATIC!r} or {NEGOTIATED!r}, got {order!r}")
-    if order == STATIC:
-        for name in ("lanes", "unit_bytes"):
-            if given.get(name):
-                raise SpecError(
-                    f"{name} is for order={NEGOTIATED!r}; with order={STATIC!r} the "
-                    "plan sets it."
-                )
-        return False
-    for name, present in given.items():
-        if present and name not in ("lanes", "unit_bytes"):
-            raise refused(name)
-    return True
-
-
 @final
-class NegotiatedFront:
+class NegotiatedReducer:
     """Replaces the Reducer: hooks on parameters, and a tensor set.
 
     A step is a backward. It includes every parameter on every rank: a parameter without
