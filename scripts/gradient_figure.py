@@ -150,7 +150,7 @@ def drawing() -> str:
             "torch",
             "autograd",
             ["a gradient is ready:", "a hook on its", "parameter"],
-            "front.py",
+            "reducer.py",
         ),
         box(
             186,
@@ -218,7 +218,7 @@ def drawing() -> str:
             "ours",
             "end of backward",
             ["waits for all handles"],
-            "front.py",
+            "reducer.py",
         ),
         box(20, 680, 136, 74, "torch", "optimizer", ["all gradients", "in place"], ""),
         # Lanes and peers, shared by both ways.

@@ -7,12 +7,12 @@ Names are loaded on first use, so that planning never loads torch.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stretto._version import __version__
+from stretto.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from stretto._api.burst import plan_layers
@@ -49,23 +49,23 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BurstParallel": ("stretto.burst.executor", "BurstParallel"),
-    "BurstPlan": ("stretto.schema.burst", "BurstPlan"),
-    "LayerProfile": ("stretto.schema.burst", "LayerProfile"),
-    "profile_layers": ("stretto.burst.collective_profile", "profile_layers"),
-    "plan_layers": ("stretto._api.burst", "plan_layers"),
-    "DDP": ("stretto._api.ddp", "DistributedDataParallel"),
-    "DistributedDataParallel": ("stretto._api.ddp", "DistributedDataParallel"),
-    "probe": ("stretto._api.measuring", "probe"),
-    "profile": ("stretto.measure", "profile_model"),
-    "plan": ("stretto._api.planning", "plan"),
-    "compare": ("stretto._api.planning", "compare"),
-    "simulate": ("stretto._api.planning", "simulate"),
-    "Cluster": ("stretto.schema", "Cluster"),
-    "Plan": ("stretto.schema", "Plan"),
-    "Timeline": ("stretto.schema", "Timeline"),
-    "TuneOptions": ("stretto.tune", "TuneOptions"),
-    "Workload": ("stretto.schema", "Workload"),
+    "BurstParallel": "stretto.burst.executor",
+    "BurstPlan": "stretto.schema.burst",
+    "LayerProfile": "stretto.schema.burst",
+    "profile_layers": "stretto.burst.collective_profile",
+    "plan_layers": "stretto._api.burst",
+    "DDP": "stretto._api.ddp:DistributedDataParallel",
+    "DistributedDataParallel": "stretto._api.ddp",
+    "probe": "stretto._api.measuring",
+    "profile": "stretto.measure:profile_model",
+    "plan": "stretto._api.planning",
+    "compare": "stretto._api.planning",
+    "simulate": "stretto._api.planning",
+    "Cluster": "stretto.schema",
+    "Plan": "stretto.schema",
+    "Timeline": "stretto.schema",
+    "TuneOptions": "stretto.tune",
+    "Workload": "stretto.schema",
 }
 
 
@@ -89,13 +89,7 @@ if not logging.getLogger("stretto").handlers:
     logging.getLogger("stretto").addHandler(_LastResort(logging.INFO))
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'stretto' has no attribute {name!r}")
-    module, attribute = _HOMES[name]
-    value = getattr(importlib.import_module(module), attribute)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names("stretto", _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils import _pytree as pytree
 
+from stretto.autograd_engine import graph_task_id, queue_callback
 from stretto.errors import SpecError
 from stretto.measure.clocks import clock_for
 from stretto.measure.network import device_of
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-
-_graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 
 DEFAULT_WARMUP = 3
 DEFAULT_REPETITIONS = 10
@@ -315,7 +314,7 @@ class StepObserver:
             self._begin is not None
             and not self._ready_order
             and torch.is_grad_enabled()
-            and _graph_task_id() == -1  # not recomputed within backward
+            and graph_task_id() == -1  # not recomputed within backward
         ):
             self._last_return = self._mark()
 
@@ -330,9 +329,7 @@ class StepObserver:
         if not self._callback_queued:
             self._callback_queued = True
             # DDP itself uses this to detect the end of backward.
-            torch.autograd.Variable._execution_engine.queue_callback(  # noqa: SLF001
-                self._held(StepObserver._backward_ended)
-            )
+            queue_callback(self._held(StepObserver._backward_ended))
 
     def _backward_ended(self) -> None:
         self._callback_queued = False

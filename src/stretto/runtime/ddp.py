@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from stretto.autograd_engine import graph_task_id
 from stretto.errors import PlanMismatch, SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.runtime.agreement import require_plan_applied
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from stretto.schema import Plan
 
 _log = get_logger(__name__)
-
-_graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 
 _NOT_COPIED = (
     "_agreement",
@@ -215,7 +214,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         """
         if self._negotiated is not None:
             raise refused("apply_plan")
-        if _graph_task_id() != -1:
+        if graph_task_id() != -1:
             raise StrettoError(
                 "apply_plan must be called between two steps, not within backward"
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 
+from stretto.autograd_engine import graph_task_id, queue_callback
 from stretto.runtime.launch import Launched, done
 from stretto.runtime.torch_compat import without_dynamo
 
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from stretto.runtime.nan_check import NanCheck
 
 _PLACE = "the all-reduce of a bucket of DDP's"
-
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-_graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 
 
 @final
@@ -80,7 +78,7 @@ class WatchedGroup(dist.ProcessGroup):
         """Launch a bucket on the model's own group."""
         if self._native:
             return self._base.allreduce(tensors, opts)
-        task = _graph_task_id()
+        task = graph_task_id()
         if task == -1:  # a rank that has joined: no backward would raise
             if not self._waits:
                 return self._base.allreduce(tensors, opts)
@@ -91,7 +89,7 @@ class WatchedGroup(dist.ProcessGroup):
             # Reducer's own callback, which it queues after its last bucket.
             self._task = task
             self._works.clear()
-            _queue_callback(self._before_finalize)
+            queue_callback(self._before_finalize)
         if self._numerics is not None:
             self._numerics.launching(tensors[0])
         if not self._waits:
@@ -153,7 +151,7 @@ class WatchedGroup(dist.ProcessGroup):
         if self._numerics is not None:
             self._numerics.reduced()
         # Behind the Reducer's callback, which was queued after this one.
-        _queue_callback(self._after_finalize)
+        queue_callback(self._after_finalize)
 
     def _after_finalize(self) -> None:
         call = None if self._reduced is None else self._reduced()

@@ -13,15 +13,12 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-import torch
+from stretto.autograd_engine import graph_task_id, queue_callback
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 Key = tuple[str, int]
-
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-_graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 
 
 class _Waiting(threading.local):
@@ -41,14 +38,14 @@ def at_the_end(key: Key, call: Callable[[], None]) -> None:
     Call it from a callback of the autograd engine that was queued while Reducers were
     still active: all their callbacks run before those queued here.
     """
-    task = _graph_task_id()
+    task = graph_task_id()
     if task == -1:
         call()
         return
     if task != _waiting.task:
         _waiting.task = task
         _waiting.calls = []
-        _queue_callback(_execute)
+        queue_callback(_execute)
     _waiting.calls.append((key, call))
 
 

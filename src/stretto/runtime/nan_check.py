@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
+from stretto.autograd_engine import queue_callback
 from stretto.errors import NumericsError, SpecError
 from stretto.logs import get_logger
 
@@ -47,8 +48,6 @@ ACTIONS = ("off", "warn", "raise")
 _MEET_S = 10.0
 _POLL_S = 0.005
 _HALVES = (torch.float16, torch.bfloat16)
-
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 
 
 def check_words(nan: str, patience: int) -> None:
@@ -146,7 +145,7 @@ class NanCheck:
         On CUDA they are still being reduced.
         """
         if self._on_device:
-            _queue_callback(self._keep_flags)
+            queue_callback(self._keep_flags)
             return
         total = math.fsum(
             value if math.isfinite(value := float(_sum(buffer))) else math.nan
@@ -159,7 +158,7 @@ class NanCheck:
             return
         # Before the Reducer overwrites the gradients with the reduced values.
         self._own = None if self._sums else self._bad_names()
-        _queue_callback(self._report_reduced)
+        queue_callback(self._report_reduced)
 
     def renewed(self, *, views: bool) -> None:
         """Record a new Reducer, whose gradients are views of its buckets or not."""

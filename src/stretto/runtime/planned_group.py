@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future, collect_all
 
+from stretto.autograd_engine import graph_task_id, queue_callback
 from stretto.errors import StrettoError
 from stretto.logs import get_logger
 from stretto.runtime.compress import NarrowLanes
@@ -63,9 +64,6 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _USED = "the all-reduce of which parameters were used"
-
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-_graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 
 
 # Note [Callbacks hold no group]
@@ -379,7 +377,7 @@ class PlannedGroup(dist.ProcessGroup):
     # Begin and end of a step. With settled buckets, lanes' threads call these too.
 
     def _open_step(self) -> None:
-        self._in_backward = _graph_task_id() != -1
+        self._in_backward = graph_task_id() != -1
         self._sender.forget()
         self._aside.clear()
         self._pending.clear()
@@ -395,7 +393,7 @@ class PlannedGroup(dist.ProcessGroup):
         if self._in_backward:
             self._warm = True
             # Runs before the Reducer's own callback, which it queues after this.
-            _queue_callback(self._before_finalize)
+            queue_callback(self._before_finalize)
         return launched
 
     def fail(self, route: BucketSchedule, cause: RuntimeError) -> None:
@@ -442,7 +440,7 @@ class PlannedGroup(dist.ProcessGroup):
             pending.set_result(buffer)
         self._sender.forget()
         self._pending.clear()
-        _queue_callback(self._after_finalize)
+        queue_callback(self._after_finalize)
         if self._numerics is not None and self._raises_late:
             if self._streams is None:  # on NCCL streams wait, not this thread
                 for look in self._looked_at:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stretto.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from stretto.testing.checks import Check
@@ -13,20 +14,14 @@ if TYPE_CHECKING:
 __all__ = ["Check", "check_plan", "planner_checks", "technique_checks"]
 
 _HOMES = {
-    "Check": "checks",
-    "check_plan": "planner_suite",
-    "planner_checks": "planner_suite",
-    "technique_checks": "technique_suite",
+    "Check": "stretto.testing.checks",
+    "check_plan": "stretto.testing.planner_suite",
+    "planner_checks": "stretto.testing.planner_suite",
+    "technique_checks": "stretto.testing.technique_suite",
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a name's module on first use: the suites need no Hypothesis."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'stretto.testing' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"stretto.testing.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names("stretto.testing", _HOMES)  # the suites need no Hypothesis
 
 
 def __dir__() -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stretto.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from stretto.tune.controller import AutoPlan
@@ -30,29 +31,23 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AbstractTechnique": "techniques",
-    "AutoPlan": "controller",
-    "DeferredProfile": "initial_profile",
-    "ENSEMBLE": "options",
-    "GUIDED": "options",
-    "OnSettled": "result",
-    "PlanMemory": "plan_cache",
-    "Proposal": "techniques",
-    "SearchContext": "techniques",
-    "TuningResult": "result",
-    "TuneOptions": "options",
-    "deferred_plan": "initial_profile",
-    "summary": "result",
+    "AbstractTechnique": "stretto.tune.techniques",
+    "AutoPlan": "stretto.tune.controller",
+    "DeferredProfile": "stretto.tune.initial_profile",
+    "ENSEMBLE": "stretto.tune.options",
+    "GUIDED": "stretto.tune.options",
+    "OnSettled": "stretto.tune.result",
+    "PlanMemory": "stretto.tune.plan_cache",
+    "Proposal": "stretto.tune.techniques",
+    "SearchContext": "stretto.tune.techniques",
+    "TuningResult": "stretto.tune.result",
+    "TuneOptions": "stretto.tune.options",
+    "deferred_plan": "stretto.tune.initial_profile",
+    "summary": "stretto.tune.result",
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a name's module on first access: lists of plans need no torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'stretto.tune' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"stretto.tune.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names("stretto.tune", _HOMES)  # lists of plans need no torch
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from stretto.autograd_engine import graph_task_id, queue_callback
 from stretto.errors import StrettoError
 from stretto.logs import get_logger
 from stretto.runtime.negotiated.api import EngineOptions
@@ -32,9 +33,6 @@ _log = get_logger(__name__)
 
 STATIC = "static"
 NEGOTIATED = "negotiated"
-
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-_graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 
 
 def refused(what: str) -> StrettoError:
@@ -150,15 +148,15 @@ class NegotiatedReducer:
     def _on_backward(self, _gradient: torch.Tensor) -> None:
         if not self._syncs:  # the forward's gradients have been reduced
             return
-        if self._queued and self._task != _graph_task_id():
+        if self._queued and self._task != graph_task_id():
             self._abandon()
         if not self._queued:
             self._queue()
 
     def _queue(self) -> None:
         self._queued = True
-        self._task = _graph_task_id()
-        _queue_callback(self._end_step)
+        self._task = graph_task_id()
+        queue_callback(self._end_step)
 
     def _on_gradient(self, index: int, submit: Any, parameter: nn.Parameter) -> None:
         self._touched[index] = True

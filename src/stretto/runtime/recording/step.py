@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from stretto.autograd_engine import queue_callback
 from stretto.runtime.weak_call import weakly
 from stretto.schema import Span, Timeline
 
@@ -455,9 +456,6 @@ def _spans(step: StepMarks, buckets: Sequence[BucketRow]) -> tuple[Span, ...]:
     return (*compute_spans(step, origin_s), *lane_spans(step, buckets, origin_s))
 
 
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-
-
 @final
 class StepWatch:
     """Converts PyTorch's hooks into an observer's calls."""
@@ -512,11 +510,11 @@ class StepWatch:
             self._ending = True
             # Runs when the graph is done, before the Reducer waits for its buckets; a
             # callback that it queues runs after that.
-            _queue_callback(self._computed)
+            queue_callback(self._computed)
 
     def _computed(self) -> None:
         self._observer.backward_computed(perf_counter())
-        _queue_callback(self._ended)
+        queue_callback(self._ended)
 
     def _ended(self) -> None:
         self._ending = False
