@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar, final
 
 from stretto.logs import get_logger
+from stretto.runtime.time_limit import call_within
 from stretto.schema.tuning import Tuning, TuningEvent
 from stretto.tune.cached_plans import ddp_step_s_at, settled_of
 from stretto.tune.initial_profile import ProfileResult
@@ -193,22 +193,16 @@ def within(seconds: float, do: Callable[[], _T], *, what: str) -> _T | None:
     After the time limit it continues in its thread, and one line is logged: a slow disk
     must not stop the ranks that wait for this one.
     """
-    found: list[_T] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            found.append(do())
-        except Exception as exc:  # noqa: BLE001 - a cache must not end training
-            errors.append(exc)
-
-    thread = threading.Thread(target=run, name="stretto-cache", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        _log.warning("%s failed, training continues without it: %s", what, errors[0])
-    elif thread.is_alive():
+    done = call_within(
+        seconds,
+        do,
+        thread_name="stretto-cache",
+        on_error=lambda error: _log.warning(
+            "%s failed, training continues without it: %s", what, error
+        ),
+    )
+    if not done.ended:
         _log.warning(
             "%s takes longer than %g s, training continues without it", what, seconds
         )
-    return found[0] if found else None
+    return done.values[0] if done.values else None

@@ -45,7 +45,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-import threading
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -66,6 +65,7 @@ from stretto.runtime.backends.base import (
     AbstractStreamLaunch,
 )
 from stretto.runtime.launch import Launched
+from stretto.runtime.time_limit import call_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -537,25 +537,13 @@ def abort_all(backends: Iterable[Any]) -> None:
 
 def within(seconds: float, call: Callable[[], None]) -> bool:
     """Return whether a call that may hang succeeded in time; else abandon it."""
-    succeeded = threading.Event()
-    ended = threading.Event()
-
-    def run() -> None:
-        try:
-            call()
-            succeeded.set()
-        except Exception as error:  # noqa: BLE001 - logged: no caller can catch it
-            _log.warning("ending NCCL communicators: %s", error)
-        ended.set()
-
-    thread = threading.Thread(target=run, name="stretto-nccl-end", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        # The interpreter is ending and starts no more threads; run without a limit.
-        run()
-    ended.wait(seconds)
-    return succeeded.is_set()
+    done = call_within(
+        seconds,
+        call,
+        thread_name="stretto-nccl-end",
+        on_error=lambda error: _log.warning("ending NCCL communicators: %s", error),
+    )
+    return bool(done.values)
 
 
 def _collectives_issued() -> int:
