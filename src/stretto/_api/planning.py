@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from stretto import planners
-from stretto.planners.base import certified, with_prediction
+from stretto.planners.base import certified
 from stretto.planners.joint import DIMS
-from stretto.sim.scaling import cluster_at
 from stretto.sim.step import simulate_step
 
 if TYPE_CHECKING:
@@ -85,21 +84,3 @@ def contributions(workload: Workload, cluster: Cluster) -> list[tuple[str, float
             best_s = min(best_s, prediction.iteration_s)
         rows.append((name, best_s))
     return rows
-
-
-def predicted(workload: Workload, cluster: Cluster, plan: Plan) -> Plan:
-    """Return a plan made elsewhere with its prediction on this cluster.
-
-    Raises:
-        PlanMismatch: The plan was made for another model or number of ranks.
-    """
-    return with_prediction(plan, workload, cluster)
-
-
-def resized(cluster: Cluster, ranks: int) -> Cluster:
-    """Return the cluster with another number of ranks: more or fewer hosts, or a part.
-
-    Raises:
-        SpecError: The ranks do not fill whole hosts.
-    """
-    return cluster_at(cluster, ranks)

@@ -70,7 +70,7 @@ def command(
     names = dict.fromkeys((*planners.NAMES, *others))
     for name in names:
         planners.get(name)  # an unknown one is refused before the work
-    sizes = [_api.resized(cluster, number) for number in ranks or ()]
+    sizes = [_api.cluster_at(cluster, number) for number in ranks or ()]
     rows: list[dict[str, Any]] = []
     plans: dict[str, Plan] = {}
     for name in names:

@@ -84,7 +84,7 @@ def command(
             # Only a table over numbers of ranks uses a plan for another number than its
             # own.
             moved = loaded if sized is cluster else replace(loaded, ranks=sized.ranks)
-            return _api.predicted(workload, sized, moved)
+            return _api.with_prediction(moved, workload, sized)
         with (
             _planning.in_flags(name),
             _planning.progress(f"{name} plans {workload.name} on {sized.ranks} ranks"),
@@ -101,7 +101,7 @@ def command(
         | {"warnings": _planning.warnings_of(plan, cluster)}
         for plan in plans.values()
     ]
-    sizes = [_api.resized(cluster, number) for number in ranks or ()]
+    sizes = [_api.cluster_at(cluster, number) for number in ranks or ()]
     scaling = {
         name: [
             _planning.row_on_ranks(planned_on(sized, name), workload) for sized in sizes

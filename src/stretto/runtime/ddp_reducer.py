@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stretto.errors import PlanMismatch, StrettoError
 from stretto.runtime import backends
+from stretto.runtime.after_backward import at_the_end
 from stretto.runtime.ddp_group import WatchedGroup
 from stretto.runtime.ddp_ranks import RankedDDP
-from stretto.runtime.ends import at_the_end
 from stretto.runtime.planned_group import PlannedGroup
 from stretto.runtime.recording.step import StepWatch
 from stretto.runtime.static_graph import GradientCounts

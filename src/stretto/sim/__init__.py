@@ -9,8 +9,8 @@ One model, two evaluations:
   timelines. `network` holds a cluster's figures, `lanes` the loops, and `replay` plans
   to be evaluated under many networks.
 
-Both share links by `fair`. Tests compare each with the other; `libra` is an oracle of
-its own for one lane.
+Both share links by `fair`. Tests compare each with the other, and with
+`stretto.testing.libra_stages` for one lane.
 
 Beside them: `bounds`, `certificate` and `scope` (what no plan can beat), `scaling`
 (steps over numbers of ranks), and `burst` with `_burst_script` (steps of burst plans).

@@ -6,9 +6,9 @@ import published
 import pytest
 
 from stretto.cost.burst import DEEPPOOL
+from stretto.papers.deeppool_literal import search_linear
 from stretto.planners.burst.choice import Choice
 from stretto.planners.burst.evaluate import evaluate
-from stretto.planners.burst.literal import search_linear
 from stretto.planners.burst.problem import BurstProblem
 from stretto.planners.burst.search import shortest
 

@@ -93,6 +93,6 @@ def test_a_bound_says_in_which_type_gradients_travel(
     workload = make_workload([4_000_000] * 6, [0.01 * (i + 1) for i in range(6)])
     plan = _api.plan(workload, make_cluster(), wire_dtype="bfloat16")
     assert plan.predicted.bound_scope.endswith(" in bfloat16")
-    again = _api.predicted(workload, make_cluster(), plan)
+    again = _api.with_prediction(plan, workload, make_cluster())
     assert again.predicted.bound_scope == plan.predicted.bound_scope
     assert again.predicted.lower_bound_s == pytest.approx(plan.predicted.lower_bound_s)

@@ -63,7 +63,9 @@ def test_half_the_bytes_is_predicted_as_the_simulator_has_it() -> None:
         assert iteration_s(narrow) == pytest.approx(
             simulate_step(work, on, narrow).iteration_s, rel=1e-12
         )
-        again = _api.predicted(work, on, replace(narrow, predicted=None)).predicted
+        again = _api.with_prediction(
+            replace(narrow, predicted=None), work, on
+        ).predicted
         assert again is not None
         assert again.gap >= -1e-9
         assert again.lower_bound_s == pytest.approx(

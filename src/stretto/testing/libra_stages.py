@@ -3,7 +3,7 @@
 Independent of the engine, so that each can be checked against the other: under
 ``backward`` overlap on one lane they agree to rounding.
 
-Called by tests only: it is an oracle that shares no code with what it checks.
+It shares no code with what it checks.
 """
 
 from __future__ import annotations

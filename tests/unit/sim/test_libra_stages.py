@@ -18,8 +18,8 @@ from stretto.schema import (
     RateCurve,
 )
 from stretto.sim import simulate_step
-from stretto.sim.libra import stage_time_s, stages
 from stretto.testing import strategies as own
+from stretto.testing.libra_stages import stage_time_s, stages
 from support.instances import one_link, workload_of
 
 

@@ -1,4 +1,4 @@
-"""Algorithm 1 of DeepPool as printed, to study its errors; never used for planning.
+"""Algorithm 1 of DeepPool as printed, with the errors that the figures and tests show.
 
 Its plans may exceed the limit they were made for, and it may miss faster plans within
 it: the first predecessor is always accepted, a layer's amplification depends on a
