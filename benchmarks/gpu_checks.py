@@ -206,8 +206,8 @@ def rank_setup() -> tuple[int, int, torch.device]:
 
 
 def lane_pool(device: torch.device):
-    from stretto.runtime.agreement import ranks_of
     from stretto.runtime.lanes import LanePool
+    from stretto.runtime.store import ranks_of
 
     ranks = ranks_of(dist.group.WORLD, timeout_s=LIMIT_S / 2)
     return LanePool(ranks, serial=1, backend="nccl", device=device)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from _ranks import run
 from _record import spread, store
-from stretto.runtime.agreement import ranks_of
 from stretto.runtime.lanes import LanePool
+from stretto.runtime.store import ranks_of
 
 SIZES_BYTES = (4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20, 32 * 2**20)
 LANES = (1, 4)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from stretto.measure import AbstractContentionBench, CollectiveBench, read_contention
 from stretto.measure.load import convolutions
-from stretto.runtime.agreement import ranks_of
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.resource_launch import ResourceLaunch
+from stretto.runtime.store import ranks_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from stretto.runtime import DistributedDataParallel
-from stretto.runtime.agreement import ranks_of
 from stretto.runtime.lanes import LanePool
+from stretto.runtime.store import ranks_of
 from stretto.schema import Bucket, Plan
 from support.nets import mlp
 from support.plans import plan_of_buckets

@@ -19,10 +19,10 @@ from torch import nn
 from stretto.errors import CommTimeout, PlanMismatch, RankDisagreement
 from stretto.lab.ports import free_port
 from stretto.runtime import DistributedDataParallel
-from stretto.runtime.agreement import ranks_of
 from stretto.runtime.backends import local
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.presence import own_identity
+from stretto.runtime.store import ranks_of
 from stretto.schema import Bucket, Plan
 from support.nets import mlp
 from support.plans import plan_in_turn, plan_of_buckets

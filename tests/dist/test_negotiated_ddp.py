@@ -344,7 +344,7 @@ def test_waiting_sleeps_and_a_lost_rank_ends_the_others_with_one_message(ranks) 
 
 _LEFT_OPEN = """
 import torch, torch.distributed as dist
-from stretto.runtime.agreement import Ranks
+from stretto.runtime.ranks import Ranks
 from stretto.runtime.negotiated import Engine, Kind, Request
 engine = Engine(
     Ranks(rank=0, size=1, names=(0,), store=dist.HashStore(), timeout_s=60.0)

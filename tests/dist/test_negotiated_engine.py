@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import CommTimeout, RankDisagreement, SpecError, StrettoError
-from stretto.runtime.agreement import Ranks
 from stretto.runtime.negotiated import (
     AbstractEngineObserver,
     Engine,
@@ -32,6 +31,7 @@ from stretto.runtime.negotiated import (
     rounds,
     send,
 )
+from stretto.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,9 +17,9 @@ import stretto
 from stretto.report.gather import gather
 from stretto.report.ranks import find_late
 from stretto.runtime import DistributedDataParallel, Recorder
-from stretto.runtime.agreement import ranks_of
 from stretto.runtime.recording.cross_rank import RecordGathering, merged_timeline
 from stretto.runtime.recording.step import AbstractStepObserver
+from stretto.runtime.store import ranks_of
 from stretto.schema import Bucket, Plan
 from stretto.tune.artifacts import RECORDED_STEPS
 from support.plans import plan_of_buckets

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.runtime.agreement import ranks_of
 from stretto.runtime.lanes import LanePool
+from stretto.runtime.store import ranks_of
 
 DEVICE = torch.device("cuda", 0)
 LARGE = 16 * 2**20  # elements: enough that NCCL takes all the CTAs it is given

@@ -20,10 +20,11 @@ from stretto.measure import (
 from stretto.measure.load import backward, convolutions
 from stretto.measure.network import device_of
 from stretto.runtime import backends
-from stretto.runtime.agreement import Agreement, ranks_of
+from stretto.runtime.agreement import Agreement
 from stretto.runtime.backends.nccl import most_ctas_of
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.resource_launch import ResourceLaunch
+from stretto.runtime.store import ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

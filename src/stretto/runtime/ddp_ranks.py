@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stretto.errors import PlanMismatch, StrettoError
 from stretto.runtime import backends
-from stretto.runtime.agreement import Agreement, ranks_of, require_matching_setup
+from stretto.runtime.agreement import Agreement, require_matching_setup
 from stretto.runtime.failure import FailureReporter
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.nan_check import NanCheck
@@ -20,6 +20,7 @@ from stretto.runtime.plan_binding import (
     sparse_parameters,
 )
 from stretto.runtime.presence import is_communication_error
+from stretto.runtime.store import ranks_of
 from stretto.runtime.torch_compat import backend_of
 from stretto.runtime.weak_call import weakly
 from stretto.schema import Bucket, Plan
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
-    from stretto.runtime.agreement import Ranks, TensorRow
     from stretto.runtime.bucket_schedule import BucketSchedule
+    from stretto.runtime.ranks import Ranks, TensorRow
 
 
 class RankedDDP(TorchDDP):

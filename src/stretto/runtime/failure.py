@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, final
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import CommTimeout
-from stretto.runtime.agreement import end_requests, store_listens, who_is_gone
 from stretto.runtime.backends.base import LaneFailure
 from stretto.runtime.presence import State, Wait
+from stretto.runtime.store import end_requests, store_listens, who_is_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.distributed_c10d import Store
 
-    from stretto.runtime.agreement import Ranks
+    from stretto.runtime.ranks import Ranks
 
 _ROLL_CALL_S = 5.0
 _LEAST_ROLL_CALL_S = 1.0

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, final
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.runtime import backends
-from stretto.runtime.agreement import end_requests, own_connection
+from stretto.runtime.store import end_requests, own_connection
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
 
-    from stretto.runtime.agreement import Ranks
     from stretto.runtime.backends.base import Need
+    from stretto.runtime.ranks import Ranks
     from stretto.schema import Plan
 
 

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from stretto.runtime.agreement import Agreement, Ranks
+    from stretto.runtime.agreement import Agreement
+    from stretto.runtime.ranks import Ranks
 
 _log = get_logger(__name__)
 

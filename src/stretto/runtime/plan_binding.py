@@ -10,9 +10,9 @@ from torch.nn.parameter import is_lazy
 
 from stretto.errors import PlanMismatch
 from stretto.runtime import backends
-from stretto.runtime.agreement import TensorRow
 from stretto.runtime.bucket_schedule import BucketSchedule, Slice
 from stretto.runtime.lanes import check_lanes
+from stretto.runtime.ranks import TensorRow
 from stretto.schema import NARROWER, model_digest, slice_bounds, tensors_digest
 
 if TYPE_CHECKING:

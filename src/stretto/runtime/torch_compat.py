@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from stretto.runtime.agreement import Ranks
+    from stretto.runtime.ranks import Ranks
 
 _F = TypeVar("_F", bound="Callable[..., Any]")
 

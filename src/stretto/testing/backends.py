@@ -37,15 +37,16 @@ from torch import nn
 from stretto.errors import CommTimeout
 from stretto.lab.ports import free_port
 from stretto.runtime import DistributedDataParallel, backends
-from stretto.runtime.agreement import Agreement, ranks_of
+from stretto.runtime.agreement import Agreement
 from stretto.runtime.failure import FailureReporter
 from stretto.runtime.lanes import LanePool
+from stretto.runtime.store import ranks_of
 from stretto.schema import Bucket, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from stretto.runtime.agreement import Ranks
+    from stretto.runtime.ranks import Ranks
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),

@@ -16,12 +16,12 @@ from stretto.errors import SpecError
 from stretto.logs import get_logger
 from stretto.report import DemoReport, MethodResult, save, save_trace
 from stretto.runtime import Recorder
-from stretto.runtime.agreement import ranks_of
 from stretto.runtime.recording.cross_rank import (
     GATHER_S,
     RecordGathering,
     merged_timeline,
 )
+from stretto.runtime.store import ranks_of
 from stretto.schema import Plan
 from stretto.sim.step import simulate_step
 from stretto.tune import TuningResult

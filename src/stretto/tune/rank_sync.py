@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, final
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import StrettoError
-from stretto.runtime.agreement import own_connection, who_is_gone
 from stretto.runtime.presence import Wait
+from stretto.runtime.store import own_connection, who_is_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stretto.runtime.agreement import Ranks
+    from stretto.runtime.ranks import Ranks
 
 GATE_S = 30.0
 """A rank that is this late at a gate ends tuning; training continues."""

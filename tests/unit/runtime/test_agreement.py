@@ -10,9 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from stretto.errors import CommTimeout, RankDisagreement
-from stretto.runtime.agreement import Agreement, Ranks
+from stretto.runtime.agreement import Agreement
 from stretto.runtime.failure import FailureReporter
 from stretto.runtime.presence import is_communication_error
+from stretto.runtime.ranks import Ranks
 
 
 def make_ranks(size: int, timeout_s: float = 20.0) -> list[Ranks]:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from stretto.errors import CommTimeout, PlanMismatch
-from stretto.runtime.agreement import Ranks
 from stretto.runtime.backends import gloo, nccl
 from stretto.runtime.backends.nccl import Communicator, communicators_of
 from stretto.runtime.lanes import needs_of
 from stretto.runtime.presence import Presence
+from stretto.runtime.ranks import Ranks
 from stretto.schema import Bucket, Plan
 from support.plans import plan_of_buckets
 

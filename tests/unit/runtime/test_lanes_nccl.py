@@ -14,11 +14,11 @@ from torch.distributed import HashStore
 from torch.futures import Future
 
 from stretto.errors import PlanMismatch
-from stretto.runtime.agreement import Ranks
 from stretto.runtime.backends import nccl
 from stretto.runtime.backends.nccl import LAUNCH_ORDER
 from stretto.runtime.bucket_schedule import BucketSchedule, Slice
 from stretto.runtime.lanes import LanePool, check_lanes
+from stretto.runtime.ranks import Ranks
 from support.plans import plan_in_turn
 
 DEVICE = torch.device("cuda", 0)

@@ -20,10 +20,10 @@ from torch.distributed import HashStore, PrefixStore
 
 from stretto.errors import CommTimeout, PlanMismatch, RankDisagreement
 from stretto.runtime import backends
-from stretto.runtime.agreement import Ranks
 from stretto.runtime.backends import local, shared_memory
 from stretto.runtime.backends.base import LaneFailure
 from stretto.runtime.presence import own_identity
+from stretto.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

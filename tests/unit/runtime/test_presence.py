@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from stretto.errors import CommTimeout
 from stretto.runtime import presence as presence_module
-from stretto.runtime.agreement import Agreement, Ranks
+from stretto.runtime.agreement import Agreement
 from stretto.runtime.failure import FailureReporter
 from stretto.runtime.presence import Identity, Presence, State, own_identity, state_of
+from stretto.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

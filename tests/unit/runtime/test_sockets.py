@@ -15,8 +15,9 @@ from time import perf_counter
 import pytest
 import torch.distributed as dist
 
-from stretto.runtime.agreement import Ranks, own_connection
+from stretto.runtime.ranks import Ranks
 from stretto.runtime.sockets import connections_among, open_sockets, shut
+from stretto.runtime.store import own_connection
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").is_dir(), reason="needs Linux"

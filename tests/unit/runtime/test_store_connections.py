@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from stretto.runtime.agreement import Ranks, missing_after, own_connection
+from stretto.runtime.ranks import Ranks
+from stretto.runtime.store import missing_after, own_connection
 
 
 def ranks_over(store: Any) -> Ranks:

@@ -23,7 +23,8 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.rendezvous import rendezvous
 
 from stretto.runtime import backends
-from stretto.runtime.agreement import Ranks, ranks_of, store_lost
+from stretto.runtime.ranks import Ranks
+from stretto.runtime.store import ranks_of, store_lost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import CommTimeout, StrettoError
-from stretto.runtime.agreement import missing_after, store_lost
+from stretto.runtime.store import missing_after, store_lost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.horovod.environment import Place
-    from stretto.runtime.agreement import Ranks
+    from stretto.runtime.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

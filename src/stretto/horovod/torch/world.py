@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from stretto.horovod.environment import Settings
     from stretto.horovod.torch.topology import Topology
-    from stretto.runtime.agreement import Ranks
+    from stretto.runtime.ranks import Ranks
 
 _log = get_logger(__name__)
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import Store
 
-    from stretto.runtime.agreement import Ranks
     from stretto.runtime.bucket_schedule import BucketSchedule
+    from stretto.runtime.ranks import Ranks
     from stretto.runtime.recording.step import AbstractStepObserver
 
 Need = tuple[int, int | None]

@@ -40,10 +40,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch.distributed as dist
 
 from stretto.errors import CommTimeout, PlanMismatch, StrettoError
-from stretto.runtime.agreement import store_lost, timeout_of, who_is_gone
 from stretto.runtime.backends.base import AbstractBackend, AbstractLanes
 from stretto.runtime.presence import Wait, call_aside, is_communication_error
+from stretto.runtime.ranks import timeout_of
 from stretto.runtime.sockets import Socket, connections_among, open_sockets, shut
+from stretto.runtime.store import store_lost, who_is_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
@@ -51,8 +52,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
-    from stretto.runtime.agreement import Ranks
     from stretto.runtime.backends.base import Need
+    from stretto.runtime.ranks import Ranks
 
 LEAST_THREADS = 2
 

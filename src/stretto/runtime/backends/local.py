@@ -40,7 +40,6 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import CommTimeout, PlanMismatch, StrettoError
-from stretto.runtime.agreement import missing_after, store_lost
 from stretto.runtime.backends.base import AbstractBackend, AbstractLanes, LaneFailure
 from stretto.runtime.backends.host_work import HostThreads
 from stretto.runtime.backends.shared_memory import (
@@ -54,15 +53,16 @@ from stretto.runtime.backends.shared_memory import (
     segment_bytes,
 )
 from stretto.runtime.presence import Identity, own_identity
+from stretto.runtime.store import missing_after, store_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
-    from stretto.runtime.agreement import Ranks
     from stretto.runtime.backends.base import Need
     from stretto.runtime.backends.host_work import HostWork
+    from stretto.runtime.ranks import Ranks
 
     Array = numpy.ndarray[Any, Any]
     Combine = Callable[[Array, Sequence[Array]], None]

@@ -58,13 +58,13 @@ from torch.futures import Future
 
 from stretto.errors import PlanMismatch
 from stretto.logs import get_logger
-from stretto.runtime.agreement import timeout_of
 from stretto.runtime.backends.base import (
     AbstractBackend,
     AbstractLanes,
     AbstractStreamLaunch,
 )
 from stretto.runtime.launch import Launched
+from stretto.runtime.ranks import timeout_of
 from stretto.runtime.time_limit import call_within
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ if TYPE_CHECKING:
 
     from torch.distributed.distributed_c10d import Store
 
-    from stretto.runtime.agreement import Ranks
     from stretto.runtime.backends.base import Need
     from stretto.runtime.bucket_schedule import BucketSchedule, Slice
+    from stretto.runtime.ranks import Ranks
     from stretto.runtime.recording.step import AbstractStepObserver
 
     Reduce = Callable[[list[torch.Tensor], Any], Any]

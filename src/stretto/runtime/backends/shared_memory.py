@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import Any
 
-    from stretto.runtime.agreement import Ranks
     from stretto.runtime.presence import Identity
+    from stretto.runtime.ranks import Ranks
 
 TICK_S = 0.2
 SLOT_BYTES = 512 * 1024

@@ -20,7 +20,7 @@ from stretto._version import __version__
 from stretto.errors import CommTimeout, RankDisagreement, SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.runtime import backends
-from stretto.runtime.agreement import Agreement, store_lost
+from stretto.runtime.agreement import Agreement
 from stretto.runtime.failure import FailureReporter
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.negotiated.api import Handle
@@ -44,13 +44,14 @@ from stretto.runtime.negotiated.requests import Kind, Request
 from stretto.runtime.negotiated.rounds import Control, PiggybackSlot
 from stretto.runtime.negotiated.send import RequestSender
 from stretto.runtime.negotiated.tensor_set import AbstractControlLoop, SetSteps
+from stretto.runtime.store import store_lost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.runtime.agreement import Ranks
     from stretto.runtime.negotiated.api import AbstractEngineObserver, EngineOptions
     from stretto.runtime.negotiated.ledger import Decision
+    from stretto.runtime.ranks import Ranks
 
 _log = get_logger(__name__)
 

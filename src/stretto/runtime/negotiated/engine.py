@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, final
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import SpecError
-from stretto.runtime.agreement import ranks_of
 from stretto.runtime.negotiated.api import EngineOptions
 from stretto.runtime.negotiated.control_thread import ControlLoop
 from stretto.runtime.negotiated.requests import Kind, Request
 from stretto.runtime.negotiated.tensor_set import TensorSet
+from stretto.runtime.store import ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from stretto.runtime.agreement import Ranks
     from stretto.runtime.negotiated.api import AbstractEngineObserver, Handle
+    from stretto.runtime.ranks import Ranks
 
 
 def members_of(ranks: Ranks, members: Sequence[int], name: str) -> Ranks:

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stretto.runtime.agreement import Ranks
+    from stretto.runtime.ranks import Ranks
 
 _LONGEST_S = 0.02
 _SHARE = 0.25

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-    from stretto.runtime.agreement import Ranks
     from stretto.runtime.negotiated.tensor_set import TensorSet
+    from stretto.runtime.ranks import Ranks
 
 _log = get_logger(__name__)
 

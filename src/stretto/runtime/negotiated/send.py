@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
     from stretto.errors import StrettoError
-    from stretto.runtime.agreement import Ranks
     from stretto.runtime.negotiated.api import AbstractEngineObserver, EngineOptions
     from stretto.runtime.negotiated.pending import PendingRequest, RequestSlice
     from stretto.runtime.negotiated.requests import Request
+    from stretto.runtime.ranks import Ranks
 
 _log = get_logger(__name__)
 

@@ -33,10 +33,10 @@ from stretto.runtime.negotiated.stable_order import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stretto.runtime.agreement import Ranks
     from stretto.runtime.negotiated.api import EngineOptions, Handle
     from stretto.runtime.negotiated.ledger import EndStep
     from stretto.runtime.negotiated.rounds import Control
+    from stretto.runtime.ranks import Ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

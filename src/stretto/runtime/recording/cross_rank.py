@@ -35,13 +35,13 @@ from typing import TYPE_CHECKING, Any, final
 import msgspec
 
 from stretto.logs import get_logger
-from stretto.runtime.agreement import own_connection
 from stretto.runtime.recording.step import (
     StepMarks,
     compute_spans,
     slice_words,
     slices_sent,
 )
+from stretto.runtime.store import own_connection
 from stretto.schema import Span, Timeline
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.distributed_c10d import Store
 
-    from stretto.runtime.agreement import Ranks
+    from stretto.runtime.ranks import Ranks
     from stretto.runtime.recording.step import BucketRow
 
 DRIFT_RATIO = 200e-6
