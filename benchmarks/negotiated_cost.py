@@ -107,7 +107,7 @@ def step_costs(rank: int, size: int, options: argparse.Namespace) -> dict[str, A
         "gradient_bytes": sum(p.numel() * 4 for p in models["ddp"].parameters()),
         "unit_bytes": options.unit_bytes,
         "lanes": LANES,
-        "order_kept": models["negotiated"]._negotiated.order_kept,  # noqa: SLF001
+        "order_kept": models["negotiated"]._negotiated.in_stable_order,  # noqa: SLF001
         "planned_step_s": spread(base),
         "ratio": {
             name: spread([a / b for a, b in zip(values, base, strict=True)])

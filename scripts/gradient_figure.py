@@ -196,7 +196,7 @@ def drawing() -> str:
             196,
             76,
             "ours",
-            "kept order",
+            "stable order",
             ["once stable: no rounds"],
             "steps.py, fixed_order.py",
         ),

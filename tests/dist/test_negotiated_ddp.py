@@ -98,7 +98,7 @@ def _like_ddp(rank: int, size: int) -> dict[str, Any]:
             optimizer.step()
         agree.append(same(ours, ddp))
     found["steps"] = agree
-    found["kept"] = ours._negotiated.order_kept
+    found["kept"] = ours._negotiated.in_stable_order
     found["state"] = sorted(ours.state_dict()) == sorted(ddp.state_dict())
     found["unused"] = _unused(rank)
     found["orders"] = _orders(rank)

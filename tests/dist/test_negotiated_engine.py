@@ -381,7 +381,7 @@ def test_a_kept_order_is_left_and_taken_up_by_all_ranks_at_the_same_step() -> No
             for i, value in enumerate(values_):
                 wanted = 2 * (3 * (i + step) + 3)
                 assert value.eq(wanted).all(), (step, i, value, wanted)
-            kept.append(tensors.order_kept)
+            kept.append(tensors.in_stable_order)
         with pytest.raises(SpecError, match="'p0' and 15 more are missing"):
             tensors.wait()
         tensors.submit(3, torch.zeros(9, 7, dtype=torch.float16))

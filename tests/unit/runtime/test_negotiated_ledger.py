@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import SpecError
+from stretto.runtime.negotiated.buckets import LaneLoads, Row, form_buckets
 from stretto.runtime.negotiated.ledger import (
     EndJoin,
     EndStep,
@@ -20,7 +21,6 @@ from stretto.runtime.negotiated.ledger import (
     Refuse,
 )
 from stretto.runtime.negotiated.requests import Kind, Op, Request
-from stretto.runtime.negotiated.send import LaneLoads, Row, cut
 
 
 def allreduce(name: str, elements: int = 4, **more) -> Request:
@@ -125,13 +125,13 @@ def test_any_order_ends_with_one_launch_order_and_every_element_sent_once(
 def _check_units(elements: list[int], unit_bytes: int, chance: random.Random) -> None:
     rows = [Row(i, f"t{i}", chance.choice("ab"), n, 4) for i, n in enumerate(elements)]
     lanes = chance.randrange(1, 4)
-    buckets = cut(rows, unit_bytes, LaneLoads(lanes))
+    buckets = form_buckets(rows, unit_bytes, LaneLoads(lanes))
     covered = [0] * len(elements)
     for bucket in buckets:
         members = [rows[position] for position in bucket.parameters]
         assert bucket.tensors == tuple(row.name for row in members)
         assert bucket.elements == sum(row.elements for row in members)
-        assert len({row.like for row in members}) == 1
+        assert len({row.bucket_key for row in members}) == 1
         # Packed tensors are one slice, and only a tensor alone is cut.
         assert len(bucket.slices) == 1 or len(members) == 1
         at = 0

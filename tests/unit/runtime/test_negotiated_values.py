@@ -72,13 +72,13 @@ def test_options_that_break_a_rule_are_refused(values: dict) -> None:
 
 def test_an_order_is_stable_after_equal_steps_and_not_after_another() -> None:
     watch = OrderWatch(3)
-    found = [watch.end_step([0, 1], kept=False) for _ in range(4)]
+    found = [watch.end_step([0, 1], in_use=False) for _ in range(4)]
     assert found == [False, False, True, True]
-    assert watch.end_step([0, 1], kept=True)
-    assert not watch.end_step([1, 0], kept=True)
-    assert not watch.end_step([1, 0], kept=False)
-    assert watch.end_step([1, 0], kept=False)
-    assert not any(OrderWatch(0).end_step([0], kept=False) for _ in range(9))
+    assert watch.end_step([0, 1], in_use=True)
+    assert not watch.end_step([1, 0], in_use=True)
+    assert not watch.end_step([1, 0], in_use=False)
+    assert watch.end_step([1, 0], in_use=False)
+    assert not any(OrderWatch(0).end_step([0], in_use=False) for _ in range(9))
 
 
 @given(st.integers(1, 20), st.integers(1, 5), st.integers(0, 2**32))

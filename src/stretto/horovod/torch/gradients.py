@@ -169,7 +169,7 @@ class GradientReducer:
             if member is not None:
                 member[0].submit(member[1], tensor)
                 self._sent[i] = partial(_itself, tensor)
-                if timeline.recording() and member[0].order_kept:
+                if timeline.recording() and member[0].in_stable_order:
                     self._since_s[i] = perf_counter()
                 return
             request = self._request(i, tensor)
@@ -294,7 +294,7 @@ class GradientReducer:
                 tensor_set.wait()
             except StrettoError as exc:
                 error = error or exc
-        # In a kept order nothing is negotiated, and the engine reports no spans.
+        # In a stable order nothing is negotiated, and the engine reports no spans.
         for i, since_s in self._since_s.items():
             name = self._requests[i].name
             timeline.tell(name, Kind.ALLREDUCE.value, since_s, perf_counter())

@@ -39,7 +39,7 @@ class EngineOptions:
     """Number of names outside tensor sets whose description is cached."""
 
     stable_steps: int = 3
-    """Steps of a tensor set in one order before that order is kept; 0 disables it."""
+    """Steps of a tensor set in one order before it is stable; 0 disables it."""
 
     def __post_init__(self) -> None:
         for name in ("lanes", "unit_bytes", "known_requests"):

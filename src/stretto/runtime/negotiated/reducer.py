@@ -100,9 +100,9 @@ class NegotiatedReducer:
         self._end = weakref.finalize(model, _end, self._hooks, self._engine)
 
     @property
-    def order_kept(self) -> bool:
-        """Whether gradients are now sent in a kept order, without negotiation."""
-        return self._set.order_kept
+    def in_stable_order(self) -> bool:
+        """Whether gradients are now sent in a stable order, without negotiation."""
+        return self._set.in_stable_order
 
     def close(self) -> None:
         """End the engine and remove the hooks; also runs when the model is freed."""

@@ -1,11 +1,7 @@
-"""Send ready requests on their lanes: form buckets, pack, send, unpack."""
+"""Send ready requests on their lanes: pack, send, unpack."""
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
-from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -14,234 +10,26 @@ import torch.distributed as dist
 
 from stretto.logs import get_logger
 from stretto.runtime import backends
-from stretto.runtime.bucket_schedule import BucketSchedule, Slice
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.negotiated import collectives, reductions
+from stretto.runtime.negotiated.buckets import LaneLoads, form_buckets, row_of
+from stretto.runtime.negotiated.completion import CompletionStreams, CompletionThreads
 from stretto.runtime.negotiated.pending import Undelivered
-from stretto.runtime.negotiated.requests import DEVICES, DTYPES, Kind
+from stretto.runtime.negotiated.requests import DEVICES
 from stretto.runtime.negotiated.rounds import is_direct
 from stretto.runtime.sender import BucketSender, PlainWatch
-from stretto.schema import slice_bounds
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from stretto.errors import StrettoError
+    from stretto.runtime.bucket_schedule import BucketSchedule, Slice
     from stretto.runtime.negotiated.api import AbstractEngineObserver, EngineOptions
     from stretto.runtime.negotiated.pending import PendingRequest, RequestSlice
     from stretto.runtime.negotiated.requests import Request
     from stretto.runtime.ranks import Ranks
 
 _log = get_logger(__name__)
-
-
-class Row(NamedTuple):
-    """A tensor to reduce."""
-
-    position: int
-    """The caller's index of the tensor."""
-
-    name: str
-
-    like: Hashable
-    """Only tensors with an equal key share a bucket."""
-
-    elements: int
-
-    element_bytes: int
-
-
-@final
-class LaneLoads:
-    """Bytes assigned to each lane: the next slice goes to the lane with the fewest.
-
-    The choice can't depend on which lane is free first, because that may differ between
-    ranks: on one lane all ranks must send the same slices in the same order.
-    """
-
-    def __init__(self, lanes: int) -> None:
-        self._loads_bytes = [0] * lanes
-
-    def take(self, size_bytes: int) -> int:
-        """Return the lane for the next slice."""
-        lane = self._loads_bytes.index(min(self._loads_bytes))
-        self._loads_bytes[lane] += size_bytes
-        return lane
-
-
-def cut(rows: Sequence[Row], unit_bytes: int, loads: LaneLoads) -> list[BucketSchedule]:
-    """Return buckets of tensors in this order, in the order in which they are complete.
-
-    Tensors of one kind are joined while they fit into ``unit_bytes``, and sent as one
-    slice; a larger one is a bucket of its own, in slices that differ by at most one
-    element. Every element is in exactly one slice. Equal arguments give equal buckets,
-    and every rank calls it with the same arguments.
-    """
-    found: list[BucketSchedule] = []
-    waiting: dict[Hashable, list[Row]] = {}
-    elements: dict[Hashable, int] = {}
-
-    def add(members: Sequence[Row], bounds: Sequence[tuple[int, int]]) -> None:
-        found.append(_bucket(len(found), members, bounds, loads))
-
-    def close(like: Hashable) -> None:
-        members = waiting.pop(like, None)
-        if members:
-            add(members, [(0, elements.pop(like))])
-
-    for row in rows:
-        if row.elements * row.element_bytes > unit_bytes:
-            most = max(1, unit_bytes // row.element_bytes)
-            add([row], slice_bounds(row.elements, -(-row.elements // most)))
-            continue
-        already = elements.get(row.like, 0)
-        if already and (already + row.elements) * row.element_bytes > unit_bytes:
-            close(row.like)
-            already = 0
-        waiting.setdefault(row.like, []).append(row)
-        elements[row.like] = already + row.elements
-    for like in list(waiting):
-        close(like)
-    return found
-
-
-def row_of(position: int, request: Request) -> Row:
-    """Return the row of an all-reduce; ``position`` is the caller's index."""
-    like = (request.dtype, request.op, request.prescale, request.postscale)
-    element_bytes = DTYPES[request.dtype]
-    return Row(position, request.name, like, request.elements, element_bytes)
-
-
-def _bucket(
-    index: int,
-    rows: Sequence[Row],
-    bounds: Sequence[tuple[int, int]],
-    loads: LaneLoads,
-) -> BucketSchedule:
-    more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-    return BucketSchedule(
-        index=index,
-        tensors=tuple(row.name for row in rows),
-        parameters=tuple(row.position for row in rows),
-        elements=bounds[-1][1],
-        slices=tuple(
-            Slice(
-                lane=loads.take((end - start) * rows[0].element_bytes),
-                resource=None,
-                start=start,
-                end=end,
-            )
-            for start, end in bounds
-        ),
-        label=f"{Kind.ALLREDUCE} {rows[0].name!r}{more}",
-    )
-
-
-Begin = Callable[[Any], Any]
-"""Starts a collective on a lane and returns its work."""
-
-Finish = Callable[[BaseException | None, tuple[Any, ...]], None]
-"""Called when a collective has ended, with its error and, on a GPU, with the events
-that show when results are in place."""
-
-
-# Note [Who waits for a lane]
-# Each Gloo lane has a thread of ours that sleeps while it waits for the lane's
-# collectives, and copies results out. Callbacks on Gloo's own worker threads would need
-# no extra thread, but a backend joins its workers when it is released. If one thread
-# holds Python's lock and the other needs it, both deadlock.
-
-
-@final
-class CompletionThreads:
-    """Lanes whose works block the host, each with its own thread."""
-
-    def __init__(self, lanes: Sequence[Any]) -> None:
-        self._lanes = list(lanes)
-        self._queues: list[queue.SimpleQueue[Any]] = []
-        self._threads = []
-        for number in range(len(lanes)):
-            jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            thread = threading.Thread(
-                target=_wait_in_turn,
-                args=(jobs,),
-                name=f"stretto-lane{number}",
-                daemon=True,
-            )
-            thread.start()
-            self._queues.append(jobs)
-            self._threads.append(thread)
-
-    def send(self, lane: int, begin: Begin, finish: Finish) -> None:
-        """Start a collective now; ``finish`` is called when it has ended."""
-        try:
-            work = begin(self._lanes[lane])
-        except Exception as exc:  # noqa: BLE001
-            finish(exc, ())
-            return
-        self._queues[lane].put((work, finish))
-
-    def close(self) -> None:
-        """End the threads once their collectives have ended or were aborted."""
-        for jobs in self._queues:
-            jobs.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._lanes.clear()
-
-
-def _wait_in_turn(jobs: queue.SimpleQueue[Any]) -> None:
-    while (job := jobs.get()) is not None:
-        work, finish = job
-        error: BaseException | None = None
-        try:
-            work.wait()
-        except Exception as exc:  # noqa: BLE001
-            error = exc
-        try:
-            finish(error, ())
-        except Exception as exc:  # noqa: BLE001
-            # Without this thread later requests would never end. `finish` handles what
-            # a user can cause, and has not failed its handles if it raises.
-            _log.exception("a collective ended, but its result was not delivered")
-            with contextlib.suppress(Exception):
-                finish(exc, ())
-        del job, work, finish  # do not hold a tensor while sleeping
-
-
-@final
-class CompletionStreams:
-    """Lanes whose works order streams, each with a stream to pack and unpack.
-
-    Not yet run on a GPU. The engine's one thread starts collectives in the agreed
-    order, and nothing waits on the host: a stream waits for the communicator's stream,
-    and an event on it shows when results are in place. A failed communicator is
-    reported by its own watchdog.
-    """
-
-    def __init__(self, lanes: Sequence[Any], device: torch.device) -> None:
-        self._lanes = list(lanes)
-        self._streams = [torch.cuda.Stream(device) for _ in lanes]
-
-    def send(self, lane: int, begin: Begin, finish: Finish) -> None:
-        """Start a collective now; ``finish`` queues the work that follows it."""
-        with torch.cuda.stream(self._streams[lane]):
-            event = torch.cuda.Event()
-            try:
-                begin(self._lanes[lane]).wait()
-            except RuntimeError as exc:
-                finish(exc, ())
-                return
-            finish(None, (event,))
-            # Record after the work queued by finish: handles ask for the event only
-            # later.
-            event.record()
-
-    def close(self) -> None:
-        """Wait for the sent collectives and release the lanes."""
-        for stream in self._streams:
-            stream.synchronize()
-        self._lanes.clear()
 
 
 class _DeviceLanes(NamedTuple):
@@ -257,7 +45,7 @@ class RequestSender:
     """Sends ready requests, in the given order, over the engine's lanes.
 
     Call it from one thread, with the same requests in the same order on every rank. A
-    lane's thread ends each part or job.
+    lane's thread handles the end of each collective.
     """
 
     def __init__(
@@ -362,7 +150,7 @@ class RequestSender:
                 part.piece_ended(None)
                 continue
             rows.append(row_of(i, request))
-        buckets = cut(rows, self._options.unit_bytes, self._loads[device])
+        buckets = form_buckets(rows, self._options.unit_bytes, self._loads[device])
         for bucket in buckets:
             for position in bucket.parameters:
                 parts[position].left += len(bucket.slices)

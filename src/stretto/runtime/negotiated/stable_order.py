@@ -1,19 +1,19 @@
 """Detect a stable order of tensor sets, agree on it, and launch in it.
 
-# Note [An order that is kept]
+# Note [A stable order]
 Each rank submits every tensor of a set exactly once in every step, and waits only after
-it has submitted all. So a launch in any fixed order that is the same everywhere
+it has submitted all. So a launch in any order that is the same everywhere
 terminates: the next bucket in that order has all its tensors once every rank has
 submitted its step, which no rank's waiting delays. Each rank's own order therefore only
-affects how early buckets leave, never whether they leave. That is why a kept order
+affects how early buckets leave, never whether they leave. That is why a stable order
 needs no rounds, and why a tensor that is late, or is zeros because it was not used,
 costs only time.
 
-All ranks decide on the kept order at the end of one step, in the round in which the
+All ranks decide on the stable order at the end of one step, in the round in which the
 last of them reports "I have submitted all" (its vote). They leave it in the same way:
 the vote says whether this rank's order was the same as before. All ranks read the same
-round, so all change at the same step. Buckets in a kept order have lanes of their own,
-because the order between them and negotiated buckets is not agreed.
+round, so all change at the same step. Buckets in a stable order have lanes of their
+own, because the order between them and negotiated buckets is not agreed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from stretto.runtime.negotiated import reductions
+from stretto.runtime.negotiated.buckets import LaneLoads, form_buckets, row_of
 from stretto.runtime.negotiated.pending import as_row, is_row, write
-from stretto.runtime.negotiated.send import LaneLoads, cut, row_of
 from stretto.runtime.sender import BucketSender, PlainWatch
 
 if TYPE_CHECKING:
@@ -45,10 +45,11 @@ class OrderWatch:
         self._last: list[int] = []
         self._equal_steps = 0
 
-    def end_step(self, order: list[int], *, kept: bool) -> bool:
+    def end_step(self, order: list[int], *, in_use: bool) -> bool:
         """Add a step's order; return whether the order is stable.
 
-        With an order that is already kept (``kept``), one equal step is enough; before
+        With an order in which buckets leave already (``in_use``), one equal step is
+        enough; before
         that, ``stable_steps`` equal steps are needed.
         """
         if order == self._last:
@@ -58,7 +59,7 @@ class OrderWatch:
             self._equal_steps = 1
         if self._stable_steps == 0:
             return False
-        return self._equal_steps >= (2 if kept else self._stable_steps)
+        return self._equal_steps >= (2 if in_use else self._stable_steps)
 
     @property
     def order(self) -> Sequence[int]:
@@ -99,10 +100,10 @@ class _Packed(NamedTuple):
 
 
 @final
-class FixedOrder:
+class StableOrder:
     """Launches the buckets of each step in one order, from the submitting thread.
 
-    See Note [An order that is kept]. Buffers take as many bytes as the packed members;
+    See Note [A stable order]. Buffers take as many bytes as the packed members;
     a member that forms a bucket of its own is sent from its own memory.
     """
 
@@ -241,6 +242,8 @@ def _buckets(
     """Return buckets in the order in which they are complete."""
     rows = [row_of(member, members[member]) for member in order]
     place = {member: i for i, member in enumerate(order)}
-    buckets = cut([row for row in rows if row.elements], unit_bytes, LaneLoads(lanes))
+    buckets = form_buckets(
+        [row for row in rows if row.elements], unit_bytes, LaneLoads(lanes)
+    )
     buckets.sort(key=lambda bucket: max(place[m] for m in bucket.parameters))
     return buckets

@@ -25,8 +25,8 @@ from stretto.runtime.negotiated.reductions import dtype_of
 from stretto.runtime.negotiated.requests import Kind, Request
 from stretto.runtime.negotiated.stable_order import (
     BucketFailed,
-    FixedOrder,
     OrderWatch,
+    StableOrder,
     common_order,
 )
 
@@ -82,9 +82,9 @@ class TensorSet:
     """Tensors reduced in place, once per step: submit every one, then wait.
 
     While ranks submit in orders that change, readiness is negotiated as for any
-    request. When every rank's order has been the same for some steps it is kept, and
-    buckets leave without negotiation. When some rank's order changes, all ranks leave
-    the kept order at the same step. The results are the same either way.
+    request. When every rank's order has been the same for some steps, it is the stable
+    order, and buckets leave without negotiation. When some rank's order changes, all
+    ranks leave the stable order at the same step. The results are the same either way.
     """
 
     def __init__(self, engine: object, steps: SetSteps, names: Sequence[str]) -> None:
@@ -100,9 +100,9 @@ class TensorSet:
         return len(self._member_of)
 
     @property
-    def order_kept(self) -> bool:
-        """Whether buckets leave in a kept order now."""
-        return self._steps.fixed is not None
+    def in_stable_order(self) -> bool:
+        """Whether buckets leave in a stable order now."""
+        return self._steps.stable is not None
 
     def submitter(self, index: int) -> Callable[..., None]:
         """Return `submit` for one member, with all look-ups done."""
@@ -161,18 +161,18 @@ class SetSteps:
         self.place = f"a step of {request.name}"
         self.told = 0
         self.waits_since_s = 0.0
-        self.fixed: FixedOrder | None = None
+        self.stable: StableOrder | None = None
         self._loop = loop
         self._id = set_id
         self._name = request.name
         # Not yet run on a GPU: NCCL needs one launch order for all its communicators.
-        # Buckets of a kept order are not ordered with others, so they are not supported
-        # on it.
+        # Buckets of a stable order are not ordered with others, so they are not
+        # supported on it.
         on_cpu = all(member.device == "cpu" for member in self.members)
         self._watch = OrderWatch(loop.options.stable_steps if on_cpu else 0)
         self._pool: LanePool | None = None
-        self._kept: FixedOrder | None = None
-        self._next_fixed: FixedOrder | None = None
+        self._built_order: StableOrder | None = None
+        self._next_stable: StableOrder | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._error: StrettoError | None = None
@@ -209,18 +209,18 @@ class SetSteps:
             self._order.append(member)
             if not used:
                 self._unused |= 1 << member
-            fixed = self.fixed
+            stable = self.stable
             failed: Exception | None = None
-            if fixed is not None:
+            if stable is not None:
                 try:
-                    fixed.submit(member, tensor)
+                    stable.submit(member, tensor)
                 except Exception as exc:  # noqa: BLE001
                     failed = exc
             elif tensor.is_cuda:
                 event = self._cuda_events[member] = torch.cuda.Event()
                 event.record()
             complete = len(self._order) == len(self.members)
-        if fixed is None:
+        if stable is None:
             self._loop.submit_member(self._id, member)
         elif failed is not None:
             raise self._failed(failed)
@@ -244,7 +244,7 @@ class SetSteps:
             )
 
     def _vote(self) -> None:
-        in_order = self._watch.end_step(self._order, kept=self.fixed is not None)
+        in_order = self._watch.end_step(self._order, in_use=self.stable is not None)
         self.waits_since_s = perf_counter()
         self.told = 0
         self.waits = True
@@ -267,9 +267,9 @@ class SetSteps:
                 f"{self.members[missing[0]].name!r} and {len(missing) - 1} more are "
                 "missing. Submit zeros for missing values, with used=False."
             )
-        fixed = self.fixed
-        if fixed is not None:
-            self._finish(fixed)
+        stable = self.stable
+        if stable is not None:
+            self._finish(stable)
         self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -278,18 +278,18 @@ class SetSteps:
         if self._result is None:
             raise AssertionError(f"{self.place} ended without a result")
         result = self._result
-        self.fixed = self._next_fixed
+        self.stable = self._next_stable
         self._reset()
         return result
 
-    def _finish(self, fixed: FixedOrder) -> None:
+    def _finish(self, stable: StableOrder) -> None:
         try:
-            fixed.finish()
+            stable.finish()
         except Exception as exc:
             raise self._failed(exc) from exc
 
     def _failed(self, error: Exception) -> StrettoError:
-        """Return the engine's one error after a failure in a kept order."""
+        """Return the engine's one error after a failure in a stable order."""
         if isinstance(error, BucketFailed):
             return self._loop.report(str(error), error.__cause__ or error)
         return self._undelivered(Undelivered(self.place, error))
@@ -361,38 +361,38 @@ class SetSteps:
     def end_step(self, decision: EndStep, control: Control) -> None:
         """Handle that every rank has submitted all; choose the next step's order."""
         took_part = len(self._order) == len(self.members)
-        fixed = self.fixed
-        if fixed is not None and not took_part:  # this rank has joined
+        stable = self.stable
+        if stable is not None and not took_part:  # this rank has joined
             for member in range(len(self.members)):
-                fixed.submit(member, self._zeros(member))
-            fixed.finish()
-        kept = fixed
-        if fixed is not None and not decision.in_order:
-            kept = None
-        elif fixed is None and decision.in_order:
-            kept = self._keep(control)
+                stable.submit(member, self._zeros(member))
+            stable.finish()
+        following = stable
+        if stable is not None and not decision.in_order:
+            following = None
+        elif stable is None and decision.in_order:
+            following = self._new_stable_order(control)
         unused = [m for m in range(len(self.members)) if decision.unused >> m & 1]
         with self._lock:
-            if fixed is not None:
+            if stable is not None:
                 self._left = 0
             # This step ends in its own order; wait() changes it.
-            self._next_fixed = kept
+            self._next_stable = following
             self._result = (unused, decision.whole)
             self.waits = False
             if not took_part:
-                self.fixed = kept
+                self.stable = following
                 self._reset()
             elif not self._left:
                 self._ended.set()
 
-    def _keep(self, control: Control) -> FixedOrder:
-        """Return the order that all ranks keep from the next step on, in a round."""
+    def _new_stable_order(self, control: Control) -> StableOrder:
+        """Return the order of all ranks from the next step on, in a round."""
         count = len(self.members)
         room = count * (len(str(count)) + 2) + 2
         mine = json.dumps(list(self._watch.order)).encode()
         order = common_order([json.loads(row) for row in control.exchange(mine, room)])
-        if self._kept is not None and self._kept.order == order:
-            return self._kept
+        if self._built_order is not None and self._built_order.order == order:
+            return self._built_order
         loop = self._loop
         if self._pool is None:
             store = PrefixStore(f"set/{self._id}", loop.ranks.store)
@@ -403,14 +403,14 @@ class SetSteps:
                 device=torch.device("cpu"),
             )
         lanes = self._pool.open([(i, None) for i in range(loop.options.lanes)])
-        self._kept = FixedOrder(
+        self._built_order = StableOrder(
             self.members,
             order,
             unit_bytes=loop.options.unit_bytes,
             lanes=lanes,
             size=loop.ranks.size,
         )
-        return self._kept
+        return self._built_order
 
     # Ending.
 
@@ -427,7 +427,7 @@ class SetSteps:
 
     def release(self) -> None:
         """Release the lanes."""
-        self.fixed = self._kept = None
+        self.stable = self._built_order = None
         if self._pool is not None:
             self._pool.close()
 

@@ -1,0 +1,121 @@
+"""Completion threads and streams: they handle the end of each collective."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+
+from stretto.logs import get_logger
+
+_log = get_logger(__name__)
+
+Begin = Callable[[Any], Any]
+"""Starts a collective on a lane and returns its work."""
+
+Finish = Callable[[BaseException | None, tuple[Any, ...]], None]
+"""Called when a collective has ended, with its error and, on a GPU, with the events
+that show when results are in place."""
+
+
+# Note [Who waits for a lane]
+# Each Gloo lane has a thread of ours that sleeps while it waits for the lane's
+# collectives, and copies results out. Callbacks on Gloo's own worker threads would need
+# no extra thread, but a backend joins its workers when it is released. If one thread
+# holds Python's lock and the other needs it, both deadlock.
+
+
+@final
+class CompletionThreads:
+    """Lanes whose works block the host, each with its own thread."""
+
+    def __init__(self, lanes: Sequence[Any]) -> None:
+        self._lanes = list(lanes)
+        self._queues: list[queue.SimpleQueue[Any]] = []
+        self._threads = []
+        for number in range(len(lanes)):
+            jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=_wait_in_turn,
+                args=(jobs,),
+                name=f"stretto-lane{number}",
+                daemon=True,
+            )
+            thread.start()
+            self._queues.append(jobs)
+            self._threads.append(thread)
+
+    def send(self, lane: int, begin: Begin, finish: Finish) -> None:
+        """Start a collective now; ``finish`` is called when it has ended."""
+        try:
+            work = begin(self._lanes[lane])
+        except Exception as exc:  # noqa: BLE001
+            finish(exc, ())
+            return
+        self._queues[lane].put((work, finish))
+
+    def close(self) -> None:
+        """End the threads once their collectives have ended or were aborted."""
+        for jobs in self._queues:
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._lanes.clear()
+
+
+def _wait_in_turn(jobs: queue.SimpleQueue[Any]) -> None:
+    while (job := jobs.get()) is not None:
+        work, finish = job
+        error: BaseException | None = None
+        try:
+            work.wait()
+        except Exception as exc:  # noqa: BLE001
+            error = exc
+        try:
+            finish(error, ())
+        except Exception as exc:  # noqa: BLE001
+            # Without this thread later requests would never end. `finish` handles what
+            # a user can cause, and has not failed its handles if it raises.
+            _log.exception("a collective ended, but its result was not delivered")
+            with contextlib.suppress(Exception):
+                finish(exc, ())
+        del job, work, finish  # do not hold a tensor while sleeping
+
+
+@final
+class CompletionStreams:
+    """Lanes whose works order streams, each with a stream to pack and unpack.
+
+    Not yet run on a GPU. The engine's one thread starts collectives in the agreed
+    order, and nothing waits on the host: a stream waits for the communicator's stream,
+    and an event on it shows when results are in place. A failed communicator is
+    reported by its own watchdog.
+    """
+
+    def __init__(self, lanes: Sequence[Any], device: torch.device) -> None:
+        self._lanes = list(lanes)
+        self._streams = [torch.cuda.Stream(device) for _ in lanes]
+
+    def send(self, lane: int, begin: Begin, finish: Finish) -> None:
+        """Start a collective now; ``finish`` queues the work that follows it."""
+        with torch.cuda.stream(self._streams[lane]):
+            event = torch.cuda.Event()
+            try:
+                begin(self._lanes[lane]).wait()
+            except RuntimeError as exc:
+                finish(exc, ())
+                return
+            finish(None, (event,))
+            # Record after the work queued by finish: handles ask for the event only
+            # later.
+            event.record()
+
+    def close(self) -> None:
+        """Wait for the sent collectives and release the lanes."""
+        for stream in self._streams:
+            stream.synchronize()
+        self._lanes.clear()
