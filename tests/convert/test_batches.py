@@ -39,10 +39,10 @@ def test_a_loader_made_in_the_loop_is_told_the_epoch():
     )
     after = convert(HEAD + loop + STEP).after
     assert (
-        "for (x,) in told_epoch(DataLoader(data, per_rank(4), "
+        "for (x,) in with_epoch(DataLoader(data, per_rank(4), "
         "sampler=DistributedSampler(data, shuffle=True)), epoch):\n"
     ) in after
-    assert after.count("def told_epoch(") == 1
+    assert after.count("def with_epoch(") == 1
     assert "import itertools\n" in after
 
 
@@ -71,7 +71,7 @@ def test_a_loader_made_for_each_pass_has_another_order_in_each(loop):
     """A new sampler begins to count anew, so it can not count the passes."""
     after = convert(HEAD + loop + STEP).after
     assert "sampler.epoch + 1" not in after
-    assert after.count("told_epoch(") == 2, after  # its definition, and one call
+    assert after.count("with_epoch(") == 2, after  # its definition, and one call
 
 
 def test_the_loader_of_an_evaluation_may_be_made_in_its_loop():

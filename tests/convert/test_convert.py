@@ -73,7 +73,7 @@ def test_each_part_of_the_conversion_is_there_once():
         "batch_size=per_rank(4), sampler=DistributedSampler(",
         "    loader.sampler.set_epoch(epoch)\n    for (x,) in loader:",
         "print0(mean_over_ranks(loss.item()))\n",
-        "\njoin_ranks()\nseed_alike()\n",
+        "\njoin_ranks()\nseed_equally()\n",
         "\ndist.destroy_process_group()\n",
         "torch.manual_seed(torch.initial_seed() + RANK)\nfor epoch in range(2):",
     ):
@@ -426,7 +426,7 @@ def test_a_training_function_that_nothing_starts_is_refused():
     source = "\n".join(TRAINING.splitlines()[:2]) + f"\n\n\ndef main():\n{body}"
     assert "nothing in this file starts" in refused(source)
     after = convert(source + "\nmain()\n").after
-    assert "\njoin_ranks()\nseed_alike()\nmain()\ndist.destroy" in after
+    assert "\njoin_ranks()\nseed_equally()\nmain()\ndist.destroy" in after
 
 
 def test_another_target_than_the_scripts_own_is_refused():

@@ -47,7 +47,7 @@ _THROUGH = frozenset(
 )
 
 
-class Shares(Protocol):
+class AbstractShares(Protocol):
     """Values computed from a rank's own samples."""
 
     def is_share(self, node: cst.BaseExpression) -> bool:
@@ -58,7 +58,7 @@ class Shares(Protocol):
 class Classifier:
     """Classify the numbers of a training step."""
 
-    def __init__(self, work: Work, shares: Shares) -> None:
+    def __init__(self, work: Work, shares: AbstractShares) -> None:
         self._work, self._shares = work, shares
         self._tree, self._flow = work.tree, work.flow
         self.losses = Losses(work)

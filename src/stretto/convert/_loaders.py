@@ -255,8 +255,10 @@ class Loaders:
             at = self._epoch_begins(loop, node)
             name = self._tree.text(node)
             epoch = self._epoch(at, scope)
-            if isinstance(node, cst.Call) or (epoch is None and self._made_anew(loop)):
-                self._tell_new(node, at, epoch)
+            if isinstance(node, cst.Call) or (
+                epoch is None and self._is_per_pass(loop)
+            ):
+                self._set_epoch_of_new(node, at, epoch)
                 continue
             shown = epoch or f"{name}.sampler.epoch + 1"
             self._work.before(at, theirs(f"{name}.sampler.set_epoch({shown})"))
@@ -265,12 +267,12 @@ class Loaders:
                 f"the epoch is set on the sampler of `{name}` ({shown})",
             )
 
-    def _tell_new(
+    def _set_epoch_of_new(
         self, node: cst.BaseExpression, at: cst.CSTNode, epoch: str | None
     ) -> None:
         """Set the epoch on the sampler of a loader that each pass creates."""
         name = self._tree.text(node)
-        new = self._work.expression("told_epoch")
+        new = self._work.expression("with_epoch")
         given = [] if epoch is None else [cst.Arg(value=cst.Name(epoch))]
         if isinstance(node, cst.Call):
             self._work.change(
@@ -279,7 +281,7 @@ class Loaders:
             )
         else:
             shown = "" if epoch is None else f", {epoch}"
-            self._work.before(at, f"told_epoch({theirs(name + shown)})")
+            self._work.before(at, f"with_epoch({theirs(name + shown)})")
         self._work.done(
             node,
             f"`{name[:50]}` is created for each pass: its sampler gets the epoch ("
@@ -287,7 +289,7 @@ class Loaders:
             + ")",
         )
 
-    def _made_anew(self, loop: Loop) -> bool:
+    def _is_per_pass(self, loop: Loop) -> bool:
         """Return whether each pass may recreate its loader, so epochs do not count."""
         return any(self._repeated(o.statement, set()) for o in loop.origins)
 

@@ -20,7 +20,7 @@ from stretto.convert._result import Evaluation
 from stretto.convert._tree import Scope, dotted, found
 
 if TYPE_CHECKING:
-    from stretto.convert._classify import Shares
+    from stretto.convert._classify import AbstractShares
     from stretto.convert._edit import Work
     from stretto.convert._job import Loop
     from stretto.convert._loaders import Loaders
@@ -57,7 +57,7 @@ class Numbers:
     """The numbers of training and evaluation loops."""
 
     def __init__(
-        self, work: Work, models: Models, loaders: Loaders, shares: Shares
+        self, work: Work, models: Models, loaders: Loaders, shares: AbstractShares
     ) -> None:
         self._work, self._models, self._loaders = work, models, loaders
         self._tree, self._shares = work.tree, shares

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from stretto.convert import (
     _advice,
-    _alike,
-    _apart,
+    _already_distributed,
     _device,
-    _handed,
-    _moved,
+    _file_names,
+    _rank_values,
     _reading,
     _setup,
     _support,
+    _unwrapping,
 )
 from stretto.convert._display import Display
 from stretto.convert._edit import Work
@@ -24,8 +24,8 @@ from stretto.convert._loaders import Loaders
 from stretto.convert._models import Models, reaching_training
 from stretto.convert._numbers import Numbers
 from stretto.convert._result import Choices, Conversion, Kind, Note, Target
+from stretto.convert._second_backward import Steps
 from stretto.convert._split import split
-from stretto.convert._steps import Steps
 from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _converted(source: str, name: str, choices: Choices) -> tuple[str, list[Note
             )
         note = Note(line=0, kind=Kind.KNOW, text="converted already: nothing to do")
         return source, [note]
-    moved = _moved.moved(tree, choices.target, name)
+    moved = _already_distributed.converted(tree, choices.target, name)
     if moved is not None:
         return moved
     _reading.check_framework(tree, name)
@@ -99,18 +99,18 @@ def _distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Not
     if not work.horovod:
         Steps(work, models).check()
     models.convert()
-    _handed.convert(work, models)
+    _unwrapping.convert(work, models)
     if work.horovod:
         distribute_optimizers(work, models)
     loaders = Loaders(work)
     loaders.convert()
-    numbers = Numbers(work, models, loaders, _apart.Shares(work, loaders))
+    numbers = Numbers(work, models, loaders, _rank_values.Shares(work, loaders))
     numbers.convert()
-    _apart.point_out(work, loaders, numbers)
+    _rank_values.point_out(work, loaders, numbers)
     display.convert()
-    _alike.convert(work)
+    _file_names.convert(work)
     _device.convert(work, saves=display.saves)
-    _setup.convert(work, logs=display.logs(), apart=_first_epoch(work))
+    _setup.convert(work, logs=display.logs(), seeds_before=_first_epoch(work))
     _advice.give(work)
     return work.result().code, work.notes
 

@@ -35,14 +35,14 @@ _SEEDING = {
 }
 
 
-def convert(work: Work, *, logs: bool, apart: cst.CSTNode) -> None:
+def convert(work: Work, *, logs: bool, seeds_before: cst.CSTNode) -> None:
     """Join the ranks at the beginning, and end the group at the end."""
-    _seeds_apart(work, apart)
+    _seed_ranks(work, before=seeds_before)
     entry = _Entry(work)
     beginning = ["join_ranks()"]
     seeds = _unseeded(work)
     if seeds:
-        beginning.append("seed_alike()")
+        beginning.append("seed_equally()")
     leaving = "hvd.shutdown()" if work.horovod else "dist.destroy_process_group()"
     if entry.may_exit:
         beginning.append(f"atexit.register({leaving.removesuffix('()')})")
@@ -107,11 +107,13 @@ def _logging(work: Work) -> cst.CSTNode:
     return work.tree.statement(call)
 
 
-def _seeds_apart(work: Work, at: cst.CSTNode) -> None:
+def _seed_ranks(work: Work, *, before: cst.CSTNode) -> None:
     """Seed each rank differently from the first epoch on, for dropout and noise."""
-    work.before(at, "if RANK > 0:\n    torch.manual_seed(torch.initial_seed() + RANK)")
+    work.before(
+        before, "if RANK > 0:\n    torch.manual_seed(torch.initial_seed() + RANK)"
+    )
     work.done(
-        at,
+        before,
         "from here on each rank has its own random numbers, rank 0 those of the "
         "script; up to here all ranks have the same, so that models and splits are "
         "equal",
@@ -215,7 +217,7 @@ def _block(work: Work, seeds: tuple[str, ...]) -> str:
     target = work.choices.target
     names = set(_support.order()) & work.used | {"join_ranks"}
     if seeds:
-        names.add("seed_alike")
+        names.add("seed_equally")
     waiting, wanted = list(names), set(work.used)
     while waiting:
         for more in _support.NEEDS.get(waiting.pop(), ()):

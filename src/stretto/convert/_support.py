@@ -89,8 +89,8 @@ def divided(loader):
         prefetch_factor=loader.prefetch_factor,
     )
 ''',
-    "told_epoch": '''
-def told_epoch(loader, epoch=None, passes=itertools.count()):
+    "with_epoch": '''
+def with_epoch(loader, epoch=None, passes=itertools.count()):
     """Set the epoch on the sampler of a loader that serves one pass; return it."""
     loader.sampler.set_epoch(next(passes) if epoch is None else epoch)
     return loader
@@ -179,8 +179,8 @@ def folder_of_rank0(make):
         yield of_rank0(lambda: folder)
         BARRIER
 ''',
-    "seed_alike": '''
-def seed_alike():
+    "seed_equally": '''
+def seed_equally():
     """Set one seed on all ranks, so that random splits are equal."""
     seed = torch.tensor(torch.initial_seed() % 2**31)
     BROADCAST
@@ -200,12 +200,12 @@ NEEDS = {
     "_reduced": {"torch", "dist"},
     "mean_over_ranks": {"_reduced"},
     "sum_over_ranks": {"_reduced"},
-    "told_epoch": {"itertools"},
+    "with_epoch": {"itertools"},
     "share_of": {"SequentialSampler", "itertools"},
     "rank0_first": {"contextlib", "dist"},
     "of_rank0": {"dist"},
     "folder_of_rank0": {"of_rank0", "contextlib", "dist"},
-    "seed_alike": {"torch", "dist"},
+    "seed_equally": {"torch", "dist"},
 }
 """The functions that a function calls, and the imports that it needs."""
 
@@ -224,7 +224,7 @@ def text_of(
         name: One of `order`.
         horovod: Whether ranks communicate through Horovod's interface.
         per_rank_batch: Whether a batch size is each rank's already.
-        seeds: Statements of ``seed_alike`` after the seed was agreed on.
+        seeds: Statements of ``seed_equally`` after the seed was agreed on.
     """
     if name == "join_ranks":
         return _JOIN_HOROVOD if horovod else _JOIN

@@ -20,7 +20,7 @@ _DDP = (
 _OURS = ("stretto.DistributedDataParallel", "stretto.DDP")
 
 
-def moved(tree: Tree, target: Target, name: str) -> tuple[str, list[Note]] | None:
+def converted(tree: Tree, target: Target, name: str) -> tuple[str, list[Note]] | None:
     """Return the new text of a script that is distributed already, or ``None``.
 
     Raises:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, final
 
 import libcst as cst
 
+from stretto.convert._classify import AbstractShares
 from stretto.convert._display import SAVES, SAVING_METHODS
 from stretto.convert._flow import parameters
 from stretto.convert._job import WRAPPERS
@@ -137,24 +138,24 @@ class _Frame:
 
 def point_out(work: Work, loaders: Loaders, numbers: Reductions) -> None:
     """List what differs by rank where it is shown, written or collected."""
-    _Apart(work, loaders, numbers).point_out()
+    _RankValues(work, loaders, numbers).point_out()
 
 
 @final
-class Shares:
+class Shares(AbstractShares):
     """Values computed from a rank's own samples, before any is reduced."""
 
     def __init__(self, work: Work, loaders: Loaders) -> None:
         self._work, self._loaders = work, loaders
-        self._apart: _Apart | None = None
+        self._values: _RankValues | None = None
 
     def is_share(self, node: cst.BaseExpression) -> bool:
         """Return whether a value may come from this rank's part of a batch."""
-        if self._apart is None:
+        if self._values is None:
             nothing = _Unreduced(self._work)
-            self._apart = _Apart(self._work, self._loaders, nothing, unknown=True)
-            self._apart.follow()
-        return self._apart.may_differ(node)
+            self._values = _RankValues(self._work, self._loaders, nothing, unknown=True)
+            self._values.follow()
+        return self._values.may_differ(node)
 
 
 @final
@@ -174,7 +175,7 @@ class _Unreduced:
 
 
 @final
-class _Apart:
+class _RankValues:
     def __init__(
         self,
         work: Work,
@@ -198,8 +199,8 @@ class _Apart:
         self._wild: set[tuple[int, str]] = set()
         """Variables that another function sets."""
         self._changed = False
-        self._telling = False
-        self._told: set[int] = set()
+        self._is_reporting = False
+        self._reported: set[int] = set()
         self._dividing: dict[int, bool] = {}
         self._called: dict[int, list[cst.FunctionDef]] = {}
         self._divided: list[cst.For | cst.While] = []
@@ -231,7 +232,7 @@ class _Apart:
     def point_out(self) -> None:
         """List what differs where it is shown, written or collected."""
         self.follow()
-        self._telling = True
+        self._is_reporting = True
         for frame in list(self._frames.values()):
             self._run(frame)
 
@@ -453,7 +454,7 @@ class _Apart:
         kind = self._tree.owner(frame.scope)
         if dotted(target.value) == "self" and kind is not None:
             if self._is_buffer(target.attr.value, kind):
-                self._tell_buffer(target, at)
+                self._report_buffer(target, at)
             key = (id(kind), target.attr.value)
             if key not in self._attributes:
                 self._attributes.add(key)
@@ -699,7 +700,7 @@ class _Apart:
     def _call(self, call: cst.Call, frame: _Frame) -> None:
         self._combine(call, frame)
         if self._is_handed_over(call, frame):
-            self._tell(call, [a.value for a in call.args], frame)
+            self._report(call, [a.value for a in call.args], frame)
             return
         self._result(call, frame, None)  # enters the functions
         full = self._tree.called(call)
@@ -708,7 +709,7 @@ class _Apart:
         shows = full in ("print", "pprint.pprint", "pprint.pp") or full in SAVES
         if shows or method in _SHOWING or method in SAVING_METHODS:
             saved = [on] if on is not None and method in SAVING_METHODS else []
-            self._tell(call, [*saved, *(a.value for a in call.args)], frame)
+            self._report(call, [*saved, *(a.value for a in call.args)], frame)
         elif (
             not isinstance(self._tree.parent(call), cst.Expr)
             or self._functions(call)
@@ -723,7 +724,7 @@ class _Apart:
         elif on is not None and method in _COLLECTING:
             self._collect(on, call, frame)
         else:
-            self._tell(call, [a.value for a in call.args], frame)
+            self._report(call, [a.value for a in call.args], frame)
 
     def _is_handed_over(self, call: cst.Call, frame: _Frame) -> bool:
         """Return whether an object that does not train is given a rank's values."""
@@ -752,8 +753,8 @@ class _Apart:
         if path is None or path in self._numbers.graph:
             return
         if self._outlives(path, at, frame):
-            if self._telling and id(at) not in self._told:
-                self._told.add(id(at))
+            if self._is_reporting and id(at) not in self._reported:
+                self._reported.add(id(at))
                 self._work.undecided(
                     at,
                     f"`{path}` collects values of each rank's own samples: on rank 0 "
@@ -781,15 +782,15 @@ class _Apart:
             made = [o for o in made if o.scope is frame.scope]
         return not any(self._tree.within(o.statement, where) for o in made)
 
-    def _tell(
+    def _report(
         self, call: cst.Call, given: list[cst.BaseExpression], frame: _Frame
     ) -> None:
-        if not self._telling or id(call) in self._told:
+        if not self._is_reporting or id(call) in self._reported:
             return
         shown = [self._smallest(n, frame) for n in given if self._differs(n, frame)]
         if not shown:
             return
-        self._told.add(id(call))
+        self._reported.add(id(call))
         called = self._tree.text(call.func)[:40]
         names = list(dict.fromkeys(f"`{self._tree.text(n)[:50]}`" for n in shown))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -825,7 +826,7 @@ class _Apart:
 
     def _combine(self, call: cst.Call, frame: _Frame) -> None:
         """List statistics over a batch, or another order of it, in a step."""
-        if not self._telling or id(call) in self._told:
+        if not self._is_reporting or id(call) in self._reported:
             return
         full = self._tree.called(call)
         module, _, last = full.rpartition(".")
@@ -842,7 +843,7 @@ class _Apart:
             return
         if last == "mean" and self._is_loss(call, on):
             return
-        self._told.add(id(call))
+        self._reported.add(id(call))
         self._work.undecided(
             call,
             f"`{self._tree.text(call)[:50]}` combines the samples of a batch: each "
@@ -887,9 +888,9 @@ class _Apart:
             for c in found(on, cst.Call)
         )
 
-    def _tell_buffer(self, target: cst.Attribute, at: cst.CSTNode) -> None:
-        if self._telling and id(at) not in self._told:
-            self._told.add(id(at))
+    def _report_buffer(self, target: cst.Attribute, at: cst.CSTNode) -> None:
+        if self._is_reporting and id(at) not in self._reported:
+            self._reported.add(id(at))
             self._work.undecided(
                 at,
                 f"the buffer `{self._tree.text(target)}` is computed from each rank's "

@@ -58,11 +58,11 @@ def convert(work: Work) -> None:
     Raises:
         SpecError: There is no place for it; the error has the line and the next step.
     """
-    _Alike(work).convert()
+    _EqualNames(work).convert()
 
 
 @final
-class _Alike:
+class _EqualNames:
     def __init__(self, work: Work) -> None:
         self._work, self._tree = work, work.tree
 
