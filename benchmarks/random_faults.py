@@ -42,8 +42,8 @@ SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 JOBS = ("forced", "forced", "forced", "usual", "plan", "negotiated", "horovod", "burst")
 
 CALLS = {
-    "a gate": ("stretto.tune.rank_sync", "RankSync.gate"),
-    "a meeting": ("stretto.tune.rank_sync", "RankSync.meet"),
+    "the beginning of a meeting": ("stretto.tune.rank_meeting", "RankMeeting.begin"),
+    "a meeting": ("stretto.tune.rank_meeting", "RankMeeting.meet"),
     "the opening of a lane": ("stretto.runtime.backends.gloo", "GlooLanes._make"),
     "a change of plan": ("stretto.runtime", "DistributedDataParallel._change_plan"),
     "a probe": ("stretto.measure.network", "_Probe._agree"),

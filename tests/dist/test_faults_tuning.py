@@ -23,7 +23,7 @@ from stretto.runtime.backends import gloo
 from stretto.runtime.backends.gloo import GlooLanes
 from stretto.tune import initial_profile
 from stretto.tune.forced import SCHEDULE_VARIABLE
-from stretto.tune.rank_sync import RankSync
+from stretto.tune.rank_meeting import RankMeeting
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -45,7 +45,7 @@ def call_is_fatal(owner: Any, name: str, number: int, how: signal.Signals) -> No
 
 
 MOMENTS = {
-    "gate": (RankSync, "gate", 3),
+    "beginning": (RankMeeting, "begin", 3),
     "lane": (GlooLanes, "_make", 2),
     "probe": (initial_profile, "probe_network", 1),
 }
@@ -75,7 +75,7 @@ def rank_that_tunes(
 
 @pytest.mark.parametrize(
     ("moment", "victim"),
-    [("gate", 1), ("lane", 0), ("probe", 1)],
+    [("beginning", 1), ("lane", 0), ("probe", 1)],
 )
 def test_a_rank_that_dies_while_tuning_is_named(
     ranks: Any, moment: str, victim: int
@@ -93,7 +93,7 @@ def test_a_rank_that_dies_while_tuning_is_named(
 def test_a_rank_that_is_stopped_while_tuning_is_late_or_stuck(ranks: Any) -> None:
     how, group_s = signal.SIGSTOP, 8.0
     # It holds the store, which does not answer then.
-    found = ranks(rank_that_tunes, 2, 0, "gate", how, errors=True, group_s=group_s)
+    found = ranks(rank_that_tunes, 2, 0, "beginning", how, errors=True, group_s=group_s)
     kind, text, took_s = found[1]
     assert kind == "CommTimeout", text
     assert "rank 0 is late or stuck" in text

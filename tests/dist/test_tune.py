@@ -64,7 +64,7 @@ class Training:
 
 
 def events(settled: Any) -> list[str]:
-    return [event.what for event in settled.story.events]
+    return [event.what for event in settled.record.events]
 
 
 def tuned(
@@ -98,7 +98,7 @@ def searches(rank: int, size: int, techniques: tuple[str, ...]) -> dict[str, Any
         "executed": model.plan.digest == settled[0].executed.digest,
         "events": events(settled[0]),
         "tried": {
-            e.values["technique"] for e in settled[0].story.events if e.what == "tried"
+            e.values["technique"] for e in settled[0].record.events if e.what == "tried"
         },
         "done": model._auto is None,
     }
@@ -138,8 +138,8 @@ def looks(rank: int, size: int) -> list[dict[str, Any]]:
         ours.until(settled)
         theirs = Training(TorchDDP(net()), rank)
         theirs.steps(ours.number)
-        story = settled[0].story.events
-        profiled = next(e.step for e in story if e.what == "profiled")
+        record = settled[0].record.events
+        profiled = next(e.step for e in record if e.what == "profiled")
         found.append({"same": ours.losses == theirs.losses, "steps": profiled})
     return found
 
@@ -166,7 +166,7 @@ def blind(rank: int, size: int) -> Any:
     ours, settled, _model = tuned(rank, options)
     ours.until(settled)
     # Rank 0 searches and tells of it.
-    tried = [e.values for e in settled[0].story.events if e.what == "tried"]
+    tried = [e.values for e in settled[0].record.events if e.what == "tried"]
     return [t["key"] for t in tried], {t["technique"] for t in tried}
 
 
@@ -261,7 +261,7 @@ def refuses(rank: int, size: int) -> dict[str, Any]:
     theirs.steps(ours.number)
     failed = [
         event.why
-        for event in settled[0].story.events
+        for event in settled[0].record.events
         if event.what == "tried" and event.values["step_s"] is None
     ]
     return {"same": ours.losses == theirs.losses, "failed": failed}
@@ -315,7 +315,7 @@ def evaluates(rank: int, size: int) -> dict[str, Any]:
     theirs.steps(ours.number, pause_s=0.0)
     short, never, _ = tuned(rank, options)
     short.steps(3)
-    tried = [e.values for e in settled[0].story.events if e.what == "tried"]
+    tried = [e.values for e in settled[0].record.events if e.what == "tried"]
     return {
         "same": ours.losses == theirs.losses,
         "steps": [t["step_s"] for t in tried if t["step_s"]],
@@ -359,14 +359,14 @@ def decides(rank: int, size: int) -> dict[str, Any]:
             ours.until(settled)
         else:
             ours.steps(steps)
-        story = model._auto.story
+        record = model._auto.record
         mine = planned(model, size)
         model.apply_plan(mine)
         ours.steps(20)
         theirs = Training(TorchDDP(net()), rank)
         theirs.steps(ours.number, pause_s=0)
         found[name] = {
-            "was": story.events[-1].what,
+            "was": record.events[-1].what,
             "stays": model.plan.digest == mine.digest,
             "watched": model.observed,
             "ended": model._auto is None,

@@ -105,7 +105,7 @@ def goes_on(rank: int) -> dict[str, Any]:
     return {
         "first": first,
         "same": losses == want,
-        "events": settled[0].story.events,
+        "events": settled[0].record.events,
         "plan": settled[0].executed,
         "now": model.plan,
     }
@@ -138,7 +138,7 @@ def test_the_next_run_goes_on_from_the_best_plan_of_a_run_that_was_too_short(
     (kept,) = first["kept"]
     assert isinstance(kept, CachedPlan)
     assert kept.unfinished_steps == short["steps"]
-    # Files hold the same, and its steps' story.
+    # Files hold the same, and its steps' record.
     assert Plan.load(tmp_path / "plan") == kept.plan
     assert Workload.load(tmp_path / "profile") == kept.workload
     assert Cluster.load(tmp_path / "cluster") == kept.cluster

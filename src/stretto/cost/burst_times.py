@@ -39,13 +39,15 @@ def updated(profile: LayerProfile, timings: Iterable[LayerTiming]) -> LayerProfi
                 f"{profile.name!r}: the profile is of another model. Run "
                 "`stretto burst profile` again"
             )
-        of = measured.setdefault(timing.layer, defaultdict(list))
-        of[timing.samples].append((timing.forward_s, timing.backward_s))
+        times_by_samples = measured.setdefault(timing.layer, defaultdict(list))
+        times_by_samples[timing.samples].append((timing.forward_s, timing.backward_s))
     layers = tuple(
         _updated(layer, measured[layer.name]) if layer.name in measured else layer
         for layer in profile.layers
     )
-    count = sum(len(each) for of in measured.values() for each in of.values())
+    count = sum(
+        len(each) for by_samples in measured.values() for each in by_samples.values()
+    )
     return replace(
         profile,
         layers=layers,
@@ -63,12 +65,12 @@ def _updated(layer: Layer, measured: dict[int, list[tuple[float, float]]]) -> La
     ratios = []
     for samples, (forward_s, backward_s) in sorted(found.items()):
         low, high = layer.times[0].samples, layer.times[-1].samples
-        had = layer.time_of(min(max(samples, low), high))
+        profiled = layer.time_of(min(max(samples, low), high))
         ratios.append(
             (
                 samples,
-                forward_s / had[0] if had[0] > 0 else 1.0,
-                backward_s / had[1] if had[1] > 0 else 1.0,
+                forward_s / profiled[0] if profiled[0] > 0 else 1.0,
+                backward_s / profiled[1] if profiled[1] > 0 else 1.0,
             )
         )
     times = []

@@ -109,8 +109,8 @@ class RunArtifacts:
             (self._files.cluster, settled.cluster.save),
             (self._files.plan, settled.plan.save),
         ]
-        if settled.story is not None:
-            found.append((self._files.tuning, settled.story.save))
+        if settled.record is not None:
+            found.append((self._files.tuning, settled.record.save))
         return [
             path for path, write in found if path is not None and _write(path, write)
         ]
@@ -307,7 +307,7 @@ def _with(
         workload=found.workload,
         cluster=found.cluster,
         bound_s=found.bound_s,
-        tuning=found.story,
+        tuning=found.record,
         methods=(
             replace(
                 method,

@@ -12,7 +12,6 @@ from stretto.tune.initial_profile import ProfileResult
 from stretto.tune.result import TuningResult
 
 if TYPE_CHECKING:
-    from stretto.tune.calibration import CalibratedModel
     from stretto.tune.plan_cache import CachedPlan
 
 
@@ -131,25 +130,3 @@ def decoded(parts: dict[str, Any]) -> dict[str, Any]:
         "plan": codec.decode(parts["plan"], Plan),
         "ddp": codec.decode(parts["ddp"], Plan),
     }
-
-
-def nearest_point(
-    plan: Plan, earlier: CachedPlan, calibrated: CalibratedModel
-) -> tuple[int, ...]:
-    """Return the point of the guide's space that is nearest to another job's plan."""
-    sizes = {tensor.name: tensor.bytes for tensor in earlier.workload.tensors}
-    largest = max(
-        sum(sizes.get(name, 0) for name in bucket.tensors) for bucket in plan.buckets
-    )
-    slices = statistics.median(bucket.slices for bucket in plan.buckets)
-
-    def miss(point: tuple[int, ...]) -> tuple[float, ...]:
-        at: dict[str, Any] = calibrated.space.describe(point)
-        return (
-            float(at["family"] != "slices"),
-            abs(math.log2(at["lanes"] / plan.lanes)),
-            abs(math.log2(max(1, at["slices"]) / max(1, slices))),
-            abs(math.log2(at["unit_bytes"] / max(1, largest))),
-        )
-
-    return min(calibrated.space.points, key=miss)

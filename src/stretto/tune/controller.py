@@ -16,9 +16,9 @@ Every step trains. The phases of a run, in order:
    (`stretto.tune.drift_detector`).
 
 The controller acts at the end of each reduced backward: DDP brings every rank there
-equally often. Steps are counted there, ranks meet there (`stretto.tune.rank_sync`), and
-plans change there. Nothing is done in a forward. A failure on any rank is reported at
-the next meeting; then all ranks return to DDP's buckets together, and one log line
+equally often. Steps are counted there, ranks meet there (`stretto.tune.rank_meeting`),
+and plans change there. Nothing is done in a forward. A failure on any rank is reported
+at the next meeting; then all ranks return to DDP's buckets together, and one log line
 gives the reason. If a run ends before 5, rank 0 saves what is known
 (`stretto.tune.tuning_state`).
 """
@@ -49,7 +49,6 @@ from stretto.tune.cached_plans import (
     ddp_step_s_at,
     decoded,
     encoded,
-    nearest_point,
     packed,
     profile_again,
     settled_of,
@@ -72,10 +71,10 @@ from stretto.tune.plan_cache import (
     default_path,
     topology_of,
 )
-from stretto.tune.rank_sync import Ended, RankSync, Refused, Stopped, reason_of
+from stretto.tune.rank_meeting import Ended, RankMeeting, Refused, Stopped, reason_of
 from stretto.tune.result import OnSettled, TuningResult, summary
-from stretto.tune.starts import PROFILED, starts_of
-from stretto.tune.tuning_state import TuningState, end, within
+from stretto.tune.starts import PROFILED, nearest_point, starts_of
+from stretto.tune.tuning_state import TuningState, save_unfinished, within
 from stretto.units import format_s
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ class AutoPlan:
         self._options = options or TuneOptions()
         ranks = model._ranks  # noqa: SLF001
         self._rank_name = ranks.name(ranks.rank)
-        self._sync = RankSync(ranks, serial=model._agreement.serial)  # noqa: SLF001
+        self._sync = RankMeeting(ranks, serial=model._agreement.serial)  # noqa: SLF001
         self._forced = is_forced()
         remembers = (
             self._options.memory
@@ -151,10 +150,10 @@ class AutoPlan:
         self._end: weakref.finalize[..., Any] | None = None
         if self._sync.rank == 0:
             self._end = weakref.finalize(
-                model, end, self._known, self._memory, on_unfinished
+                model, save_unfinished, self._known, self._memory, on_unfinished
             )
         self._phase = Phase.WARM_UP
-        self._next_gate = WARM_UP_STEPS
+        self._next_meeting = WARM_UP_STEPS
         self._failed: str | None = None
         self._began_s: float | None = None
         self._disturbed = False
@@ -169,7 +168,7 @@ class AutoPlan:
         self._watch: DriftDetector | None = None
         self._settled: TuningResult | None = None
         self._median_s: float | None = None
-        self._story: Tuning | None = None
+        self._rank0_record: Tuning | None = None
         self.settled = False
         """Whether a plan has settled; a lasting change may reopen the search."""
         self.done = False
@@ -192,10 +191,10 @@ class AutoPlan:
             self._trained_s += step_s
         try:
             self._record_step(step_s, counts=counts)
-        except Exception as exc:  # noqa: BLE001 - all ranks learn of it at the gate
+        except Exception as exc:  # noqa: BLE001 - all ranks learn of it when they meet
             self._failed = self._failed or self._describe(exc)
-        if self._known.steps >= self._next_gate:
-            self._gate(step_s if counts else None)
+        if self._known.steps >= self._next_meeting:
+            self._meet(step_s if counts else None)
         self._disturbed = False
         self._began_s = perf_counter()
 
@@ -226,7 +225,7 @@ class AutoPlan:
         elif self._phase is Phase.WATCH and self._watch is not None:
             self._median_s = self._watch.add(step_s if counts else math.inf)
 
-    def _gate(self, step_s: float | None) -> None:
+    def _meet(self, step_s: float | None) -> None:
         message: dict[str, Any] = {"step_s": step_s, "host": platform.node()}
         if self._phase is Phase.SEARCH and self._online is not None:
             message["trial"] = self._online.message()
@@ -235,13 +234,13 @@ class AutoPlan:
             finite = median_s is not None and math.isfinite(median_s)
             message["step_s"] = median_s if finite else None
         try:
-            found = self._sync.gate(
+            found = self._sync.begin(
                 self._known.steps, message, self._judge, failed=self._failed
             )
         except Stopped as exc:
             self._fall_back(str(exc))
             return
-        self._plan_gate()
+        self._plan_meeting()
         try:
             self._act(found)
         except Ended as exc:
@@ -251,17 +250,17 @@ class AutoPlan:
         except Stopped as exc:
             self._failed = str(exc)
         except Exception as exc:  # noqa: BLE001 - the others must learn of it
-            alike = isinstance(exc, StrettoError)
-            self._failed = str(exc) if alike else self._describe(exc)
+            is_ours = isinstance(exc, StrettoError)
+            self._failed = str(exc) if is_ours else self._describe(exc)
             self._sync.fail(self._failed)
         if self._phase is Phase.SEARCH and self._online is not None:
             # Also on a rank that has failed since: the others arrive no earlier.
-            self._next_gate = self._known.steps + self._online.ahead
+            self._next_meeting = self._known.steps + self._online.ahead
 
-    def _plan_gate(self) -> None:
+    def _plan_meeting(self) -> None:
         """Set the step of the next meeting, at a point that all ranks reach."""
         steps = WINDOW_STEPS if self._phase is Phase.WATCH else 1
-        self._next_gate = self._known.steps + steps
+        self._next_meeting = self._known.steps + steps
 
     def _judge(self, messages: list[Any]) -> dict[str, Any]:
         """Return rank 0's answer to all ranks' messages.
@@ -476,7 +475,7 @@ class AutoPlan:
         self._phase = Phase.PROFILE
         self._profiled_from = self._known.steps, perf_counter()
         self._profiler.start()
-        self._plan_gate()  # after a meeting, so on all ranks or none
+        self._plan_meeting()  # after a meeting, so on all ranks or none
 
     def _profile_step(self) -> None:
         assert self._profiler is not None  # noqa: S101 - set where the phase begins
@@ -704,10 +703,10 @@ class AutoPlan:
             **spent,
         )
         # Only rank 0 has the complete record, because it decides.
-        self._story = codec.decode(
-            self._sync.broadcast_object(codec.encode(self.story)), Tuning
+        self._rank0_record = codec.decode(
+            self._sync.broadcast_object(codec.encode(self.record)), Tuning
         )
-        settled = replace(settled, story=self._story)
+        settled = replace(settled, record=self._rank0_record)
         self._phase = Phase.CONFIRM
         self.settled = True
         self._stop_recording()
@@ -732,7 +731,7 @@ class AutoPlan:
             self._finish()
             return
         self._phase = Phase.WATCH
-        self._plan_gate()
+        self._plan_meeting()
 
     def _stop_recording(self) -> None:
         """Cancel the save at the end of the run; a decided plan needs none."""
@@ -777,11 +776,13 @@ class AutoPlan:
     # The record of events.
 
     @property
-    def story(self) -> Tuning:
+    def record(self) -> Tuning:
         """All events so far with their reasons; rank 0 shares them at the end."""
-        if self._story is not None and self._sync.rank != 0:
-            return self._story
+        if self._rank0_record is not None and self._sync.rank != 0:
+            return self._rank0_record
         return Tuning(name=self._name, events=tuple(self._known.events))
+
+    story = record  # its former name
 
     def _record(self, what: str, why: str, **values: Any) -> None:
         self._known.events.append(

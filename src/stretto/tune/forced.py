@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stretto.runtime import DistributedDataParallel
-    from stretto.tune.rank_sync import RankSync
+    from stretto.tune.rank_meeting import RankMeeting
 
 SCHEDULE_VARIABLE = "STRETTO_TUNE_SCHEDULE"
 
@@ -63,7 +63,7 @@ class ForcedProfiler:
     def __init__(
         self,
         model: DistributedDataParallel,
-        sync: RankSync,
+        sync: RankMeeting,
         *,
         change: Callable[[Plan], None],
     ) -> None:
@@ -119,7 +119,7 @@ class ForcedSearch:
     def __init__(
         self,
         model: DistributedDataParallel,
-        sync: RankSync,
+        sync: RankMeeting,
         change: Callable[..., None],
     ) -> None:
         """Prepare; ``change`` is as for `ForcedProfiler`."""

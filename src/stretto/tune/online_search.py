@@ -11,7 +11,7 @@ from stretto.planners.base import predicted_s
 from stretto.runtime import Recorder
 from stretto.schema import Plan, codec
 from stretto.tune.calibration import TRUSTED_RATIO
-from stretto.tune.rank_sync import Refused
+from stretto.tune.rank_meeting import Refused
 from stretto.tune.search import CONTROL, START, Search
 from stretto.tune.techniques import AbstractTechnique, SearchContext, technique_of
 from stretto.tune.techniques.aiacc import Bandit
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stretto.schema import Timeline
     from stretto.tune.calibration import CalibratedModel
     from stretto.tune.options import TuneOptions
-    from stretto.tune.rank_sync import RankSync
+    from stretto.tune.rank_meeting import RankMeeting
     from stretto.tune.trial import Finding, Trial
 
 _GAIN_RATIO = 0.01
@@ -68,7 +68,7 @@ class OnlineSearch:
     def __init__(
         self,
         model: DistributedDataParallel,
-        sync: RankSync,
+        sync: RankMeeting,
         *,
         calibrated: CalibratedModel | None,
         starts: Sequence[tuple[str, Plan]],

@@ -41,11 +41,16 @@ class TuningResult:
     bound_s: float | None = None
     """Lower bound on any plan's step time under the model."""
 
-    story: Tuning | None = None
+    record: Tuning | None = None
     """The events that led to the decision."""
 
     remembered: bool = False
     """Whether it is the plan of an earlier run."""
+
+    @property
+    def story(self) -> Tuning | None:
+        """`record`, under its former name."""
+        return self.record
 
     @property
     def applied(self) -> bool:

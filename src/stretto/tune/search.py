@@ -108,7 +108,7 @@ _MOST_REPEATS = 12
 
 
 @dataclass(slots=True, kw_only=True)
-class _Duel:
+class _Comparison:
     """A comparison of a plan with the incumbent."""
 
     technique: str
@@ -198,7 +198,7 @@ class Search:
         self._steps_before = 0
         self._has_proposed = False
         self._noise = Noise()
-        self._duel: _Duel | None = None
+        self._comparison: _Comparison | None = None
         self._by_key: dict[Point | str, Trial] = {}
         self._digests: dict[str, Trial] = {}
         self._scores: dict[str, float] = {}
@@ -276,8 +276,8 @@ class Search:
     def offer(self, name: str, plan: Plan) -> bool:
         """Queue a plan from outside; return whether it is new."""
         waiting = [waits.digest for _, waits in self._starts]
-        if self._duel is not None:
-            waiting.append(self._duel.plan.digest)
+        if self._comparison is not None:
+            waiting.append(self._comparison.plan.digest)
         if plan.digest in self._digests or plan.digest in waiting:
             return False
         self._starts.append((f"{name} {len(self.trials)}", plan))
@@ -293,20 +293,22 @@ class Search:
                 self.ended = "no plan could be run"
                 return None
             return self._open(START, *self._starts.pop(0), LEAST_STEPS)
-        duel = self._duel
-        if duel is not None and duel.block is not None:
-            return self._open(CONTROL, best.key, best.plan, duel.steps)
+        comparison = self._comparison
+        if comparison is not None and comparison.block is not None:
+            return self._open(CONTROL, best.key, best.plan, comparison.steps)
         if not self._tail:
             return self._open(CONTROL, best.key, best.plan, LEAST_STEPS)
-        duel = self._duel = duel or self._next_duel()
-        if duel is None:
+        comparison = self._comparison = comparison or self._next_comparison()
+        if comparison is None:
             self._finish()
             return None
-        if not self._affordable(duel):
+        if not self._affordable(comparison):
             return self._open(CONTROL, best.key, best.plan, LEAST_STEPS)
-        self._has_proposed |= duel.technique != START
-        duel.block = self._open(duel.technique, duel.key, duel.plan, duel.steps)
-        return duel.block
+        self._has_proposed |= comparison.technique != START
+        comparison.block = self._open(
+            comparison.technique, comparison.key, comparison.plan, comparison.steps
+        )
+        return comparison.block
 
     def pause(self, seconds: float) -> None:
         """Count time in which training waited for a decision."""
@@ -328,7 +330,7 @@ class Search:
         was disturbed.
         """
         trial = self.trials[-1]
-        if self._waits_to_begin(self._duel):
+        if self._waits_to_begin(self._comparison):
             self._steps_before += 1
         else:
             self.steps_used += 1
@@ -341,7 +343,7 @@ class Search:
         trial.steps_s.append(step_s)
         if self._is_incumbents(trial):
             return self._incumbent_step(trial)
-        if trial.is_long_enough or self._hopeless(trial):
+        if trial.is_long_enough or self._cannot_win(trial):
             self._close(trial)
             return True
         return False
@@ -360,12 +362,12 @@ class Search:
         level_s = statistics.median(self._tail)
         least = max(trial.wanted_steps, math.ceil(TRIAL_S / max(level_s, 1e-9)))
         steps = min(least, MOST_TRIAL_STEPS) - len(trial.steps_s)
-        if steps <= 0 and self._duel is not None:
-            missing_s = self.lost_s + self._cost_s(self._duel) - self.most_lost_s
+        if steps <= 0 and self._comparison is not None:
+            missing_s = self.lost_s + self._cost_s(self._comparison) - self.most_lost_s
             earned_s = self._limits.lost_ratio * level_s / 2
             steps = math.ceil(missing_s / max(earned_s, 1e-9))
             steps = min(steps, self._limits.steps - self.steps_used)
-            if self._waits_to_begin(self._duel):
+            if self._waits_to_begin(self._comparison):
                 steps = MOST_TRIAL_STEPS
         return max(1, min(steps, MOST_TRIAL_STEPS))
 
@@ -390,8 +392,8 @@ class Search:
         best.steps_s = [*best.steps_s, trial.steps_s[-1]][-_LEVEL_STEPS:]
         if not trial.is_long_enough:
             return False
-        if self._duel is not None and self._duel.block is not None:
-            self._complete_pair(self._duel, trial)
+        if self._comparison is not None and self._comparison.block is not None:
+            self._complete_pair(self._comparison, trial)
             if self.incumbent is not best:
                 self._tail = ()
                 return True
@@ -400,45 +402,45 @@ class Search:
         if len(trial.steps_s) >= 2 * wanted and len(trial.steps_s) % wanted == 0:
             self._noise.add(self._tail)
             self._noise.add_jump(trial.steps_s[-2 * wanted : -wanted], self._tail)
-        if self._duel is None:
-            self._duel = self._next_duel()
-        return self._duel is None or self._affordable(self._duel)
+        if self._comparison is None:
+            self._comparison = self._next_comparison()
+        return self._comparison is None or self._affordable(self._comparison)
 
-    def _waits_to_begin(self, duel: _Duel | None) -> bool:
+    def _waits_to_begin(self, comparison: _Comparison | None) -> bool:
         """Return whether too much was lost before the search for a first proposal."""
         return (
-            duel is not None
-            and duel.technique != START
+            comparison is not None
+            and comparison.technique != START
             and not self._has_proposed
             and self._steps_before < _MOST_BEFORE * self._limits.steps
             and self._lost_before_s
             > _BEFORE * self._limits.lost_ratio * self._trained_s
         )
 
-    def _affordable(self, duel: _Duel) -> bool:
-        if self._waits_to_begin(duel):
+    def _affordable(self, comparison: _Comparison) -> bool:
+        if self._waits_to_begin(comparison):
             return False
         if self.steps_used >= self._limits.steps:
             return True
-        return self.lost_s + self._cost_s(duel) <= self.most_lost_s
+        return self.lost_s + self._cost_s(comparison) <= self.most_lost_s
 
-    def _cost_s(self, duel: _Duel) -> float:
+    def _cost_s(self, comparison: _Comparison) -> float:
         """Return the expected loss of one more block of a challenger."""
         level_s = statistics.median(self._tail)
         change = statistics.median(self._changes) if self._changes else _CHANGE_STEPS
-        if duel.pairs:
-            ratio = estimate(duel.pairs).ratio
+        if comparison.pairs:
+            ratio = estimate(comparison.pairs).ratio
         else:
-            ratio = self._floor_s(duel.plan) / level_s
-        slow_steps = 1 if ratio >= _VERY_SLOW_RATIO else duel.steps
+            ratio = self._floor_s(comparison.plan) / level_s
+        slow_steps = 1 if ratio >= _VERY_SLOW_RATIO else comparison.steps
         excess = (1 + slow_steps) * max(0.0, ratio - 1)
         return level_s * (excess + 2 * change)
 
     # The challengers' blocks.
 
-    def _hopeless(self, trial: Trial) -> bool:
+    def _cannot_win(self, trial: Trial) -> bool:
         """Return whether a challenger is so slow that more steps change nothing."""
-        if self._duel is None or not self._tail:
+        if self._comparison is None or not self._tail:
             return False
         level_s = statistics.median(self._tail)
         noise = 1 + 2 * self._noise.of_a_median(1)
@@ -458,15 +460,15 @@ class Search:
         self._noise.add(trial.steps_s)
         if self.incumbent is None:
             if trial.failed is None:
-                self._crown_first(trial)
+                self._set_first_incumbent(trial)
             return
-        duel = self._duel
+        comparison = self._comparison
         if trial.failed is not None:
             self._conclude(won=False, score_s=math.inf)
         elif (
             trial.ended_early
-            and duel is not None
-            and duel.proposal is not None
+            and comparison is not None
+            and comparison.proposal is not None
             and self._without_control < _MOST_WITHOUT_CONTROL
         ):
             # There are always more proposals: do not spend a pair on a hopeless one.
@@ -477,7 +479,7 @@ class Search:
             score_s = self._unit_s * math.exp(self._ahead + log_ratio)
             self._conclude(won=False, score_s=score_s)
 
-    def _crown_first(self, trial: Trial) -> None:
+    def _set_first_incumbent(self, trial: Trial) -> None:
         trial.won = True
         self.incumbent = Trial(
             technique=trial.technique,
@@ -496,9 +498,9 @@ class Search:
         if trial.step_s <= min(self._seen_s.values(), default=math.inf):
             self._findings.append(Finding(trial=trial, step_s=trial.step_s))
 
-    def _complete_pair(self, duel: _Duel, control: Trial) -> None:
+    def _complete_pair(self, comparison: _Comparison, control: Trial) -> None:
         """Compare the challenger's block with its neighbors, and decide."""
-        block, duel.block = duel.block, None
+        block, comparison.block = comparison.block, None
         self._without_control = 0
         assert block is not None  # noqa: S101 - the caller has checked it
         wanted = control.side_steps
@@ -506,8 +508,8 @@ class Search:
         self._noise.add(after)
         self._noise.add_jump(before, after)
         pair = compare(before, block.steps_s, after, noise=self._noise)
-        duel.pairs.append(pair)
-        found = estimate(duel.pairs)
+        comparison.pairs.append(pair)
+        found = estimate(comparison.pairs)
         level_s = math.sqrt(statistics.median(before) * statistics.median(after))
         for part in (block, control):
             self._lost_s += part.lost_s(level_s)
@@ -521,12 +523,12 @@ class Search:
             self._findings.append(
                 Finding(trial=block, step_s=seen_s * math.exp(pair.log_ratio))
             )
-        if duel.technique == FINAL:
-            self._judge_baseline(found, duel)
+        if comparison.technique == FINAL:
+            self._judge_baseline(found, comparison)
             return
-        margin = self._margin(duel.plan)
-        is_last = self._is_last(duel)
-        if duel.proposal is None:
+        margin = self._margin(comparison.plan)
+        is_last = self._is_last(comparison)
+        if comparison.proposal is None:
             won = shown_faster(found, margin, is_last=is_last)
         else:
             over = is_last or self.steps_used >= self._limits.steps
@@ -535,8 +537,8 @@ class Search:
             )
         if won:
             if self._is_baseline(self.incumbent):
-                self._accepted = duel.plan.digest
-            self._dethrone(duel, block, found, score_s)
+                self._accepted = comparison.plan.digest
+            self._replace_incumbent(comparison, block, found, score_s)
         elif won is False:
             self._conclude(won=False, score_s=score_s)
 
@@ -546,9 +548,9 @@ class Search:
             base is not None and trial is not None and trial.plan.digest == base.digest
         )
 
-    def _is_last(self, duel: _Duel) -> bool:
+    def _is_last(self, comparison: _Comparison) -> bool:
         """Return whether a comparison must end with the pairs that it has."""
-        return len(duel.pairs) >= duel.most_pairs or self._exhausted
+        return len(comparison.pairs) >= comparison.most_pairs or self._exhausted
 
     def _margin(self, plan: Plan) -> float:
         """Return the margin by which a plan must be faster, as a logarithm."""
@@ -559,8 +561,8 @@ class Search:
         )
         return -math.log1p(-(LEAST_GAIN_RATIO if against else BETTER_RATIO))
 
-    def _dethrone(
-        self, duel: _Duel, block: Trial, found: Estimate, score_s: float
+    def _replace_incumbent(
+        self, comparison: _Comparison, block: Trial, found: Estimate, score_s: float
     ) -> None:
         block.won = True
         if self._lead is not None:
@@ -580,19 +582,19 @@ class Search:
         self._conclude(won=True, score_s=score_s)
 
     def _conclude(self, *, won: bool, score_s: float) -> None:
-        """End the duel under way and pass on its result."""
-        duel, self._duel = self._duel, None
-        assert duel is not None  # noqa: S101 - there is one where this is called
-        self._scores[duel.plan.digest] = score_s
-        if duel.technique not in (START, FINAL):
+        """End the comparison under way and pass on its result."""
+        comparison, self._comparison = self._comparison, None
+        assert comparison is not None  # noqa: S101 - there is one where this is called
+        self._scores[comparison.plan.digest] = score_s
+        if comparison.technique not in (START, FINAL):
             self._fruitless = 0 if won else self._fruitless + 1
-        if duel.proposal is not None:
+        if comparison.proposal is not None:
             if self._bandit is not None:
-                self._bandit.tell(duel.technique, improved=won)
-            self._tell(duel.technique, duel.proposal, score_s)
-        elif not isinstance(duel.key, str):
+                self._bandit.tell(comparison.technique, improved=won)
+            self._tell(comparison.technique, comparison.proposal, score_s)
+        elif not isinstance(comparison.key, str):
             for technique in self._arms.values():
-                shown = Proposal(point=duel.key, steps=duel.steps)
+                shown = Proposal(point=comparison.key, steps=comparison.steps)
                 technique.tell(shown, score_s, mine=False)
 
     @property
@@ -602,16 +604,16 @@ class Search:
 
     # What comes next.
 
-    def _next_duel(self) -> _Duel | None:
+    def _next_comparison(self) -> _Comparison | None:
         """Return the next challenger, or ``None`` when the search should end."""
         best = self.incumbent
-        assert best is not None  # noqa: S101 - a duel needs an incumbent
+        assert best is not None  # noqa: S101 - a comparison needs an incumbent
         while self._starts and self.steps_used < self._limits.steps:
             name, plan = self._starts.pop(0)
             seen_s = self._seen_s.get(plan.digest, 0.0)
             if plan.digest == best.plan.digest or seen_s > best.step_s:
                 continue
-            return _Duel(
+            return _Comparison(
                 technique=START,
                 key=name,
                 plan=plan,
@@ -623,13 +625,13 @@ class Search:
             return unproven
         self._why = self._why or self._why_end()
         if self._why is None:
-            duel = self._propose()
-            if duel is not None:
-                return duel
+            comparison = self._propose()
+            if comparison is not None:
+                return comparison
             self._why = "every technique is out of proposals"
         return unproven
 
-    def _unproven(self) -> _Duel | None:
+    def _unproven(self) -> _Comparison | None:
         """Return the comparison with the baseline that the incumbent still needs."""
         best, base = self.incumbent, self._baseline
         if base is None or best is None or best.plan.digest == base.digest:
@@ -641,7 +643,7 @@ class Search:
             )
         ):
             return None
-        return _Duel(
+        return _Comparison(
             technique=FINAL,
             key="ddp",
             plan=base,
@@ -649,20 +651,20 @@ class Search:
             most_pairs=FINAL_PAIRS,
         )
 
-    def _judge_baseline(self, found: Estimate, duel: _Duel) -> None:
+    def _judge_baseline(self, found: Estimate, comparison: _Comparison) -> None:
         """Decide whether the incumbent has beaten DDP's buckets."""
         mine = found.inverse()
-        margin = self._margin(duel.plan)
+        margin = self._margin(comparison.plan)
         score_s = self._unit_s * math.exp(self._ahead + found.log_ratio)
-        holds = shown_faster(mine, margin, is_last=self._is_last(duel))
+        holds = shown_faster(mine, margin, is_last=self._is_last(comparison))
         if holds:
             best = self.incumbent
             assert best is not None  # noqa: S101 - it has just been compared
             self._lead, self._accepted = mine, best.plan.digest
             self._conclude(won=False, score_s=score_s)
         elif holds is False:
-            block = self._digests[duel.plan.digest]
-            self._dethrone(duel, block, found, score_s)
+            block = self._digests[comparison.plan.digest]
+            self._replace_incumbent(comparison, block, found, score_s)
 
     def _why_end(self) -> str | None:
         best = self.incumbent
@@ -681,7 +683,7 @@ class Search:
                 return "further trials could not save what they cost"
         return None
 
-    def _propose(self) -> _Duel | None:
+    def _propose(self) -> _Comparison | None:
         """Return the next proposal worth trying, from the arm the bandit chooses."""
         open_arms = list(self._arms)
         while open_arms and self._bandit is not None:
@@ -691,16 +693,16 @@ class Search:
                 if proposal is None:
                     open_arms.remove(name)
                     break
-                duel = self._worth_trying(name, proposal)
-                if duel is not None:
-                    return duel
+                comparison = self._worth_trying(name, proposal)
+                if comparison is not None:
+                    return comparison
             else:
                 open_arms.remove(name)
             self._bandit.tell(name, improved=False)
         return None
 
-    def _worth_trying(self, name: str, proposal: Proposal) -> _Duel | None:
-        """Return the duel for a proposal; answer a known or hopeless one at once."""
+    def _worth_trying(self, name: str, proposal: Proposal) -> _Comparison | None:
+        """Return a proposal's comparison; answer at once if it cannot win."""
         known = self._by_key.get(proposal.point)
         plan = self._plan_of(proposal.point)
         known = known or self._digests.get(plan.digest)
@@ -718,7 +720,7 @@ class Search:
         if best is not None and floor_s >= best.step_s * math.exp(-self._margin(plan)):
             self._tell(name, proposal, floor_s)
             return None
-        return _Duel(
+        return _Comparison(
             technique=name,
             key=proposal.point,
             plan=plan,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+import statistics
+from typing import TYPE_CHECKING, Any
 
 from stretto.planners.base import predicted_s
 
 if TYPE_CHECKING:
     from stretto.schema import Plan
+    from stretto.tune.calibration import CalibratedModel
+    from stretto.tune.plan_cache import CachedPlan
 
 PROFILED = "profiled"
 """Name of the plan of the profiled steps."""
@@ -60,3 +64,25 @@ def starts_of(
             known.add(plan.digest)
             found.append((name, plan))
     return found
+
+
+def nearest_point(
+    plan: Plan, earlier: CachedPlan, calibrated: CalibratedModel
+) -> tuple[int, ...]:
+    """Return the calibrated model's point that is nearest to another job's plan."""
+    sizes = {tensor.name: tensor.bytes for tensor in earlier.workload.tensors}
+    largest = max(
+        sum(sizes.get(name, 0) for name in bucket.tensors) for bucket in plan.buckets
+    )
+    slices = statistics.median(bucket.slices for bucket in plan.buckets)
+
+    def miss(point: tuple[int, ...]) -> tuple[float, ...]:
+        at: dict[str, Any] = calibrated.space.describe(point)
+        return (
+            float(at["family"] != "slices"),
+            abs(math.log2(at["lanes"] / plan.lanes)),
+            abs(math.log2(max(1, at["slices"]) / max(1, slices))),
+            abs(math.log2(at["unit_bytes"] / max(1, largest))),
+        )
+
+    return min(calibrated.space.points, key=miss)

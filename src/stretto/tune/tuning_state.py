@@ -87,11 +87,11 @@ class TuningState:
         Its ``step_s`` is ``None`` if no plan had enough steps, and it is ``remembered``
         if the step time is known only from an earlier run.
         """
-        story = Tuning(name=self.name, events=tuple(self.events))
+        record = Tuning(name=self.name, events=tuple(self.events))
         best = None if self.search is None else best_so_far(self.search)
         if best is None and self.checked is not None and not self.stale:
             found = settled_of(self.checked, self.checked.step_s)
-            return replace(found, story=story)
+            return replace(found, record=record)
         if self.profile is None:
             return None
         found = TuningResult(
@@ -99,7 +99,7 @@ class TuningState:
             cluster=self.profile.cluster,
             plan=self.profile.plan,
             ddp=self.profile.ddp,
-            story=story,
+            record=record,
         )
         if best is None or self.search is None:
             return found
@@ -140,7 +140,7 @@ def best_so_far(search: Search) -> Trial | None:
     return best
 
 
-def end(
+def save_unfinished(
     known: TuningState, memory: PlanMemory, on_unfinished: OnUnfinished | None = None
 ) -> None:
     """Save what is known and log it; must be called once, on rank 0 only."""

@@ -39,7 +39,7 @@ def settled() -> TuningResult:
         plan=planners.get("joint").plan(workload, cluster),
         ddp=planners.get("ddp").plan(workload, cluster),
         step_s=0.31,
-        story=Tuning(name="small", events=()),
+        record=Tuning(name="small", events=()),
     )
 
 

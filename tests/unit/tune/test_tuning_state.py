@@ -14,7 +14,7 @@ from stretto.tune.initial_profile import ProfileResult
 from stretto.tune.plan_cache import CachedPlan, Job, PlanMemory
 from stretto.tune.search import CONTROL, Search
 from stretto.tune.trial import Limits
-from stretto.tune.tuning_state import TuningState, best_so_far, end
+from stretto.tune.tuning_state import TuningState, best_so_far, save_unfinished
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,7 +131,7 @@ def test_what_a_short_run_found_out_is_kept_as_unfinished_and_told_in_one_line(
     known.events.append(TuningEvent(step=9, what="tried", why="", values={}))
     files = Files()
     with caplog.at_level(logging.INFO):
-        end(known, memory, files)
+        save_unfinished(known, memory, files)
     found = memory.exact(JOB)
     assert found is not None
     assert found.plan == profile.ddp
@@ -142,8 +142,8 @@ def test_what_a_short_run_found_out_is_kept_as_unfinished_and_told_in_one_line(
     assert given is not None
     assert given.plan == profile.ddp
     assert given.bound_s == search.bound_s
-    assert given.story is not None
-    assert [event.what for event in given.story.events] == ["tried"]
+    assert given.record is not None
+    assert [event.what for event in given.record.events] == ["tried"]
     (record,) = caplog.records
     line = record.getMessage()
     assert line.startswith("tuning had not settled after 17 steps; best so far, ")
@@ -156,10 +156,12 @@ def test_before_the_first_trial_nothing_is_kept_and_only_who_asked_is_told(
 ) -> None:
     memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
     known = TuningState(name="small", steps=3, job=JOB)
-    end(known, memory)
-    end(known, memory, lambda _so_far: "")
+    save_unfinished(known, memory)
+    save_unfinished(known, memory, lambda _so_far: "")
     assert not caplog.records
-    end(known, memory, lambda so_far: "not written: p" if so_far is None else "")
+    save_unfinished(
+        known, memory, lambda so_far: "not written: p" if so_far is None else ""
+    )
     (record,) = caplog.records
     line = record.getMessage()
     assert line == "tuning had not settled after 3 steps; not written: p"
@@ -173,7 +175,7 @@ def test_too_few_steps_for_a_trial_give_the_measurements_to_who_asked(
     search = search_of(profile)
     steps(search, 0.3)
     files = Files()
-    end(
+    save_unfinished(
         TuningState(name="s", steps=9, job=JOB, profile=profile, search=search),
         memory,
         files,
@@ -193,7 +195,7 @@ def test_a_plan_taken_up_stands_until_its_steps_take_longer(
     memory.remember(settled)
     known = TuningState(name="s", steps=6, job=JOB, checked=settled, stale=stale)
     files = Files()
-    end(known, memory, files)
+    save_unfinished(known, memory, files)
     (given,) = files.given
     if stale:
         assert given is None
@@ -209,7 +211,7 @@ def test_a_plan_taken_up_stands_until_its_steps_take_longer(
     steps(known.search, *[0.3] * 3)
     # It took twice the plan's step then, so it would now.
     assert known.ddp_step_s == (None if stale else pytest.approx(0.6))
-    end(known, memory)
+    save_unfinished(known, memory)
     found = memory.exact(JOB)
     assert found is not None
     kept = (found.unfinished_steps, found.step_s)
@@ -226,7 +228,7 @@ def test_runs_that_are_each_too_short_share_one_search(
     assert known.steps_left(40) == 24
     assert known.steps_left(10) == 10
     steps(known.search, *[0.3] * 3)
-    end(known, memory)
+    save_unfinished(known, memory)
     found = memory.exact(JOB)
     assert found is not None
     assert found.unfinished_steps == 69
@@ -247,7 +249,7 @@ def test_a_forked_process_and_an_error_at_the_end_are_no_trouble(
         name="s", steps=9, job=JOB, profile=profile, search=search, pid=1
     )
     files = Files()
-    end(known, memory, files)
+    save_unfinished(known, memory, files)
     assert files.given == []
     assert memory.all() == []
 
@@ -255,6 +257,6 @@ def test_a_forked_process_and_an_error_at_the_end_are_no_trouble(
         raise OSError("the disk is full")
 
     known.pid = TuningState(name="s").pid
-    end(known, memory, fails)
+    save_unfinished(known, memory, fails)
     (record,) = caplog.records
     assert "cannot save the unfinished tuning: the disk is full" in record.getMessage()

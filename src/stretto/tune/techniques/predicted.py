@@ -79,6 +79,6 @@ class PredictedTechnique(AbstractTechnique):
         return Proposal(point=min(left, key=predicted_s.__getitem__))
 
     def tell(self, proposal: Proposal, step_s: float, *, mine: bool) -> None:
-        """Remove the point from the ranking; the guide updates the model."""
+        """Remove the point from the ranking; the search corrects the model."""
         del step_s, mine
         self._tried.add(proposal.point)

@@ -34,22 +34,22 @@ def slower(cluster: Cluster) -> Cluster:
 
 
 def taught(workload: Workload, cluster: Cluster, truth: Cluster) -> CalibratedModel:
-    """A guide that has seen three plans' steps on the true cluster."""
-    guide = CalibratedModel(workload, cluster)
+    """A calibrated model that has seen three plans' steps on the true cluster."""
+    model = CalibratedModel(workload, cluster)
     first = planners.get("joint").plan(workload, cluster)
-    points = guide.space.points
-    plans = [first, *(guide.plan_of(points[i]) for i in (2, len(points) // 2))]
+    points = model.space.points
+    plans = [first, *(model.plan_of(points[i]) for i in (2, len(points) // 2))]
     for plan in plans:
         step = simulate_step(workload, truth, plan)
-        guide.learn(plan, step.iteration_s, step.timeline)
-    return guide
+        model.learn(plan, step.iteration_s, step.timeline)
+    return model
 
 
 def test_a_plan_made_again_is_as_good_as_one_made_anew(
     workload: Workload, cluster: Cluster, slower: Cluster
 ) -> None:
-    guide = taught(workload, cluster, slower)
-    again = guide.replan()
+    model = taught(workload, cluster, slower)
+    again = model.replan()
     assert again is not None
     anew = planners.get("joint").plan(workload, slower)
     reached_s = simulate_step(workload, slower, again).iteration_s
@@ -62,13 +62,13 @@ def test_a_plan_made_again_is_as_good_as_one_made_anew(
 def test_nothing_is_planned_where_no_plan_can_be_faster(
     workload: Workload, cluster: Cluster, slower: Cluster
 ) -> None:
-    guide = taught(workload, cluster, slower)
-    plan = guide.replan()
+    model = taught(workload, cluster, slower)
+    plan = model.replan()
     assert plan is not None
     assert plan.predicted is not None
     bound_s = plan.predicted.lower_bound_s
-    assert guide.replan(below_s=0.999 * bound_s) is None
-    above = guide.replan(below_s=1.001 * bound_s)
+    assert model.replan(below_s=0.999 * bound_s) is None
+    above = model.replan(below_s=1.001 * bound_s)
     assert above is not None
     # It begins from the plan before, so it never falls behind that.
     assert above.predicted is not None
@@ -78,18 +78,18 @@ def test_nothing_is_planned_where_no_plan_can_be_faster(
 def test_one_wrong_prediction_is_not_forgotten_over_many_right_ones(
     workload: Workload, cluster: Cluster
 ) -> None:
-    guide = CalibratedModel(workload, cluster)
-    plans = [guide.plan_of(point) for point in guide.space.points[:7]]
-    bound_s, predicted_s = guide.bound_s, guide.plan_s(plans[0])
-    assert guide.floor_s(plans[0]) == pytest.approx(predicted_s / (1 + DOUBT_RATIO))
+    model = CalibratedModel(workload, cluster)
+    plans = [model.plan_of(point) for point in model.space.points[:7]]
+    bound_s, predicted_s = model.bound_s, model.plan_s(plans[0])
+    assert model.floor_s(plans[0]) == pytest.approx(predicted_s / (1 + DOUBT_RATIO))
 
-    assert guide.compare(plans[0], 2 * predicted_s) == pytest.approx(-0.5)
+    assert model.compare(plans[0], 2 * predicted_s) == pytest.approx(-0.5)
     for plan in plans[1:]:
-        assert guide.compare(plan, guide.plan_s(plan)) == pytest.approx(0.0)
+        assert model.compare(plan, model.plan_s(plan)) == pytest.approx(0.0)
 
-    assert guide.doubt_ratio == pytest.approx(0.5)
-    assert guide.floor_s(plans[0]) == pytest.approx(predicted_s / 1.5)
-    assert guide.bound_s == pytest.approx(bound_s / (1 + MOST_BOUND_DOUBT_RATIO))
+    assert model.doubt_ratio == pytest.approx(0.5)
+    assert model.floor_s(plans[0]) == pytest.approx(predicted_s / 1.5)
+    assert model.bound_s == pytest.approx(bound_s / (1 + MOST_BOUND_DOUBT_RATIO))
 
 
 def test_the_bound_counts_the_lanes_that_a_search_may_use(

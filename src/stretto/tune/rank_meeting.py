@@ -8,12 +8,13 @@ micro-steps without reduction, evaluations and the user's own collectives may di
 tuning waits for other ranks only there, and never in a process group of the user.
 
 # Note [A rank that fails]
-A meeting begins with a gate, which every rank enters, including a rank where tuning has
-failed. The rest of the meeting may be cut short: a rank that fails after the gate
+Every rank takes part in the beginning of a meeting, including a rank where tuning has
+failed. The rest of the meeting may be cut short: a rank that fails after the beginning
 writes its failure in place of its next message, so that no rank waits for it. Not every
-rank reads that message, so nothing is decided there; at the next gate all ranks learn
-of the failure and end tuning together. A rank that is late is treated the same way: the
-store keeps the first answer to a meeting, and every later rank reads that answer.
+rank reads that message, so nothing is decided there; at the next beginning all ranks
+learn of the failure and end tuning together. A rank that is late is treated the same
+way: the store keeps the first answer to a meeting, and every later rank reads that
+answer.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
 
     from stretto.runtime.ranks import Ranks
 
-GATE_S = 30.0
-"""A rank that is this late at a gate ends tuning; training continues."""
+BEGIN_S = 30.0
+"""A rank that begins a meeting this late ends tuning; training continues."""
 
 WORK_S = 120.0
-"""How long ranks wait for each other between a gate and the end of the meeting; rank 0
-may plan during this time."""
+"""How long ranks wait for each other between the beginning and the end of a meeting;
+rank 0 may plan during this time."""
 
 OF_TIMEOUT = 0.5
 """Each wait is limited to this share of the group's timeout, which restarts with the
@@ -61,7 +62,7 @@ class Stopped(StrettoError):
 
 
 @final
-class RankSync:
+class RankMeeting:
     """Collective helpers; every rank must call them in the same order.
 
     Messages are JSON; no data from another rank is executed.
@@ -82,7 +83,7 @@ class RankSync:
         self._written: list[str] = []
         self._lost: str | None = None
 
-    def gate(
+    def begin(
         self,
         step: int,
         message: Any,
@@ -100,17 +101,17 @@ class RankSync:
         """
         self._step, self._number = step, 0
         written, self._written = self._written, []
-        found = self._meet(message, answer, GATE_S, failed)
+        found = self._meet(message, answer, BEGIN_S, failed)
         for key in written:  # every rank has arrived, so every rank has read these
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(key)
         return found
 
     def meet(self, message: Any, answer: Callable[[list[Any]], Any]) -> Any:
-        """Have rank 0 answer all ranks' messages, after a gate.
+        """Have rank 0 answer all ranks' messages, after the beginning.
 
         Raises:
-            Stopped: a rank failed or was late; the next gate ends tuning.
+            Stopped: a rank failed or was late; the next meeting ends tuning.
         """
         return self._meet(message, answer, WORK_S, None)
 
@@ -145,7 +146,7 @@ class RankSync:
         return self.meet(None, lambda _rows: value)
 
     def agree(self, trouble: Exception | None) -> None:
-        """Require that no rank reports an error, after a gate.
+        """Require that no rank reports an error, after the beginning.
 
         Raises:
             Refused: on every rank, with the first rank's error.
