@@ -115,7 +115,7 @@ def drawing() -> str:
             "ours",
             "slices",
             ["cut as planned; in a", "narrower type on the", "wire where planned"],
-            "routes.py, compress.py",
+            "narrow_lanes.py",
         ),
         box(
             412,

@@ -1180,7 +1180,7 @@ MIXING: dict[str, Any] = {
     "global_max": lambda h: h / h.abs().max(),
     "layer_norm_of_batch": lambda h: functional.layer_norm(h, h.shape),
     "permuted_rows": lambda h: h[torch.arange(h.shape[0] - 1, -1, -1)],
-    "neighbours": lambda h: torch.nn.functional.conv1d(
+    "neighbors": lambda h: torch.nn.functional.conv1d(
         h.t()[None], torch.ones(8, 8, 3), padding=1
     )[0].t(),
     "reshaped": lambda h: h.reshape(8, -1).t(),

@@ -1,4 +1,4 @@
-"""Synchronised batch norm on a CPU, where PyTorch has no kernels for it.
+"""Synchronized batch norm on a CPU, where PyTorch has no kernels for it.
 
 The same sums over all ranks in forward, and their gradients summed in backward, in
 PyTorch's own operations: what DDP has to bear, collectives of the model's own between
@@ -25,7 +25,7 @@ def install() -> None:
 
 
 def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Normalised over the batches of all ranks; running statistics when evaluating."""
+    """Normalized over the batches of all ranks; running statistics when evaluating."""
     if x.dim() < 2:
         raise ValueError(f"expected at least 2D input, got {x.dim()}D")
     by_batch = self.training or self.running_mean is None

@@ -31,7 +31,7 @@ Facts = dict[str, Any]
 
 
 class Odd(nn.Module):
-    """Detaches, freezes, drops, normalises: what may break a chain of gradients.
+    """Detaches, freezes, drops, normalizes: what may break a chain of gradients.
 
     A bias before a batch norm would have no gradient but rounding errors.
     """

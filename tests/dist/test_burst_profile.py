@@ -132,7 +132,7 @@ def test_what_training_measures_makes_the_next_plan(ranks):
     assert one["losses"] == pytest.approx(expected, rel=1e-10)
 
     assert len(set(one["digests"])) == 1
-    # On a slow network what weighs most is not synchronised.
+    # On a slow network what weighs most is not synchronized.
     heavy = next(name for name in reversed(one["names"]) if "classifier.0" in name)
     assert one["narrow"][heavy] == 1
     assert len(one["idle_s"]) == 2

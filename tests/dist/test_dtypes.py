@@ -129,7 +129,7 @@ def cluster_of(ranks: int) -> Cluster:
 
 
 def random_plan(model: nn.Module, ranks: int, rng: random.Random) -> Plan:
-    """Random buckets of one type each, which need not be neighbours."""
+    """Random buckets of one type each, which need not be neighbors."""
     by_type: dict[str, list[str]] = {}
     for name, p in model.named_parameters():
         by_type.setdefault(str(p.dtype).removeprefix("torch."), []).append(name)

@@ -272,7 +272,7 @@ def rank_keeps_promises(rank: int, size: int) -> dict[str, bool]:
         ]
 
     theirs, ours = both(lambda: nn.SyncBatchNorm(4))
-    found["synchronised batch norm"] = theirs == ours != ("", "")
+    found["synchronized batch norm"] = theirs == ours != ("", "")
     theirs, ours = both(Mlp, backward_twice)
     found["backward twice"] = theirs == ours
     return found

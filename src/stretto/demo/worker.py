@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from stretto.schema import Cluster, Workload
 
 _MIB = 2**20
-ALIKE: dict[str, Any] = {"init_sync": False}
+SAME_START: dict[str, Any] = {"init_sync": False}
 """All ranks make their models from the same seed, so no model needs to be sent."""
 
 _STARTED_S = perf_counter()
@@ -162,20 +162,20 @@ class Method:
     def trainee(self, task: Task) -> Trainee:
         """Return a new replica trained by this method."""
         if self.stock:
-            model = TorchDDP(task.model(), bucket_cap_mb=self.cap_mib, **ALIKE)
+            model = TorchDDP(task.model(), bucket_cap_mb=self.cap_mib, **SAME_START)
             return Trainee(task, model)
         return self.watched_trainee(task)
 
     def watched_trainee(self, task: Task) -> Trainee:
         """Return a new replica whose plan stretto's DDP executes."""
-        model = DistributedDataParallel(task.model(), plan=self.plan, **ALIKE)
+        model = DistributedDataParallel(task.model(), plan=self.plan, **SAME_START)
         return Trainee(task, model)
 
 
 def measure_workload(task: Task) -> Workload:
     """Measure the workload in training steps that defer communication."""
     settings = task.settings
-    model = DistributedDataParallel(task.model(), **ALIKE)
+    model = DistributedDataParallel(task.model(), **SAME_START)
     trainee = Trainee(task, model)
     profile = DeferredProfile(model)
     model.apply_plan(deferred_plan(model))

@@ -75,7 +75,7 @@ def run_lab(
         LabError: This machine does not support a lab of this mode.
     """
     mode = Mode(mode)
-    say = announce or _say
+    say = announce or _announce
     if timeout_s is not None and not timeout_s > 0:
         raise SpecError(f"timeout_s must be > 0, got {timeout_s}")
     if not grace_s >= 0:
@@ -124,7 +124,7 @@ def run_lab(
     return int(_Run(job, say, stdout, stderr).wait()["status"])
 
 
-def _say(text: str) -> None:
+def _announce(text: str) -> None:
     sys.stderr.write(f"stretto lab: {text}\n")
     sys.stderr.flush()
 

@@ -13,14 +13,14 @@ from stretto.report.results import (
 )
 from stretto.report.svg import step_time_svg
 from stretto.report.tables import methods_table, plan_table, planners_table
-from stretto.report.trace import labelled_timelines, save_trace
+from stretto.report.trace import labeled_timelines, save_trace
 
 __all__ = [
     "DemoReport",
     "MethodResult",
     "Results",
     "ScaledStep",
-    "labelled_timelines",
+    "labeled_timelines",
     "methods_table",
     "plan_table",
     "planners_table",

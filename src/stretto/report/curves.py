@@ -74,9 +74,9 @@ def charts_svg(charts: Sequence[Chart], label: str, *, standalone: bool = True) 
 def _hues(*, dark: bool) -> str:
     rules = []
     for i, (on_light, on_dark, dashes) in enumerate(SERIES):
-        colour = on_dark if dark else on_light
-        line = f"stroke:{colour};stroke-dasharray:{dashes or 'none'}"
-        rules.append(f".c{i}{{{line}}}.drawing .n{i}{{fill:{colour}}}")
+        color = on_dark if dark else on_light
+        line = f"stroke:{color};stroke-dasharray:{dashes or 'none'}"
+        rules.append(f".c{i}{{{line}}}.drawing .n{i}{{fill:{color}}}")
     return "".join(rules)
 
 

@@ -177,7 +177,7 @@ def _headline(report: DemoReport) -> str:
                 )
             )
     elif report.gaps or report.scaling:
-        title, more = _foretold(report)
+        title, more = _prediction(report)
         tiles += more
     mean, worst = report.mean_error_ratio, report.worst_error_ratio
     if mean is not None and worst is not None:
@@ -194,7 +194,7 @@ def _headline(report: DemoReport) -> str:
     )
 
 
-def _foretold(report: DemoReport) -> tuple[str, list[str]]:
+def _prediction(report: DemoReport) -> tuple[str, list[str]]:
     """Return title and tiles of a page without measurements."""
     known = [(m.predicted_step_s, m) for m in report.methods if m.predicted_step_s]
     if not known:

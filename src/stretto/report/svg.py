@@ -96,9 +96,9 @@ _CHAR = 0.56
 """Mean width of a character over the font size, used to lay out labels."""
 
 
-def css_variables(colours: dict[str, str]) -> str:
+def css_variables(colors: dict[str, str]) -> str:
     """Return CSS declarations of the colors, one variable each."""
-    return ";".join(f"--{name}:{value}" for name, value in colours.items())
+    return ";".join(f"--{name}:{value}" for name, value in colors.items())
 
 
 def _tag(name: str, body: str = "", **attributes: object) -> str:

@@ -17,7 +17,7 @@ MEASURED = "measured"
 RANKS = "all ranks"
 
 
-def labelled_timelines(report: DemoReport) -> dict[str, Timeline]:
+def labeled_timelines(report: DemoReport) -> dict[str, Timeline]:
     """Yield every timeline of a report with its method's name and its kind.
 
     The kind is ``predicted``, ``measured`` or ``all ranks``.
@@ -43,7 +43,7 @@ def save_trace(path: str | Path, report: DemoReport) -> None:
     Raises:
         SpecError: The file cannot be written.
     """
-    save_timelines(path, labelled_timelines(report))
+    save_timelines(path, labeled_timelines(report))
 
 
 def split_label(label: str) -> tuple[str, str]:

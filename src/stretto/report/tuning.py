@@ -29,7 +29,7 @@ _TOP, _HEIGHT = 22.0, 260.0
 _CREDIT_GAP, _CREDIT_HEIGHT = 74.0, 110.0
 """Gap between the areas of trials and of credits, and the height of the latter."""
 
-_UNTOLD = "unknown"
+_UNKNOWN = "unknown"
 
 
 def trials_svg(tuning: Tuning) -> str:
@@ -278,7 +278,7 @@ def _figures(event: TuningEvent) -> str:
 
 
 def _technique(event: TuningEvent) -> str:
-    return str(event.values.get("technique", _UNTOLD))
+    return str(event.values.get("technique", _UNKNOWN))
 
 
 def _number(event: TuningEvent, key: str) -> float | None:

@@ -325,8 +325,8 @@ class _RollCall:
         if self._trouble is not None:
             return
         with contextlib.suppress(RuntimeError):
-            presence.tell_ended(new)
-            self.ended |= presence.told_ended(names)
+            presence.report_ended(new)
+            self.ended |= presence.reported_ended(names)
 
     def _others_need_this_rank(self) -> bool:
         """Return whether another rank still has to see that this rank lived.

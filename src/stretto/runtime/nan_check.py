@@ -193,7 +193,7 @@ class NanCheck:
         if not bad:
             self._streak = 0  # finite values with a sum that is not finite
             return
-        self._tell(step, bad, own or (), was_own=was_own, late=False)
+        self._report(step, bad, own or (), was_own=was_own, late=False)
 
     def _end(self) -> None:
         self._step += 1
@@ -233,11 +233,11 @@ class NanCheck:
             self._streak = 0
             return
         was_own = not all(finite[: flags.buckets])
-        self._tell(flags.step, bad, (), was_own=was_own, late=True)
+        self._report(flags.step, bad, (), was_own=was_own, late=True)
 
     # Report.
 
-    def _tell(
+    def _report(
         self,
         step: int,
         bad: tuple[str, ...],

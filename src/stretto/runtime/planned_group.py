@@ -38,7 +38,6 @@ from torch.futures import Future, collect_all
 from stretto.autograd_engine import graph_task_id, queue_callback
 from stretto.errors import StrettoError
 from stretto.logs import get_logger
-from stretto.runtime.compress import NarrowLanes
 from stretto.runtime.launch import (
     Launched,
     Pending,
@@ -47,6 +46,7 @@ from stretto.runtime.launch import (
     pass_on,
     value_or_raise,
 )
+from stretto.runtime.narrow_lanes import NarrowLanes
 from stretto.runtime.sender import BucketSender
 from stretto.runtime.torch_compat import without_dynamo
 

@@ -177,12 +177,12 @@ class Presence:
             self.learn(others)
         return {rank: how for rank in others if (how := self._how(rank)) is not None}
 
-    def tell_ended(self, found: Iterable[int]) -> None:
+    def report_ended(self, found: Iterable[int]) -> None:
         """Publish the ended ranks for ranks on other hosts."""
         for rank in found:
             self._store.set(f"ended/{rank}", self._ended[rank])
 
-    def told_ended(self, ranks: Iterable[int]) -> dict[int, str]:
+    def reported_ended(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the ended ranks that ranks on other hosts have published."""
         return {
             rank: self._store.get(f"ended/{rank}").decode()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from stretto.runtime.backends.base import AbstractStreamLaunch, Need
     from stretto.runtime.bucket_schedule import BucketSchedule, Slice
-    from stretto.runtime.compress import NarrowLanes
+    from stretto.runtime.narrow_lanes import NarrowLanes
     from stretto.runtime.recording.step import AbstractStepObserver
 
     Reduce = Callable[[list[torch.Tensor], Any], Any]

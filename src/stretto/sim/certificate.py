@@ -143,25 +143,25 @@ def interval_bound_s(
         return work_s
     if max_lanes is not None and max_lanes > _MOST_LANES:
         max_lanes = None
-    programme = _Programme(workload, cluster, algorithms, max_lanes, intervals)
-    if max_lanes is None or not programme.startup_s:
-        return max(work_s, programme.solved_s(1))
+    program = _Program(workload, cluster, algorithms, max_lanes, intervals)
+    if max_lanes is None or not program.startup_s:
+        return max(work_s, program.solved_s(1))
     few, many = 1, len(sent)
     # Invariant: below `few` there are too few buckets for the program to decide.
     while few < many:
         middle = (few + many) // 2
-        if programme.solved_s(middle) >= programme.bucket_bound_s(middle):
+        if program.solved_s(middle) >= program.bucket_bound_s(middle):
             many = middle
         else:
             few = middle + 1
-    bound_s = programme.solved_s(few)
-    bound_s = max(bound_s, programme.bucket_bound_s(few))
+    bound_s = program.solved_s(few)
+    bound_s = max(bound_s, program.bucket_bound_s(few))
     if few > 1:
-        bound_s = min(bound_s, programme.bucket_bound_s(few - 1))
+        bound_s = min(bound_s, program.bucket_bound_s(few - 1))
     return max(work_s, bound_s)
 
 
-class _Programme:
+class _Program:
     """The linear program of one workload, for any number of buckets."""
 
     def __init__(

@@ -221,8 +221,8 @@ class _Run:
         # fast: equal flows need no filling, only a rate per number of flows; a plan's
         # flows are equal as long as its buckets have one resource.
         kinds = {(f.cap_bytes_per_s, f.idle_cap_bytes_per_s, f.links) for f in flows}
-        self.alike = len(links) == 1 and len(kinds) == 1
-        self.alike_rates: dict[tuple[bool, int], float] = {}
+        self.flows_are_equal = len(links) == 1 and len(kinds) == 1
+        self.equal_rates: dict[tuple[bool, int], float] = {}
 
     def outcome(self) -> Outcome:
         while True:
@@ -365,17 +365,17 @@ class _Run:
         """Return rates of the flows that send, in their order."""
         count = len(self.sending)
         running = self.working and not self.waiting
-        if not self.alike:
+        if not self.flows_are_equal:
             return self._filled(running=running)
         key = (running, count)
-        if key not in self.alike_rates:
+        if key not in self.equal_rates:
             flow, link = self.flows[0], self.links[0]
-            self.alike_rates[key] = min(
+            self.equal_rates[key] = min(
                 flow.cap_bytes_per_s if running else flow.idle_cap_bytes_per_s,
                 link.flow_limit_bytes_per_s(count),
                 link.capacity_bytes_per_s / count,
             )
-        return [self.alike_rates[key]] * count
+        return [self.equal_rates[key]] * count
 
     def _filled(self, *, running: bool) -> list[float]:
         flows = [self.flows[i] for i in self.sending]

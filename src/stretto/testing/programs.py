@@ -233,7 +233,7 @@ def compared(
             dist.destroy_process_group(group)
     pairs = list(zip_longest(*found))
     for place, (a, b) in enumerate(pairs):
-        if not _alike(a, b, exact=size <= 2):
+        if not _are_equal(a, b, exact=size <= 2):
             return f"{program}: entry {place} of {len(pairs)}: {(a, b)}"
     return None
 
@@ -244,12 +244,12 @@ are added, and 26 steps amplify the rounding differences.
 """
 
 
-def _alike(a: object, b: object, *, exact: bool) -> bool:
+def _are_equal(a: object, b: object, *, exact: bool) -> bool:
     """Return whether two entries are equal: bit for bit, or numbers within rounding."""
     if not exact and isinstance(a, float) and isinstance(b, float):
         return abs(a - b) <= ROUNDING * max(abs(a), abs(b), 1e-3)
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return all(_alike(x, y, exact=exact) for x, y in zip(a, b, strict=True))
+        return all(_are_equal(x, y, exact=exact) for x, y in zip(a, b, strict=True))
     return repr(a) == repr(b)
 
 

@@ -573,7 +573,7 @@ def _slopes(
     columns = []
     for i in free:
         theta = here.theta.copy()
-        # Towards 0, so that no bound is crossed.
+        # Toward 0, so that no bound is crossed.
         step = -STEP if theta[i] > 0 else STEP
         theta[i] += step
         columns.append((residuals(theta) - here.rows) / step)

@@ -89,7 +89,7 @@ WARM_UP_STEPS = 1
 MEMORY_S = 2.0
 """Training waits at most this long for the plan cache's disk."""
 
-ALIKE_DISTANCE = 0.25
+SIMILAR_DISTANCE = 0.25
 """Jobs that are further apart share no experience."""
 
 
@@ -621,7 +621,7 @@ class AutoPlan:
         found = self._memory.nearest(
             settled.workload, topology_of(settled.cluster), self._known.job.surroundings
         )
-        if found is None or found[1] > ALIKE_DISTANCE:
+        if found is None or found[1] > SIMILAR_DISTANCE:
             return None
         earlier, distance = found
         point = nearest_point(earlier.plan, earlier, calibrated)

@@ -1,4 +1,4 @@
-"""Semi-supervised training: labelled and unlabelled batches side by side."""
+"""Semi-supervised training: labeled and unlabeled batches side by side."""
 
 import torch
 import torch.nn as nn
@@ -13,10 +13,10 @@ def make_data(n, seed):
 
 
 def get_loaders(batch_size):
-    labelled = DataLoader(make_data(256, 1), batch_size=batch_size, shuffle=True)
-    unlabelled = DataLoader(make_data(512, 2), batch_size=2 * batch_size, shuffle=True)
+    labeled = DataLoader(make_data(256, 1), batch_size=batch_size, shuffle=True)
+    unlabeled = DataLoader(make_data(512, 2), batch_size=2 * batch_size, shuffle=True)
     valid = DataLoader(make_data(200, 3), batch_size=50)
-    return labelled, unlabelled, valid
+    return labeled, unlabeled, valid
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def evaluate(model, loader, criterion, device):
 def main(epochs=3, batch_size=32):
     torch.manual_seed(7)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    labelled, unlabelled, valid = get_loaders(batch_size)
+    labeled, unlabeled, valid = get_loaders(batch_size)
     model = nn.Sequential(nn.Linear(8, 16), nn.Softplus(), nn.Linear(16, 2))
     model = model.to(device)
     criterion = nn.CrossEntropyLoss()
@@ -45,7 +45,7 @@ def main(epochs=3, batch_size=32):
         model.train()
         sup_sum = ent_sum = 0.0
         seen = 0
-        for (x, t), (u, _) in zip(labelled, unlabelled):
+        for (x, t), (u, _) in zip(labeled, unlabeled):
             x, t, u = x.to(device), t.to(device), u.to(device)
             logits = model(torch.cat([x, u]))
             sup = criterion(logits[: len(x)], t)

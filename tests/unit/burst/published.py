@@ -1,4 +1,4 @@
-"""Profiles of the authors' published artefact as our layer profiles.
+"""Profiles of the authors' published artifact as our layer profiles.
 
 They lie beside the repository, where they lie at all; nothing of them is in it.
 Lines are ``kind{parameters}[batch][input shape]``, total ms, forward us, backward us.
@@ -28,7 +28,7 @@ def rows(file: str) -> dict[int, list[tuple]]:
     found: dict[int, list[tuple]] = {}
     for line in path.read_text().splitlines():
         if not (match := _LINE.match(line)):
-            continue  # the artefact separates its runs by lines of their own
+            continue  # the artifact separates its runs by lines of their own
         kind, options, batch, shape, total, forward, _ = match.groups()
         shape = tuple(int(n) for n in shape.split(","))
         # The total is rounded, both parts are cut off: the total tells more.

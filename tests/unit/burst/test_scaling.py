@@ -33,7 +33,7 @@ def curve(*points):
 
 def test_the_critical_form_halves_efficiency_at_the_critical_batch():
     assert CRITICAL.samples_to_target(1024) == pytest.approx(2.0)
-    # steps fall towards a least number, samples grow from one
+    # steps fall toward a least number, samples grow from one
     steps = [CRITICAL.samples_to_target(2**i) / 2**i for i in range(20)]
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] == pytest.approx(1 / 1024, rel=0.01)
@@ -65,7 +65,7 @@ def test_burst_is_never_behind_batch_optimal_nor_that_behind_weak_or_strong(vgg)
     # DeepPool, Figure 2: the larger the job, the fewer samples a GPU gets.
     each = [row.ways["batch-optimal"].batch / row.gpus for row in rows]
     assert each == sorted(each, reverse=True)
-    # Many GPUs: layers that only cost synchronisation hold data parallelism back.
+    # Many GPUs: layers that only cost synchronization hold data parallelism back.
     assert rows[-1].ways["burst"].speedup > rows[-1].ways["strong"].speedup
 
 
@@ -94,7 +94,7 @@ def test_what_was_not_measured_has_no_figure(vgg):
         burst.scale(vgg, CRITICAL, batch=512, gpus=(8,))
 
 
-def test_a_slow_network_favours_weak_scaling(vgg):
+def test_a_slow_network_favors_weak_scaling(vgg):
     def ratio(bandwidth):
         (row,) = burst.scale(
             vgg, CRITICAL, batch=256, gpus=(256,), bandwidth_bytes_per_s=bandwidth

@@ -113,7 +113,7 @@ def test_one_layers_data_parallel_step_ends_with_its_all_reduce(size):
     assert step.idle_s == tuple(pytest.approx(counts_s + sync_s) for _ in range(4))
 
 
-def test_synchronisation_is_under_the_backward_of_earlier_layers():
+def test_synchronization_is_under_the_backward_of_earlier_layers():
     size = 6 * 10**5  # 2 * 3/4 of it: 9 ms; the backward of a: 4/3 of 32 ms
     some = profile(layer("a", each_s=16e-3), layer("b", "a", parameters=size))
     step = burst.simulate(
@@ -336,7 +336,7 @@ def test_widths_as_numbers_divide_the_gpus_and_find_samples():
 # prices
 
 
-def test_a_measured_all_reduce_prices_synchronisation():
+def test_a_measured_all_reduce_prices_synchronization():
     fit = AllReduceFit(startup_s=6e-3, s_per_byte=3e-8, ranks=4)
     fitted = cluster(allreduce=fit)
     network = BurstNetwork.of(fitted, 4)

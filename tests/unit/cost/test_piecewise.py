@@ -118,7 +118,7 @@ def test_lines_and_their_beginnings_are_the_best_of_all(seed):
 def test_published_times_are_met_within_two_per_cent(gpus):
     path = PUBLISHED / f"a100_allreduce_{gpus}gpu.txt"
     if not path.exists():
-        pytest.skip(f"{path.name} of the vTrain artefact is not here")
+        pytest.skip(f"{path.name} of the vTrain artifact is not here")
     rows = list(csv.reader(path.read_text().splitlines()))[1:]
     fit = fit_piecewise(
         samples([(int(r[0]), float(r[3]) * 1e-9) for r in rows], ranks=gpus)

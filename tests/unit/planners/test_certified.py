@@ -12,7 +12,7 @@ from stretto.planners.base import CERTIFY_GAP, certified
 from stretto.sim import lower_bound
 
 
-def test_contention_is_certified_by_the_linear_programme(make_instance) -> None:
+def test_contention_is_certified_by_the_linear_program(make_instance) -> None:
     tightened = 0
     for seed in range(12):
         workload, cluster = make_instance(seed, tensors=8, contended=True)

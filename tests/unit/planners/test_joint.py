@@ -124,7 +124,7 @@ def test_joint_takes_few_steps_where_there_are_many_ranks(make_workload, make_cl
 
 def test_unknown_dimensions_are_refused() -> None:
     with pytest.raises(SpecError, match="dims must be all or some of fusion, lanes"):
-        planners.get("joint", dims="fusion,colour")
+        planners.get("joint", dims="fusion,color")
 
 
 def test_a_time_limit_ends_the_climbing(demo_like) -> None:

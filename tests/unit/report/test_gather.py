@@ -10,7 +10,7 @@ from stretto.cli._main import main
 from stretto.errors import SpecError
 from stretto.report import page, save_results, save_trace
 from stretto.report.gather import gather
-from stretto.report.trace import labelled_timelines, split_label
+from stretto.report.trace import labeled_timelines, split_label
 from stretto.schema.timeline import load_timelines
 
 
@@ -93,7 +93,7 @@ def test_a_timeline_that_calls_itself_predicted_is(folder, report):
 
 
 def test_labels_of_a_trace_name_method_and_side(report):
-    labels = list(labelled_timelines(report))
+    labels = list(labeled_timelines(report))
     assert labels[:2] == ["single predicted", "single measured"]
     assert split_label("mg-wfbp predicted") == ("mg-wfbp", "predicted")
     assert split_label("ddp best measured") == ("ddp best", "measured")

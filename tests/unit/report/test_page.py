@@ -234,8 +234,8 @@ def test_the_step_time_drawing_stands_alone(report, names):
     drawn = ET.fromstring(text)
     assert set(names) <= set(texts(drawn))
     styles = "".join(n.text or "" for n in drawn.iter() if n.tag.endswith("style"))
-    for colour in re.findall(r"var\((--[\w-]+)\)", styles):
-        assert f"{colour}:" in styles
+    for color in re.findall(r"var\((--[\w-]+)\)", styles):
+        assert f"{color}:" in styles
     assert "prefers-color-scheme:dark" in styles
     width = float(drawn.get("viewBox").split()[2])
     for node in drawn.iter():
@@ -243,18 +243,18 @@ def test_the_step_time_drawing_stands_alone(report, names):
             assert float(node.get("x")) + float(node.get("width")) <= width
 
 
-def test_every_colour_that_is_used_is_defined(report):
+def test_every_color_that_is_used_is_defined(report):
     html = page.render(report)
     style = re.search(r"<style>(.*?)</style>", html, re.S)[1]
     used = set(re.findall(r"var\((--[\w-]+)\)", style))
     light, dark = style.split("@media screen and (prefers-color-scheme: dark)")
-    for colour in used - {"--font"}:
-        assert f"{colour}:" in light
-        assert f"{colour}:" in dark
+    for color in used - {"--font"}:
+        assert f"{color}:" in light
+        assert f"{color}:" in dark
 
 
-def luminance(colour):
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+def luminance(color):
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [
         p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts
     ]
@@ -266,12 +266,12 @@ def contrast(a, b):
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("colours", [svg.LIGHT, svg.DARK], ids=["light", "dark"])
-def test_text_has_the_contrast_that_wcag_asks_for(colours):
+@pytest.mark.parametrize("colors", [svg.LIGHT, svg.DARK], ids=["light", "dark"])
+def test_text_has_the_contrast_that_wcag_asks_for(colors):
     for ink in ("ink", "soft", "best", "bound", "mark"):
-        assert contrast(colours[ink], colours["paper"]) >= 4.5, ink
+        assert contrast(colors[ink], colors["paper"]) >= 4.5, ink
     for kind in ("forward", "backward", "send", "wait", "other"):
-        assert contrast(colours[f"on-{kind}"], colours[kind]) >= 4.5, kind
+        assert contrast(colors[f"on-{kind}"], colors[kind]) >= 4.5, kind
 
 
 @pytest.mark.parametrize("end", [1e-7, 0.003, 0.99, 1.0, 7.0, 59.9, 1234.0])

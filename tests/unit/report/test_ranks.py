@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.report import DemoReport, MethodResult, labelled_timelines, render
+from stretto.report import DemoReport, MethodResult, labeled_timelines, render
 from stretto.report.gather import gather
 from stretto.report.ranks import RanksFound, find_late
 from stretto.report.ranks_page import MOST_DRAWN, drawn_ranks
@@ -170,7 +170,7 @@ def test_all_ranks_survive_the_trace(tmp_path) -> None:
     path = tmp_path / "trace.json"
     save_trace(path, made)
     (method,) = gather([path]).methods
-    assert list(labelled_timelines(made)) == ["ours all ranks"]
+    assert list(labeled_timelines(made)) == ["ours all ranks"]
     assert method.ranks is not None
     assert method.ranks.spans == made.methods[0].ranks.spans
     # A timeline file of all ranks goes to the same place.

@@ -83,7 +83,7 @@ def test_each_trial_stands_at_its_step_and_its_time() -> None:
     assert titles[2] == "b, step 40: trial at 40"
 
 
-def test_a_trial_that_won_is_larger_and_techniques_differ_in_colour() -> None:
+def test_a_trial_that_won_is_larger_and_techniques_differ_in_color() -> None:
     planner, a, b = dots(drawn(ONE))
     assert planner.attrib["r"] == b.attrib["r"] > a.attrib["r"]
     assert len({dot.attrib["class"] for dot in (planner, a, b)}) == 3
@@ -121,7 +121,7 @@ def test_what_techniques_are_credited_with_is_drawn_below() -> None:
     assert len(set(numbers(a)[1::2])) == 1
     assert numbers(b)[-1] < numbers(b)[1]
     assert {"a 0.00", "b 0.80"} <= set(texts(drawing))
-    # The colour is the one of the technique's dots.
+    # The color is the one of the technique's dots.
     assert a.attrib["class"] == "curve c0"
     assert dots(drawing)[1].attrib["class"] == "n0"
 

@@ -97,7 +97,7 @@ def test_hidden_communication_costs_nothing():
     assert result.exposed_communication_s == 0.0
 
 
-def test_slices_run_on_neighbouring_lanes():
+def test_slices_run_on_neighboring_lanes():
     work = workload_of([(10, 0.0)], backward_s=0.0)
     on = cluster()
     result = simulate_step(work, on, plan(work, on, [((0,), 1)], lanes=3, slices=4))

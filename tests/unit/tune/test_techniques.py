@@ -143,7 +143,7 @@ def test_hyperband_gives_the_better_third_more_steps(
     assert following.steps == 9  # the next, deeper bracket
 
 
-def test_coordinate_descent_ends_where_no_neighbour_is_better(
+def test_coordinate_descent_ends_where_no_neighbor_is_better(
     space: Space, step_s: StepTime
 ) -> None:
     technique = CoordinateTechnique(space, space.points[0])

@@ -41,7 +41,7 @@ def test_more_samples_take_longer():
     assert times == sorted(times)
 
 
-def test_normalisations_count_with_their_convolutions():
+def test_normalizations_count_with_their_convolutions():
     names = [layer.name for layer in zoo.layer_profile("resnet50").layers]
     assert "layer1.0.conv1" in names
     assert "layer1.0.bn1" not in names

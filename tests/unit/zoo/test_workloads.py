@@ -50,7 +50,7 @@ def test_the_four_models_of_asc_wfbp(name, wfbp_s, greedy_s, groups, fusion_s):
 
 
 def test_distinct_ready_times():
-    """A convolution and the normalisation after it end at times of their own."""
+    """A convolution and the normalization after it end at times of their own."""
     times = {t.ready_s for t in zoo.workload("resnet152").tensors}
     assert len(times) == 311
 

@@ -76,7 +76,7 @@ def allreduce_async(
         average: Older form of ``op``: true is `Average`, false `Sum`.
         name: Unique among operations of this kind that are under way.
         op: `Average` (the default), `Sum`, `Min`, `Max` or `Product`. Averages of
-            integers truncate towards zero. A sum beyond the type's range wraps
+            integers truncate toward zero. A sum beyond the type's range wraps
             around, also within an average: convert int8 and uint8 to a wider type
             first.
         prescale_factor: Factor on every rank's values before they are combined.

@@ -92,12 +92,12 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 if not _all_alive(exc) or failures >= _TRIES:
                     raise
                 _log.warning("restored the last commit after: %s", exc)
-                _join_anew()
+                _rejoin()
                 state.restore()
                 skip_sync = False
             except HostsUpdatedInterrupt as exc:
                 skip_sync = exc.skip_sync
-                _join_anew()
+                _rejoin()
             else:
                 return result
 
@@ -108,7 +108,7 @@ def _all_alive(error: HorovodInternalError) -> bool:
     return error.__cause__ is None or isinstance(error.__cause__, RankDisagreement)
 
 
-def _join_anew() -> None:
+def _rejoin() -> None:
     world.shutdown()
     world.init()
 

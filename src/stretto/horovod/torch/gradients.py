@@ -18,7 +18,7 @@ from stretto.horovod.torch import world
 from stretto.horovod.torch.compression import FP16Compressor, NoneCompressor
 from stretto.horovod.torch.reduce_ops import ENGINE_OPS, Average, ReduceOp
 from stretto.horovod.torch.sparse import sparse_allreduce_async
-from stretto.horovod.torch.world import Used
+from stretto.horovod.torch.world import UsedOptimizer
 from stretto.runtime.negotiated import Kind, Op, request_of
 from stretto.runtime.torch_compat import without_dynamo
 
@@ -66,7 +66,7 @@ class GradientReducer:
         world.current()  # raises if init() was not called
         self._active = bool(process_set.included()) and (process_set.size() or 0) > 1
         self._created = next(_created)
-        self._used = Used(self._created, frozenset(), 0)
+        self._used = UsedOptimizer(self._created, frozenset(), 0)
         self._owner = ""
         self._names = [name for name, _ in names]
         self._parameters = [parameter for _, parameter in names]
@@ -200,7 +200,7 @@ class GradientReducer:
                 names = frozenset(self._names)
                 like = [used for used in member.optimizers if used.names & names]
                 number = max((used.number + 1 for used in like), default=0)
-                self._used = Used(self._created, names, number)
+                self._used = UsedOptimizer(self._created, names, number)
                 member.optimizers.append(self._used)
                 earlier = sum(used.created < self._created for used in like)
                 self._owner = (

@@ -18,7 +18,7 @@ from stretto.runtime.negotiated import Kind, Request
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.horovod.torch.world import Member
+    from stretto.horovod.torch.world import JoinedSet
     from stretto.runtime.negotiated import Handle
 
 _under_way: weakref.WeakValueDictionary[tuple[int, str], Handle] = (
@@ -117,7 +117,12 @@ def submit(
 
 
 def _submit(
-    member: Member, kind: Kind, rows: Sequence[Row], name: str | None, *, grouped: bool
+    member: JoinedSet,
+    kind: Kind,
+    rows: Sequence[Row],
+    name: str | None,
+    *,
+    grouped: bool,
 ) -> list[Handle]:
     number = member.numbered.get(kind, 0) + 1
     label = f"{kind}.noname.{number}" if name is None else f"{kind}.{name}"
@@ -163,7 +168,7 @@ def _submit(
     return handles
 
 
-def _require_free(member: Member, labels: Sequence[str]) -> None:
+def _require_free(member: JoinedSet, labels: Sequence[str]) -> None:
     # The engine frees a name when it is launched, which other ranks can't see; then it
     # would depend on timing whether a second operation of the name is an error.
     for label in labels:

@@ -70,20 +70,20 @@ def exchange(ranks: Ranks, place: Place | None) -> Topology:
     if ranks.size == 1:
         return arrange([host], [local_rank or 0], 0)
     try:
-        table = _all_say(ranks, [host, local_rank])
+        table = _places_of_all(ranks, [host, local_rank])
     except RuntimeError as exc:
         if isinstance(exc, StrettoError):
             raise
         raise store_lost(ranks, "call hvd.init()", exc) from exc
     hosts = [row[0] for row in table]
     local_ranks = [
-        hosts[:rank].count(host) if told is None else told
-        for rank, (host, told) in enumerate(table)
+        hosts[:rank].count(host) if given is None else given
+        for rank, (host, given) in enumerate(table)
     ]
     return arrange(hosts, local_ranks, ranks.rank)
 
 
-def _all_say(ranks: Ranks, mine: list[Any]) -> list[list[Any]]:
+def _places_of_all(ranks: Ranks, mine: list[Any]) -> list[list[Any]]:
     """Return every rank's reported place, by rank."""
     store = PrefixStore("hosts", ranks.store)
     store.set(str(ranks.rank), json.dumps(mine))

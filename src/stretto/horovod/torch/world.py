@@ -35,9 +35,11 @@ _LEAVE_S = 5.0
 
 DYNAMIC = "dynamic"
 
+_ENGINE_OPTIONS = ("lanes", "unit_bytes", "cycle_s", "stall_s", "known_requests")
+
 
 @dataclass(frozen=True, slots=True)
-class Used:
+class UsedOptimizer:
     """A distributed optimizer that has sent gradients."""
 
     created: int
@@ -49,7 +51,7 @@ class Used:
 
 
 @dataclass(slots=True)
-class Member:
+class JoinedSet:
     """A process set that this rank is in."""
 
     process_set_id: int
@@ -58,7 +60,7 @@ class Member:
     engine: Engine
     numbered: dict[str, int] = field(default_factory=dict)
     """Number of unnamed operations so far, by kind."""
-    optimizers: list[Used] = field(default_factory=list)
+    optimizers: list[UsedOptimizer] = field(default_factory=list)
     """Distributed optimizers that have sent gradients, in that order."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -75,7 +77,7 @@ class World:
         self._agreement = Agreement(
             dataclasses.replace(ranks, store=PrefixStore("world", ranks.store))
         )
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, JoinedSet] = {}
         self._ranks_of: dict[int, tuple[int, ...]] = {}
         self._sets: dict[int, list[ProcessSet]] = {}
         self._next_id = 0
@@ -83,7 +85,7 @@ class World:
 
     # Process sets.
 
-    def member(self, process_set: ProcessSet) -> Member:
+    def member(self, process_set: ProcessSet) -> JoinedSet:
         """Return the member with which this rank runs a set's operations.
 
         Raises:
@@ -127,7 +129,7 @@ class World:
             self._members[number] = self._open(number, ranks)
         process_set.added(number, ranks, self.ranks.rank)
 
-    def alias(self, process_set: ProcessSet) -> bool:
+    def alias_if_known(self, process_set: ProcessSet) -> bool:
         """Return whether a set of these ranks exists; then make this an alias of it."""
         for number, ranks in self._ranks_of.items():
             if ranks == tuple(process_set.ranks or ()):
@@ -162,7 +164,7 @@ class World:
         """Return whether a set is added here."""
         return process_set in self._sets.get(process_set.process_set_id or 0, [])
 
-    def _open(self, number: int, ranks: tuple[int, ...]) -> Member:
+    def _open(self, number: int, ranks: tuple[int, ...]) -> JoinedSet:
         whole = self.ranks
         place = dataclasses.replace(
             whole,
@@ -171,22 +173,14 @@ class World:
             names=tuple(whole.names[rank] for rank in ranks),
             store=PrefixStore(f"set/{number}", whole.store),
         )
-        defaults = EngineOptions()
-        given = self.settings
+        given = {name: getattr(self.settings, name) for name in _ENGINE_OPTIONS}
         options = EngineOptions(
-            **{
-                name: getattr(defaults if value is None else given, name)
-                for name in (
-                    *("lanes", "unit_bytes", "cycle_s", "stall_s"),
-                    "known_requests",
-                )
-                for value in [getattr(given, name)]
-            }
+            **{name: value for name, value in given.items() if value is not None}
         )
         engine = Engine(
             place, options=options, observer=timeline.engine_observer(number)
         )
-        return Member(number, ranks, engine)
+        return JoinedSet(number, ranks, engine)
 
     # Shutdown.
 
@@ -212,7 +206,7 @@ def _close(engine: Engine) -> None:
 
 _world: World | None = None
 _lock = threading.RLock()
-_told_unknown = False
+_has_logged_unknown = False
 
 
 def current() -> World:
@@ -252,7 +246,7 @@ def init(
     with _lock:
         if _world is not None:
             return
-        _tell_unknown()
+        _log_unknown()
         if comm is not None and not isinstance(comm, list | tuple | range):
             raise ValueError(
                 "init: comm must be a list of ranks, got "
@@ -297,15 +291,15 @@ def _add_sets(world: World, process_sets: list[ProcessSet]) -> None:
     world.agree("call init()", "; ".join(str(s.ranks) for s in process_sets))
     world.add(global_process_set)
     for process_set in process_sets:
-        if not world.alias(process_set):
+        if not world.alias_if_known(process_set):
             world.add(process_set)
 
 
-def _tell_unknown() -> None:
-    global _told_unknown
+def _log_unknown() -> None:
+    global _has_logged_unknown
     names = environment.unknown(os.environ)
-    if names and not _told_unknown:
-        _told_unknown = True
+    if names and not _has_logged_unknown:
+        _has_logged_unknown = True
         _log.warning("these variables have no effect: %s", ", ".join(names))
 
 

@@ -357,8 +357,8 @@ class LocalLane:
         if theirs != mine:
             raise self._segment.disagree(
                 f"ranks make different calls on {self.label}: "
-                f"{self._name_all([self._rank])} {_said(mine)}, "
-                f"{self._name_all([rank])} {_said(theirs)}"
+                f"{self._name_all([self._rank])} {_described(mine)}, "
+                f"{self._name_all([rank])} {_described(theirs)}"
             )
 
     def _allreduce(self, tensor: torch.Tensor, *, combine: Combine, op: int) -> None:
@@ -538,7 +538,7 @@ def _guarded(segment: Segment, execute: Callable[[], None]) -> None:
         raise
 
 
-def _said(row: tuple[int, ...]) -> str:
+def _described(row: tuple[int, ...]) -> str:
     """Return a call's description for a message."""
     kind, size_bytes, dtype, op, root = row
     if not 0 <= kind < len(_KINDS):

@@ -145,7 +145,7 @@ def check_settings(
     Raises:
         PlanMismatch: the plan sets CTAs and a variable overrides them.
     """
-    told = []
+    warnings = []
     for name in CTA_VARIABLES:
         if name not in settings:
             continue
@@ -155,19 +155,21 @@ def check_settings(
                 f"the plan sets CTAs of its collectives, but {name}={value} in {where} "
                 f"overrides them: unset {name}, or plan with resource null."
             )
-        told.append(f"{name}={value} in {where} limits the CTAs of every collective")
-    told += [
+        warnings.append(
+            f"{name}={value} in {where} limits the CTAs of every collective"
+        )
+    warnings += [
         f"{name}={settings[name][0]} in {settings[name][1]} changes the cost of every "
         "collective: probe with it set"
         for name in OTHER_VARIABLES
         if name in settings
     ]
     if settings.get(CONNECTIONS, ("", ""))[0] == "1":
-        told.append(
+        warnings.append(
             f"{CONNECTIONS}=1 gives the device one queue: communication can't overlap "
             f"computation. Unset {CONNECTIONS}"
         )
-    return told
+    return warnings
 
 
 def launch_order(
@@ -207,7 +209,7 @@ def _read(path: Path) -> str | None:
 
 
 _log = get_logger(__name__)
-_told: set[str] = set()
+_logged: set[str] = set()
 
 SHARE_OF_DEVICE = 0.5
 """Share of the multiprocessors that all lanes together may use."""
@@ -217,7 +219,7 @@ USUAL_LANES = 8
 to eight lanes use the same communicators."""
 
 _END_S = 10.0
-_SPLIT_COLOUR = 1  # any number, the same on all ranks
+_SPLIT_COLOR = 1  # any number, the same on all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,10 +332,10 @@ def check(
     Raises:
         PlanMismatch: see `communicators_of`, `check_settings` and `launch_order`.
     """
-    told = check_settings(settings, sets_ctas=any(r is not None for _, r in needs))
+    warnings = check_settings(settings, sets_ctas=any(r is not None for _, r in needs))
     communicators_of(needs, multiprocessors=multiprocessors)
     launch_order(settings, lanes=len({lane for lane, _ in needs}), launched=False)
-    return told
+    return warnings
 
 
 def check_here(
@@ -342,7 +344,7 @@ def check_here(
     """Run `check` against this process's environment and device."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
     for line in check(needs, nccl_settings(os.environ), multiprocessors=count):
-        _tell_once(line)
+        _log_once(line)
 
 
 def fill_options(options: Any, wanted: Communicator, parent: Any, ranks: Ranks) -> Any:
@@ -382,7 +384,7 @@ def fill_options(options: Any, wanted: Communicator, parent: Any, ranks: Ranks) 
         options.config.split_share = 1
         if parent is not None:
             options.split_from = parent
-            options.split_color = _SPLIT_COLOUR
+            options.split_color = _SPLIT_COLOR
     return options
 
 
@@ -470,7 +472,7 @@ class NcclLanes(AbstractLanes):
         if order is LaunchOrder.SET:
             os.environ[LAUNCH_ORDER] = "1"
         elif order is LaunchOrder.TOO_LATE:
-            _tell_once(
+            _log_once(
                 f"{LAUNCH_ORDER} was not set when NCCL ran its first collective: lanes "
                 f"may deadlock if they do not fit at once. Start with {LAUNCH_ORDER}=1"
             )
@@ -557,9 +559,9 @@ def _collectives_issued() -> int:
     return issued
 
 
-def _tell_once(line: str) -> None:
-    if line not in _told:
-        _told.add(line)
+def _log_once(line: str) -> None:
+    if line not in _logged:
+        _logged.add(line)
         _log.warning("%s", line)
 
 

@@ -352,19 +352,19 @@ class Segment:
             if self._error is not None:
                 return
             self._error = text
-            self._say(_FAILED, text)
+            self._announce(_FAILED, text)
 
     def leave(self) -> None:
         """Leave the lane and free this rank's mapping."""
         with self._lock:
             if os.getpid() == self._process and self._error is None:
                 self._error = f"{self._label} is closed"
-                self._say(_CLOSED, "")
+                self._announce(_CLOSED, "")
             self._slots = []
             self._bytes = numpy.empty(0, numpy.uint8)
             self._words = memoryview(b"").cast("I")
 
-    def _say(self, state: int, note: str) -> None:
+    def _announce(self, state: int, note: str) -> None:
         """Publish why this rank has left, and wake everything that waits for it."""
         mine = self._word(self._ranks.rank)
         text = note.encode()[: _LINE_BYTES - _NOTE_AT - 1] + b"\0"

@@ -278,12 +278,12 @@ class ControlLoop(AbstractControlLoop):
             error = cause if first == str(cause) else CommTimeout(first)
             self._abort()
         else:
-            told = self._notes.found()
-            if told is None:
+            published = self._notes.found()
+            if published is None:
                 error = self.failures.report(place, cause)
             else:
                 self._abort()
-                error = CommTimeout(told)
+                error = CommTimeout(published)
                 error.__cause__ = cause
         self._fail(error)
         return self.error or error
@@ -356,13 +356,13 @@ class ControlLoop(AbstractControlLoop):
         if rode is not None:
             self._riding.unload(rode)
         room = self._ledger.announces(agreed)
-        told = None
+        announced = None
         if room:
-            told = self.control.exchange(self._ledger.announcement(), room)
+            announced = self.control.exchange(self._ledger.announcement(), room)
         with self._lock:
             if self._closing or self.error is not None:
                 return False
-            decisions = self._ledger.finish(agreed, told)
+            decisions = self._ledger.finish(agreed, announced)
             jobs = self._launching = self._take(decisions)
             self._pace.end(perf_counter(), launched=bool(decisions))
         if self.observer is not None:
@@ -508,8 +508,8 @@ class ControlLoop(AbstractControlLoop):
             waited_s = now_s - submitted_s
             if waited_s > self.ranks.timeout_s:
                 late.append((place, waited_s))
-            if waited_s > self.options.stall_s * (owner.told + 1):
-                owner.told += 1
+            if waited_s > self.options.stall_s * (owner.stall_warnings + 1):
+                owner.stall_warnings += 1
                 self._warn(place, waited_s)
         if late:
             place, waited_s = late[0]

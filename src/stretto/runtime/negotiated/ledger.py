@@ -284,14 +284,14 @@ class Ledger:
         ready = vector & every & ~idle
         section = vector >> (2 * slots)
         decisions: list[Decision] = []
-        told: dict[str, set[int]] = {}
+        announced: dict[str, set[int]] = {}
         if announcements is not None:
-            told = self._enter(announcements, idle)
+            announced = self._enter(announcements, idle)
         active = self._size - len(self._joined)
         names = [self._entry(i).name for i in _bits_of(ready)]
         # A request just announced by every active rank is ready at once. A rank that
         # joined in this round counts from the next one.
-        names += sorted(n for n, who in told.items() if len(who) >= active)
+        names += sorted(n for n, who in announced.items() if len(who) >= active)
         # Sets first: a launch may register a set, which has no bits in this vector.
         self._decide_sets(section, decisions)
         self._decide(names, decisions)
@@ -303,15 +303,15 @@ class Ledger:
 
     def _enter(self, announcements: Sequence[bytes], idle: int) -> dict[str, set[int]]:
         """Enter the announcements; return which ranks announced each name."""
-        told: dict[str, set[int]] = {}
+        announced: dict[str, set[int]] = {}
         rows = []
         for rank, text in enumerate(announcements):
             for plain in json.loads(text or b"{}").get("new", ()):
                 request = decode(plain)
                 rows.append((rank, request))
-                told.setdefault(request.name, set()).add(rank)
-        fresh = sorted(n for n in told if n not in self._slot_of)
-        self._make_room(len(fresh), idle, told)
+                announced.setdefault(request.name, set()).add(rank)
+        fresh = sorted(n for n in announced if n not in self._slot_of)
+        self._make_room(len(fresh), idle, announced)
         free = [i for i, entry in enumerate(self._slots) if entry is None]
         first: dict[str, Request] = {}
         for _, request in rows:
@@ -335,9 +335,9 @@ class Ledger:
         for name in self._announcing:
             self._bits |= 1 << self._slot_of[name]
         self._announcing = {}
-        return told
+        return announced
 
-    def _make_room(self, fresh: int, idle: int, told: dict[str, set[int]]) -> None:
+    def _make_room(self, fresh: int, idle: int, announced: dict[str, set[int]]) -> None:
         """Remove the least recently used names that no rank waits for."""
         excess = len(self._slot_of) + fresh - self._known_requests
         if excess <= 0:
@@ -345,7 +345,7 @@ class Ledger:
         candidates = [
             (self._entry(slot).used, slot)
             for name, slot in self._slot_of.items()
-            if idle >> slot & 1 and name not in told
+            if idle >> slot & 1 and name not in announced
         ]
         for _, slot in sorted(candidates)[:excess]:
             self._forget(slot)

@@ -32,7 +32,7 @@ class PendingRequest:
     event: Any = None
     """On a GPU: recorded when the tensor's values are ready."""
     submitted_s: float = field(default_factory=perf_counter)
-    told: int = 0
+    stall_warnings: int = 0
     """Number of stall warnings logged."""
 
 

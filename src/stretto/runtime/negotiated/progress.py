@@ -76,21 +76,21 @@ class StallDetector:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._store = PrefixStore("stall", ranks.store)
-        self._told: list[str] = []
+        self._published: list[str] = []
         self._missing: dict[str, list[int]] = {}
 
     @property
     def published(self) -> bool:
         """Whether other ranks can read that this rank waits for a request."""
-        return bool(self._told)
+        return bool(self._published)
 
     def publish(self, waiting: Sequence[str]) -> None:
         """Publish what this rank waits for; an empty list clears it."""
         mine = list(waiting[:_MOST_NAMES])
         self._missing = {p: r for p, r in self._missing.items() if p in mine}
-        if mine != self._told:
+        if mine != self._published:
             self._store.set(str(self._ranks.rank), json.dumps(mine))
-            self._told = mine
+            self._published = mine
 
     def missing(self, place: str) -> list[int]:
         """Return the ranks that do not wait for ``place``, for which this one waits."""
@@ -108,7 +108,7 @@ class StallDetector:
         If each waits for the other, they probably use different names for one request.
         """
         for rank in ranks:
-            others = [p for p in self._waiting(rank) if p not in self._told]
+            others = [p for p in self._waiting(rank) if p not in self._published]
             if others:
                 more = f" and {len(others) - 1} more" if len(others) > 1 else ""
                 return (

@@ -34,7 +34,7 @@ class Op(enum.StrEnum):
     SUM = "sum"
     """In the tensors' own type: integers beyond its range wrap around."""
     AVERAGE = "average"
-    """Divides the sum by the number of ranks; integers truncate towards zero."""
+    """Divides the sum by the number of ranks; integers truncate toward zero."""
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
@@ -199,7 +199,7 @@ def difference(by_rank: Sequence[Request], names: Sequence[int]) -> str | None:
             continue
         if key == "members":
             return _members_differ(values, first.name)
-        parts = "; ".join(f"{_ranks(who)}: {_say(v)}" for v, who in values.items())
+        parts = "; ".join(f"{_ranks(who)}: {_shown(v)}" for v, who in values.items())
         place = first.name if key == "kind" else f"{first.kind} {first.name!r}"
         return (
             f"ranks submitted {place} with different {_WORDS[key]}: {parts}. Every "
@@ -228,8 +228,8 @@ def _members_differ(
             if a != b:
                 return (
                     f"ranks registered {member!r} of {name!r} with different "
-                    f"{_WORDS[key]}: {_ranks(my_ranks)}: {_say(a)}; "
-                    f"{_ranks(their_ranks)}: {_say(b)}. Build the same model "
+                    f"{_WORDS[key]}: {_ranks(my_ranks)}: {_shown(a)}; "
+                    f"{_ranks(their_ranks)}: {_shown(b)}. Build the same model "
                     "everywhere."
                 )
     return f"ranks registered {name!r} with different members"
@@ -240,7 +240,7 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"{word} {', '.join(map(str, numbers))}"
 
 
-def _say(value: object) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, tuple):
         return str(list(value))
     return str(value) if value != "" else "none"

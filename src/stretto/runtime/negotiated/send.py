@@ -197,13 +197,13 @@ class RequestSender:
             return reduce(buffer[:1], reductions.options(request))
 
         def ended(error: BaseException | None, events: tuple[Any, ...]) -> None:
-            told: StrettoError | None
+            reported: StrettoError | None
             if error is not None:
-                told = self._report(bucket.place_on(piece), error)
+                reported = self._report(bucket.place_on(piece), error)
             else:
-                told = self._deliver(bucket, piece, members, buffer, began_s)
+                reported = self._deliver(bucket, piece, members, buffer, began_s)
             for member in members:
-                member.piece_ended(told, events)
+                member.piece_ended(reported, events)
 
         lanes.completion.send(piece.lane, begin, ended)
 

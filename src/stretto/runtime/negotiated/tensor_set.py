@@ -159,7 +159,7 @@ class SetSteps:
         self.members = request.members
         self._dtypes = [dtype_of(member) for member in request.members]
         self.place = f"a step of {request.name}"
-        self.told = 0
+        self.stall_warnings = 0
         self.waits_since_s = 0.0
         self.stable: StableOrder | None = None
         self._loop = loop
@@ -246,7 +246,7 @@ class SetSteps:
     def _vote(self) -> None:
         in_order = self._watch.end_step(self._order, in_use=self.stable is not None)
         self.waits_since_s = perf_counter()
-        self.told = 0
+        self.stall_warnings = 0
         self.waits = True
         self._loop.vote(
             self._id, in_order=in_order, whole=self._whole, unused=self._unused
@@ -297,9 +297,9 @@ class SetSteps:
     def _undelivered(self, error: Undelivered) -> StrettoError:
         # This rank can't go on to the next step, so the others can't either.
         ranks = self._loop.ranks
-        told = StrettoError(f"{ranks.name(ranks.rank)}: {error}")
-        told.__cause__ = error.__cause__
-        return self._loop.report(self.place, told)
+        reported = StrettoError(f"{ranks.name(ranks.rank)}: {error}")
+        reported.__cause__ = error.__cause__
+        return self._loop.report(self.place, reported)
 
     def abandon(self) -> None:
         """End a step that was cut short."""

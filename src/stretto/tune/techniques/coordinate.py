@@ -45,7 +45,7 @@ class CoordinateTechnique(AbstractTechnique):
         if math.isinf(self._best_s) and self._best not in self._tried:
             return Proposal(point=self._best)
         for _ in range(2 * len(self._space.shape)):
-            point = self._neighbour()
+            point = self._neighbor()
             if point is not None and point not in self._tried:
                 return Proposal(point=point)
             self._turn()
@@ -59,7 +59,7 @@ class CoordinateTechnique(AbstractTechnique):
         elif mine:
             self._turn()
 
-    def _neighbour(self) -> Point | None:
+    def _neighbor(self) -> Point | None:
         """Return the next point in the current direction that has another plan."""
         best = self._best
         if best is None:
