@@ -20,7 +20,7 @@ def check_interfaces(environment: Mapping[str, str]) -> None:
     A backend looks for them only after all ranks have met, and then reports little.
 
     Raises:
-        SpecError: Names the variable, the missing interface, and the existing ones.
+        SpecError: names the variable, the missing interface, and the existing ones.
     """
     known = [name for _, name in socket.if_nameindex()]
     for variable in INTERFACE_VARIABLES:

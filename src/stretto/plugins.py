@@ -70,7 +70,7 @@ def load_class(group: str, name: str, base: type[_Class]) -> type[_Class] | None
         base: The contract that the class implements.
 
     Raises:
-        SpecError: Several packages have the entry point, it does not load, or it is
+        SpecError: several packages have the entry point, it does not load, or it is
             not a concrete subclass of ``base`` of that name.
     """
     found = list(entry_points(group=group, name=name))

@@ -86,8 +86,8 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     An error that the script does not catch ends the process.
 
     Raises:
-        SpecError: There is no such script, or no such network interface.
-        MissingPackage: The script is to be converted, and LibCST is missing.
+        SpecError: there is no such script, or no such network interface.
+        MissingPackage: the script is to be converted, and LibCST is missing.
     """
     path = Path(script)
     if not path.is_file():
@@ -111,7 +111,7 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
     An error that the module does not catch ends the process.
 
     Raises:
-        SpecError: There is no such module or network interface, or the module would
+        SpecError: there is no such module or network interface, or the module would
             have to be converted.
     """
     if os.environ.get(CONVERT_VARIABLE):
@@ -137,7 +137,7 @@ def _runner_of(script: str) -> Callable[[], None]:
     """Return what runs a script, converted if that is requested.
 
     Raises:
-        MissingPackage: The script is to be converted, and LibCST is missing.
+        MissingPackage: the script is to be converted, and LibCST is missing.
     """
     if not os.environ.get(CONVERT_VARIABLE):
         return functools.partial(run_file, script)
@@ -186,7 +186,7 @@ def _end_on_error(run: Callable[[], None]) -> None:
     """Run a program; an error that it does not catch ends the process.
 
     Raises:
-        StrettoError: The program raised it; the caller reports it in one line.
+        StrettoError: the program raised it; the caller reports it in one line.
     """
     try:
         run()

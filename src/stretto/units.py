@@ -21,7 +21,7 @@ def parse_rate_bytes_per_s(text: str) -> float:
     """Return the bytes per second of a rate such as ``1gbit`` or ``2.5Gbps``.
 
     Raises:
-        SpecError: The text is not a positive rate.
+        SpecError: the text is not a positive rate.
     """
     match = _RATE.match(text)
     bits = float(match[1]) * _DECIMAL[(match[2] or "").lower()] if match else 0.0
@@ -37,7 +37,7 @@ def parse_bytes(text: str) -> int:
     """Return the whole bytes of a size such as ``25MiB``, ``1MB`` or ``4096``.
 
     Raises:
-        SpecError: The text is not a size.
+        SpecError: the text is not a size.
     """
     match = _SIZE.match(text)
     if match is None:

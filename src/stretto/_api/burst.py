@@ -52,7 +52,7 @@ def problem(
         cluster: The network; by default DeepPool's published constants.
 
     Raises:
-        SpecError: A limit is below 1, or a width breaks its rule.
+        SpecError: a limit is below 1, or a width breaks its rule.
     """
     limit = amplification_limit
     if limit is not None and not 1 <= limit < math.inf:
@@ -76,8 +76,8 @@ def plan(problem: BurstProblem) -> BurstPlan:
     """Return the fastest plan within the limit.
 
     Raises:
-        Infeasible: No plan keeps the limit; the error names the nearest feasible limit.
-        SpecError: A needed time is not profiled.
+        Infeasible: no plan keeps the limit; the error names the nearest feasible limit.
+        SpecError: a needed time is not profiled.
     """
     return planning.plan(problem)
 
@@ -86,8 +86,8 @@ def front(problem: BurstProblem) -> list[BurstPlan]:
     """Return the Pareto front of iteration time against GPU time, fastest plan first.
 
     Raises:
-        Infeasible: No plan keeps the limit; the error names the nearest feasible limit.
-        SpecError: A needed time is not profiled.
+        Infeasible: no plan keeps the limit; the error names the nearest feasible limit.
+        SpecError: a needed time is not profiled.
     """
     return planning.plans_of_front(problem)
 
@@ -119,9 +119,9 @@ def plan_layers(
         cores: Processors that all ranks of an emulated cluster share.
 
     Raises:
-        Infeasible: No plan keeps the limit.
-        SpecError: An argument is invalid, or a needed time is not profiled.
-        PlanMismatch: A measured layer is missing from the profile.
+        Infeasible: no plan keeps the limit.
+        SpecError: an argument is invalid, or a needed time is not profiled.
+        PlanMismatch: a measured layer is missing from the profile.
     """
     timings = list(measured)
     task = problem(
@@ -152,7 +152,7 @@ def scale(
     is DeepPool's published constants, with another bandwidth if one is given.
 
     Raises:
-        SpecError: One GPU cannot run ``batch``, the curve does not contain it, or the
+        SpecError: one GPU cannot run ``batch``, the curve does not contain it, or the
             GPUs do not fill the cluster's hosts.
     """
 

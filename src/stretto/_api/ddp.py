@@ -59,10 +59,10 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             `stretto.runtime.DistributedDataParallel`.
 
     Raises:
-        SpecError: A plan file is broken, or wire_dtype is combined with a plan.
-        PlanMismatch: A plan was made for another model.
-        RankDisagreement: Ranks have different plans, models or versions.
-        CommTimeout: A rank did not arrive in time.
+        SpecError: a plan file is broken, or wire_dtype is combined with a plan.
+        PlanMismatch: a plan was made for another model.
+        RankDisagreement: ranks have different plans, models or versions.
+        CommTimeout: a rank did not arrive in time.
     """
 
     def __init__(

@@ -53,9 +53,9 @@ def probe(
         **options: ``sizes_bytes``, ``lanes``, ``repetitions``, ``budget_s`` and others.
 
     Raises:
-        SpecError: There are too few ranks, or the budget is too small.
-        Infeasible: No network can have these times.
-        NoisyProfile: No model fits the times.
+        SpecError: there are too few ranks, or the budget is too small.
+        Infeasible: no network can have these times.
+        NoisyProfile: no model fits the times.
     """
     measured = probe_network(group=group, **options)
     ranks = dist.get_world_size(group)
@@ -124,7 +124,7 @@ def probe_device(
     Not yet run on a GPU. ``options`` are `read_contention`'s.
 
     Raises:
-        SpecError: There is no device, or a level exceeds half of its multiprocessors.
+        SpecError: there is no device, or a level exceeds half of its multiprocessors.
     """
     # Imported here, because the module compiles for a device.
     from stretto.measure.synthetic import DEFAULT_BLOCK_BYTES_PER_S, SyntheticBench

@@ -37,9 +37,9 @@ def plan(
         options: The planner's own, for instance ``max_lanes`` of ``joint``.
 
     Raises:
-        SpecError: There is no such planner or option, or no gradient can travel in
+        SpecError: there is no such planner or option, or no gradient can travel in
             ``wire_dtype``.
-        Infeasible: No plan meets the limits.
+        Infeasible: no plan meets the limits.
     """
     made = planners.get(planner, **options)
     chosen = planners.plan_with_wire(workload, cluster, made, wire_dtype=wire_dtype)
@@ -50,7 +50,7 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan) -> StepResult:
     """Predict one step under a plan: its times and its timeline.
 
     Raises:
-        PlanMismatch: The plan was made for another model or number of ranks.
+        PlanMismatch: the plan was made for another model or number of ranks.
     """
     return simulate_step(workload, cluster, plan)
 

@@ -18,7 +18,7 @@ def writable(
     """Return an option's path; a callback of click.
 
     Raises:
-        SpecError: No file can be written there.
+        SpecError: no file can be written there.
     """
     if value is None:
         return None

@@ -158,7 +158,7 @@ def check_options(planner: str, chosen: Mapping[str, Any]) -> None:
 
     Raises:
         click.UsageError: The planner lacks an option; the message names its flags.
-        SpecError: There is no such planner.
+        SpecError: there is no such planner.
     """
     known = planners.options_of(planner)
     for name in chosen:
@@ -274,7 +274,7 @@ def save_page(
     The steps of the plans named in ``drawn`` are drawn as timelines.
 
     Raises:
-        SpecError: The file cannot be written.
+        SpecError: the file cannot be written.
     """
     from stretto.report import DemoReport, ScaledStep, save
 

@@ -6,6 +6,16 @@
 The conversion refuses code that it does not understand, with a line and a next step,
 and lists what it could not decide. It keeps formatting and comments. Nothing here
 imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
+
+- `_script` orders the stages, `_result` holds choices and results. `_reading`,
+  `_notebook` and `_split` read files; `_memory` runs a converted script.
+- `_tree` answers queries on the syntax, `_flow` where values come from, `_job` what
+  takes part in training, `_views` what sees a wrapped model. `_edit` collects edits.
+- Stages: `_models`, `_unwrapping`, `_unused` and `_second_backward` (the model),
+  `_loaders` and `_batch` (its data), `_numbers`, `_classify`, `_losses` and
+  `_rank_values` (numbers of one rank), `_display` and `_file_names` (output),
+  `_device`, `_setup` and `_support` (the ranks, and inserted functions), and `_advice`.
+- `_horovod` and `_already_distributed` convert scripts that are distributed already.
 """
 
 from stretto.errors import MissingPackage

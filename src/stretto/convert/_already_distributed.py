@@ -24,7 +24,7 @@ def converted(tree: Tree, target: Target, name: str) -> tuple[str, list[Note]] |
     """Return the new text of a script that is distributed already, or ``None``.
 
     Raises:
-        SpecError: It is distributed in an unsupported way.
+        SpecError: it is distributed in an unsupported way.
     """
     modules = _modules(tree)
     horovod = [(m, n) for m, n in modules if m.split(".")[0] == "horovod"]

@@ -56,7 +56,7 @@ def convert(work: Work) -> None:
     """Use rank 0's value where a path is made from a value that differs by rank.
 
     Raises:
-        SpecError: There is no place for it; the error has the line and the next step.
+        SpecError: there is no place for it; the error has the line and the next step.
     """
     _EqualNames(work).convert()
 

@@ -18,7 +18,7 @@ def distribute_optimizers(work: Work, models: Models) -> None:
     """Put ``hvd.DistributedOptimizer`` around each optimizer.
 
     Raises:
-        SpecError: A step is not one backward and one ``step()``, which Horovod's
+        SpecError: a step is not one backward and one ``step()``, which Horovod's
             optimizer requires.
     """
     tree = work.tree

@@ -98,7 +98,7 @@ class Job:
     """The training found in a script.
 
     Raises:
-        SpecError: The script has no training, or it is not understood; the error has
+        SpecError: the script has no training, or it is not understood; the error has
         the
             line and the next step.
     """
@@ -167,7 +167,7 @@ class Job:
         """Return the loss that a call of ``backward`` starts from.
 
         Raises:
-            SpecError: It is not one tensor; the error has the line and the next step.
+            SpecError: it is not one tensor; the error has the line and the next step.
         """
         if self.tree.called(call) != _BACKWARD:
             return call.func.value if isinstance(call.func, cst.Attribute) else None

@@ -25,7 +25,7 @@ def conversion_to_run(path: Path, choices: Choices) -> Conversion:
     """Convert a script, or a notebook's code as one script.
 
     Raises:
-        SpecError: The file cannot be read, or is not understood.
+        SpecError: the file cannot be read, or is not understood.
     """
     try:
         data = path.read_bytes()
@@ -44,7 +44,7 @@ def run_converted(path: Path, choices: Choices) -> None:
     name, whose lines tracebacks show too.
 
     Raises:
-        SpecError: The script is not understood.
+        SpecError: the script is not understood.
     """
     conversion = conversion_to_run(path, choices)
     names = new_script_module(str(path))

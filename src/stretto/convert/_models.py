@@ -224,7 +224,7 @@ class Models:
         """Return where to wrap a model so that every call in training uses the wrapper.
 
         Raises:
-            SpecError: There is no such place.
+            SpecError: there is no such place.
         """
         calls = [c for c in self._calls_of(model) if self.in_training(c)]
         calls = [c for c in calls if not self._tree.without_gradient(c)]

@@ -27,7 +27,7 @@ def convert_bytes(data: bytes, *, name: str, choices: Choices) -> Conversion:
     """Convert a file: a notebook if its name ends so, otherwise a script.
 
     Raises:
-        SpecError: It is not UTF-8, not Python 3, or not understood.
+        SpecError: it is not UTF-8, not Python 3, or not understood.
     """
     text = _reading.decoded(data, name)
     if PurePath(name).suffix == ".ipynb":
@@ -39,7 +39,7 @@ def convert_notebook(text: str, *, name: str, choices: Choices) -> Conversion:
     """Convert a notebook.
 
     Raises:
-        SpecError: It is not a notebook, or its code is not understood.
+        SpecError: it is not a notebook, or its code is not understood.
     """
     notebook = _loaded(text, name)
     script, starts = _joined(notebook)
@@ -77,7 +77,7 @@ def script_of_notebook(text: str, *, name: str) -> str:
     """Return a notebook's code as one script; magics are comments in it.
 
     Raises:
-        SpecError: It is not a notebook.
+        SpecError: it is not a notebook.
     """
     return _joined(_loaded(text, name))[0]
 

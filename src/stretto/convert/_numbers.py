@@ -111,7 +111,7 @@ class Numbers:
         """Multiply losses that are sums, and list those that are not known to be one.
 
         Raises:
-            SpecError: A sum is added to a term that is not a sum, so no factor is
+            SpecError: a sum is added to a term that is not a sum, so no factor is
             correct.
         """
         if self._work.choices.per_rank_batch:

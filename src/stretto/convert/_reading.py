@@ -45,7 +45,7 @@ def decoded(data: bytes, name: str) -> str:
     """Return the text of a file.
 
     Raises:
-        SpecError: It is not UTF-8.
+        SpecError: it is not UTF-8.
     """
     try:
         return data.decode("utf-8")
@@ -74,7 +74,7 @@ def parsed(source: str, name: str) -> Tree:
     """Return the tree of a script.
 
     Raises:
-        SpecError: It is not Python 3, or not PyTorch code for a single device.
+        SpecError: it is not Python 3, or not PyTorch code for a single device.
     """
     try:
         compiles(source, name)
@@ -98,7 +98,7 @@ def check_framework(tree: Tree, name: str) -> None:
     """Refuse scripts that do not use PyTorch, or handle several devices themselves.
 
     Raises:
-        SpecError: The script is one of these.
+        SpecError: the script is one of these.
     """
     imports = _import_lines(tree)
     for module, line in imports:

@@ -40,7 +40,7 @@ def convert_source(source: str, *, name: str, choices: Choices) -> Conversion:
     """Convert a script's text; a script that was converted before does not change.
 
     Raises:
-        SpecError: It is not Python 3, contains no training for one device that is
+        SpecError: it is not Python 3, contains no training for one device that is
             understood, or was converted for another target.
     """
     after, notes = converted(source, name, choices)
@@ -51,8 +51,8 @@ def converted(source: str, name: str, choices: Choices) -> tuple[str, list[Note]
     """Return a script's new text, and the list of changes.
 
     Raises:
-        SpecError: As `convert_source`.
-        StrettoError: The new text is not Python, which is an error of this package.
+        SpecError: as `convert_source`.
+        StrettoError: the new text is not Python, which is an error of this package.
     """
     after, notes = _converted(source, name, choices)
     try:
@@ -88,7 +88,7 @@ def _distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Not
     """Return a script's distributed form, and the list of changes.
 
     Raises:
-        SpecError: The script is not understood; the error has the line and the next
+        SpecError: the script is not understood; the error has the line and the next
         step.
     """
     tree, splits = split(tree)

@@ -31,7 +31,7 @@ class Steps:
         """Refuse a second backward through calls made before the first.
 
         Raises:
-            SpecError: There is one; the error has the line and the next step.
+            SpecError: there is one; the error has the line and the next step.
         """
         backwards = sorted(self._work.job.backwards, key=self._tree.line)
         for place, second in enumerate(backwards):

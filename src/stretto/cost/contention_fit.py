@@ -32,8 +32,8 @@ def with_contention(cluster: Cluster, readings: ContentionReadings) -> Cluster:
     """Add measured contention by resource to a cluster; return the fit's quality too.
 
     Raises:
-        SpecError: Nothing was sent, so rates are unknown.
-        Infeasible: The readings contradict the model or the cluster's link.
+        SpecError: nothing was sent, so rates are unknown.
+        Infeasible: the readings contradict the model or the cluster's link.
     """
     if not readings.rates:
         raise SpecError(

@@ -40,9 +40,9 @@ def run_demo(
     """Run one demo; return its report, and write its files into ``settings.out``.
 
     Raises:
-        LabError: The lab is unavailable, or the training in it failed.
-        MissingPackage: The convnet's data needs scikit-learn.
-        SpecError: The folder cannot be written.
+        LabError: the lab is unavailable, or the training in it failed.
+        MissingPackage: the convnet's data needs scikit-learn.
+        SpecError: the folder cannot be written.
     """
     if settings.model == "convnet" and importlib.util.find_spec("sklearn") is None:
         raise MissingPackage(

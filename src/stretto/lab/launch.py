@@ -70,9 +70,9 @@ def run_lab(
         stderr: The same for rank 0's standard error.
 
     Raises:
-        SpecError: An argument breaks a rule.
-        CommandNotFound: There is no such program.
-        LabError: This machine does not support a lab of this mode.
+        SpecError: an argument breaks a rule.
+        CommandNotFound: there is no such program.
+        LabError: this machine does not support a lab of this mode.
     """
     mode = Mode(mode)
     say = announce or _announce
@@ -233,7 +233,7 @@ class _Run:
         """Return the last report: ``status`` or ``unavailable``.
 
         Raises:
-            LabError: The supervisor could not start the command, or ended unexpectedly.
+            LabError: the supervisor could not start the command, or ended unexpectedly.
         """
         try:
             outcome = self._read_reports()

@@ -36,7 +36,7 @@ def free_port() -> int:
     process lives (or requests 64 more).
 
     Raises:
-        LabError: No free port was found.
+        LabError: no free port was found.
     """
     low, high = span(_EPHEMERAL)
     for _ in range(_ATTEMPTS):

@@ -103,7 +103,7 @@ class StepObserver:
                 is kept in `error`.
 
         Raises:
-            SpecError: The model has no parameter that requires a gradient.
+            SpecError: the model has no parameter that requires a gradient.
         """
         if parameters is None:
             named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -440,8 +440,8 @@ class StepObserver:
             rows: Results of `row_of`, merged over ranks, to use instead of these steps.
 
         Raises:
-            SpecError: Fewer than three steps are left.
-            NoisyProfile: The steps differ too much.
+            SpecError: fewer than three steps are left.
+            NoisyProfile: the steps differ too much.
         """
         steps = self.steps[warmup:]
         if rows is None:
@@ -576,8 +576,8 @@ def profile_model(
         max_spread_ratio: As for `StepObserver.workload`.
 
     Raises:
-        SpecError: A parameter gets no gradient, or there are too few repetitions.
-        NoisyProfile: The steps differ too much.
+        SpecError: a parameter gets no gradient, or there are too few repetitions.
+        NoisyProfile: the steps differ too much.
     """
     with StepObserver(model, group=group) as observer:
         for _ in range(warmup + repetitions):

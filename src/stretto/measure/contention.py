@@ -92,8 +92,8 @@ def read_contention(
         progress: Called with the completed share and a line.
 
     Raises:
-        SpecError: There are fewer than two levels, or the sizes do not grow.
-        NoisyProfile: A larger message did not take longer.
+        SpecError: there are fewer than two levels, or the sizes do not grow.
+        NoisyProfile: a larger message did not take longer.
     """
     levels = tuple(sorted(set(resources)))
     if len(levels) < 2 or levels[0] < 1:

@@ -110,7 +110,7 @@ def probe_network(
         progress: Called on every rank as the probe proceeds.
 
     Raises:
-        SpecError: There are fewer than 2 ranks, no size or lane, or too small a budget.
+        SpecError: there are fewer than 2 ranks, no size or lane, or too small a budget.
     """
     probe = _Probe(
         group=group,

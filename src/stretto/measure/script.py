@@ -60,9 +60,9 @@ def profile_script(
         on_step: Called with the number of steps seen, after each.
 
     Raises:
-        SpecError: The script is missing, ends before enough steps, or steps
+        SpecError: the script is missing, ends before enough steps, or steps
             parameters that the observed model lacks.
-        NoisyProfile: The steps differ too much.
+        NoisyProfile: the steps differ too much.
     """
     if not script.is_file():
         raise SpecError(f"there is no script {str(script)!r}")

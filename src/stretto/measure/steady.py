@@ -32,7 +32,7 @@ def require_steady(
     """Require that the quartiles lie within a share of the median.
 
     Raises:
-        NoisyProfile: Names what was unsteady, by how much, and the next step.
+        NoisyProfile: names what was unsteady, by how much, and the next step.
     """
     ratio = spread_ratio(values)
     if ratio > max_spread_ratio:

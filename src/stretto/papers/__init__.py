@@ -35,7 +35,7 @@ def reproduce(paper: str) -> Reproduction:
     """Recompute a paper's figures.
 
     Raises:
-        SpecError: No paper has this name.
+        SpecError: no paper has this name.
     """
     if paper not in _PAPERS:
         raise SpecError(f"paper must be one of {', '.join(_PAPERS)}, got {paper!r}")

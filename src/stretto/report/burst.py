@@ -33,7 +33,7 @@ def save_scaling(
     ``batch``, ``iteration_s`` and ``speedup``.
 
     Raises:
-        SpecError: The file cannot be written.
+        SpecError: the file cannot be written.
     """
     codec.write_atomically(path, render_scaling(profile, curve, rows, network).encode())
 

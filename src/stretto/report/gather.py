@@ -34,7 +34,7 @@ def gather(paths: Iterable[str | Path], *, title: str | None = None) -> DemoRepo
     there is no such method, one is added.
 
     Raises:
-        SpecError: A file cannot be read, is not a stretto file, breaks a rule, or is
+        SpecError: a file cannot be read, is not a stretto file, breaks a rule, or is
         the
             second of a kind that a page shows once.
     """

@@ -32,7 +32,7 @@ def save(path: str | Path, report: DemoReport) -> None:
     """Write the page atomically.
 
     Raises:
-        SpecError: The file cannot be written.
+        SpecError: the file cannot be written.
     """
     codec.write_atomically(path, render(report).encode())
 

@@ -233,7 +233,7 @@ def save_results(path: str | Path, report: DemoReport) -> None:
     """Write the results file atomically.
 
     Raises:
-        SpecError: The file cannot be written.
+        SpecError: the file cannot be written.
     """
     codec.save(path, results_of(report))
 

@@ -107,7 +107,7 @@ def plan_table(plan: Plan, workload: Workload, *, width: int = 100) -> str:
     """Return the buckets of a plan in launch order.
 
     Raises:
-        PlanMismatch: The plan was made for another model.
+        PlanMismatch: the plan was made for another model.
     """
     plan.check_matches(workload)
     tensors = {tensor.name: tensor for tensor in workload.tensors}

@@ -41,7 +41,7 @@ def save_trace(path: str | Path, report: DemoReport) -> None:
     lanes are its threads.
 
     Raises:
-        SpecError: The file cannot be written.
+        SpecError: the file cannot be written.
     """
     save_timelines(path, labeled_timelines(report))
 

@@ -1,4 +1,18 @@
-"""Execute a plan on torch.distributed."""
+"""Execute a plan on torch.distributed.
+
+- `ddp` is the class for users, on `ddp_ranks` (agreement, lanes, parameters) and
+  `ddp_reducer` (the Reducer and its replacement). `torch_compat` holds what is private
+  in PyTorch, `plan_binding` checks a plan against a model, `static_graph` counts
+  gradients, and `nan_check` finds invalid ones.
+- `sender` sends buckets on `lanes`, each by its `bucket_schedule`. `planned_group` and
+  `ddp_group` are the process groups of Reducers, with `launch` (works and futures),
+  `narrow_lanes` (narrower types) and `resource_launch` (the probe's all-reduces).
+- `ranks`, `store` and `agreement` are how ranks meet; `presence` and `failure` how lost
+  ranks are found and named. `after_backward`, `weak_call`, `time_limit`, `sockets` and
+  `quiesce` serve them.
+- `backends` open lanes, `negotiated` is the engine for any order, and `recording` the
+  recorder of steps.
+"""
 
 # Import first, so that its exit handler runs last.
 from stretto.runtime import quiesce as _quiesce  # noqa: F401

@@ -1,4 +1,14 @@
-"""Measure, plan and apply plans while a training run is under way."""
+"""Measure, plan and apply plans while a training run is under way.
+
+- `controller` runs the phases, and `rank_meeting` lets ranks meet. `initial_profile`
+  measures, `online_search` tries plans on real steps, `drift_detector` watches.
+  `forced` is a fixed schedule for tests.
+- `search` decides what is tried (`trial`, `starts`, `search_space`), `paired` compares
+  two plans, `calibration` corrects the model, and `techniques` propose.
+- `plan_cache` stores plans, `job_similarity` finds those of similar jobs,
+  `cached_plans` uses them, and `tuning_state` saves a run that ends early.
+- `options`, `result` and `artifacts` are what a user passes and gets.
+"""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def plan_on(
         options: Options of `simulate`: ``bucket_bytes``, ``lanes``, ``cores``.
 
     Raises:
-        Infeasible: No plan keeps the limit; the error names the nearest feasible limit.
-        SpecError: A needed time is not profiled.
+        Infeasible: no plan keeps the limit; the error names the nearest feasible limit.
+        SpecError: a needed time is not profiled.
     """
     limit = problem.amplification_limit
     found = [planning.plan(problem)]
