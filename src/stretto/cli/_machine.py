@@ -243,7 +243,7 @@ def machine_checks(environment: Mapping[str, str]) -> Iterator[Check]:
     """Run all of these checks on this machine."""
     import torch
 
-    from stretto.runtime.backends.nccl import nccl_settings
+    from stretto.runtime.backends.nccl_settings import nccl_settings
 
     names = [name for _, name in socket.if_nameindex()]
     yield from interface_checks(environment, names)

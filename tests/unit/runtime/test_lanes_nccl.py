@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from stretto.errors import PlanMismatch
 from stretto.runtime.backends import nccl
-from stretto.runtime.backends.nccl import LAUNCH_ORDER
+from stretto.runtime.backends.nccl_settings import LAUNCH_ORDER
 from stretto.runtime.bucket_schedule import BucketSchedule, Slice
 from stretto.runtime.lanes import LanePool, check_lanes
 from stretto.runtime.ranks import Ranks
@@ -65,7 +65,7 @@ def device(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setattr(Group, "made", [])
     monkeypatch.setattr(Group, "ended", [])
-    monkeypatch.setattr(nccl, "_told", set())
+    monkeypatch.setattr(nccl, "_logged", set())
     monkeypatch.delenv(LAUNCH_ORDER, raising=False)
     yield monkeypatch
     os.environ.pop(LAUNCH_ORDER, None)

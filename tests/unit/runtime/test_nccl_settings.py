@@ -6,8 +6,8 @@ import pytest
 
 from stretto.cli import doctor
 from stretto.errors import PlanMismatch
-from stretto.runtime.backends import nccl
-from stretto.runtime.backends.nccl import LAUNCH_ORDER, LaunchOrder
+from stretto.runtime.backends import nccl_settings
+from stretto.runtime.backends.nccl_settings import LAUNCH_ORDER, LaunchOrder
 
 
 def settings(**values):
@@ -20,37 +20,37 @@ def test_the_environment_comes_first_then_ones_own_file_then_the_systems():
         Path("/etc/nccl.conf"): "NCCL_MAX_CTAS=9\nNCCL_PROTO=LL\nno setting",
     }
     environment = {"HOME": "/srv/u", "NCCL_PROTO": "Simple", "PATH": "/bin"}
-    assert nccl.nccl_settings(environment, files.get) == {
+    assert nccl_settings.nccl_settings(environment, files.get) == {
         "NCCL_PROTO": ("Simple", "the environment"),
         "NCCL_MAX_CTAS": ("4", "/srv/u/.nccl.conf"),
         "NCCL_ALGO": ("Ring", "/srv/u/.nccl.conf"),
     }
     named = {**environment, "NCCL_CONF_FILE": "/my.conf"}
-    found = nccl.nccl_settings(named, files.get)
+    found = nccl_settings.nccl_settings(named, files.get)
     assert found["NCCL_MAX_CTAS"] == ("9", "/etc/nccl.conf")
 
 
-@pytest.mark.parametrize("name", nccl.CTA_VARIABLES)
+@pytest.mark.parametrize("name", nccl_settings.CTA_VARIABLES)
 def test_what_overrides_a_plans_ctas_is_refused_or_told(name):
     found = settings(**{name: "8"})
-    (told,) = nccl.check_settings(found, sets_ctas=False)
+    (told,) = nccl_settings.check_settings(found, sets_ctas=False)
     assert f"{name}=8 in the environment" in told
     with pytest.raises(PlanMismatch, match=rf"{name}=8 in the environment .*unset"):
-        nccl.check_settings(found, sets_ctas=True)
+        nccl_settings.check_settings(found, sets_ctas=True)
 
 
 def test_what_only_changes_costs_is_told_and_nothing_else_is():
     found = settings(NCCL_NET="Socket", CUDA_DEVICE_MAX_CONNECTIONS="1")
-    network, queue = nccl.check_settings(found, sets_ctas=True)
+    network, queue = nccl_settings.check_settings(found, sets_ctas=True)
     assert "NCCL_NET=Socket" in network
     assert "overlap" in queue
     harmless = settings(NCCL_DEBUG="INFO", CUDA_DEVICE_MAX_CONNECTIONS="8")
-    assert nccl.check_settings(harmless, sets_ctas=True) == []
+    assert nccl_settings.check_settings(harmless, sets_ctas=True) == []
 
 
 def test_the_order_of_launches_is_set_in_time_or_told_or_refused():
     def order(found, lanes, *, launched=False):
-        return nccl.launch_order(found, lanes=lanes, launched=launched)
+        return nccl_settings.launch_order(found, lanes=lanes, launched=launched)
 
     assert order({}, 1) is LaunchOrder.SETTLED
     assert order({}, 2) is LaunchOrder.SET
@@ -63,5 +63,5 @@ def test_the_order_of_launches_is_set_in_time_or_told_or_refused():
 
 
 def test_doctor_tells_of_every_variable_that_a_plan_meets():
-    met = {*nccl.CTA_VARIABLES, *nccl.OTHER_VARIABLES}
+    met = {*nccl_settings.CTA_VARIABLES, *nccl_settings.OTHER_VARIABLES}
     assert met <= set(doctor.OVERRIDES)
