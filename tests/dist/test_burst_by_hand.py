@@ -67,6 +67,25 @@ class Shifted(nn.Module):
         return found
 
 
+class Gained(nn.Module):
+    """Reads a factor and a dictionary of factors that are set later."""
+
+    def __init__(self, gain: Any = None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.gain = gain
+        self.held: dict[str, Any] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if self.gain is not None:
+            x = x * self.gain
+        if "gain" in self.held:
+            x = x * self.held["gain"]
+        found: torch.Tensor = self.last(x)
+        return found
+
+
 def inner(side: Side, model: Any) -> Any:
     return model.module if side.size else model
 
@@ -91,6 +110,42 @@ def no_sync(side: Side, model: Any, *, is_on: bool = True) -> Iterator[None]:
 
 
 # Parameters.
+
+
+def _set_later(side: Side, change: Any, gain: Any = None) -> None:
+    model = Gained(gain)
+    plan = side.plan(model, [(0, 1), (1, 1)])
+    burst = BurstParallel(model, plan, example_inputs=(torch.zeros(2, 6),))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(side, burst, optimizer, 1)
+    change(model)
+    train(side, burst, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+
+
+def _set_gain(model: Any) -> None:
+    del model.gain
+    model.gain = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+
+def parameter_for_none(side: Side) -> None:
+    _set_later(side, _set_gain)
+
+
+def parameter_for_a_number(side: Side) -> None:
+    _set_later(side, _set_gain, 1.0)
+
+
+def parameter_in_a_dictionary(side: Side) -> None:
+    gain = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+    _set_later(side, lambda model: model.held.update(gain=gain))
+
+
+def module_of_a_parameter_added_to_a_layer(side: Side) -> None:
+    def change(model: Any) -> None:
+        del model.held
+        model.held = nn.ParameterDict({"gain": nn.Parameter(torch.ones(8))})
+
+    _set_later(side, change)
 
 
 @torch.no_grad()
@@ -493,6 +548,7 @@ def test_a_change_by_hand_gives_what_one_process_gives(
 # Refused, each on all ranks.
 
 STALE = "full_state_dict(), or refresh()"
+KINDS = {"StrettoError", "RankDisagreement", "SpecError", "PlanMismatch"}
 ON_ONE_RANK = "is on rank 1 and missing on rank 0"
 
 REFUSED = {
@@ -501,6 +557,10 @@ REFUSED = {
     stepped_by_hand_with_zeros: STALE,
     evaluated_then_clamped: "as an optimizer's eval() or train() does",
     changed_in_place_before_refresh: STALE,
+    parameter_for_none: "'gain' was added after the burst model was built",
+    parameter_for_a_number: "'gain' was added after the burst model was built",
+    parameter_in_a_dictionary: "not a parameter of the model: register it",
+    module_of_a_parameter_added_to_a_layer: "'held.gain' was added after the burst",
     gradient_hook_on_one_rank: ON_ONE_RANK,
     writing_hook_on_one_rank: ON_ONE_RANK,
     later_hook_on_one_rank: ON_ONE_RANK,
@@ -533,5 +593,5 @@ def test_a_change_by_hand_is_refused_on_all_ranks(ranks: Any) -> None:
     for rank, found in enumerate(ranks(rank_of_refused_uses, 2, timeout_s=200)):
         for name, words in wanted.items():
             kind, text = found[name]
-            assert kind in {"StrettoError", "RankDisagreement"}, (rank, name, text)
+            assert kind in KINDS, (rank, name, text)
             assert words in text, (rank, name, text)

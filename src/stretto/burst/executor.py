@@ -447,10 +447,12 @@ class BurstParallel(nn.Module):
         changed = self._structure.changed()
         if changed is None:
             return None
+        how, so = "replaced or moved", "still uses the old one"
+        if self._structure.lacked(changed):
+            how, so = "added", "does not train it"
         return StrettoError(
-            f"{changed!r} was replaced or moved after the burst model was built, which "
-            "still uses the old one: build BurstParallel again after changing the "
-            "module"
+            f"{changed!r} was {how} after the burst model was built, which {so}: build "
+            "BurstParallel again after changing the module"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
