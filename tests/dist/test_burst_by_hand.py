@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from stretto.burst.executor import BurstParallel
 
@@ -83,6 +84,22 @@ class Gained(nn.Module):
         if "gain" in self.held:
             x = x * self.held["gain"]
         found: torch.Tensor = self.last(x)
+        return found
+
+
+class Attending(nn.Module):
+    """Has a layer that attention reads and does not call, and one that is unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.unused = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)[:, None]
+        found: torch.Tensor = self.last(self.attention(x, x, x)[0][:, 0])
         return found
 
 
@@ -364,6 +381,40 @@ def hooks_that_look_on_one_rank(side: Side) -> Any:
             part.register_forward_hook(lambda _m, _i, o: seen.append(o.shape))
             part.register_full_backward_hook(lambda *_: seen.append(0))
         inner(side, model).register_forward_hook(lambda *_: seen.append(1))
+    _train_in_parts(side, model)
+    assert seen or side.rank
+    return side.state(model)
+
+
+def hook_of_all_modules_that_looks_on_one_rank(side: Side) -> Any:
+    """A logger of all modules on the first rank, which runs some of each type."""
+    model = apart(side, deep())
+    seen = []
+    handles = []
+    if side.rank == 0:
+        handles.append(register_module_forward_hook(lambda *_: seen.append(0)))
+    _train_in_parts(side, model)
+    for handle in handles:
+        handle.remove()
+    assert seen or side.rank
+    return side.state(model)
+
+
+def hooks_that_look_where_no_rank_calls_them(side: Side) -> Any:
+    """Loggers of all modules that have no parts, on a rank that runs all layers."""
+    model: Any = Attending()
+    if side.size:
+        plan = side.plan(model, [(0, 2)])
+        model = BurstParallel(model, plan, example_inputs=(torch.zeros(2, 6),))
+    if side.rank == 0:
+        for part in inner(side, model).modules():
+            if not list(part.children()):
+                part.register_forward_hook(lambda *_: None)
+    _train_in_parts(side, model)
+    return side.state(model)
+
+
+def _train_in_parts(side: Side, model: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
@@ -372,15 +423,13 @@ def hooks_that_look_on_one_rank(side: Side) -> Any:
                 x, y = side.data(2 * step + part)
                 cross(model(x), y).backward()
         optimizer.step()
-    assert seen or side.rank
-    return side.state(model)
 
 
-def _doubled(side: Side, place: str) -> None:
-    """A hook that doubles something on the second rank, which runs the layer."""
+def _doubled(side: Side, place: str, layer: int = 2) -> None:
+    """A hook that doubles something on the second rank, which runs layer 2."""
     model = apart(side, deep())
     if side.rank == 1:
-        part = model.module[2]
+        part = model.module[layer]
         if place == "parameter":
             part.weight.register_hook(lambda grad: grad * 2)
         elif place == "in place":
@@ -420,6 +469,37 @@ def backward_hook_on_one_rank(side: Side) -> None:
 
 def hook_of_the_model_on_one_rank(side: Side) -> None:
     _doubled(side, "model")
+
+
+def gradient_hook_of_another_ranks_layer(side: Side) -> None:
+    _doubled(side, "parameter", layer=0)
+
+
+def later_hook_of_another_ranks_layer(side: Side) -> None:
+    _doubled(side, "after", layer=0)
+
+
+def forward_hook_of_another_ranks_layer(side: Side) -> None:
+    _doubled(side, "forward", layer=0)
+
+
+def backward_hook_of_another_ranks_layer(side: Side) -> None:
+    _doubled(side, "backward", layer=0)
+
+
+def hook_of_all_modules_on_one_rank(side: Side) -> None:
+    """The second rank doubles what a layer returns that only the first one runs."""
+    model = apart(side, nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+    handle = None
+    if side.rank == 1:
+        handle = register_module_forward_hook(
+            lambda m, _i, o: o * 2 if isinstance(m, nn.Tanh) else None
+        )
+    try:
+        train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def hook_after_a_backward_in_no_sync(side: Side) -> None:
@@ -514,6 +594,8 @@ RIGHT: list[Callable[[Side], Any]] = [
     layers_in_turns,
     hooks_see_each_gradient,
     hooks_that_look_on_one_rank,
+    hook_of_all_modules_that_looks_on_one_rank,
+    hooks_that_look_where_no_rank_calls_them,
     buffers_changed_on_all_ranks,
     optimizer_of_own_layers,
 ]
@@ -567,6 +649,11 @@ REFUSED = {
     forward_hook_on_one_rank: ON_ONE_RANK,
     backward_hook_on_one_rank: ON_ONE_RANK,
     hook_of_the_model_on_one_rank: ON_ONE_RANK,
+    gradient_hook_of_another_ranks_layer: ON_ONE_RANK,
+    later_hook_of_another_ranks_layer: ON_ONE_RANK,
+    forward_hook_of_another_ranks_layer: ON_ONE_RANK,
+    backward_hook_of_another_ranks_layer: ON_ONE_RANK,
+    hook_of_all_modules_on_one_rank: "of all modules is on rank 1 and missing on rank",
     hook_after_a_backward_in_no_sync: "register hooks on parameters before the forward",
     hook_before_a_backward_in_no_sync: "register hooks on parameters before the",
     buffer_changed_on_one_rank: "ranks 0, 1 hold different values of buffer 'shift'",
