@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from stretto.burst.executor import BurstParallel
 
@@ -67,6 +68,41 @@ class Shifted(nn.Module):
         return found
 
 
+class Gained(nn.Module):
+    """Reads a factor and a dictionary of factors that are set later."""
+
+    def __init__(self, gain: Any = None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.gain = gain
+        self.held: dict[str, Any] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if self.gain is not None:
+            x = x * self.gain
+        if "gain" in self.held:
+            x = x * self.held["gain"]
+        found: torch.Tensor = self.last(x)
+        return found
+
+
+class Attending(nn.Module):
+    """Has a layer that attention reads and does not call, and one that is unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.unused = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)[:, None]
+        found: torch.Tensor = self.last(self.attention(x, x, x)[0][:, 0])
+        return found
+
+
 def inner(side: Side, model: Any) -> Any:
     return model.module if side.size else model
 
@@ -91,6 +127,42 @@ def no_sync(side: Side, model: Any, *, is_on: bool = True) -> Iterator[None]:
 
 
 # Parameters.
+
+
+def _set_later(side: Side, change: Any, gain: Any = None) -> None:
+    model = Gained(gain)
+    plan = side.plan(model, [(0, 1), (1, 1)])
+    burst = BurstParallel(model, plan, example_inputs=(torch.zeros(2, 6),))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(side, burst, optimizer, 1)
+    change(model)
+    train(side, burst, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+
+
+def _set_gain(model: Any) -> None:
+    del model.gain
+    model.gain = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+
+def parameter_for_none(side: Side) -> None:
+    _set_later(side, _set_gain)
+
+
+def parameter_for_a_number(side: Side) -> None:
+    _set_later(side, _set_gain, 1.0)
+
+
+def parameter_in_a_dictionary(side: Side) -> None:
+    gain = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+    _set_later(side, lambda model: model.held.update(gain=gain))
+
+
+def module_of_a_parameter_added_to_a_layer(side: Side) -> None:
+    def change(model: Any) -> None:
+        del model.held
+        model.held = nn.ParameterDict({"gain": nn.Parameter(torch.ones(8))})
+
+    _set_later(side, change)
 
 
 @torch.no_grad()
@@ -309,6 +381,40 @@ def hooks_that_look_on_one_rank(side: Side) -> Any:
             part.register_forward_hook(lambda _m, _i, o: seen.append(o.shape))
             part.register_full_backward_hook(lambda *_: seen.append(0))
         inner(side, model).register_forward_hook(lambda *_: seen.append(1))
+    _train_in_parts(side, model)
+    assert seen or side.rank
+    return side.state(model)
+
+
+def hook_of_all_modules_that_looks_on_one_rank(side: Side) -> Any:
+    """A logger of all modules on the first rank, which runs some of each type."""
+    model = apart(side, deep())
+    seen = []
+    handles = []
+    if side.rank == 0:
+        handles.append(register_module_forward_hook(lambda *_: seen.append(0)))
+    _train_in_parts(side, model)
+    for handle in handles:
+        handle.remove()
+    assert seen or side.rank
+    return side.state(model)
+
+
+def hooks_that_look_where_no_rank_calls_them(side: Side) -> Any:
+    """Loggers of all modules that have no parts, on a rank that runs all layers."""
+    model: Any = Attending()
+    if side.size:
+        plan = side.plan(model, [(0, 2)])
+        model = BurstParallel(model, plan, example_inputs=(torch.zeros(2, 6),))
+    if side.rank == 0:
+        for part in inner(side, model).modules():
+            if not list(part.children()):
+                part.register_forward_hook(lambda *_: None)
+    _train_in_parts(side, model)
+    return side.state(model)
+
+
+def _train_in_parts(side: Side, model: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
@@ -317,15 +423,13 @@ def hooks_that_look_on_one_rank(side: Side) -> Any:
                 x, y = side.data(2 * step + part)
                 cross(model(x), y).backward()
         optimizer.step()
-    assert seen or side.rank
-    return side.state(model)
 
 
-def _doubled(side: Side, place: str) -> None:
-    """A hook that doubles something on the second rank, which runs the layer."""
+def _doubled(side: Side, place: str, layer: int = 2) -> None:
+    """A hook that doubles something on the second rank, which runs layer 2."""
     model = apart(side, deep())
     if side.rank == 1:
-        part = model.module[2]
+        part = model.module[layer]
         if place == "parameter":
             part.weight.register_hook(lambda grad: grad * 2)
         elif place == "in place":
@@ -365,6 +469,37 @@ def backward_hook_on_one_rank(side: Side) -> None:
 
 def hook_of_the_model_on_one_rank(side: Side) -> None:
     _doubled(side, "model")
+
+
+def gradient_hook_of_another_ranks_layer(side: Side) -> None:
+    _doubled(side, "parameter", layer=0)
+
+
+def later_hook_of_another_ranks_layer(side: Side) -> None:
+    _doubled(side, "after", layer=0)
+
+
+def forward_hook_of_another_ranks_layer(side: Side) -> None:
+    _doubled(side, "forward", layer=0)
+
+
+def backward_hook_of_another_ranks_layer(side: Side) -> None:
+    _doubled(side, "backward", layer=0)
+
+
+def hook_of_all_modules_on_one_rank(side: Side) -> None:
+    """The second rank doubles what a layer returns that only the first one runs."""
+    model = apart(side, nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+    handle = None
+    if side.rank == 1:
+        handle = register_module_forward_hook(
+            lambda m, _i, o: o * 2 if isinstance(m, nn.Tanh) else None
+        )
+    try:
+        train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def hook_after_a_backward_in_no_sync(side: Side) -> None:
@@ -459,6 +594,8 @@ RIGHT: list[Callable[[Side], Any]] = [
     layers_in_turns,
     hooks_see_each_gradient,
     hooks_that_look_on_one_rank,
+    hook_of_all_modules_that_looks_on_one_rank,
+    hooks_that_look_where_no_rank_calls_them,
     buffers_changed_on_all_ranks,
     optimizer_of_own_layers,
 ]
@@ -493,6 +630,7 @@ def test_a_change_by_hand_gives_what_one_process_gives(
 # Refused, each on all ranks.
 
 STALE = "full_state_dict(), or refresh()"
+KINDS = {"StrettoError", "RankDisagreement", "SpecError", "PlanMismatch"}
 ON_ONE_RANK = "is on rank 1 and missing on rank 0"
 
 REFUSED = {
@@ -501,12 +639,21 @@ REFUSED = {
     stepped_by_hand_with_zeros: STALE,
     evaluated_then_clamped: "as an optimizer's eval() or train() does",
     changed_in_place_before_refresh: STALE,
+    parameter_for_none: "'gain' was added after the burst model was built",
+    parameter_for_a_number: "'gain' was added after the burst model was built",
+    parameter_in_a_dictionary: "not a parameter of the model: register it",
+    module_of_a_parameter_added_to_a_layer: "'held.gain' was added after the burst",
     gradient_hook_on_one_rank: ON_ONE_RANK,
     writing_hook_on_one_rank: ON_ONE_RANK,
     later_hook_on_one_rank: ON_ONE_RANK,
     forward_hook_on_one_rank: ON_ONE_RANK,
     backward_hook_on_one_rank: ON_ONE_RANK,
     hook_of_the_model_on_one_rank: ON_ONE_RANK,
+    gradient_hook_of_another_ranks_layer: ON_ONE_RANK,
+    later_hook_of_another_ranks_layer: ON_ONE_RANK,
+    forward_hook_of_another_ranks_layer: ON_ONE_RANK,
+    backward_hook_of_another_ranks_layer: ON_ONE_RANK,
+    hook_of_all_modules_on_one_rank: "of all modules is on rank 1 and missing on rank",
     hook_after_a_backward_in_no_sync: "register hooks on parameters before the forward",
     hook_before_a_backward_in_no_sync: "register hooks on parameters before the",
     buffer_changed_on_one_rank: "ranks 0, 1 hold different values of buffer 'shift'",
@@ -533,5 +680,5 @@ def test_a_change_by_hand_is_refused_on_all_ranks(ranks: Any) -> None:
     for rank, found in enumerate(ranks(rank_of_refused_uses, 2, timeout_s=200)):
         for name, words in wanted.items():
             kind, text = found[name]
-            assert kind in {"StrettoError", "RankDisagreement"}, (rank, name, text)
+            assert kind in KINDS, (rank, name, text)
             assert words in text, (rank, name, text)

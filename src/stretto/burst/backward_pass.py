@@ -338,6 +338,7 @@ class BackwardPass:
         torch_calls.backward_ended(self._seam)
         if is_sent:
             self._changes.backward_ended(self.own_parameters())
+            self._hooks.backward_ended()
         self._timings.step_ended()
 
     def _sync_to_end(self) -> GradientSync:

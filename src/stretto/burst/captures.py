@@ -160,6 +160,7 @@ class Captures:
                 "goes on with the first value, layers compute it again. Compute it in "
                 "each call, or keep it in a buffer"
             )
+        self._refuse_new_parameters(graph)
         widths, unknown = later_widths(
             graph, self.planned, self._ownership.widths, self._ownership.width_by_id
         )
@@ -209,6 +210,22 @@ class Captures:
                 "model now has different layers than its plan: make such changes "
                 "before building BurstParallel, and plan again"
             ) from exc
+
+    def _refuse_new_parameters(self, graph: LayerGraph) -> None:
+        """Reject a capture that reads parameters that the model did not have before.
+
+        They are in a module that was added: see `Structure` for others.
+        """
+        for name, parameter in self._module.named_parameters():
+            if self._ownership.layer_of(parameter) is None and any(
+                parameter is held
+                for node in graph.nodes
+                for held in node.module.parameters()
+            ):
+                raise PlanMismatch(
+                    f"{name!r} was added after the burst model was built, which does "
+                    "not train it: build BurstParallel again after changing the module"
+                )
 
     def _why_unknown(self, graph: LayerGraph, name: str) -> str:
         """Return why a layer of a later capture is not in the plan."""

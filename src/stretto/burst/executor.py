@@ -363,13 +363,14 @@ class BurstParallel(nn.Module):
         )
         self._forward.prepare(graph, widths, self._batch_norm)
         self._replicas.watch(graph, widths)
-        self._hooks.watch(self.module, parameters)
         self._constants.watch(graph)
         self._changes.reset(is_on=not self._ownership.is_whole())
         self._uses.reset(
             parameters, self._ownership.runs_parameter, is_on=self._changes.is_on
         )
         runs = self._ownership.runs
+        layers = [(n.module, runs(n.name)) for n in graph.nodes]
+        self._hooks.watch(self.module, parameters, layers)
         changed = {n.name: params.trained_and_changed(n) for n in graph.nodes}
         self._stale_guard.runs(
             [
@@ -447,10 +448,12 @@ class BurstParallel(nn.Module):
         changed = self._structure.changed()
         if changed is None:
             return None
+        how, so = "replaced or moved", "still uses the old one"
+        if self._structure.lacked(changed):
+            how, so = "added", "does not train it"
         return StrettoError(
-            f"{changed!r} was replaced or moved after the burst model was built, which "
-            "still uses the old one: build BurstParallel again after changing the "
-            "module"
+            f"{changed!r} was {how} after the burst model was built, which {so}: build "
+            "BurstParallel again after changing the module"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
@@ -576,6 +579,7 @@ class BurstParallel(nn.Module):
                 input_needs=input_needs,
                 stamp=self._timings.is_on,
             )
+        self._hooks.forward_ended()
         if grad and output.requires_grad:
             ended = self._backward.forward_ended(
                 execution.graph.results, layouts.shares

@@ -5,7 +5,9 @@ A rank calls the hooks of the layers that it runs. If a hook that changes someth
 on one rank only, another model is trained than in one process. A hook that only looks,
 such as a logger on the first rank, is right. So with each forward ranks compare which
 hooks there are. Where these differ, each rank observes what its hooks do: one that
-returns a value or writes into a tensor must be on every rank.
+returns a value or writes into a tensor must be on every rank. So must one of a layer
+that the rank does not run, unless its function changed nothing where the rank called it
+for another module of that type, or a gradient of as many dimensions.
 
 Hooks are compared by the names and lines of their functions, because values that a
 function closes over may differ for good reasons.
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 from torch.utils import _pytree as pytree
 
 from stretto.burst.hooks import gradient_hooks, post_hooks
@@ -41,13 +44,18 @@ _KINDS = (
     "_backward_pre_hooks",
 )
 
+_GLOBAL: dict[str, dict[int, Any]] = {
+    kind: getattr(torch_modules, "_global" + kind) for kind in _KINDS
+}
+"""The hooks of all modules, by their kind."""
+
 
 @final
 class HookUse:
     """The hooks of one model on this rank.
 
-    ``gather`` returns every rank's text. All ranks call it if one of their hooks
-    changes something and their hooks differ.
+    ``gather`` returns every rank's text. All ranks call it if their hooks differ and
+    one of them changes something or may.
     """
 
     def __init__(self, ranks: Ranks, gather: Callable[[str], Sequence[str]]) -> None:
@@ -61,31 +69,64 @@ class HookUse:
         self.is_on_parameters = False
         """Whether any rank had hooks on parameters at the last forward."""
         self._differ = False
-        """Whether ranks had different hooks on modules at the last forward."""
+        """Whether ranks had different hooks at the last forward."""
+        self._elsewhere: dict[int, type] = {}
+        """The types of modules and parameters that only other ranks run, by ids."""
         self._changed: set[str] = set()
+        """Hooks that have changed something."""
+        self._seen: dict[tuple[str, Any], bool] = {}
+        """Whether functions changed something, by their names and what they got."""
+        self._had_forward = self._had_backward = False
+        """Whether one has ended since ranks had different hooks."""
         self._last = (0, 0)
         self._accepted: set[tuple[tuple[int, ...], ...]] = set()
 
     def watch(
-        self, module: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]]
+        self,
+        module: nn.Module,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        layers: Iterable[tuple[nn.Module, bool]],
     ) -> None:
-        """Compare the hooks of these from now on; every rank must pass the same."""
+        """Compare the hooks of these from now on; every rank must pass the same.
+
+        ``layers`` are parts of the module, and whether this rank runs each.
+        """
         self._parameters = list(parameters)
         self._names = {id(p): name for name, p in self._parameters}
         self._modules = [
             (name, vars(part), part) for name, part in module.named_modules()
         ]
+        parts = [(part, is_here) for layer, is_here in layers for part in _parts(layer)]
+        here = {id(part) for part, is_here in parts if is_here}
+        known = {*self._names, *(id(part) for part in module.modules())}
+        self._elsewhere = {
+            id(part): type(part)
+            for part, _ in parts
+            if id(part) in known and id(part) not in here
+        }
         self._accepted.clear()
 
     # What hooks do on this rank.
+
+    def forward_ended(self) -> None:
+        """Record that this rank has called the forward hooks that it can call."""
+        self._had_forward = self._differ
+
+    def backward_ended(self) -> None:
+        """Record that this rank has called the gradients' hooks that it can call."""
+        self._had_backward = self._differ
+
+    def _forget_calls(self) -> None:
+        self._seen.clear()
+        self._had_forward = self._had_backward = False
 
     def called_back(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
         """Return a gradient as the program's hooks on its parameter return it."""
         for hook in gradient_hooks(parameter):
             before = grad._version  # noqa: SLF001
             found = hook(grad)
-            if grad._version != before or not (found is None or found is grad):  # noqa: SLF001
-                self._changes(self._key_of(parameter, hook))
+            is_changed = grad._version != before or not (found is None or found is grad)  # noqa: SLF001
+            self._note(self._key_of(parameter, hook), hook, grad.dim(), is_changed)
             grad = grad if found is None else found
         return grad
 
@@ -94,8 +135,8 @@ class HookUse:
         for hook in post_hooks(parameter):
             before = _state_of(parameter)
             hook(parameter)
-            if _state_of(parameter) != before:
-                self._changes(self._key_of(parameter, hook))
+            is_changed = _state_of(parameter) != before
+            self._note(self._key_of(parameter, hook), hook, parameter.dim(), is_changed)
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
@@ -104,11 +145,11 @@ class HookUse:
             yield
             return
         replaced = []
-        for where, kind, hooks in self._module_hooks():
+        for where, kind, hooks, _ in self._module_hooks():
             kept = dict(hooks)
             replaced.append((hooks, kept))
             for number, hook in kept.items():
-                hooks[number] = _Observed(hook, _key(where, kind, hook), self._changes)
+                hooks[number] = _Observed(hook, _key(where, kind, hook), self._note)
         try:
             yield
         finally:
@@ -125,18 +166,56 @@ class HookUse:
             if held["_forward_hooks"] or held["_forward_pre_hooks"]
         ]
 
-    def _changes(self, key: str) -> None:
-        self._changed.add(key)
+    def _note(self, key: str, hook: Any, kind: Any, is_changed: bool) -> None:  # noqa: FBT001
+        if is_changed:
+            self._changed.add(key)
+        seen = _name_of(hook), kind
+        self._seen[seen] = is_changed or self._seen.get(seen, False)
 
     def _key_of(self, parameter: nn.Parameter, hook: Any) -> str:
         return _key(f"parameter {self._names.get(id(parameter))!r}", "", hook)
 
-    def _module_hooks(self) -> Iterator[tuple[str, str, dict[int, Any]]]:
-        for name, held, _ in self._hooked:
+    def _module_hooks(self) -> Iterator[tuple[str, str, dict[int, Any], Any]]:
+        """Yield where hooks are, their kind, and they; the module, or None for all."""
+        for kind, hooks in _GLOBAL.items():
+            if hooks:
+                yield "all modules", kind, hooks, None
+        for name, held, part in self._hooked:
             for kind in _KINDS:
                 if held[kind]:
                     where = f"module {name!r}" if name else "the whole model"
-                    yield where, kind, held[kind]
+                    yield where, kind, held[kind], part
+
+    def _unknown(self) -> set[str]:
+        """Return hooks that, as far as this rank knows, may change something."""
+        if not self._differ:
+            return set()
+        found = set()
+        if self._had_backward:
+            for parameter, hook in self._parameter_hooks():
+                is_elsewhere = id(parameter) in self._elsewhere
+                kinds = {parameter.dim()} if is_elsewhere else set()
+                if parameter.requires_grad and not self._is_quiet(hook, kinds):
+                    found.add(self._key_of(parameter, hook))
+        for where, kind, hooks, part in self._module_hooks():
+            if self._had_forward if "forward" in kind else self._had_backward:
+                types = self._types_elsewhere(part)
+                some = [h for h in hooks.values() if not self._is_quiet(h, types)]
+                found.update(_key(where, kind, hook) for hook in some)
+        return found
+
+    def _types_elsewhere(self, part: nn.Module | None) -> set[type]:
+        """Return the types of modules that only other ranks run, one or all."""
+        if part is None:
+            return {t for t in self._elsewhere.values() if issubclass(t, nn.Module)}
+        return {type(part)} if id(part) in self._elsewhere else set()
+
+    def _is_quiet(self, hook: Any, kinds: Iterable[Any]) -> bool:
+        """Return whether a function changed nothing of any of these kinds."""
+        name = _name_of(hook)
+        return _is_strettos(hook) or not any(
+            self._seen.get((name, kind), True) for kind in kinds
+        )
 
     # The exchange between ranks.
 
@@ -152,13 +231,17 @@ class HookUse:
         if now != self._last:
             self._last = now
             self._changed.clear()
-        return [*now, _number(sorted(self._changed))]
+            self._forget_calls()
+        return [*now, _number(sorted(self._changed | self._unknown()))]
 
     def _on_parameters(self) -> list[str]:
+        return [self._key_of(parameter, h) for parameter, h in self._parameter_hooks()]
+
+    def _parameter_hooks(self) -> list[tuple[nn.Parameter, Any]]:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return [
-                _key(f"parameter {name!r}", "", hook)
-                for name, parameter in self._parameters
+                (parameter, hook)
+                for _, parameter in self._parameters
                 if _may_have_hooks(parameter)
                 for hook in (*gradient_hooks(parameter), *post_hooks(parameter))
             ]
@@ -166,8 +249,9 @@ class HookUse:
     def _on_modules(self) -> list[str]:
         return [
             _key(where, kind, hook)
-            for where, kind, hooks in self._module_hooks()
+            for where, kind, hooks, _ in self._module_hooks()
             for hook in hooks.values()
+            if not _is_strettos(hook)
         ]
 
     def require_alike(self, rows: Sequence[Sequence[int]]) -> None:
@@ -177,49 +261,65 @@ class HookUse:
             RankDisagreement: on every rank, naming the hook and the ranks.
         """
         self.is_on_parameters = any(row[0] for row in rows)
-        self._differ = len({row[1] for row in rows}) > 1
         found = tuple(map(tuple, rows))
-        is_same = len({row[:2] for row in found}) == 1
-        if is_same or not any(row[2] for row in rows) or found in self._accepted:
+        self._differ = len({row[:2] for row in found}) > 1
+        if not self._differ:
+            self._forget_calls()
+            return
+        if not any(row[2] for row in rows) or found in self._accepted:
             return
         self._compare()
         self._accepted.add(found)
 
     def _compare(self) -> None:
         every = Counter((*self._on_parameters(), *self._on_modules()))
-        mine = {"changed": sorted(self._changed), "hooks": every}
+        unknown = self._unknown() - self._changed
+        mine = {"changed": [*self._changed], "unknown": [*unknown], "hooks": every}
         texts = [json.loads(text) for text in self._gather(json.dumps(mine))]
-        for key in sorted({key for text in texts for key in text["changed"]}):
-            numbers = [text["hooks"].get(key, 0) for text in texts]
-            most = max(numbers)
-            if min(numbers) == most:
-                continue
-            have = [rank for rank, number in enumerate(numbers) if number == most]
-            lack = [rank for rank, number in enumerate(numbers) if number < most]
-            name_all = self._ranks.name_all
-            raise RankDisagreement(
-                f"a hook changes what the model computes, but is not on every rank: "
-                f"{key} is on {name_all(have)} and missing on {name_all(lack)}. "
-                "Register hooks that return or write values in the same way on all "
-                "ranks"
+        for what in ("changed", "unknown"):
+            for key in sorted({key for text in texts for key in text[what]}):
+                numbers = [text["hooks"].get(key, 0) for text in texts]
+                if min(numbers) != max(numbers):
+                    raise self._refusal(what, key, numbers)
+
+    def _refusal(self, what: str, key: str, numbers: Sequence[int]) -> RankDisagreement:
+        """Return the error of a hook, by its number on each rank."""
+        most = max(numbers)
+        have = [rank for rank, number in enumerate(numbers) if number == most]
+        lack = [rank for rank, number in enumerate(numbers) if number < most]
+        name_all = self._ranks.name_all
+        where = f"{key} is on {name_all(have)} and missing on {name_all(lack)}"
+        if what == "changed":
+            return RankDisagreement(
+                "a hook changes what the model computes, but is not on every rank: "
+                f"{where}. Register hooks that return or write values in the same way "
+                "on all ranks"
             )
+        return RankDisagreement(
+            "a hook may change what the model computes, but is not on every rank: "
+            f"{where}. A rank that has it does not run its layer, so can't tell. "
+            "Register it in the same way on all ranks or, if it returns and writes "
+            "nothing, on the ranks that run the layer"
+        )
 
 
 @final
 class _Observed:
     """Calls a module's hook, and reports if it changes something."""
 
-    def __init__(self, hook: Any, key: str, changes: Callable[[str], None]) -> None:
+    def __init__(
+        self, hook: Any, key: str, note: Callable[[str, Any, Any, bool], None]
+    ) -> None:
         self._hook = hook
         self._key = key
-        self._report = changes
+        self._note = note
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before = _versions_in(args)
-        found = self._hook(*args, **kwargs)
+        found = self._hook(part, *args, **kwargs)
         is_given = found is None or any(found is arg for arg in args)
-        if not is_given or _versions_in(args) != before:
-            self._report(self._key)
+        is_changed = not is_given or _versions_in(args) != before
+        self._note(self._key, self._hook, type(part), is_changed)
         return found
 
 
@@ -229,6 +329,14 @@ def _versions_in(values: Any) -> list[int]:
         for leaf in pytree.tree_leaves(values)
         if isinstance(leaf, Tensor)
     ]
+
+
+def _parts(layer: nn.Module) -> list[nn.Module | nn.Parameter]:
+    return [*layer.modules(), *layer.parameters()]
+
+
+def _is_strettos(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("stretto.")
 
 
 def _may_have_hooks(parameter: nn.Parameter) -> bool:
@@ -245,10 +353,15 @@ def _state_of(parameter: nn.Parameter) -> tuple[int, int, int]:
     return parameter._version, id(grad), version  # noqa: SLF001
 
 
-def _key(where: str, kind: str, hook: Any) -> str:
-    name = getattr(hook, "__qualname__", None) or type(hook).__qualname__
+def _name_of(hook: Any) -> str:
+    name = str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)
     if (code := getattr(hook, "__code__", None)) is not None:
         name = f"{name} (line {code.co_firstlineno})"
+    return name
+
+
+def _key(where: str, kind: str, hook: Any) -> str:
+    name = _name_of(hook)
     kind = kind.strip("_").removesuffix("s").replace("_", " ") or "hook"
     return f"the {kind} {name} of {where}"
 

@@ -17,11 +17,15 @@ class Structure:
 
     def __init__(self, module: nn.Module) -> None:
         self._rows: list[tuple[dict[str, Any], str, Any, str]] = []
+        self._sizes: list[tuple[dict[str, Any], int, str, set[str]]] = []
+        """Modules' own parameters at the time of building: number, place and names."""
         self.parameters: list[tuple[str, nn.Parameter]] = []
         """Each with its name, once."""
         self._types: list[tuple[torch.dtype, torch.device]] = []
         for prefix, part in module.named_modules():
             where = f"{prefix}." if prefix else ""
+            own = part._parameters  # noqa: SLF001
+            self._sizes.append((own, len(own), where, set(own)))
             for held in (part._modules, part._parameters):  # noqa: SLF001
                 self._rows += [
                     (held, name, value, where + name) for name, value in held.items()
@@ -30,13 +34,22 @@ class Structure:
         self._types = [_kind(p) for _, p in self.parameters]
 
     def changed(self) -> str | None:
-        """Return the name of something replaced, moved or removed, or None."""
+        """Return the name of something replaced, added, moved or removed, or None."""
         for held, name, value, full in self._rows:
             if held.get(name) is not value:
                 return full
+        for own, size, where, names in self._sizes:
+            if len(own) != size:
+                new = next((name for name in own if name not in names), None)
+                if new is not None:
+                    return where + new
         pairs = zip(self.parameters, self._types, strict=True)
         with _as_plain():
             return next((name for (name, p), kind in pairs if _kind(p) != kind), None)
+
+    def lacked(self, name: str) -> bool:
+        """Return whether a parameter or module that `changed` names is a new one."""
+        return all(full != name for *_, full in self._rows)
 
     def trained(self) -> tuple[bool, ...]:
         """Return which parameters need a gradient now."""

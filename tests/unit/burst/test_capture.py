@@ -118,6 +118,52 @@ def test_a_view_of_a_parameter_that_needs_a_gradient_is_refused():
         capture(model, (torch.randn(2, 4),))
 
 
+class Hidden(nn.Module):
+    """Reads a module or a parameter that it does not register."""
+
+    def __init__(self, held, *, grad=True):
+        super().__init__()
+        self.a, self.b, self.held, self.grad = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            held,
+            grad,
+        )
+
+    def forward(self, x):
+        x = self.a(x)
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+            part = self.held["part"]
+            more = part(x) if isinstance(part, nn.Module) else x * part
+        return self.b(x + more)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: _weight()])
+@pytest.mark.parametrize("is_hooked", [False, True], ids=["plain", "hooked"])
+def test_a_parameter_that_is_not_registered_is_refused(make, is_hooked):
+    part = make()
+    model = nn.Sequential(Hidden({"part": part}))
+    if is_hooked:
+        model[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(SpecError, match="not a parameter of the model: register it"):
+        capture(model, (torch.randn(2, 4),))
+    held = part.parameters() if isinstance(part, nn.Module) else [part]
+    assert all(p.grad is None for p in held)
+
+
+def _weight():
+    return nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize("kind", ["frozen", "no_grad"])
+def test_a_parameter_of_a_container_that_needs_no_gradient_is_read(kind):
+    model = Hidden({"part": nn.Linear(4, 4)}, grad=kind != "no_grad")
+    if kind == "frozen":
+        model.held["part"].requires_grad_(False)
+    graph = capture(model, (torch.randn(2, 4),))
+    assert len(graph.nodes) > 0
+
+
 def test_ranks_that_do_not_run_its_layer_have_the_same_operations():
     def share(model, weight):
         model._w = weight.detach()[:3]

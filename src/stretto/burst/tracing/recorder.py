@@ -315,8 +315,10 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         self._autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self._fakes: dict[int, Tensor] = {}
         self._trained = trained
-        self._in_reentrant = 0
         """Parameters' names by their memory."""
+        self.registered: frozenset[int] = frozenset()
+        """The ids of the model's parameters, which forward may also hold elsewhere."""
+        self._in_reentrant = 0
         self._held: set[int] = set()
         """The memory of what modules hold, and of constants."""
         self._memory_written: set[int] = set()
@@ -366,6 +368,28 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         self.recording.constants[name] = tensor
         return Fixed(name)
 
+    def _refuse_unregistered(self, given: Any, result: Any, place: str = "") -> None:
+        """Reject a parameter of no module if a gradient would arrive at it."""
+        found = next(
+            (
+                tensor
+                for _, tensor in _leaves(given)
+                if isinstance(tensor, nn.Parameter)
+                and not isinstance(tensor, FakeTensor)
+                and tensor.requires_grad
+                and id(tensor) not in self.registered
+            ),
+            None,
+        )
+        if found is None or not any(t.requires_grad for _, t in _leaves(result)):
+            return
+        raise SpecError(
+            f"{place or _place()}: reads a torch.nn.Parameter of shape "
+            f"{tuple(found.shape)} that needs a gradient but is not a parameter of the "
+            "model: register it, for example by an nn.ModuleList or nn.ParameterDict "
+            "instead of a list or dict, or freeze it by requires_grad_(False)"
+        )
+
     def _require_current(self, tensor: Tensor, place: str) -> None:
         if not self._written or not isinstance(tensor, FakeTensor):
             return
@@ -388,7 +412,9 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         kwargs = kwargs or {}
         if self._depth:
             self._note_borrowed((args, kwargs))
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._refuse_unregistered((args, kwargs), result)
+            return result
         name = getattr(func, "__name__", str(func))
         if self._asks_for_gradient(func, name, args, kwargs):
             return func(*args, **kwargs)
@@ -500,6 +526,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             self._given |= {storage_of(p) for p in part.parameters()}
         self._borrowed = {}
         result = call(*real_args, **real_kwargs)
+        self._refuse_unregistered(tensors, result, place)
         written = [t for t, v in zip(tensors, before, strict=True) if _version(t) != v]
         if not written and not _holds(result):
             return result
@@ -1051,8 +1078,10 @@ def record(
     mode = fakes.mode
     shape, dtype, device = source
     trained = fakes.trained()
+    registered = frozenset(id(parameter) for parameter in root.parameters())
     with swapped(root.named_modules(), fakes.of) as named:
         recorder = Recorder(root, mode, trained, shape[0], check)
+        recorder.registered = registered
         for name, tensor in named.items():
             recorder.knows(tensor, Fixed(name))
         for tensor in kept:
