@@ -22,7 +22,7 @@ Two recordings:
 
 What can't be split over samples or ranks:
 
-- `places`: operations that depend on a sample's position in the batch.
+- `sample_positions`: operations that depend on a sample's position in the batch.
 - `tables`: batch norms whose values do not come from the samples.
 - `backward`: layers whose backward is not torch's own (for `proof`).
 - `overlap`: tensors that share memory (for `grouping` too).

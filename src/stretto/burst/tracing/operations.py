@@ -62,7 +62,6 @@ from stretto.burst.tracing.fakes import Fakes
 from stretto.burst.tracing.ordering import Order
 from stretto.burst.tracing.overlap import shared_with
 from stretto.burst.tracing.packing import Arguments, Results
-from stretto.burst.tracing.places import place_of, places_in
 from stretto.burst.tracing.reads import HOOKS, Ambient, Reads, Watch
 from stretto.burst.tracing.recorder import (
     SOURCE,
@@ -74,11 +73,12 @@ from stretto.burst.tracing.recorder import (
     is_user,
     line_setting,
     note_inputs,
-    place_in,
     record,
     require_rows,
     set_item,
+    source_line_in,
 )
+from stretto.burst.tracing.sample_positions import sample_positions_in, source_line_of
 from stretto.burst.tracing.tables import NormInputs
 from stretto.errors import SpecError
 
@@ -200,8 +200,8 @@ class Traced:
     constants: frozenset[str]
     """Names of the tensors that no module holds."""
 
-    places: set[fx.Node] = field(default_factory=set)
-    """Those of ``ops`` whose rows are samples' places in the batch."""
+    positions: set[fx.Node] = field(default_factory=set)
+    """Those of ``ops`` whose rows are samples' positions in the batch."""
 
     caches: list[Cache] = field(default_factory=list)
     """What its forward keeps constants in, as it was at capture."""
@@ -286,9 +286,11 @@ def trace(
         for entry, refs in recorded.entries.items()
     }
     traced.cached = CachedValues(traced.root, build.counts, caches, nodes)
-    traced.places = places_in(traced.root, traced.ops, build.shapes, build.counts)
-    traced.rows -= traced.places
-    for node in traced.places:
+    traced.positions = sample_positions_in(
+        traced.root, traced.ops, build.shapes, build.counts
+    )
+    traced.rows -= traced.positions
+    for node in traced.positions:
         node.meta.pop("samples", None)  # each rank counts from zero
     traced.results.behind = behind_outputs(
         traced.root, traced.results, build.shapes, module
@@ -512,7 +514,7 @@ def _constants_kept(
         name = one.holder.name_of(one.key)
         part = parts.get(id(one.holder.of))
         place = line_setting(part, one.key) if part is not None else ""
-        made = recording.place_of(one.tensor)
+        made = recording.source_line_of(one.tensor)
         raise SpecError(
             f"{place or (made and made + ': ')}forward of {type(module).__name__} "
             f"keeps a tensor in its attribute or variable {name!r}, computed from "
@@ -564,7 +566,7 @@ def _once(
     except SpecError:
         raise
     except Exception as error:
-        where = place_in(error, type(module).__name__)
+        where = source_line_in(error, type(module).__name__)
         text = (str(error).splitlines() or [type(error).__name__])[0]
         raise SpecError(
             f"{where}: the layers of {type(module).__name__} can't be found "
@@ -1066,8 +1068,9 @@ def _classify(
             _row(traced, node, build)
     if result not in traced.rows - {source}:
         raise SpecError(
-            f"{place_of(result)}: {type(module).__name__} must give tensors with a row "
-            "for each sample, computed from its input; wrap it in a module that does"
+            f"{source_line_of(result)}: {type(module).__name__} must give tensors with "
+            "a row for each sample, computed from its input; wrap it in a module that "
+            "does"
         )
     return traced
 
@@ -1114,8 +1117,8 @@ def _require_all_rows_written(traced: Traced, node: fx.Node) -> None:
     elif not isinstance(first, (int, list, range)) or isinstance(first, bool):
         return
     raise SpecError(
-        f"{place_of(node)}: writes into some samples by their place in the batch, and "
-        "these may be on other ranks. Treat all samples the same"
+        f"{source_line_of(node)}: writes into some samples by their place in the "
+        "batch, and these may be on other ranks. Treat all samples the same"
     )
 
 
@@ -1126,8 +1129,8 @@ def _require_same_for_all(node: fx.Node, build: _Build) -> None:
     one, two = build.shapes.get(node, (None, None))
     if one is None or one.dim() < 1 or one.shape[0] == two.shape[0]:
         raise SpecError(
-            f"{place_of(node)}: draws random numbers that all samples share, which "
-            "would differ on each rank: draw them for each sample, with a first "
+            f"{source_line_of(node)}: draws random numbers that all samples share, "
+            "which would differ on each rank: draw them for each sample, with a first "
             "dimension that is the batch"
         )
 
@@ -1138,14 +1141,14 @@ def _row(traced: Traced, node: fx.Node, build: _Build) -> None:
     sides = [follows(v, w) for v, w in zip(value.shape, other.shape, strict=True)]
     if not any(side is not False for side in sides):
         raise SpecError(
-            f"{place_of(node)}: {node.name!r} gives {tuple(value.shape)} whatever the "
-            "number of samples: it mixes samples, which may be on different ranks. "
-            "Leave reductions over the batch to the loss"
+            f"{source_line_of(node)}: {node.name!r} gives {tuple(value.shape)} "
+            "whatever the number of samples: it mixes samples, which may be on "
+            "different ranks. Leave reductions over the batch to the loss"
         )
     if any(side is None for side in sides) or sides.count(True) > 1:
         _refuse_pairs(build, node)
         raise SpecError(
-            f"{place_of(node)}: {node.name!r} gives {tuple(value.shape)} for "
+            f"{source_line_of(node)}: {node.name!r} gives {tuple(value.shape)} for "
             f"{BATCHES[0]} samples and {tuple(other.shape)} for {BATCHES[1]}, which "
             "is no multiple: it treats some samples differently from others, and "
             "these may be on other ranks. Treat all samples the same"
@@ -1170,9 +1173,9 @@ def _refuse_pairs(build: _Build, node: fx.Node) -> None:
             work += at.all_input_nodes
     if found is not None:
         raise SpecError(
-            f"{place_of(found)}: {found.name!r} compares each sample with the others, "
-            "and these may be on other ranks: return what it is computed from, and "
-            "compare in the loss"
+            f"{source_line_of(found)}: {found.name!r} compares each sample with the "
+            "others, and these may be on other ranks: return what it is computed from, "
+            "and compare in the loss"
         )
 
 

@@ -146,7 +146,7 @@ class Recording:
         self.writers: dict[int, list[int]] = {}
         """By storage: the operations that wrote into it."""
 
-    def place_of(self, tensor: Tensor) -> str:
+    def source_line_of(self, tensor: Tensor) -> str:
         """Return the line that made a tensor, or nothing."""
         ref = self.refs.get(id(tensor))
         if not isinstance(ref, Ref) or ref == SOURCE:
@@ -192,7 +192,7 @@ class Recording:
         return [Ref(n) for n in self.writers.get(storage_of(tensor), ())]
 
 
-def place_in(error: BaseException, otherwise: str) -> str:
+def source_line_in(error: BaseException, otherwise: str) -> str:
     """Return the last line of an error's trace that is the user's."""
     found = otherwise
     trace = error.__traceback__
@@ -227,7 +227,7 @@ def line_setting(module: nn.Module, name: str) -> str:
     return found
 
 
-def _place() -> str:
+def _source_line() -> str:
     import sys
 
     frame: Any = sys._getframe(2)  # noqa: SLF001
@@ -393,20 +393,20 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         if self._asks_for_gradient(func, name, args, kwargs):
             return func(*args, **kwargs)
         if name in _REFUSED:
-            place = _place()
+            place = _source_line()
             raise SpecError(
                 f"{place}: {name} in forward is not captured: {_REFUSED[name]}. Move "
                 "it out of the model, or write it as a torch.autograd.Function"
             )
         if func is torch.autograd.grad:
             raise SpecError(
-                f"{_place()}: torch.autograd.grad in forward is not captured: it reads "
-                "other layers' backward. Compute gradients outside of the model"
+                f"{_source_line()}: torch.autograd.grad in forward is not captured: it "
+                "reads other layers' backward. Compute gradients outside of the model"
             )
         if name == "__set__":
             raise SpecError(
-                f"{_place()}: sets {func.__self__.__name__!r} of a tensor in forward: "
-                "write it as an operation that gives a new tensor"
+                f"{_source_line()}: sets {func.__self__.__name__!r} of a tensor in "
+                "forward: write it as an operation that gives a new tensor"
             )
         if name == "__get__":
             return self._property(func, args)
@@ -457,8 +457,8 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             return value
         if name in ("grad", "_grad", "_base"):
             raise SpecError(
-                f"{_place()}: reads .{name} of a tensor in forward, which is not known "
-                "when layers run on other ranks: compute it outside of the model"
+                f"{_source_line()}: reads .{name} of a tensor in forward, which is not "
+                "known when layers run on other ranks: compute it outside of the model"
             )
         return self.operation("call_function", getattr, _attribute, (args[0], name), {})
 
@@ -473,7 +473,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         """Run something as one operation and record it."""
         self._depth += 1
         try:
-            return self._operation(kind, target, call, args, kwargs, _place())
+            return self._operation(kind, target, call, args, kwargs, _source_line())
         finally:
             self._depth -= 1
 
@@ -622,9 +622,9 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
                 and in_checkpoint()
             ):
                 raise SpecError(
-                    f"{_place()}: {type(module).__name__} is in a checkpoint, which "
-                    "runs it again in backward: it would update its statistics twice "
-                    "or draw other masks. Move it out of the checkpoint"
+                    f"{_source_line()}: {type(module).__name__} is in a checkpoint, "
+                    "which runs it again in backward: it would update its statistics "
+                    "twice or draw other masks. Move it out of the checkpoint"
                 )
             if isinstance(module, BatchNorm):
                 self._norms.append(self._modules.get(id(module), ""))
@@ -632,7 +632,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
                 return call(module, *args, **kwargs)
             if module.training and module.p:
                 given = next(iter((*args, *kwargs.values())), None)
-                require_rows(given, self._batch, _place())
+                require_rows(given, self._batch, _source_line())
             self._in_dropout += 1
             try:
                 return call(module, *args, **kwargs)
@@ -644,7 +644,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             or not self._has_own_parameters(module)
         ):
             return call(module, *args, **kwargs)
-        place = _place()
+        place = _source_line()
         if (
             self._in_reentrant
             and isinstance(module, BatchNorm)
@@ -718,8 +718,9 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         if self._depth:
             if kind is torch.utils.checkpoint.CheckpointFunction:
                 raise SpecError(
-                    f"{_place()}: a checkpoint with use_reentrant=True inside a module "
-                    "that has hooks hides its gradients: pass use_reentrant=False"
+                    f"{_source_line()}: a checkpoint with use_reentrant=True inside a "
+                    "module that has hooks hides its gradients: pass "
+                    "use_reentrant=False"
                 )
             return call(kind, *args, **kwargs)
         if kind is torch.utils.checkpoint.CheckpointFunction:
@@ -738,9 +739,9 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         needs = any(tensor.requires_grad for _, tensor in _leaves(args))
         if not needs and any(t.requires_grad for _, t in _leaves(result)):
             raise SpecError(
-                f"{_place()}: a checkpoint with use_reentrant=True, none of whose "
-                "inputs needs a gradient, gives no gradient to the parameters in it: "
-                "pass use_reentrant=False, or freeze them"
+                f"{_source_line()}: a checkpoint with use_reentrant=True, none of "
+                "whose inputs needs a gradient, gives no gradient to the parameters in "
+                "it: pass use_reentrant=False, or freeze them"
             )
         return result
 
@@ -748,14 +749,14 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         """Record that random numbers were drawn."""
         if torch.initial_seed() != _SEED:
             raise SpecError(
-                f"{_place()}: draws random numbers after forward set a seed or a state "
-                "of the generator: ranks draw by sample, from seeds of their own. Set "
-                "seeds outside of the model"
+                f"{_source_line()}: draws random numbers after forward set a seed or a "
+                "state of the generator: ranks draw by sample, from seeds of their "
+                "own. Set seeds outside of the model"
             )
         if kwargs.get("generator") is not None:
             raise SpecError(
-                f"{_place()}: draws random numbers from a generator of its own: ranks "
-                "draw by sample, from seeds of their own. Leave out generator="
+                f"{_source_line()}: draws random numbers from a generator of its own: "
+                "ranks draw by sample, from seeds of their own. Leave out generator="
             )
         if self._in_dropout:
             return
@@ -770,7 +771,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
     def scans(self, tensor: Tensor, dim: int) -> None:
         """Record a running sum, product or extreme along a dimension."""
         if self._depth and tensor.dim():
-            self._scanned.append((tensor.shape[dim], _place()))
+            self._scanned.append((tensor.shape[dim], _source_line()))
 
     def lifted(self, tensor: Tensor, value: Tensor) -> None:
         """Record the value of a tensor that was made from data."""
@@ -791,8 +792,8 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         if getattr(owner, "max_norm", None) is not None:
             way = "Leave out max_norm, and limit the norms after each optimizer's step"
         return SpecError(
-            f"{_place()}: writes into the parameter {name!r} in forward: ranks would "
-            f"differ in it, as each runs other layers and samples. {way}"
+            f"{_source_line()}: writes into the parameter {name!r} in forward: ranks "
+            f"would differ in it, as each runs other layers and samples. {way}"
         )
 
     def autocast_entered(self, entry: tuple[str, torch.dtype, bool, bool]) -> None:
