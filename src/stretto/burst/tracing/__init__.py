@@ -11,14 +11,18 @@ A recording:
 - `reads`: the plain state that forward reads, to detect a change of it.
 - `freezing`: copies of plain state that can be compared later (for `reads`).
 - `packing`: several inputs or outputs in one tensor.
-- `caches`: find and undo what forward keeps outside of the call.
+- `caches`: find and undo what forward keeps outside of the call (for `recordings`).
 - `cached_values`: compare what is cached later with what layers compute.
 
 Two recordings:
 
+- `operations`: `trace`, the way from a module to its operations.
+- `recordings`: both recordings, with forward's changes undone.
 - `comparing`: sizes that follow the batch.
 - `ordering`: an order of fixed operations that all processes share.
-- `operations`: the recordings, the graph, and which operations depend on the input.
+- `build`: a graph from both recordings.
+- `names`: names of what the graph holds.
+- `classify`: which operations depend on the input, and have a row for each sample.
 
 What can't be split over samples or ranks:
 
