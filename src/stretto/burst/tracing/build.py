@@ -13,14 +13,8 @@ from torch.utils import _pytree as pytree
 
 from stretto.burst.tracing.comparing import BATCHES, Count
 from stretto.burst.tracing.names import Name, free_name
-from stretto.burst.tracing.recorder import (
-    SOURCE,
-    Fixed,
-    Record,
-    Recording,
-    Ref,
-    require_rows,
-)
+from stretto.burst.tracing.recorder import require_rows
+from stretto.burst.tracing.records import SOURCE, Fixed, Record, Recording, Ref
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from stretto.burst.tracing.classify import Traced, is_heavy
 from stretto.burst.tracing.names import free_name
 from stretto.burst.tracing.overlap import plain_tensors, regions_of
-from stretto.burst.tracing.recorder import Context
+from stretto.burst.tracing.records import Context
 from stretto.burst.tracing.sample_positions import depends_on_position, source_line_of
 from stretto.errors import SpecError
 

@@ -26,16 +26,12 @@ from stretto.burst.tracing.comparing import BATCHES, Counts, compare
 from stretto.burst.tracing.ordering import Order
 from stretto.burst.tracing.overlap import shared_with
 from stretto.burst.tracing.packing import Arguments, Results
+from stretto.burst.tracing.patching import note_inputs
 from stretto.burst.tracing.reads import Ambient, Reads
-from stretto.burst.tracing.recorder import (
-    Fixed,
-    Record,
-    Recording,
-    line_setting,
-    note_inputs,
-)
 from stretto.burst.tracing.recordings import record_again, record_both
+from stretto.burst.tracing.records import Fixed, Record, Recording
 from stretto.burst.tracing.sample_positions import sample_positions_in
+from stretto.burst.tracing.source_lines import line_setting
 from stretto.burst.tracing.tables import NormInputs
 from stretto.errors import SpecError
 

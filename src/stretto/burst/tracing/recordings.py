@@ -36,16 +36,9 @@ from stretto.burst.tracing.caches import (
 from stretto.burst.tracing.comparing import BATCHES, compare, require_like
 from stretto.burst.tracing.fakes import Fakes
 from stretto.burst.tracing.reads import HOOKS, Reads, Watch
-from stretto.burst.tracing.recorder import (
-    Fixed,
-    Recording,
-    Ref,
-    UnseenTensor,
-    is_user,
-    line_setting,
-    record,
-    source_line_in,
-)
+from stretto.burst.tracing.recorder import UnseenTensor, record
+from stretto.burst.tracing.records import Fixed, Recording, Ref
+from stretto.burst.tracing.source_lines import is_user, line_setting, source_line_in
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
