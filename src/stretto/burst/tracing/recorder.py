@@ -415,56 +415,51 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
     ) -> Any:
         """Run a module, as one operation if it is a leaf."""
         if self._depth:
-            if (
-                module.training
-                and (
-                    isinstance(module, BatchNorm)
-                    or (isinstance(module, Dropout) and module.p)
-                )
-                and in_checkpoint()
-            ):
-                raise SpecError(
-                    f"{source_line()}: {type(module).__name__} is in a checkpoint, "
-                    "which runs it again in backward: it would update its statistics "
-                    "twice or draw other masks. Move it out of the checkpoint"
-                )
-            if isinstance(module, BatchNorm):
-                self._norms.append(self._modules.get(id(module), ""))
-            if not isinstance(module, Dropout):
-                return call(module, *args, **kwargs)
-            if module.training and module.p:
-                given = next(iter((*args, *kwargs.values())), None)
-                require_rows(given, self._batch, source_line())
-            self._in_dropout += 1
-            try:
-                return call(module, *args, **kwargs)
-            finally:
-                self._in_dropout -= 1
+            return self._module_within(call, module, args, kwargs)
         if (
             id(module) not in self._modules
             or not is_leaf(module, self._root)
             or not self._has_own_parameters(module)
         ):
             return call(module, *args, **kwargs)
-        place = source_line()
+        return self._leaf(call, module, args, kwargs)
+
+    def _module_within(
+        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """Run a module within an operation, and note a norm or dropout."""
         if (
-            self._in_reentrant
-            and isinstance(module, BatchNorm)
-            and module.training
-            and module.track_running_stats
+            module.training
+            and (
+                isinstance(module, BatchNorm)
+                or (isinstance(module, Dropout) and module.p)
+            )
+            and in_checkpoint()
         ):
             raise SpecError(
-                f"{place}: {type(module).__name__} is in a checkpoint, which runs it "
-                "again in backward: it would update its statistics twice. Move it out "
-                "of the checkpoint"
+                f"{source_line()}: {type(module).__name__} is in a checkpoint, which "
+                "runs it again in backward: it would update its statistics twice "
+                "or draw other masks. Move it out of the checkpoint"
             )
-        if getattr(module, "scale_grad_by_freq", False):
-            raise SpecError(
-                f"{place}: {type(module).__name__} with scale_grad_by_freq divides a "
-                "word's gradient by its count in the batch, which one rank "
-                "does not know. Leave out scale_grad_by_freq"
-            )
+        if isinstance(module, BatchNorm):
+            self._norms.append(self._modules.get(id(module), ""))
+        if not isinstance(module, Dropout):
+            return call(module, *args, **kwargs)
+        if module.training and module.p:
+            given = next(iter((*args, *kwargs.values())), None)
+            require_rows(given, self._batch, source_line())
+        self._in_dropout += 1
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self._in_dropout -= 1
 
+    def _leaf(
+        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """Run a module as one operation."""
+        place = source_line()
+        self._refuse_leaf(module, place)
         _require_own_forwards(module, self._modules[id(module)])
 
         def run(*more: Any, **named: Any) -> Any:
@@ -485,6 +480,26 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         return self.operation(
             "call_module", self._modules[id(module)], run, args, kwargs
         )
+
+    def _refuse_leaf(self, module: nn.Module, place: str) -> None:
+        """Reject a module that would do other things when it runs as an operation."""
+        if (
+            self._in_reentrant
+            and isinstance(module, BatchNorm)
+            and module.training
+            and module.track_running_stats
+        ):
+            raise SpecError(
+                f"{place}: {type(module).__name__} is in a checkpoint, which runs it "
+                "again in backward: it would update its statistics twice. Move it out "
+                "of the checkpoint"
+            )
+        if getattr(module, "scale_grad_by_freq", False):
+            raise SpecError(
+                f"{place}: {type(module).__name__} with scale_grad_by_freq divides a "
+                "word's gradient by its count in the batch, which one rank "
+                "does not know. Leave out scale_grad_by_freq"
+            )
 
     def _has_own_parameters(self, module: nn.Module) -> bool:
         """Return whether a module runs with its own parameters.
