@@ -25,12 +25,32 @@ PACKAGES = (
 )
 
 
+MODULES = {
+    "stretto.runtime.backends": ("get", "names", "register"),
+    "stretto.runtime.backends.base": (
+        "AbstractBackend",
+        "AbstractLanes",
+        "Lane",
+        "LaneFailure",
+    ),
+    "stretto.runtime.backends.host_work": ("HostThreads",),
+    "stretto.testing.backends": ("CASES", "check_case", "run_case"),
+}
+"""What a backend of one's own needs, by module: these modules have no ``__all__``."""
+
+
 def public_names() -> list[str]:
     """Every exported name, by package."""
-    return [
+    exported = [
         f"{package}.{name}"
         for package in PACKAGES
         for name in importlib.import_module(package).__all__
+    ]
+    return exported + [
+        f"{module}.{name}"
+        for module, names in MODULES.items()
+        for name in names
+        if hasattr(importlib.import_module(module), name)
     ]
 
 

@@ -91,6 +91,16 @@ def test_only_backends_spell_the_name_of_nccl():
     assert '"nccl"' in (backends / "nccl.py").read_text()
 
 
+@pytest.mark.parametrize("package", ["burst", "burst/tracing"])
+def test_a_package_lists_what_its_files_are_for(package):
+    folder = ROOT / "src/stretto" / package
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    listed = re.findall(r"^- (.*?): ", text, re.M)
+    names = {name for line in listed for name in re.findall(r"`(\w+)`", line)}
+    files = {file.stem for file in folder.glob("*.py")} - {"__init__"}
+    assert names == files
+
+
 def test_no_tracked_file_is_large():
     assert [f for f in tracked() if f.stat().st_size > 2**20] == []
 

@@ -1,4 +1,64 @@
-"""Burst parallelism for real models: their layers, measured times, and training."""
+"""Burst parallelism for real models: their layers, measured times, and training.
+
+`tracing` turns a module into layers; `profile` measures them; `BurstParallel` trains
+them. Unless a line says otherwise, `executor` owns what a file defines.
+
+The model:
+
+- `executor`: `BurstParallel`: forward, backward, changes of plan, state for saving.
+- `requirements`: what a module, a plan and a call must be.
+- `ownership`: which ranks run which layer.
+- `schedule`: what a rank does in a forward, computed once per plan (for `forward`).
+- `graph`: capture a module (for `captures`, and the public function).
+- `captures`: a model's captures for its modes and values.
+- `structure`: notice replaced modules and parameters.
+
+A step:
+
+- `batch_partition`: the numbers that ranks exchange and compare at a forward's start.
+- `forward`: run each layer on this rank, with moves in between.
+- `activation_transfer`: the moves and their way back (for `forward`).
+- `boundary`: weigh gradients where they enter and leave the model.
+- `backward_pass`: a backward, from its first gradient to its last.
+- `gradient_sync`: add a layer's gradients over its ranks (for `backward_pass`).
+- `shadows`: keep gradients that bypass the layers apart.
+- `reach`: the parameters that a backward reaches (for `backward_pass`).
+- `held_activations`: find losses on activations that hooks kept.
+- `hooks`: call the program's hooks as one process would.
+- `norm`, `dropout`: statistics and masks of the whole batch, in layers (for `forward`).
+- `timings`: what a rank's step consists of.
+
+Ranks:
+
+- `rank_groups`: connections, among all ranks and among a layer's.
+- `rank_meeting`: agree before anything is built or sent.
+- `refusals`: inform ranks that wait for one that raised (for `rank_groups`).
+- `parameters`: send parameters, gradients and optimizer states between ranks.
+- `memory`, `numbers`: values as bytes and as integers, for all of these.
+
+Checks that ranks train one model:
+
+- `replicas`: ranks of a layer hold the same parameters.
+- `changes`: gradients and parameters are scaled equally on all ranks.
+- `optimizer_use`, `optimizers`: optimizers are used equally, and keep the same values.
+- `separable`: an optimizer treats parameters separately (for `stale_guard`).
+- `hook_use`: hooks that change something are on all ranks.
+- `constant_buffers`: buffers that forward only reads are the same.
+- `stale_guard`: nothing reads values that this rank does not keep current.
+- `verify`: a first step equals one process's (with ``verify=True``).
+
+PyTorch's functions:
+
+- `torch_calls`: joined over the ranks for burst models, installed once per process.
+- `torch_seam`: a model as `torch_calls` sees it.
+
+Profiles, each used by the one before:
+
+- `collective_profile`: profile on the ranks that train.
+- `layer_profile`, `layer_rounds`: each layer's time by number of samples.
+- `host_costs`: what messages and copies cost on these ranks.
+- `factory`: load a model by its function's name (for the command line).
+"""
 
 from __future__ import annotations
 

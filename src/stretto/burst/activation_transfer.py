@@ -50,10 +50,10 @@ class _Pending:
 
     def finish(self) -> None:
         """Wait until the rows have arrived."""
-        for work, place, rows in self._coming:
+        for work, buffer, rows in self._coming:
             work.wait()
             if rows is not None:
-                self.after[list(rows)] = place
+                self.after[list(rows)] = buffer
         self._coming = []
 
 
@@ -85,21 +85,21 @@ class ActivationTransfer:
         after = rows.new_empty((transfer.num_after, *rows.shape[1:]))
         for here, there in transfer.kept:
             after[rows_of(there)] = rows[rows_of(here)]
-        places = [(peer, after[rows_of(some)]) for peer, some in transfer.receives]
+        arriving = [(peer, after[rows_of(some)]) for peer, some in transfer.receives]
         buffers = [(peer, rows[rows_of(some)]) for peer, some in transfer.sends]
         if copies:
             buffers = [(peer, buffer.clone()) for peer, buffer in buffers]
         with self._rank_groups.guard(f"the redistribution of layer {layer!r}"):
-            sent, coming = self._rank_groups.post(buffers, places, tag)
+            sent, coming = self._rank_groups.post(buffers, arriving, tag)
         for work, (_, buffer) in zip(sent, buffers, strict=True):
             self._in_flight.append((work, buffer, _version(buffer), layer))
         # Rows that are not contiguous arrive in a separate tensor.
         return _Pending(
             after,
             [
-                (work, place, some if isinstance(some, tuple) else None)
-                for work, (_, place), (_, some) in zip(
-                    coming, places, transfer.receives, strict=True
+                (work, buffer, some if isinstance(some, tuple) else None)
+                for work, (_, buffer), (_, some) in zip(
+                    coming, arriving, transfer.receives, strict=True
                 )
             ],
         )

@@ -42,25 +42,25 @@ def trained_and_changed(node: LayerNode) -> list[Tensor]:
 
 @torch.no_grad()
 def bring(
-    rank_groups: RankGroups, graph: LayerGraph, roots: Mapping[str, int], place: str
+    rank_groups: RankGroups, graph: LayerGraph, roots: Mapping[str, int], context: str
 ) -> None:
     """Give all ranks the parameters and buffers of each layer's root."""
     for node in graph.nodes:
         if node.name in roots:
-            where = f"{place} of layer {node.name!r}"
-            bring_tensors(rank_groups, tensors_of(node), roots[node.name], where)
+            what = f"{context} of layer {node.name!r}"
+            bring_tensors(rank_groups, tensors_of(node), roots[node.name], what)
 
 
 @torch.no_grad()
 def bring_tensors(
-    rank_groups: RankGroups, tensors: Iterable[Tensor], root: int, place: str
+    rank_groups: RankGroups, tensors: Iterable[Tensor], root: int, context: str
 ) -> None:
     """Give all ranks ``root``'s values of some tensors."""
     if rank_groups.ranks.size == 1:
         return
     for tensor in tensors:
         whole = in_memory(tensor.detach())
-        with rank_groups.guard(place):
+        with rank_groups.guard(context):
             rank_groups.broadcast(whole, root)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.copy_(whole)
@@ -77,16 +77,16 @@ def bring_gradients(
         held = list(node.module.parameters()) if node.name in roots else []
         if not held:
             continue
-        place = f"bringing gradients of layer {node.name!r}"
+        context = f"bringing gradients of layer {node.name!r}"
         present = [parameter.grad is not None for parameter in held]
         flags = torch.tensor(present, dtype=torch.int64, device=held[0].device)
-        bring_tensors(rank_groups, [flags], roots[node.name], place)
+        bring_tensors(rank_groups, [flags], roots[node.name], context)
         for parameter, is_present in zip(held, flags.tolist(), strict=True):
             if not is_present:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            bring_tensors(rank_groups, [parameter.grad], roots[node.name], place)
+            bring_tensors(rank_groups, [parameter.grad], roots[node.name], context)
 
 
 def bring_states(
@@ -108,8 +108,8 @@ def bring_states(
             root = roots[node.name]
             is_root = rank_groups.ranks.rank == root
             states = [optimizer.state.get(p, {}) for p in mine] if is_root else None
-            place = f"bringing the optimizer's state of layer {node.name!r}"
-            with rank_groups.guard(place):
+            context = f"bringing the optimizer's state of layer {node.name!r}"
+            with rank_groups.guard(context):
                 found = _broadcast_states(rank_groups, states, root, device)
             if not is_root:
                 for parameter, state in zip(mine, found, strict=True):

@@ -21,7 +21,7 @@ from stretto.burst.norm import BatchNorm
 from stretto.burst.parameters import tensors_of, trained_and_changed
 from stretto.burst.rank_groups import Width
 from stretto.burst.tracing.layers import INPUT, LayerGraph, LayerNode
-from stretto.burst.tracing.places import place_of
+from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.errors import PlanMismatch, SpecError
 from stretto.sim.sample_layout import Numbers, Transfer
 
@@ -316,7 +316,7 @@ def _require_samples_alone(node: LayerNode) -> None:
             what = "normalizes over the batch"
     if what:
         place = next(
-            (place_of(op) for op in _operations(node) if op.meta.get("draws")), ""
+            (source_line_of(op) for op in _operations(node) if op.meta.get("draws")), ""
         )
         raise SpecError(
             f"{place}: layer {node.name!r} draws random numbers and {what}, which "
@@ -345,9 +345,9 @@ def _refuse_functional_norms(node: LayerNode) -> None:
                 given = op.args[_TRAINING] if len(op.args) > _TRAINING else False
                 if op.kwargs.get("training", given) and _reads_samples(op):
                     raise SpecError(
-                        f"{place_of(op)}: layer {node.name!r} normalizes over the "
-                        "batch by a function, whose statistics can't be those of all "
-                        "ranks: use a torch.nn.BatchNorm module"
+                        f"{source_line_of(op)}: layer {node.name!r} normalizes over "
+                        "the batch by a function, whose statistics can't be those of "
+                        "all ranks: use a torch.nn.BatchNorm module"
                     )
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.burst.memory import in_memory
+from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.fakes import swapped
-from stretto.burst.tracing.operations import keep_attributes
 from stretto.burst.tracing.recorder import BatchNorm
 from stretto.burst.tracing.trial import (
     Calm,

@@ -1,6 +1,7 @@
 """The group of commands, and how errors become exit codes.
 
-Exit codes: 0 done, 1 failed, 2 wrong input, 3 no feasible plan or a regression found.
+Exit codes: 0 done, 1 failed, 2 wrong input, 3 no feasible plan, or changes found by
+``convert --check``.
 """
 
 from __future__ import annotations

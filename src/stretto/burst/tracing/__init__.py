@@ -1,1 +1,44 @@
-"""Convert a module to operations, and operations to layers."""
+"""Convert a module to operations, and operations to layers.
+
+`operations.trace` records a module and returns its operations as a graph;
+`layers.LayerGraph` holds the layers that `grouping` makes of them. Unless a line says
+otherwise, `operations` uses what a file defines.
+
+A recording:
+
+- `recorder`: the operations of one forward, on tensors without values.
+- `patching`: route calls of modules and functions through it (for `recorder`).
+- `records`: what a recording consists of (for `recorder` too).
+- `source_lines`: the lines of the user's code (for `recorder` too).
+- `fakes`: these tensors, in place of parameters and buffers (for `recorder`).
+- `reads`: the plain state that forward reads, to detect a change of it.
+- `freezing`: copies of plain state that can be compared later (for `reads`).
+- `packing`: several inputs or outputs in one tensor.
+- `caches`: find and undo what forward keeps outside of the call (for `recordings`).
+- `cached_values`: compare what is cached later with what layers compute.
+
+Two recordings:
+
+- `operations`: `trace`, the way from a module to its operations.
+- `recordings`: both recordings, with forward's changes undone.
+- `comparing`: sizes that follow the batch.
+- `ordering`: an order of fixed operations that all processes share.
+- `build`: a graph from both recordings.
+- `names`: names of what the graph holds.
+- `classify`: which operations depend on the input, and have a row for each sample.
+
+What can't be split over samples or ranks:
+
+- `sample_positions`: operations that depend on a sample's position in the batch.
+- `tables`: batch norms whose values do not come from the samples.
+- `backward`: layers whose backward is not torch's own (for `proof`).
+- `overlap`: tensors that share memory (for `grouping` too).
+
+Layers:
+
+- `grouping`: group operations, and make each group a module (for `layers`).
+- `behind`: the parameters from which each output is computed.
+- `layers`: `LayerGraph` and `LayerNode`.
+- `proof`: compute the layers: they equal the model and keep rows apart, see `capture`.
+- `trial`: random rows, perturbed parameters and constant draws (for `proof`).
+"""

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from stretto.burst.tracing.comparing import BATCHES, is_equal
-from stretto.burst.tracing.places import nodes_behind, place_of, value_of
+from stretto.burst.tracing.sample_positions import (
+    nodes_behind,
+    source_line_of,
+    value_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,7 +87,9 @@ class CachedValues:
             for cache in self._caches
             if id(cache.holder.of) == entry[0]
         )
-        places = [place_of(node) for node in self._nodes[entry] if node is not None]
+        places = [
+            source_line_of(node) for node in self._nodes[entry] if node is not None
+        ]
         return f"{name!r} of {places[-1]}"
 
     def values(self) -> dict[Entry, list[Tensor | None]]:

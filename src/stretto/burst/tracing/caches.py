@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import copy
 import functools
 import gc
 import queue
@@ -403,6 +404,37 @@ def undo(holders: Iterable[Holder]) -> None:
     """Restore what got tensors without values."""
     for cache in caches_of(kept_in(holders)):
         cache.holder.restore(cache.keys)
+
+
+@contextlib.contextmanager
+def keep_attributes(module: nn.Module) -> Iterator[None]:
+    """Undo forward's changes to attributes of modules, and to containers in them."""
+    kept = [(part, dict(part.__dict__)) for part in module.modules()]
+    contents: dict[int, tuple[Any, Any]] = {}
+    for _, attributes in kept:
+        for value in attributes.values():
+            _keep_contents(value, contents)
+    try:
+        yield
+    finally:
+        for part, attributes in kept:
+            part.__dict__.clear()
+            part.__dict__.update(attributes)
+        for container, content in contents.values():
+            container.clear()
+            if isinstance(container, (list, deque)):
+                container.extend(content)
+            else:
+                container.update(content)
+
+
+def _keep_contents(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
+    """Copy the contents of a container, and of the containers in it."""
+    if not isinstance(value, (dict, list, set, deque)) or id(value) in contents:
+        return
+    contents[id(value)] = (value, copy.copy(value))
+    for inner in list(value.values() if isinstance(value, dict) else value):
+        _keep_contents(inner, contents)
 
 
 def forget(mode: Any) -> None:

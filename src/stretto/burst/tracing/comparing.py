@@ -18,13 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.burst.tracing.recorder import (
-    Fixed,
-    Record,
-    Recording,
-    Ref,
-    names_in,
-)
+from stretto.burst.tracing.records import Fixed, Record, Recording, Ref, names_in
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:

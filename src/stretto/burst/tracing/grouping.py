@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from stretto.burst.tracing.operations import Traced, free_name, is_heavy
+from stretto.burst.tracing.classify import Traced, is_heavy
+from stretto.burst.tracing.names import free_name
 from stretto.burst.tracing.overlap import plain_tensors, regions_of
-from stretto.burst.tracing.places import depends_on_place, place_of
-from stretto.burst.tracing.recorder import Context
+from stretto.burst.tracing.records import Context
+from stretto.burst.tracing.sample_positions import depends_on_position, source_line_of
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -88,13 +89,13 @@ def _regions(traced: Traced, joined: _Joined) -> None:
         end = after[op]
         while end is not None and end not in traced.rows:
             end = after[end]
-        if end is None and op in traced.places:
-            raise depends_on_place(op)
+        if end is None and op in traced.positions:
+            raise depends_on_position(op)
         if end is None:
             raise SpecError(
-                f"{place_of(op)}: {op.name!r} gives no tensor with a row for each "
-                "sample, nor does what follows it: the first dimension must be the "
-                "batch wherever layers meet"
+                f"{source_line_of(op)}: {op.name!r} gives no tensor with a row for "
+                "each sample, nor does what follows it: the first dimension must be "
+                "the batch wherever layers meet"
             )
         joined.join(_between(op, end, users, order))
 
@@ -175,9 +176,9 @@ def _join_each(traced: Traced, joined: _Joined, sets: list[list[fx.Node]]) -> No
             end = after[end]
         if end is None:
             raise SpecError(
-                f"{place_of(ops[0])} and {place_of(ops[-1])} share a parameter, "
-                "its memory or running statistics, and what follows them does not "
-                "meet in one tensor: they can't be one layer"
+                f"{source_line_of(ops[0])} and {source_line_of(ops[-1])} share a "
+                "parameter, its memory or running statistics, and what follows them "
+                "does not meet in one tensor: they can't be one layer"
             )
         for op in ops:
             if op is not end:
@@ -394,7 +395,7 @@ def output_of(traced: Traced, group: Group, name: str) -> fx.Node:
         )
     if given[0] not in traced.rows:
         raise SpecError(
-            f"{place_of(given[0])}: the first dimension of the output of layer "
+            f"{source_line_of(given[0])}: the first dimension of the output of layer "
             f"{name!r} must be the batch"
         )
     return given[0]
@@ -414,9 +415,9 @@ def module_of(
         for name in node.meta.get("borrowed", ()):
             if id(traced.module.get_parameter(name)) not in held:
                 raise SpecError(
-                    f"{place_of(node)}: a hook or function in {node.name!r} reads the "
-                    f"parameter {name!r} of a module that forward does not call: ranks "
-                    "would not send its gradient. Read it in forward"
+                    f"{source_line_of(node)}: a hook or function in {node.name!r} "
+                    f"reads the parameter {name!r} of a module that forward does not "
+                    "call: ranks would not send its gradient. Read it in forward"
                 )
     return module, reads
 

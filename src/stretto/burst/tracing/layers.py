@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import fx, nn
 
-from stretto.burst.tracing import grouping, operations
+from stretto.burst.tracing import grouping
 from stretto.burst.tracing.caches import restored
+from stretto.burst.tracing.classify import Traced
 from stretto.errors import PlanMismatch
 from stretto.schema.burst import digest_of
 
@@ -93,7 +94,7 @@ class LayerGraph:
 
     input_dtype: torch.dtype
 
-    _traced: operations.Traced = field(repr=False)
+    _traced: Traced = field(repr=False)
 
     _groups: tuple[tuple[fx.Node, ...], ...] = field(repr=False)
 
@@ -246,7 +247,7 @@ def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def layers_of(
-    traced: operations.Traced,
+    traced: Traced,
     groups: list[tuple[fx.Node, ...]],
     name: str,
     names: Mapping[tuple[fx.Node, ...], str],

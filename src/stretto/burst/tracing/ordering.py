@@ -13,12 +13,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.burst.tracing.recorder import SOURCE, Fixed, Ref
+from stretto.burst.tracing.records import SOURCE, Fixed, Ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from stretto.burst.tracing.recorder import Recording
+    from stretto.burst.tracing.records import Recording
 
 Arguments = tuple[Any, Any]
 """An operation's positional and named arguments, with `Ref` and `Fixed` for tensors."""

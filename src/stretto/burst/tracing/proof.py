@@ -26,10 +26,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from stretto.burst.tracing.backward import has_own_backward
+from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.fakes import swapped
-from stretto.burst.tracing.operations import keep_attributes
-from stretto.burst.tracing.places import place_of
-from stretto.burst.tracing.recorder import BatchNorm, place_in
+from stretto.burst.tracing.recorder import BatchNorm
+from stretto.burst.tracing.sample_positions import source_line_of
+from stretto.burst.tracing.source_lines import source_line_in
 from stretto.burst.tracing.trial import (
     VALUES,
     Calm,
@@ -140,10 +141,11 @@ def _checked(
     assert first is not None  # noqa: S101
     text = (str(first).splitlines() or [""])[0]
     raise SpecError(
-        f"{place_in(first, graph.name)}: computing with random rows like the example's "
-        f"fails ({type(first).__name__}: {text}), so the layers of {graph.name} can't "
-        f"be checked. Forward must take 1 to {_ROWS} samples of values like the "
-        "example's: give an example of several different rows, as in training"
+        f"{source_line_in(first, graph.name)}: computing with random rows like the "
+        f"example's fails ({type(first).__name__}: {text}), so the layers of "
+        f"{graph.name} can't be checked. Forward must take 1 to {_ROWS} samples of "
+        "values like the example's: give an example of several different rows, as in "
+        "training"
     ) from first
 
 
@@ -231,7 +233,7 @@ class _Check:
             if not isinstance(value, Tensor) or not _has_gradient(value):
                 continue
             if op.meta.get("place") and bool(value.isnan().any()):
-                return place_of(op)
+                return source_line_of(op)
         return f"layer {node.name!r}"
 
     def _perturbed(self, tensor: Tensor) -> Tensor:
@@ -323,7 +325,7 @@ class _Check:
         """Require that gradients reach exactly the tensors that forward used."""
         if any(tensor.grad is not None for tensor, _ in twins.values()):
             op = next((n for n in _graph_of(node).nodes if n.meta.get("place")), None)
-            place = "" if op is None else f"{place_of(op)}: "
+            place = "" if op is None else f"{source_line_of(op)}: "
             raise SpecError(
                 f"{place}layer {node.name!r} runs modules again in backward, whose "
                 "gradients would be counted twice: compute them in forward, or use "
@@ -394,7 +396,7 @@ class _Check:
         for rows in (_SOME, self._wide_rows(node, values, output, _WIDEST)):
             op = self._first_mixed(full, self._trace(node, values, rows), rows)
             if op is not None:
-                return _mixing(f"{place_of(op)}: {op.name!r}")
+                return _mixing(f"{source_line_of(op)}: {op.name!r}")
         return None
 
     def _first_mixed(
@@ -576,7 +578,7 @@ class _Check:
             place = self._line(node, values, rows)
         else:
             op = next((n for n in _graph_of(node).nodes if n.meta.get("place")), None)
-            place = place if op is None else f"{place_of(op)}: {place}"
+            place = place if op is None else f"{source_line_of(op)}: {place}"
         return _mixing(place, backward=backward)
 
     def _fails(
@@ -603,7 +605,7 @@ class _Check:
                 return found
         for op in reversed(_graph_of(node).nodes):
             if op.meta.get("place"):
-                return f"{place_of(op)}: layer {node.name!r}"
+                return f"{source_line_of(op)}: layer {node.name!r}"
         return f"layer {node.name!r}"
 
     def _trace(
@@ -640,7 +642,7 @@ class _Check:
             if not isinstance(value, Tensor) or not self._near(
                 value, want[list(rows)], _largest(want)
             ):
-                return f"{place_of(op)}: {op.name!r}"
+                return f"{source_line_of(op)}: {op.name!r}"
         return None
 
 

@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
-import types
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from stretto.burst.boundary import in_checkpoint
 from stretto.burst.tracing.fakes import AbstractRecorder, held_by, storage_of, swapped
+from stretto.burst.tracing.patching import patched
+from stretto.burst.tracing.records import SOURCE, Context, Fixed, Record, Recording, Ref
+from stretto.burst.tracing.source_lines import line_setting, source_line
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -34,9 +32,6 @@ if TYPE_CHECKING:
 
     from stretto.burst.tracing.fakes import Fakes
     from stretto.burst.tracing.reads import Reads
-
-_TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parent.parent)
 
 Dropout = nn.modules.dropout._DropoutNd  # noqa: SLF001
 BatchNorm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
@@ -50,192 +45,6 @@ _REFUSED = {
     "set_": "the storage of a tensor must not change in forward",
     "resize_": "the storage of a tensor must not change in forward",
 }
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A tensor from an earlier operation: its number, and the place in its result."""
-
-    number: int
-
-    path: tuple[Any, ...] = ()
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """A parameter, buffer or other tensor that the module holds, by name."""
-
-    name: str
-
-
-SOURCE = Ref(-1)
-"""The model's input."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Context:
-    """The modes that the module set around an operation."""
-
-    grad: bool = True
-
-    autocast: tuple[tuple[str, torch.dtype, bool, bool], ...] = ()
-
-
-@final
-@dataclass(kw_only=True, eq=False)
-class Record:
-    """One operation."""
-
-    kind: str
-    """``call_function``, ``call_method`` or ``call_module``."""
-
-    target: Any
-
-    args: tuple[Any, ...]
-
-    kwargs: dict[str, Any]
-
-    place: str
-    """Place in the user's code, as ``file:line``."""
-
-    context: Context
-
-    tensors: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
-    """Its results, without values, by place in the result."""
-
-    draws: bool = False
-    """Whether it draws random numbers other than by dropout modules."""
-
-    writes: int | None = None
-    """The position of the argument into which it writes."""
-
-    aliases: bool = False
-    """Whether its result shares memory with an argument."""
-
-    norms: tuple[str, ...] = ()
-    """Batch norms called in it, in order."""
-
-    keeps_state: bool = False
-    """Whether it writes into buffers that are not a batch norm's."""
-
-    borrowed: tuple[str, ...] = ()
-    """Parameters of other modules that its hooks or its own code read."""
-
-    scanned: tuple[tuple[int, str], ...] = ()
-    """The length and place of each running sum, product or extreme in it."""
-
-
-@final
-class Recording:
-    """The operations of one forward."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-        self.constants: dict[str, Any] = {}
-        """Tensors and other objects that belong to no module, by a generated name."""
-
-        self.output: Any = None
-        """The forward's result, with `Ref` for tensors."""
-
-        self.refs: dict[int, Ref | Fixed] = {}
-        """The names of tensors that outlive the recording, by id."""
-
-        self.writers: dict[int, list[int]] = {}
-        """By storage: the operations that wrote into it."""
-
-    def place_of(self, tensor: Tensor) -> str:
-        """Return the line that made a tensor, or nothing."""
-        ref = self.refs.get(id(tensor))
-        if not isinstance(ref, Ref) or ref == SOURCE:
-            return ""
-        return self.records[ref.number].place
-
-    def not_constant(self, tensor: Tensor, varying: Container[str]) -> str:
-        """Return from what a tensor is computed that differs between calls, if any.
-
-        Args:
-            tensor: made in the recording.
-            varying: names of parameters, and of buffers that forward updates.
-        """
-        left = self._behind(tensor)
-        seen: set[Ref | Fixed] = set()
-        while left:
-            ref = left.pop()
-            if ref is None:
-                return "a tensor that capture does not see"
-            if ref in seen:
-                continue
-            seen.add(ref)
-            if isinstance(ref, Fixed):
-                if ref.name in varying:
-                    return repr(ref.name)
-                continue
-            if ref == SOURCE:
-                return "the samples"
-            record = self.records[ref.number]
-            if record.draws:
-                return "random numbers"
-            if record.kind == "call_module":
-                return f"the output of module {record.target!r}"
-            left += _refs_in(_values_read(record))
-            for made in record.tensors.values():
-                left += self._writes_into(made)
-        return ""
-
-    def _behind(self, tensor: Tensor) -> list[Ref | Fixed | None]:
-        return [self.refs.get(id(tensor)), *self._writes_into(tensor)]
-
-    def _writes_into(self, tensor: Tensor) -> list[Ref | Fixed | None]:
-        return [Ref(n) for n in self.writers.get(storage_of(tensor), ())]
-
-
-def place_in(error: BaseException, otherwise: str) -> str:
-    """Return the last line of an error's trace that is the user's."""
-    found = otherwise
-    trace = error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if is_user(file):
-            found = f"{file}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
-
-
-def is_user(file: str) -> bool:
-    """Return whether a file is neither PyTorch's nor stretto's."""
-    return not file.startswith((_TORCH, _OWN, "<")) and "contextlib" not in file
-
-
-def line_setting(module: nn.Module, name: str) -> str:
-    """Return the last line of a class that assigns or extends an attribute, if any."""
-    found = ""
-    for kind in reversed(type(module).__mro__):
-        if kind.__module__.startswith(("torch", "builtins")):
-            continue
-        try:
-            lines, first = inspect.getsourcelines(kind)
-            file = inspect.getsourcefile(kind)
-        except (OSError, TypeError):  # made at run time
-            continue
-        sets = re.compile(rf"\.{re.escape(name)}\b(?!\s*==)(.*=|\.\w+\()")
-        for number, line in enumerate(lines, first):
-            if sets.search(line):
-                found = f"{file}:{number}: "
-    return found
-
-
-def _place() -> str:
-    import sys
-
-    frame: Any = sys._getframe(2)  # noqa: SLF001
-    while frame is not None:
-        if is_user(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "an operation of torch"
 
 
 def is_leaf(module: nn.Module, root: nn.Module) -> bool:
@@ -260,13 +69,6 @@ def is_leaf(module: nn.Module, root: nn.Module) -> bool:
 
 
 _SEED = 0x5EED_0FF0_57E7
-_active: list[Recorder] = []
-
-
-def note_inputs(arguments: Any) -> None:
-    """Pass the model's input tensors to the running recorder."""
-    for recorder in _active[-1:]:
-        recorder.inputs = {id(t) for t in pytree.tree_leaves(arguments)}
 
 
 class UnseenTensor(SpecError):
@@ -419,20 +221,20 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         if self._asks_for_gradient(func, name, args, kwargs):
             return func(*args, **kwargs)
         if name in _REFUSED:
-            place = _place()
+            place = source_line()
             raise SpecError(
                 f"{place}: {name} in forward is not captured: {_REFUSED[name]}. Move "
                 "it out of the model, or write it as a torch.autograd.Function"
             )
         if func is torch.autograd.grad:
             raise SpecError(
-                f"{_place()}: torch.autograd.grad in forward is not captured: it reads "
-                "other layers' backward. Compute gradients outside of the model"
+                f"{source_line()}: torch.autograd.grad in forward is not captured: it "
+                "reads other layers' backward. Compute gradients outside of the model"
             )
         if name == "__set__":
             raise SpecError(
-                f"{_place()}: sets {func.__self__.__name__!r} of a tensor in forward: "
-                "write it as an operation that gives a new tensor"
+                f"{source_line()}: sets {func.__self__.__name__!r} of a tensor in "
+                "forward: write it as an operation that gives a new tensor"
             )
         if name == "__get__":
             return self._property(func, args)
@@ -483,8 +285,8 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             return value
         if name in ("grad", "_grad", "_base"):
             raise SpecError(
-                f"{_place()}: reads .{name} of a tensor in forward, which is not known "
-                "when layers run on other ranks: compute it outside of the model"
+                f"{source_line()}: reads .{name} of a tensor in forward, which is not "
+                "known when layers run on other ranks: compute it outside of the model"
             )
         return self.operation("call_function", getattr, _attribute, (args[0], name), {})
 
@@ -499,7 +301,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         """Run something as one operation and record it."""
         self._depth += 1
         try:
-            return self._operation(kind, target, call, args, kwargs, _place())
+            return self._operation(kind, target, call, args, kwargs, source_line())
         finally:
             self._depth -= 1
 
@@ -640,56 +442,51 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
     ) -> Any:
         """Run a module, as one operation if it is a leaf."""
         if self._depth:
-            if (
-                module.training
-                and (
-                    isinstance(module, BatchNorm)
-                    or (isinstance(module, Dropout) and module.p)
-                )
-                and in_checkpoint()
-            ):
-                raise SpecError(
-                    f"{_place()}: {type(module).__name__} is in a checkpoint, which "
-                    "runs it again in backward: it would update its statistics twice "
-                    "or draw other masks. Move it out of the checkpoint"
-                )
-            if isinstance(module, BatchNorm):
-                self._norms.append(self._modules.get(id(module), ""))
-            if not isinstance(module, Dropout):
-                return call(module, *args, **kwargs)
-            if module.training and module.p:
-                given = next(iter((*args, *kwargs.values())), None)
-                require_rows(given, self._batch, _place())
-            self._in_dropout += 1
-            try:
-                return call(module, *args, **kwargs)
-            finally:
-                self._in_dropout -= 1
+            return self._module_within(call, module, args, kwargs)
         if (
             id(module) not in self._modules
             or not is_leaf(module, self._root)
             or not self._has_own_parameters(module)
         ):
             return call(module, *args, **kwargs)
-        place = _place()
+        return self._leaf(call, module, args, kwargs)
+
+    def _module_within(
+        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """Run a module within an operation, and note a norm or dropout."""
         if (
-            self._in_reentrant
-            and isinstance(module, BatchNorm)
-            and module.training
-            and module.track_running_stats
+            module.training
+            and (
+                isinstance(module, BatchNorm)
+                or (isinstance(module, Dropout) and module.p)
+            )
+            and in_checkpoint()
         ):
             raise SpecError(
-                f"{place}: {type(module).__name__} is in a checkpoint, which runs it "
-                "again in backward: it would update its statistics twice. Move it out "
-                "of the checkpoint"
+                f"{source_line()}: {type(module).__name__} is in a checkpoint, which "
+                "runs it again in backward: it would update its statistics twice "
+                "or draw other masks. Move it out of the checkpoint"
             )
-        if getattr(module, "scale_grad_by_freq", False):
-            raise SpecError(
-                f"{place}: {type(module).__name__} with scale_grad_by_freq divides a "
-                "word's gradient by its count in the batch, which one rank "
-                "does not know. Leave out scale_grad_by_freq"
-            )
+        if isinstance(module, BatchNorm):
+            self._norms.append(self._modules.get(id(module), ""))
+        if not isinstance(module, Dropout):
+            return call(module, *args, **kwargs)
+        if module.training and module.p:
+            given = next(iter((*args, *kwargs.values())), None)
+            require_rows(given, self._batch, source_line())
+        self._in_dropout += 1
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self._in_dropout -= 1
 
+    def _leaf(
+        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """Run a module as one operation."""
+        place = source_line()
+        self._refuse_leaf(module, place)
         _require_own_forwards(module, self._modules[id(module)])
 
         def run(*more: Any, **named: Any) -> Any:
@@ -710,6 +507,26 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         return self.operation(
             "call_module", self._modules[id(module)], run, args, kwargs
         )
+
+    def _refuse_leaf(self, module: nn.Module, place: str) -> None:
+        """Reject a module that would do other things when it runs as an operation."""
+        if (
+            self._in_reentrant
+            and isinstance(module, BatchNorm)
+            and module.training
+            and module.track_running_stats
+        ):
+            raise SpecError(
+                f"{place}: {type(module).__name__} is in a checkpoint, which runs it "
+                "again in backward: it would update its statistics twice. Move it out "
+                "of the checkpoint"
+            )
+        if getattr(module, "scale_grad_by_freq", False):
+            raise SpecError(
+                f"{place}: {type(module).__name__} with scale_grad_by_freq divides a "
+                "word's gradient by its count in the batch, which one rank "
+                "does not know. Leave out scale_grad_by_freq"
+            )
 
     def _has_own_parameters(self, module: nn.Module) -> bool:
         """Return whether a module runs with its own parameters.
@@ -745,8 +562,9 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         if self._depth:
             if kind is torch.utils.checkpoint.CheckpointFunction:
                 raise SpecError(
-                    f"{_place()}: a checkpoint with use_reentrant=True inside a module "
-                    "that has hooks hides its gradients: pass use_reentrant=False"
+                    f"{source_line()}: a checkpoint with use_reentrant=True inside a "
+                    "module that has hooks hides its gradients: pass "
+                    "use_reentrant=False"
                 )
             return call(kind, *args, **kwargs)
         if kind is torch.utils.checkpoint.CheckpointFunction:
@@ -765,9 +583,9 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         needs = any(tensor.requires_grad for _, tensor in _leaves(args))
         if not needs and any(t.requires_grad for _, t in _leaves(result)):
             raise SpecError(
-                f"{_place()}: a checkpoint with use_reentrant=True, none of whose "
-                "inputs needs a gradient, gives no gradient to the parameters in it: "
-                "pass use_reentrant=False, or freeze them"
+                f"{source_line()}: a checkpoint with use_reentrant=True, none of "
+                "whose inputs needs a gradient, gives no gradient to the parameters in "
+                "it: pass use_reentrant=False, or freeze them"
             )
         return result
 
@@ -775,14 +593,14 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         """Record that random numbers were drawn."""
         if torch.initial_seed() != _SEED:
             raise SpecError(
-                f"{_place()}: draws random numbers after forward set a seed or a state "
-                "of the generator: ranks draw by sample, from seeds of their own. Set "
-                "seeds outside of the model"
+                f"{source_line()}: draws random numbers after forward set a seed or a "
+                "state of the generator: ranks draw by sample, from seeds of their "
+                "own. Set seeds outside of the model"
             )
         if kwargs.get("generator") is not None:
             raise SpecError(
-                f"{_place()}: draws random numbers from a generator of its own: ranks "
-                "draw by sample, from seeds of their own. Leave out generator="
+                f"{source_line()}: draws random numbers from a generator of its own: "
+                "ranks draw by sample, from seeds of their own. Leave out generator="
             )
         if self._in_dropout:
             return
@@ -797,7 +615,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
     def scans(self, tensor: Tensor, dim: int) -> None:
         """Record a running sum, product or extreme along a dimension."""
         if self._depth and tensor.dim():
-            self._scanned.append((tensor.shape[dim], _place()))
+            self._scanned.append((tensor.shape[dim], source_line()))
 
     def lifted(self, tensor: Tensor, value: Tensor) -> None:
         """Record the value of a tensor that was made from data."""
@@ -818,8 +636,8 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         if getattr(owner, "max_norm", None) is not None:
             way = "Leave out max_norm, and limit the norms after each optimizer's step"
         return SpecError(
-            f"{_place()}: writes into the parameter {name!r} in forward: ranks would "
-            f"differ in it, as each runs other layers and samples. {way}"
+            f"{source_line()}: writes into the parameter {name!r} in forward: ranks "
+            f"would differ in it, as each runs other layers and samples. {way}"
         )
 
     def autocast_entered(self, entry: tuple[str, torch.dtype, bool, bool]) -> None:
@@ -932,40 +750,6 @@ def _holds(value: Any) -> bool:
     return next(_leaves(value), None) is not None
 
 
-def names_in(value: Any) -> Iterator[str]:
-    """Yield the names of the held tensors among an operation's arguments."""
-    for ref in _refs_in(value):
-        if isinstance(ref, Fixed):
-            yield ref.name
-
-
-_LIKE = ("to", "type_as")
-"""Methods that read of a second tensor only its type and device."""
-
-
-def _values_read(record: Record) -> Any:
-    """Return the arguments of which an operation reads more than sizes and types."""
-    name = str(getattr(record.target, "__name__", record.target))
-    if name in _LIKE:
-        return record.args[:1]
-    if name.startswith("new_") or name.endswith("_like"):
-        return record.args[1:], {**record.kwargs, "input": None}
-    return record.args, record.kwargs
-
-
-def _refs_in(value: Any) -> list[Ref | Fixed | None]:
-    """Return the names of tensors in an operation's arguments."""
-    if isinstance(value, (Ref, Fixed)):
-        return [value]
-    if isinstance(value, slice):
-        return _refs_in((value.start, value.stop, value.step))
-    if isinstance(value, dict):
-        return _refs_in(tuple(value.values()))
-    if isinstance(value, (tuple, list)):
-        return [ref for part in value for ref in _refs_in(part)]
-    return []
-
-
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
@@ -975,76 +759,6 @@ def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tenso
     elif isinstance(value, dict):
         for key, part in value.items():
             yield from _leaves(part, (*path, key))
-
-
-def _apply_code() -> types.CodeType:
-    def outer() -> Any:
-        __class__ = None
-
-        def apply(cls, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, ANN002, ANN003
-            from stretto.burst.tracing.recorder import applied
-
-            return applied(cls, args, kwargs, __class__)
-
-        return apply
-
-    return outer().__code__  # type: ignore[no-any-return]
-
-
-_original: list[Callable[..., Any]] = []
-
-
-def applied(kind: Any, args: Any, kwargs: Any, _cell: Any) -> Any:
-    """Serve `torch.autograd.Function.apply` while a forward is recorded."""
-    return _active[-1].function(_original[-1], kind, args, kwargs)
-
-
-@contextlib.contextmanager
-def _patched(recorder: Recorder) -> Iterator[None]:
-    """Route calls of modules, functions and autocast through the recorder.
-
-    The code of ``Function.apply`` is exchanged rather than the attribute, because
-    programs keep bound ``apply`` methods.
-    """
-    module_call = nn.Module.__call__
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.module(module_call, module, args, kwargs)
-
-    def entered(self: Any) -> Any:
-        found = enter(self)  # type: ignore[no-untyped-call]
-        if not recorder._depth:  # noqa: SLF001
-            recorder.autocast_entered(
-                (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
-            )
-        return found
-
-    def left(self: Any, *error: Any) -> Any:
-        if not recorder._depth:  # noqa: SLF001
-            recorder.autocast_left()
-        return leave(self, *error)
-
-    apply: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-    code = apply.__code__
-    original = types.FunctionType(
-        code, apply.__globals__, "apply", apply.__defaults__, apply.__closure__
-    )
-    _original.append(original)
-    _active.append(recorder)
-    try:
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        torch.autocast.__enter__ = entered  # type: ignore[method-assign]
-        torch.autocast.__exit__ = left  # type: ignore[method-assign]
-        apply.__code__ = _apply_code()
-        yield
-    finally:
-        apply.__code__ = code
-        nn.Module.__call__ = module_call  # type: ignore[method-assign]
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
-        torch.autocast.__exit__ = leave  # type: ignore[method-assign]
-        _active.pop()
-        _original.pop()
 
 
 def _refuse_replaced(root: nn.Module, before: dict[str, Tensor | None]) -> None:
@@ -1095,7 +809,7 @@ def record(
         mode.recorder = recorder
         devices = [device] if device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=devices), _patched(recorder), mode:
+            with torch.random.fork_rng(devices=devices), patched(recorder), mode:
                 torch.manual_seed(_SEED)  # nothing is drawn while recording
                 batch = torch.empty(shape, dtype=dtype, device=device)
                 recorder.knows(batch, SOURCE)

@@ -1,11 +1,11 @@
-"""Reject operations that depend on a sample's place in the batch.
+"""Reject operations that depend on a sample's position in the batch.
 
-# Note [Places]
+# Note [Positions of samples]
 A tensor made only from the number of samples, such as ``arange(batch)``, is made on
 each rank for its own samples. That is correct if all its rows are equal, and for the
-places themselves, which count rows from zero on every rank: as an index, in the layer
-in which they are made. A computation checks the effect of such an index. Anything else,
-such as ``arange(batch) >= 6``, means certain samples of the global batch.
+positions themselves, which count rows from zero on every rank: as an index, in the
+layer in which they are made. A computation checks the effect of such an index. Anything
+else, such as ``arange(batch) >= 6``, means certain samples of the global batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stretto.errors import SpecError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-_ALIKE, _PLACES, _OTHER = "equal", "places", "other"
+_ALIKE, _POSITIONS, _OTHER = "equal", "positions", "other"
 
 _INDEXING = {
     "__getitem__",
@@ -42,37 +42,37 @@ _INDEXING = {
     "take",
     "take_along_dim",
 }
-"""Operations that read places and do not return any."""
+"""Operations that read positions and do not return any."""
 
 _MOST_NUMBERS = 1 << 22
 _FEWEST, _MOST = 8, 4099
 """Samples for which such a tensor is computed; limits its size."""
 
 
-def place_of(node: fx.Node) -> str:
+def source_line_of(node: fx.Node) -> str:
     """Return the place of an operation in the user's code, as ``file:line``."""
     found = node.meta.get("place")
     return str(found) if found else f"operation {node.name!r}"
 
 
-def depends_on_place(node: fx.Node) -> SpecError:
+def depends_on_position(node: fx.Node) -> SpecError:
     """Return the error of an operation that depends on certain samples of a batch."""
     return SpecError(
-        f"{place_of(node)}: {node.name!r} depends on a sample's place in the batch, "
-        "and samples have other places on each rank. Treat all samples the same"
+        f"{source_line_of(node)}: {node.name!r} depends on a sample's place in the "
+        "batch, and samples have other places on each rank. Treat all samples the same"
     )
 
 
-def places_in(
+def sample_positions_in(
     root: fx.GraphModule,
     ops: Iterable[fx.Node],
     shapes: Mapping[fx.Node, tuple[Any, Any]],
     counts: Mapping[fx.Node, int],
 ) -> set[fx.Node]:
-    """Return those of ``ops`` whose rows are places, for an index that reads them.
+    """Return those of ``ops`` whose rows are positions, for an index that reads them.
 
     A tensor that follows the batch and not the samples must have equal rows, or be
-    places.
+    positions.
 
     Args:
         root: holds all operations.
@@ -85,7 +85,7 @@ def places_in(
     """
     known = set(ops)
     seen: set[fx.Node] = set()
-    places: set[fx.Node] = set()
+    positions: set[fx.Node] = set()
     for op in ops:
         for node in op.all_input_nodes:
             if node in known or node in seen or node not in shapes:
@@ -106,14 +106,14 @@ def places_in(
                 continue  # the layers' check reports it
             kinds = {_kind_of(value, i, count, each) for i, each in sides}
             if _OTHER in kinds:
-                raise depends_on_place(node)
+                raise depends_on_position(node)
             if kinds != {_ALIKE}:
-                places.add(node)
+                positions.add(node)
     found: set[fx.Node] = set()
     for op in ops:
         if str(getattr(op.target, "__name__", op.target)) in _INDEXING:
             continue
-        if any(node in places or node in found for node in op.all_input_nodes):
+        if any(node in positions or node in found for node in op.all_input_nodes):
             found.add(op)
     return found
 
@@ -137,7 +137,7 @@ def value_of(
     nodes = [n for n in root.graph.nodes if n in behind]
     run = fx.Interpreter(root)
     try:
-        with torch.no_grad(), Calm():  # values of torch.empty() are not places
+        with torch.no_grad(), Calm():  # values of torch.empty() are not positions
             for n in nodes:
                 if n in counts:
                     run.env[n] = counts[n] * count
@@ -158,7 +158,7 @@ def _kind_of(value: Tensor, side: int, count: int, each: int) -> str:
     if each > 1:  # the samples are the inner part
         ways.append(flat.reshape(each, count, -1).transpose(0, 1).reshape(count, -1))
     kinds = {_kind_of_rows(rows) for rows in ways}
-    return next(kind for kind in (_ALIKE, _PLACES, _OTHER) if kind in kinds)
+    return next(kind for kind in (_ALIKE, _POSITIONS, _OTHER) if kind in kinds)
 
 
 def _kind_of_rows(rows: Tensor) -> str:
@@ -168,4 +168,4 @@ def _kind_of_rows(rows: Tensor) -> str:
     if rows.dtype == torch.bool or rows.is_complex():
         return _OTHER
     steps = rows[1:] - rows[:-1]
-    return _PLACES if torch.allclose(steps, steps[:1].expand_as(steps)) else _OTHER
+    return _POSITIONS if torch.allclose(steps, steps[:1].expand_as(steps)) else _OTHER

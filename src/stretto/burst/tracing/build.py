@@ -1,0 +1,283 @@
+"""Build a graph from the records of both batches."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from stretto.burst.tracing.comparing import BATCHES, Count
+from stretto.burst.tracing.names import Name, free_name
+from stretto.burst.tracing.recorder import require_rows
+from stretto.burst.tracing.records import SOURCE, Fixed, Record, Recording, Ref
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from stretto.burst.tracing.ordering import Order
+
+_DROPOUTS: dict[Any, Any] = {
+    functional.dropout: nn.Dropout,
+    torch.dropout: nn.Dropout,
+    functional.dropout1d: nn.Dropout1d,
+    functional.dropout2d: nn.Dropout2d,
+    functional.dropout3d: nn.Dropout3d,
+    functional.alpha_dropout: nn.AlphaDropout,
+}
+
+
+# The graph.
+
+
+class Build:
+    """Makes a graph from records."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        recording: Recording,
+        names: Mapping[str, str],
+        tables: frozenset[str],
+    ) -> None:
+        self.graph = fx.Graph()
+        self.shapes: dict[fx.Node, tuple[Any, Any]] = {}
+        self.counts: dict[fx.Node, int] = {}
+        self.source = self.graph.placeholder("batch")
+        self._module = module
+        self._constants = recording.constants
+        self._names = {old: free_name(new, module) for old, new in names.items()}
+        self._tables = tables
+        self._targets: dict[str, Any] = {}
+        self._nodes: dict[Any, fx.Node] = {SOURCE: self.source}
+        self._number = 0
+
+    def root(self) -> fx.GraphModule:
+        """Return all operations as one module that holds the original's parts."""
+        self._rename_beside_modules()
+        root = fx.GraphModule(self._targets, self.graph, type(self._module).__name__)
+        root.training = self._module.training
+        return root
+
+    def _rename_beside_modules(self) -> None:
+        """Give new names to plain tensors of modules that are called.
+
+        fx would register them as buffers of these modules.
+        """
+        for node in self.graph.find_nodes(op="get_attr"):
+            old = str(node.target)
+            path, _, last = old.rpartition(".")
+            held = self._targets.get(path)
+            if isinstance(held, nn.Module) and last in vars(held):
+                new = free_name(f"tensor_{len(self._names)}_{last}", self._module)
+                self._names[old], node.target = new, Name(new)
+                self._targets[new] = self._targets.pop(old)
+
+    def node(self, name: Ref | Fixed) -> fx.Node:
+        """Return the node of a tensor."""
+        if name not in self._nodes:
+            if isinstance(name, Fixed):
+                target = self._names.get(name.name, name.name)
+                made = self.graph.get_attr(Name(target))
+                self._targets[target] = self.held(name.name)
+            else:
+                before = self.node(Ref(name.number, name.path[:-1]))
+                made = self.graph.call_function(
+                    operator.getitem, (before, name.path[-1])
+                )
+                made.meta |= {**before.meta, "draws": False, "writes": None}
+                made.meta |= {"norms": (), "keeps_state": False}
+            self._nodes[name] = made
+        return self._nodes[name]
+
+    @property
+    def constants(self) -> frozenset[str]:
+        """Names in the graph of tensors that no module holds."""
+        return frozenset(self._names.values())
+
+    def known(self, name: Ref | Fixed | None) -> fx.Node | None:
+        """Return the node of a tensor, if the graph has one."""
+        node = self._nodes.get(name)
+        return node if node in list(self.graph.nodes) else None
+
+    def held(self, name: str) -> Any:
+        """Return a tensor or object that the module holds, or that no module holds."""
+        if name in self._constants:
+            return self._constants[name]
+        path, _, last = name.rpartition(".")
+        return getattr(self._module.get_submodule(path), last)
+
+    def add(
+        self, number: int, one: Record, two: Record, args: Any, kwargs: Any
+    ) -> None:
+        """Add an operation; ``two`` is the same with the other batch."""
+        dropout = self._dropout(one, args, kwargs)
+        if dropout is not None:
+            for batch, recorded in zip(BATCHES, (one, two), strict=True):
+                for tensor in recorded.tensors.values():
+                    require_rows(tensor, batch, one.place)
+            name = free_name(f"dropout_{self._number}", self._module)
+            self._targets[name] = dropout
+            node = self.graph.call_module(name, (self._value(args[0]),))
+        else:
+            target = one.target
+            if one.kind == "call_module":
+                self._targets[target] = self._module.get_submodule(target)
+                target = Name(target)
+            elif one.kind == "call_function" and not _is_importable(target):
+                target = _forwarding(target)
+            if one.target not in _FROM_DATA:
+                args, kwargs = pytree.tree_map(_plain_number, (args, kwargs))
+            node = self.graph.create_node(
+                one.kind, target, self._value(args), self._value(kwargs)
+            )
+        node.meta |= {
+            "place": one.place,
+            "context": one.context,
+            "draws": one.draws and dropout is None,
+            "writes": None if dropout is not None else one.writes,
+            "aliases": one.aliases,
+            "norms": tuple(n for n in one.norms if n not in self._tables),
+            "keeps_state": one.keeps_state or self._updates_table(one),
+            "borrowed": one.borrowed,
+            "scans": next((s[1] for s in one.scanned if s not in two.scanned), ""),
+        }
+        self._number += 1
+        self._nodes[Ref(number)] = node
+        for path, tensor in one.tensors.items():
+            made = self.node(Ref(number, path))
+            self.shapes[made] = (tensor, two.tensors[path])
+
+    def _updates_table(self, one: Record) -> bool:
+        """Return whether it updates statistics of what is the same for all samples."""
+        norms = [self.held(name) for name in one.norms if name in self._tables]
+        return any(norm.training and norm.track_running_stats for norm in norms)
+
+    def _dropout(self, one: Record, args: Any, kwargs: Any) -> nn.Module | None:
+        """Return a dropout function as a module, so that masks follow samples."""
+        kind = _DROPOUTS.get(one.target)
+        if kind is None or one.kind != "call_function":
+            return None
+        names = ("input", "p", "train" if one.target is torch.dropout else "training")
+        default = {"p": 0.5, "training": True}
+        given = default | dict(zip(names, args, strict=False)) | kwargs
+        if not given.get("train", given["training"]) or not given["p"]:
+            return None
+        made: nn.Module = kind(given["p"])
+        return made.train()
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, (Ref, Fixed)):
+            return self.node(value)
+        if isinstance(value, Count):
+            return self._count(value.each)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._value(v) for v in value))
+        if isinstance(value, torch.Size):
+            return tuple(value)
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._value(v) for v in value)
+        if isinstance(value, dict):
+            return {k: self._value(v) for k, v in value.items()}
+        if isinstance(value, slice):
+            return slice(*(self._value(getattr(value, e)) for e in _ENDS))
+        if value is None or type(value) in _NUMBERS or isinstance(value, _PLAIN):
+            return value
+        name = free_name(f"value_{len(self._targets)}", self._module)
+        self._targets[name] = value
+        return self.graph.get_attr(name)
+
+    def _count(self, each: int) -> fx.Node:
+        node = self.graph.call_method("size", (self.source, 0))
+        self.counts[node] = each
+        return node
+
+
+def _plain_number(value: Any) -> Any:
+    """Return a number of NumPy, or of a class of its own, as Python's."""
+    if isinstance(value, np.ndarray) and value.ndim:
+        return value
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.item()
+    kinds: tuple[Any, ...] = _NUMBERS[:-1]
+    return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
+
+
+def _is_importable(target: Any) -> bool:
+    """Return whether generated code can call a torch function by its qualified name."""
+    if (getattr(target, "__module__", None) or "").partition(".")[0] != "torch":
+        return True  # fx refers to the object itself
+    try:
+        _, *names = fx.node._get_qualified_name(target).split(".")  # noqa: SLF001
+        found: Any = torch
+        for name in names:
+            found = getattr(found, name)
+    except (AttributeError, RuntimeError):
+        return False
+    return found is target
+
+
+def _forwarding(target: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    call.__name__ = getattr(target, "__name__", "call")
+    return call
+
+
+_ENDS = ("start", "stop", "step")
+
+_NUMBERS = (bool, int, float, complex, str)
+
+_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+"""Functions whose result has the type of a NumPy number that they are given."""
+
+_PLAIN = (
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+    type(...),
+)
+
+
+def graph_of(
+    module: nn.Module,
+    first: Recording,
+    other: Recording,
+    given: list[tuple[Any, Any]],
+    order: Order,
+    tables: frozenset[str],
+) -> Build:
+    """Return a graph of the operations that the output is computed from."""
+    build = Build(module, first, order.constants, tables)
+    for number in order.numbers:
+        one, two = first.records[number], other.records[number]
+        build.add(number, one, two, *given[number])
+    if not isinstance(first.output, (Ref, Fixed)):
+        raise SpecError(f"{type(module).__name__} gives no tensor")
+    build.graph.output(build.node(first.output))
+    for node in reversed(list(build.graph.nodes)):
+        if node.op not in ("output", "placeholder") and not node.users:
+            _require_no_state(node, build)
+            build.graph.erase_node(node)
+    return build
+
+
+def _require_no_state(node: fx.Node, build: Build) -> None:
+    """Reject an operation without users that would update statistics or buffers."""
+    changes = bool(node.meta.get("keeps_state"))
+    for name in node.meta.get("norms", ()):
+        norm = build.held(name)
+        changes |= bool(norm.training and norm.track_running_stats)
+    if changes:
+        raise SpecError(
+            f"{node.meta['place']}: the output of {node.target} is not used, but it "
+            "updates the module's buffers in each call. Layers that no output depends "
+            "on are not run: leave out the call, or use its output"
+        )

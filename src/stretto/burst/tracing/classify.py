@@ -1,0 +1,332 @@
+"""Find which operations depend on the input, and which have a row for each sample.
+
+A traced operation returns one of two: a *fixed* value, the same for any input (a
+parameter, a mask); or a tensor computed from the input. Samples can move from one set
+of ranks to another only at the latter, and only at those with a row for each sample.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from stretto.burst.tracing.cached_values import CachedValues
+from stretto.burst.tracing.caches import Cache, restored
+from stretto.burst.tracing.comparing import BATCHES, Counts, follows
+from stretto.burst.tracing.packing import Arguments, Results
+from stretto.burst.tracing.reads import Ambient, Watch
+from stretto.burst.tracing.recorder import set_item
+from stretto.burst.tracing.sample_positions import source_line_of
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from stretto.burst.tracing.build import Build
+
+
+NORMS = (
+    nn.modules.batchnorm._NormBase,  # noqa: SLF001
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+"""Modules with parameters that cost little and so follow the layer they normalize."""
+
+_HEAVY = {
+    functional.linear,
+    functional.embedding,
+    functional.scaled_dot_product_attention,
+    torch.conv1d,
+    torch.conv2d,
+    torch.conv3d,
+    torch.matmul,
+    torch.bmm,
+    torch.einsum,
+    operator.matmul,
+    "matmul",
+    "__matmul__",
+    "bmm",
+}
+
+_HALVES = (torch.float16, torch.bfloat16)
+_SINGLES = (torch.float32, torch.complex64)
+
+_RESHAPES = {"reshape", "view", "flatten", "to", "float", "double", "contiguous"}
+
+
+@dataclass
+class Traced:
+    """The operations of a module on one input tensor."""
+
+    root: fx.GraphModule
+
+    ops: list[fx.Node]
+    """Operations that return tensors computed from the input, in order; the last
+    returns the model's output."""
+
+    source: fx.Node
+    """The input."""
+
+    before: dict[fx.Node, list[fx.Node]]
+    """For each of ``ops``, those of ``ops`` that it reads."""
+
+    values: dict[fx.Node, Any]
+    """Results of fixed operations that are not tensors: numbers, sizes, types."""
+
+    counts: dict[fx.Node, int]
+    """For a count that follows the batch: its value for one sample."""
+
+    rows: set[fx.Node]
+    """Those of ``ops`` that return one tensor with a row for each sample."""
+
+    shapes: dict[fx.Node, tuple[tuple[int, ...], torch.dtype]]
+    """Shape of a sample, and type, of the source and of those in ``rows``."""
+
+    module: nn.Module
+    """The traced module."""
+
+    arguments: Arguments
+
+    results: Results
+
+    uses_half: bool
+    """Whether some operation computes with fewer than 32 bits."""
+
+    uses_single: bool
+    """Whether some operation computes with 32 bits."""
+
+    ambient: Ambient
+    """The modes in which it was recorded."""
+
+    watch: Watch
+    """Plain state that its forward read."""
+
+    counts_known: Counts
+    """The numbers of samples for which its forward does this."""
+
+    constants: frozenset[str]
+    """Names of the tensors that no module holds."""
+
+    positions: set[fx.Node] = field(default_factory=set)
+    """Those of ``ops`` whose rows are samples' positions in the batch."""
+
+    caches: list[Cache] = field(default_factory=list)
+    """What its forward keeps constants in, as it was at capture."""
+
+    cached: CachedValues | None = None
+    """What it would keep there."""
+
+    semantics: list[tuple[str, str]] = field(default_factory=list)
+    """For each operation a text with its constants, which is equal on all ranks, and
+    its place in the user's code."""
+
+    def outdated(self) -> str | None:
+        """Return a value that forward read and that changed since, or None."""
+        changed = self.watch.changed()
+        if changed is None or not self.caches or self.cached is None:
+            return changed
+        with restored(self.caches):
+            other = self.watch.changed()
+        if other is None and self.cached.hold():
+            return None
+        return other or changed
+
+
+def packed_shape(arguments: Arguments) -> tuple[int, ...]:
+    """Return the shape of one sample of the packed input."""
+    packing = arguments.packing
+    if packing.is_one:
+        return packing.parts[0].shape
+    return (sum(part.length for part in packing.parts),)
+
+
+def classify(
+    module: nn.Module,
+    build: Build,
+    semantics: list[tuple[str, str]],
+    arguments: Arguments,
+    results: Results,
+    watch: Watch,
+    counts_known: Counts,
+) -> Traced:
+    """Return the operations that depend on the input, checked one by one."""
+    root = build.root()
+    source = build.source
+    traced = Traced(
+        root=root,
+        ops=[],
+        source=source,
+        before={},
+        values={},
+        counts=build.counts,
+        rows={source},
+        shapes={
+            source: (packed_shape(arguments), arguments.packing.dtype),
+        },
+        module=module,
+        arguments=arguments,
+        results=results,
+        uses_half=any(
+            bool(node.meta["context"].autocast)
+            for node in build.graph.nodes
+            if "context" in node.meta
+        )
+        or any(one.dtype in _HALVES for one, _ in build.shapes.values()),
+        uses_single=any(one.dtype in _SINGLES for one, _ in build.shapes.values()),
+        ambient=Ambient.now(arguments.device),
+        watch=watch,
+        counts_known=counts_known,
+        constants=build.constants,
+        semantics=semantics,
+    )
+    ops = {source}
+    (end,) = (node for node in build.graph.nodes if node.op == "output")
+    result = end.args[0]
+    for node in build.graph.nodes:
+        if node in (source, end) or node in build.counts:
+            continue
+        read = [n for n in node.all_input_nodes if n in ops]
+        if not read:
+            _require_same_for_all(node, build)
+            continue
+        if _is_constant(node, build, ops):
+            continue
+        _require_all_rows_written(traced, node)
+        if node.meta.get("scans"):
+            raise SpecError(
+                f"{node.meta['scans']}: sums or compares along a dimension with the "
+                "samples, so that each sample depends on those before it, and these "
+                "may be on other ranks. Do it within each sample"
+            )
+        ops.add(node)
+        traced.ops.append(node)
+        traced.before[node] = [n for n in read if n is not source]
+        if node in build.shapes:
+            _row(traced, node, build)
+    if result not in traced.rows - {source}:
+        raise SpecError(
+            f"{source_line_of(result)}: {type(module).__name__} must give tensors with "
+            "a row for each sample, computed from its input; wrap it in a module that "
+            "does"
+        )
+    return traced
+
+
+def _is_constant(node: fx.Node, build: Build, ops: set[fx.Node]) -> bool:
+    """Make ``x.new_zeros(3)``, ``c.to(x)`` and the like independent of ``x``."""
+    name = str(node.target)
+    if node.op != "call_method" or node not in build.shapes:
+        return False
+    one, two = build.shapes[node]
+    if name in ("to", "type_as"):
+        value, *others = node.args
+        if value in ops or not others or others[0] not in ops:
+            return False  # the value itself comes from the input
+        node.target, node.args = "to", (value, one.device, one.dtype)
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "other"}
+        return True
+    if name == "new_tensor" and not any(n in ops for n in node.all_input_nodes[1:]):
+        node.op, node.target = "call_function", torch.tensor
+        node.args = (node.args[1] if len(node.args) > 1 else node.kwargs["data"],)
+        node.kwargs = {"dtype": one.dtype, "device": one.device}
+        return True
+    if name not in ("new_empty", "new_zeros", "new_ones", "new_full"):
+        return False
+    if one.shape != two.shape:
+        return False
+    node.op, node.target = "call_function", getattr(torch, name[4:])
+    size = tuple(one.shape)
+    fill = (node.kwargs.get("fill_value", node.args[-1]),) if "full" in name else ()
+    node.args = (size, *fill)
+    node.kwargs = {"dtype": one.dtype, "device": one.device}
+    return True
+
+
+def _require_all_rows_written(traced: Traced, node: fx.Node) -> None:
+    """Reject ``h[6:] = 0``: each rank would write other samples."""
+    if node.target is not set_item or node.args[0] not in traced.rows:
+        return
+    index: Any = node.args[1]
+    first = index[0] if isinstance(index, tuple) and index else index
+    if isinstance(first, slice):
+        if first in (slice(None), slice(0, None), slice(None, None, 1)):
+            return
+    elif not isinstance(first, (int, list, range)) or isinstance(first, bool):
+        return
+    raise SpecError(
+        f"{source_line_of(node)}: writes into some samples by their place in the "
+        "batch, and these may be on other ranks. Treat all samples the same"
+    )
+
+
+def _require_same_for_all(node: fx.Node, build: Build) -> None:
+    """Require that a fixed operation draws nothing that all samples share."""
+    if not node.meta.get("draws"):
+        return
+    one, two = build.shapes.get(node, (None, None))
+    if one is None or one.dim() < 1 or one.shape[0] == two.shape[0]:
+        raise SpecError(
+            f"{source_line_of(node)}: draws random numbers that all samples share, "
+            "which would differ on each rank: draw them for each sample, with a first "
+            "dimension that is the batch"
+        )
+
+
+def _row(traced: Traced, node: fx.Node, build: Build) -> None:
+    """Record whether a tensor has a row for each sample."""
+    value, other = build.shapes[node]
+    sides = [follows(v, w) for v, w in zip(value.shape, other.shape, strict=True)]
+    if not any(side is not False for side in sides):
+        raise SpecError(
+            f"{source_line_of(node)}: {node.name!r} gives {tuple(value.shape)} "
+            "whatever the number of samples: it mixes samples, which may be on "
+            "different ranks. Leave reductions over the batch to the loss"
+        )
+    if any(side is None for side in sides) or sides.count(True) > 1:
+        _refuse_pairs(build, node)
+        raise SpecError(
+            f"{source_line_of(node)}: {node.name!r} gives {tuple(value.shape)} for "
+            f"{BATCHES[0]} samples and {tuple(other.shape)} for {BATCHES[1]}, which "
+            "is no multiple: it treats some samples differently from others, and "
+            "these may be on other ranks. Treat all samples the same"
+        )
+    side = sides.index(True)
+    node.meta["samples"] = side, value.shape[side] // BATCHES[0]
+    if value.shape[0] == BATCHES[0] and sides == [True, *(False for _ in sides[1:])]:
+        traced.rows.add(node)
+        traced.shapes[node] = (tuple(value.shape[1:]), value.dtype)
+
+
+def _refuse_pairs(build: Build, node: fx.Node) -> None:
+    """Reject a matrix over pairs of samples, if a node is made from one."""
+    work, found = [node], None
+    while work:
+        at = work.pop()
+        one, two = build.shapes.get(at, (None, None))
+        sides = () if one is None else zip(one.shape, two.shape, strict=True)
+        if sum(follows(v, w) is True for v, w in sides) > 1:
+            found, work = at, []
+        if at is node or at.target in _RESHAPES:
+            work += at.all_input_nodes
+    if found is not None:
+        raise SpecError(
+            f"{source_line_of(found)}: {found.name!r} compares each sample with the "
+            "others, and these may be on other ranks: return what it is computed from, "
+            "and compare in the loss"
+        )
+
+
+def is_heavy(node: fx.Node, root: fx.GraphModule) -> bool:
+    """Return whether an operation starts a layer.
+
+    It does if it multiplies by parameters or matrices.
+    """
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        own = next(module.parameters(), None) is not None
+        return own and not isinstance(module, NORMS)
+    return node.target in _HEAVY

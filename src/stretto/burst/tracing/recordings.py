@@ -1,0 +1,373 @@
+"""Record a module with both batches, and undo what its forward changes.
+
+A second recording of the other batch is compared with the first while it is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import random
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from stretto.burst.tracing.cached_values import Entry
+from stretto.burst.tracing.caches import (
+    Cache,
+    Holder,
+    Holders,
+    Kept,
+    caches_of,
+    forget,
+    keep_attributes,
+    kept_in,
+    restored,
+    undo,
+    written_by_torch,
+)
+from stretto.burst.tracing.comparing import BATCHES, compare, require_like
+from stretto.burst.tracing.fakes import Fakes
+from stretto.burst.tracing.reads import HOOKS, Reads, Watch
+from stretto.burst.tracing.recorder import UnseenTensor, record
+from stretto.burst.tracing.records import Fixed, Recording, Ref
+from stretto.burst.tracing.source_lines import is_user, line_setting, source_line_in
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stretto.burst.tracing.packing import Arguments
+    from stretto.burst.tracing.tables import NormInputs
+
+_WAYS = {
+    "TorchScript": (
+        "Functions of torch.jit.script can't be recorded: remove the decorator"
+    ),
+    "BatchedTensorImpl": (
+        "torch.vmap and torch.func can't be recorded: compute the copies by batched "
+        "operations or in a loop"
+    ),
+    "Expected inputs of BF16 type": (
+        "Grouped products, such as those of experts, can't be recorded: with "
+        "transformers call model.set_experts_implementation('batched_mm') before"
+    ),
+    "aten.nonzero": (
+        "Which rows are computed must not depend on values: compute all, and select "
+        "with torch.where or a mask of zeros and ones. For experts of transformers "
+        "call model.set_experts_implementation('batched_mm') before"
+    ),
+    "Inference tensors do not track": (
+        "torch.inference_mode() in forward can't be recorded: use torch.no_grad()"
+    ),
+}
+"""What to do, by a part of torch's message."""
+
+
+@dataclass
+class _Recorded:
+    first: Recording
+
+    other: Recording
+
+    caches: list[Cache]
+
+    entries: dict[Entry, list[Ref | Fixed | None]]
+    """The names in the first recording of tensors that it kept."""
+
+
+def record_both(
+    module: nn.Module,
+    run: Any,
+    shape: tuple[int, ...],
+    arguments: Arguments,
+    reads: Reads,
+    norms: NormInputs,
+) -> _Recorded:
+    """Record a call with each batch, after comparing a second call with the first.
+
+    The second call is of the other batch. If it differs in more than sizes, three calls
+    determine whether it differs because of the batch or from call to call. If forward
+    fills caches, each recording finds them as they were. The caches are returned too.
+    """
+    fakes = Fakes(module)
+    hooks = _hooks_in(module)
+
+    def once(batch: int, known: Recording | None = None, kept: Any = ()) -> Recording:
+        batches = None if batch == BATCHES[0] else BATCHES
+        check = known and partial(require_like, known, batches)
+        with norms.noted(batch):
+            found = _once(
+                module, run, (batch, *shape), arguments, fakes, reads, check, kept
+            )
+        _refuse_new_hooks(module, hooks)
+        return found
+
+    with contextlib.suppress(SpecError), _untouched(module, fakes) as holders:
+        first = once(BATCHES[0])
+        if not _constants_kept(first, module, holders):
+            watch = reads.watch(is_between=False)
+            other = once(BATCHES[1], first)
+            _constants_kept(other, module, holders)
+            _refuse_counted(module, watch)
+            compare(first, other, BATCHES)
+            return _Recorded(first, other, [], {})
+    with _untouched(module, fakes) as holders:
+        first = once(BATCHES[0])
+        kept = _constants_kept(first, module, holders)
+        watch = reads.watch(is_between=False)
+        if kept:  # the next call may read what this one left
+            once(BATCHES[0], kept=[one.tensor for one in kept])
+        else:
+            compare(first, once(BATCHES[0], first), None)
+        _refuse_counted(module, watch)
+        caches = caches_of(kept)
+        entries: dict[Entry, list[Ref | Fixed | None]] = {}
+        for one in kept:
+            ref = first.refs.get(id(one.tensor))
+            entries.setdefault((id(one.holder.of), one.key), []).append(ref)
+    with _untouched(module, fakes) as holders:
+        other = once(BATCHES[1], first)
+        caches += caches_of(_constants_kept(other, module, holders))
+    return _Recorded(first, other, caches, entries)
+
+
+@contextmanager
+def _untouched(module: nn.Module, fakes: Fakes) -> Iterator[list[Holder]]:
+    """Undo what a recording changes; yield what it may keep tensors in."""
+    holders = list(Holders(module, fakes.of))
+    with keep_attributes(module), given_momenta(module):
+        try:
+            yield holders
+        except UnseenTensor:
+            forget(fakes.mode)
+            raise
+        finally:
+            undo(holders)
+
+
+def _constants_kept(
+    recording: Recording, module: nn.Module, holders: list[Holder]
+) -> list[Kept]:
+    """Return the constants that forward keeps in caches; reject other tensors."""
+    varying = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase):  # noqa: SLF001
+            varying |= {f"{name}.{key}" if name else key for key in part._buffers}  # noqa: SLF001
+    parts = {id(part.__dict__): part for part in module.modules()}
+    kept = [
+        one
+        for one in kept_in(holders)
+        if (part := parts.get(id(one.holder.of))) is None
+        or one.key not in written_by_torch(part)
+    ]
+    for one in kept:
+        if not (source := recording.not_constant(one.tensor, varying)):
+            continue
+        name = one.holder.name_of(one.key)
+        part = parts.get(id(one.holder.of))
+        place = line_setting(part, one.key) if part is not None else ""
+        made = recording.source_line_of(one.tensor)
+        raise SpecError(
+            f"{place or (made and made + ': ')}forward of {type(module).__name__} "
+            f"keeps a tensor in its attribute or variable {name!r}, computed from "
+            f"{source}, which ranks that do not run this layer would not have: compute "
+            "it in each call, or return it as another output of the model"
+        )
+    return kept
+
+
+def record_again(
+    module: nn.Module,
+    run: Any,
+    shape: tuple[int, ...],
+    arguments: Arguments,
+    caches: list[Cache],
+    batch: int,
+    *,
+    emptied: bool = False,
+) -> Recording:
+    """Record a call with some number of samples, with caches as at capture."""
+    fakes = Fakes(module)
+    with restored(caches, emptied=emptied), _untouched(module, fakes) as holders:
+        found = _once(module, run, (batch, *shape), arguments, fakes, None)
+        _constants_kept(found, module, holders)
+        return found
+
+
+def _once(
+    module: nn.Module,
+    run: Any,
+    shape: tuple[int, ...],
+    arguments: Arguments,
+    fakes: Fakes,
+    reads: Reads | None,
+    check: Any = None,
+    kept: Any = (),
+) -> Recording:
+    dtype, device = arguments.packing.dtype, arguments.device
+    distributions: Any = torch.distributions.Distribution
+    before, checked = _generators(), distributions._validate_args  # noqa: SLF001
+    try:
+        # Their argument checks read values; a run on values disables them.
+        distributions.set_default_validate_args(value=False)
+        with _quiet():
+            # A context variable that forward sets is a cache, too.
+            found = contextvars.copy_context().run(
+                record, module, run, (shape, dtype, device), fakes, reads, check, kept
+            )
+    except SpecError:
+        raise
+    except Exception as error:
+        where = source_line_in(error, type(module).__name__)
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SpecError(
+            f"{where}: the layers of {type(module).__name__} can't be found "
+            f"without values of tensors ({type(error).__name__}: {text}). "
+            f"{_way_around(error)}"
+        ) from error
+    finally:
+        distributions.set_default_validate_args(value=checked)
+    drew = not _same_state(_generators(), before)
+    _set_generators(before)
+    if drew:
+        raise SpecError(
+            f"{_where_drawn(module, run, shape, dtype, device)}: forward "
+            "draws from Python's or NumPy's random numbers, so that calls and "
+            "ranks would differ: draw with torch for each sample, or decide "
+            "outside of the model"
+        )
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging the error that is about to be raised."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
+
+
+def _way_around(error: Exception) -> str:
+    """Return what to do about an operation that can't be recorded."""
+    text = str(error)
+    for part, way in _WAYS.items():
+        if part in text:
+            return way
+    if type(error).__module__.startswith(("torch._subclasses", "torch.fx")):
+        return (
+            "What runs must not depend on a tensor's value: rewrite this line with "
+            "tensor operations, or move it out of the model"
+        )
+    return (
+        "If the model runs on the example, this line needs a tensor's value or memory: "
+        "rewrite it with tensor operations, or move it out of the model; if it does "
+        "not, correct the example's sizes or types"
+    )
+
+
+def _generators() -> tuple[Any, Any]:
+    """Return the states of Python's and NumPy's own random numbers."""
+    return random.getstate(), np.random.get_state()  # noqa: NPY002 - users' is watched
+
+
+def _set_generators(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+
+
+def _same_state(one: tuple[Any, Any], two: tuple[Any, Any]) -> bool:
+    pairs = zip(tuple(one[1]), tuple(two[1]), strict=True)
+    return one[0] == two[0] and all(np.array_equal(a, b) for a, b in pairs)
+
+
+def _where_drawn(
+    module: nn.Module,
+    run: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str:
+    """Return the line that draws, found by a recording that watches each line."""
+    before = _generators()
+    found: list[str] = []
+
+    def watch(frame: Any, _event: str, _arg: Any) -> Any:
+        if not found and not _same_state(_generators(), before):
+            found.append(last[0])
+        file = frame.f_code.co_filename
+        if is_user(file):
+            last[0] = f"{file}:{frame.f_lineno}"
+            return watch
+        return None
+
+    last = [type(module).__name__]
+    was = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        record(module, run, (shape, dtype, device), Fakes(module))
+    finally:
+        sys.settrace(was)
+        _set_generators(before)
+    return found[0] if found else last[0]
+
+
+def _refuse_counted(module: nn.Module, watch: Watch) -> None:
+    """Reject values that forward reads and changes in every call."""
+    if (changed := watch.changed()) is not None:
+        raise SpecError(
+            f"forward of {type(module).__name__} changes {changed!r} in each call and "
+            "reads it, which layers on other ranks would not: change it outside of the "
+            "model, between steps; draw random numbers with torch, for each sample"
+        )
+
+
+def _hooks_in(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Return the keys of all hooks, by the module that has them."""
+    return {
+        name: tuple(tuple(getattr(part, kind)) for kind in HOOKS)
+        for name, part in module.named_modules()
+    }
+
+
+def _refuse_new_hooks(module: nn.Module, before: dict[str, tuple[Any, ...]]) -> None:
+    """Reject a forward that registers hooks: layers run without that forward."""
+    for name, keys in _hooks_in(module).items():
+        if before.get(name, keys) != keys:
+            raise SpecError(
+                f"forward of {type(module).__name__} registers or removes hooks of its "
+                f"submodule {name!r}, which layers on other ranks would not: call the "
+                "model once before you profile it and before you build the burst "
+                "model, so that they are in place"
+            )
+
+
+@contextmanager
+def given_momenta(module: nn.Module) -> Iterator[None]:
+    """Give batch norms with a cumulative average a number for their momentum.
+
+    They would compute it from the number of batches, which a fake tensor does not have.
+    """
+    norms = [
+        part
+        for part in module.modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase)  # noqa: SLF001
+        and part.momentum is None
+    ]
+    try:
+        for norm in norms:
+            norm.momentum = 0.5
+        yield
+    finally:
+        for norm in norms:
+            norm.momentum = None

@@ -1,0 +1,188 @@
+"""What a recording consists of: operations, and names of the tensors in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from stretto.burst.tracing.fakes import storage_of
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor from an earlier operation: its number, and the place in its result."""
+
+    number: int
+
+    path: tuple[Any, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A parameter, buffer or other tensor that the module holds, by name."""
+
+    name: str
+
+
+SOURCE = Ref(-1)
+"""The model's input."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The modes that the module set around an operation."""
+
+    grad: bool = True
+
+    autocast: tuple[tuple[str, torch.dtype, bool, bool], ...] = ()
+
+
+@final
+@dataclass(kw_only=True, eq=False)
+class Record:
+    """One operation."""
+
+    kind: str
+    """``call_function``, ``call_method`` or ``call_module``."""
+
+    target: Any
+
+    args: tuple[Any, ...]
+
+    kwargs: dict[str, Any]
+
+    place: str
+    """Place in the user's code, as ``file:line``."""
+
+    context: Context
+
+    tensors: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    """Its results, without values, by place in the result."""
+
+    draws: bool = False
+    """Whether it draws random numbers other than by dropout modules."""
+
+    writes: int | None = None
+    """The position of the argument into which it writes."""
+
+    aliases: bool = False
+    """Whether its result shares memory with an argument."""
+
+    norms: tuple[str, ...] = ()
+    """Batch norms called in it, in order."""
+
+    keeps_state: bool = False
+    """Whether it writes into buffers that are not a batch norm's."""
+
+    borrowed: tuple[str, ...] = ()
+    """Parameters of other modules that its hooks or its own code read."""
+
+    scanned: tuple[tuple[int, str], ...] = ()
+    """The length and place of each running sum, product or extreme in it."""
+
+
+@final
+class Recording:
+    """The operations of one forward."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.constants: dict[str, Any] = {}
+        """Tensors and other objects that belong to no module, by a generated name."""
+
+        self.output: Any = None
+        """The forward's result, with `Ref` for tensors."""
+
+        self.refs: dict[int, Ref | Fixed] = {}
+        """The names of tensors that outlive the recording, by id."""
+
+        self.writers: dict[int, list[int]] = {}
+        """By storage: the operations that wrote into it."""
+
+    def source_line_of(self, tensor: Tensor) -> str:
+        """Return the line that made a tensor, or nothing."""
+        ref = self.refs.get(id(tensor))
+        if not isinstance(ref, Ref) or ref == SOURCE:
+            return ""
+        return self.records[ref.number].place
+
+    def not_constant(self, tensor: Tensor, varying: Container[str]) -> str:
+        """Return from what a tensor is computed that differs between calls, if any.
+
+        Args:
+            tensor: made in the recording.
+            varying: names of parameters, and of buffers that forward updates.
+        """
+        left = self._behind(tensor)
+        seen: set[Ref | Fixed] = set()
+        while left:
+            ref = left.pop()
+            if ref is None:
+                return "a tensor that capture does not see"
+            if ref in seen:
+                continue
+            seen.add(ref)
+            if isinstance(ref, Fixed):
+                if ref.name in varying:
+                    return repr(ref.name)
+                continue
+            if ref == SOURCE:
+                return "the samples"
+            record = self.records[ref.number]
+            if record.draws:
+                return "random numbers"
+            if record.kind == "call_module":
+                return f"the output of module {record.target!r}"
+            left += _refs_in(_values_read(record))
+            for made in record.tensors.values():
+                left += self._writes_into(made)
+        return ""
+
+    def _behind(self, tensor: Tensor) -> list[Ref | Fixed | None]:
+        return [self.refs.get(id(tensor)), *self._writes_into(tensor)]
+
+    def _writes_into(self, tensor: Tensor) -> list[Ref | Fixed | None]:
+        return [Ref(n) for n in self.writers.get(storage_of(tensor), ())]
+
+
+def names_in(value: Any) -> Iterator[str]:
+    """Yield the names of the held tensors among an operation's arguments."""
+    for ref in _refs_in(value):
+        if isinstance(ref, Fixed):
+            yield ref.name
+
+
+_LIKE = ("to", "type_as")
+"""Methods that read of a second tensor only its type and device."""
+
+
+def _values_read(record: Record) -> Any:
+    """Return the arguments of which an operation reads more than sizes and types."""
+    name = str(getattr(record.target, "__name__", record.target))
+    if name in _LIKE:
+        return record.args[:1]
+    if name.startswith("new_") or name.endswith("_like"):
+        return record.args[1:], {**record.kwargs, "input": None}
+    return record.args, record.kwargs
+
+
+def _refs_in(value: Any) -> list[Ref | Fixed | None]:
+    """Return the names of tensors in an operation's arguments."""
+    if isinstance(value, (Ref, Fixed)):
+        return [value]
+    if isinstance(value, slice):
+        return _refs_in((value.start, value.stop, value.step))
+    if isinstance(value, dict):
+        return _refs_in(tuple(value.values()))
+    if isinstance(value, (tuple, list)):
+        return [ref for part in value for ref in _refs_in(part)]
+    return []

@@ -1,0 +1,61 @@
+"""Find the lines of the user's code that operations and errors come from."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent.parent)
+
+
+def source_line_in(error: BaseException, otherwise: str) -> str:
+    """Return the last line of an error's trace that is the user's."""
+    found = otherwise
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if is_user(file):
+            found = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def is_user(file: str) -> bool:
+    """Return whether a file is neither PyTorch's nor stretto's."""
+    return not file.startswith((_TORCH, _OWN, "<")) and "contextlib" not in file
+
+
+def line_setting(module: nn.Module, name: str) -> str:
+    """Return the last line of a class that assigns or extends an attribute, if any."""
+    found = ""
+    for kind in reversed(type(module).__mro__):
+        if kind.__module__.startswith(("torch", "builtins")):
+            continue
+        try:
+            lines, first = inspect.getsourcelines(kind)
+            file = inspect.getsourcefile(kind)
+        except (OSError, TypeError):  # made at run time
+            continue
+        sets = re.compile(rf"\.{re.escape(name)}\b(?!\s*==)(.*=|\.\w+\()")
+        for number, line in enumerate(lines, first):
+            if sets.search(line):
+                found = f"{file}:{number}: "
+    return found
+
+
+def source_line() -> str:
+    """Return the line of the user's code that called the caller."""
+    import sys
+
+    frame: Any = sys._getframe(2)  # noqa: SLF001
+    while frame is not None:
+        if is_user(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an operation of torch"
