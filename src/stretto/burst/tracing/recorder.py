@@ -186,7 +186,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         if found is None or not any(t.requires_grad for _, t in _leaves(result)):
             return
         raise SpecError(
-            f"{place or _place()}: reads a torch.nn.Parameter of shape "
+            f"{place or source_line()}: reads a torch.nn.Parameter of shape "
             f"{tuple(found.shape)} that needs a gradient but is not a parameter of the "
             "model: register it, for example by an nn.ModuleList or nn.ParameterDict "
             "instead of a list or dict, or freeze it by requires_grad_(False)"
