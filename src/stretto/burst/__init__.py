@@ -35,6 +35,7 @@ Ranks:
 - `refusals`: inform ranks that wait for one that raised (for `rank_groups`).
 - `parameters`: send parameters, gradients and optimizer states between ranks.
 - `memory`, `numbers`: values as bytes and as integers, for all of these.
+- `tolerances`: how near values of several ranks must be (for the checks).
 
 Checks that ranks train one model:
 

@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from stretto.burst.numbers import as_float, as_int
+from stretto.burst.tolerances import FACTORS, OTHER_FACTORS
 from stretto.errors import RankDisagreement
 
 if TYPE_CHECKING:
@@ -52,9 +53,6 @@ _EVERY_ON_ACCELERATORS = 64
 
 Reading waits for the device. A tensor whose version changed is always read; this
 interval is for writes through ``.data``, which do not change the version."""
-
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
-_OTHERS_TOLERANCE = 3e-2
 
 _NONE, _ONE, _MANY = 0, 1, 2
 """How many factors a rank has seen."""
@@ -207,7 +205,7 @@ class Changes:
             now = _some(grad, sample.offset)
             before = sample.grad
             sample.grad_version = grad._version  # noqa: SLF001
-            tolerance = _TOLERANCES.get(grad.dtype, _OTHERS_TOLERANCE)
+            tolerance = FACTORS.get(grad.dtype, OTHER_FACTORS)
             if _is_same(now, before):
                 found = 1.0 if bool(before.any()) else None
             else:
@@ -249,7 +247,7 @@ class Changes:
                 sample.values_version = parameter._version  # noqa: SLF001
                 continue
             now = self._keep_values(sample)
-            tolerance = _TOLERANCES.get(parameter.dtype)
+            tolerance = FACTORS.get(parameter.dtype)
             if tolerance is None or now.shape != before.shape:
                 continue
             epsilon = torch.finfo(parameter.dtype).eps
@@ -278,13 +276,13 @@ class Changes:
         """Return `NUM_VALUES` numbers to exchange."""
         if self.is_on:
             self._look_at_parameters()
-        tolerance = self._tolerance or _OTHERS_TOLERANCE
+        tolerance = self._tolerance or OTHER_FACTORS
         scales = [f for f in self._scaled.values() if f is not None]
         kind, scale = _summary(scales, tolerance, plain=1.0)
         move_kind, move = _summary(self._moved, _MOVE_TOLERANCE, plain=None)
         flags = self._state + 3 * kind + 9 * move_kind
         self._state, self._scaled, self._moved, self._tolerance = _IDLE, {}, [], 0.0
-        coarse = int(tolerance == _OTHERS_TOLERANCE)
+        coarse = int(tolerance == OTHER_FACTORS)
         return [flags + 27 * coarse, as_int(scale), as_int(move)]
 
     def require_alike(self, rows: Sequence[Sequence[int]]) -> None:
@@ -310,7 +308,7 @@ class Changes:
         coarse = any(
             row[0] // 27 and kind for row, kind in zip(rows, kinds, strict=True)
         )
-        tolerance = _OTHERS_TOLERANCE if coarse else _TOLERANCES[torch.float32]
+        tolerance = OTHER_FACTORS if coarse else FACTORS[torch.float32]
         scales = [as_float(row[1]) for row in rows]
         self._compare("gradients were scaled", kinds, scales, tolerance)
         kinds = [row[0] // 9 % 3 for row in rows]
@@ -418,7 +416,7 @@ def _factor(
     near = np.abs(ratios - middle) <= tolerance * abs(middle)
     if len(np.unique(np.abs(before[near]))) >= 2 and 2 * near.sum() > len(near):
         return middle
-    if len(before) < 4 or tolerance == _OTHERS_TOLERANCE:
+    if len(before) < 4 or tolerance == OTHER_FACTORS:
         return None
     columns = np.stack((before, values), axis=1)
     sizes = np.abs(columns).max(axis=0)

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from stretto.burst.memory import in_memory
+from stretto.burst.memory import bytes_of
+from stretto.burst.numbers import number_of
 from stretto.burst.parameters import trained_and_changed
+from stretto.burst.tolerances import of_copies
 from stretto.burst.tracing.overlap import regions_of
 from stretto.errors import RankDisagreement
 
@@ -35,10 +37,6 @@ NUM_VALUES = 1
 _MOST_READ = 1 << 13
 """Bytes of the largest buffers of which one is read in each forward, for writes
 through ``.data``, which do not change the version."""
-
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
-_OTHERS_TOLERANCE = 1e-2
-"""Ranks with other processors may round a change differently."""
 
 
 @final
@@ -82,7 +80,7 @@ class ConstantBuffers:
             self._turn += 1
             is_new = self._small[self._turn % len(self._small)].differs()
         if is_new:
-            self._digest = _joined([row.digest for row in self._rows])
+            self._digest = number_of(b"".join(row.digest for row in self._rows))
         return [self._digest]
 
     def _use(self, graph: LayerGraph) -> None:
@@ -148,7 +146,7 @@ class _Buffer:
 
     def differs(self) -> bool:
         """Return whether the values differ from the last ones; update the digest."""
-        found = hashlib.blake2b(_bytes_of(self.tensor), digest_size=16).digest()
+        found = hashlib.blake2b(bytes_of(self.tensor), digest_size=16).digest()
         is_other = found != self.digest
         self.digest = found
         return is_other
@@ -164,21 +162,10 @@ class _Buffer:
         return [self.digest.hex(), *sums]
 
 
-def _bytes_of(tensor: Tensor) -> Any:
-    whole = in_memory(tensor.detach().cpu()).view(-1)
-    return whole.view(torch.uint8).numpy() if len(whole) else b""
-
-
-def _joined(digests: Sequence[bytes]) -> int:
-    found = hashlib.blake2b(b"".join(digests), digest_size=7).digest()
-    return int.from_bytes(found, "big")
-
-
 def _are_near(one: Sequence[Any], other: Sequence[Any], dtype: torch.dtype) -> bool:
     if one[0] == other[0]:
         return True
     if not (dtype.is_floating_point or dtype.is_complex):
         return False
-    tolerance = _TOLERANCES.get(dtype, _OTHERS_TOLERANCE)
-    bound = tolerance * max(one[1], other[1])
+    bound = of_copies(dtype) * max(one[1], other[1])
     return all(abs(a - b) <= bound for a, b in zip(one[1:], other[1:], strict=True))

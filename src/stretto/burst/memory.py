@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,3 +22,9 @@ def in_memory(tensor: Tensor) -> Tensor:
     if found.stride()[-1:] in ((), (1,)):
         return found
     return found.clone(memory_format=torch.contiguous_format)
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """Return a tensor's values as bytes, without a copy if they are on the CPU."""
+    whole = in_memory(tensor.detach().cpu()).view(-1)
+    return whole.view(torch.uint8).numpy() if len(whole) else b""

@@ -1,7 +1,8 @@
-"""Convert floating-point numbers to integers for the exchange between ranks."""
+"""Convert what ranks compare to integers for their exchange."""
 
 from __future__ import annotations
 
+import hashlib
 import struct
 
 
@@ -15,3 +16,8 @@ def as_float(number: int) -> float:
     """Return the number of these bits."""
     found: float = struct.unpack("<d", struct.pack("<q", number))[0]
     return found
+
+
+def number_of(data: bytes) -> int:
+    """Return a number that differs for different data, and fits into 64 bits."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from stretto.burst.rank_groups import is_among
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -56,7 +58,7 @@ class Ownership:
 
     def includes(self, width: Width) -> bool:
         """Return whether this rank is one of these ranks."""
-        return width[0] <= self._ranks.rank < sum(width)
+        return is_among(width, self._ranks.rank)
 
     def runs(self, layer: str) -> bool:
         """Return whether this rank runs a layer."""

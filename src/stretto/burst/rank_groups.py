@@ -31,6 +31,13 @@ if TYPE_CHECKING:
 Width = tuple[int, int]
 """Consecutive ranks: the first, and how many."""
 
+
+def is_among(width: Width, rank: int) -> bool:
+    """Return whether a rank is one of these ranks."""
+    first, size = width
+    return first <= rank < first + size
+
+
 _MOVES, _NUMBERS = 0, 1
 
 
@@ -98,7 +105,7 @@ class RankGroups:
             CommTimeout: a rank did not connect.
         """
         for first, size in sorted(set(widths)):
-            inside = first <= self.ranks.rank < first + size
+            inside = is_among((first, size), self.ranks.rank)
             if size == 1 or not inside or (first, size) in self._groups:
                 continue
             ranks = replace(

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from stretto.burst.numbers import as_float, as_int
-from stretto.burst.rank_groups import Width
+from stretto.burst.rank_groups import Width, is_among
+from stretto.burst.tolerances import of_copies
 from stretto.errors import RankDisagreement
 
 if TYPE_CHECKING:
@@ -29,16 +30,6 @@ _VALUES = 4096
 _EVERY = {"cpu": 1}
 _EVERY_ON_ACCELERATORS = 64
 """Interval of checks on accelerators, where reading values waits for the device."""
-
-_TOLERANCES = {
-    torch.float64: 1e-9,
-    torch.complex128: 1e-9,
-    torch.float32: 1e-5,
-    torch.complex64: 1e-5,
-}
-"""Tolerance: ranks with other processors may round an optimizer's step differently."""
-_OTHERS_TOLERANCE = 1e-2
-
 
 _Row = tuple[str, Width, list[torch.Tensor]]
 """A layer, its ranks, and its parameters."""
@@ -108,7 +99,7 @@ class Replicas:
                 at += 2
 
     def _values(self, row: _Row, index: int, position: int) -> tuple[int, int]:
-        if not self._runs(row[1]):
+        if not is_among(row[1], self._ranks.rank):
             return 0, 0
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             chunk = _chunk_of(row[2][index], position)
@@ -117,7 +108,7 @@ class Replicas:
     def _compare(self, row: _Row, values: Sequence[tuple[int, int]]) -> None:
         name, (first, width), held = row
         every = [(as_float(s), as_float(m)) for s, m in values[first : first + width]]
-        tolerance = _TOLERANCES.get(held[0].dtype, _OTHERS_TOLERANCE)
+        tolerance = of_copies(held[0].dtype)
         one, scale = every[0]
         for offset, (other, other_scale) in enumerate(every):
             bound = tolerance * max(scale, other_scale)
@@ -138,9 +129,6 @@ class Replicas:
         row = self._rows[self._turn % len(self._rows)]
         every = _EVERY.get(row[2][0].device.type, _EVERY_ON_ACCELERATORS)
         return row if self._turn // len(self._rows) % every == 0 else None
-
-    def _runs(self, width: Width) -> bool:
-        return width[0] <= self._ranks.rank < sum(width)
 
 
 def _chunk_of(tensor: torch.Tensor, position: int) -> torch.Tensor:
