@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from stretto.burst.boundary import in_checkpoint
+from stretto.burst.tracing.torch_modules import Dropout
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from stretto.sim.sample_layout import Numbers
 
-Dropout = nn.modules.dropout._DropoutNd  # noqa: SLF001
 
 _ALPHA = -1.7580993408473766
 """Value to which self-normalizing networks drop (Klambauer et al., 2017)."""

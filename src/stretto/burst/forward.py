@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from stretto.burst.activation_transfer import Move, absent, tied
-from stretto.burst.dropout import Draws, Dropout, DropoutDraw, dropouts_of, one_by_one
-from stretto.burst.norm import BatchNorm, NormSync
+from stretto.burst.dropout import Draws, DropoutDraw, dropouts_of, one_by_one
+from stretto.burst.norm import NormSync
 from stretto.burst.timings import FORWARD
 from stretto.burst.tracing.layers import INPUT, norm_calls
+from stretto.burst.tracing.torch_modules import BatchNorm, Dropout
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:

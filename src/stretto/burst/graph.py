@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +14,6 @@ from stretto.burst.tracing.reads import Ambient
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from stretto.burst.tracing.layers import LayerGraph
 
 
@@ -51,8 +47,7 @@ def capture(
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     with (ambient or Ambient()).set(device):
-        with _without_log():
-            traced = operations.trace(module, example_inputs, kwargs)
+        traced = operations.trace(module, example_inputs, kwargs)
         groups = grouping.groups_of(traced)
         graph = layers_of(traced, groups, type(module).__name__, {})
         if verify:
@@ -83,21 +78,3 @@ def require_module(module: Any, arguments: Any, named: Any) -> None:
 
 def _kind(value: Any) -> str:
     return "None" if value is None else type(value).__name__
-
-
-@contextlib.contextmanager
-def _without_log() -> Iterator[None]:
-    """Leave out PyTorch's log of an operation that fails on tensors without values.
-
-    It logs a whole traceback, of an error that is then raised in one sentence.
-    """
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith("failed while attempting to run meta")
-
-    log.addFilter(is_other)
-    try:
-        yield
-    finally:
-        log.removeFilter(is_other)

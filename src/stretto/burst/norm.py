@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 KINDS = ("sync", "local")
 """Over all samples of the layer, or over those of each rank separately."""
 
-BatchNorm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
-
 
 @final
 class NormSync:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stretto.burst.memory import in_memory
+from stretto.burst.memory import bytes_of
+from stretto.burst.tracing.freezing import ATOMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _DEPTH = 4
 _LATER = frozenset(("state", "param_groups", "defaults"))
 
@@ -93,13 +93,12 @@ def _digest(value: Any, index: Mapping[int, str]) -> str:
 def _parts(value: Any, index: Mapping[int, str], depth: int) -> Iterable[bytes]:
     if id(value) in index:
         yield index[id(value)].encode()
-    elif isinstance(value, _ATOMS):
+    elif isinstance(value, ATOMS):
         yield f"{type(value).__name__} {value!r}".encode()
     elif isinstance(value, Tensor):
         yield f"{value.dtype} {tuple(value.shape)}".encode()
         if value.layout == torch.strided:
-            whole = in_memory(value.detach().cpu()).view(-1)
-            yield whole.view(torch.uint8).numpy().tobytes() if len(whole) else b""
+            yield bytes(bytes_of(value))
     elif depth == 0 or callable(value):
         yield type(value).__name__.encode()
     elif isinstance(value, Mapping):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stretto.burst.memory import in_memory
-from stretto.burst.tracing.recorder import BatchNorm
+from stretto.burst.tracing.torch_modules import BatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

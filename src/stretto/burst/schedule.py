@@ -17,11 +17,11 @@ import torch
 from torch import fx, nn
 
 from stretto.burst.dropout import draws_otherwise, dropouts_of
-from stretto.burst.norm import BatchNorm
 from stretto.burst.parameters import tensors_of, trained_and_changed
 from stretto.burst.rank_groups import Width
 from stretto.burst.tracing.layers import INPUT, LayerGraph, LayerNode
 from stretto.burst.tracing.sample_positions import source_line_of
+from stretto.burst.tracing.torch_modules import BatchNorm
 from stretto.errors import PlanMismatch, SpecError
 from stretto.sim.sample_layout import Numbers, Transfer
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+
+from stretto.burst import numbers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,5 +77,4 @@ def tensors_of(module: nn.Module) -> list[str]:
 
 def number_of(pattern: tuple[bool, ...]) -> int:
     """Return a number that differs for different patterns."""
-    digest = hashlib.sha256(bytes(pattern)).digest()
-    return int.from_bytes(digest[:7], "big")
+    return numbers.number_of(bytes(pattern))

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from stretto.burst.memory import in_memory
 from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.fakes import swapped
-from stretto.burst.tracing.recorder import BatchNorm
+from stretto.burst.tracing.torch_modules import BatchNorm
 from stretto.burst.tracing.trial import (
-    Calm,
-    Numbers,
+    ConstantDraws,
+    RandomInputs,
     tolerance_of,
     without_inner_dropout,
 )
@@ -80,7 +80,7 @@ class Trial:
     ) -> None:
         self._module, self._graph, self._own = module, graph, own
         self._rank_groups = rank_groups
-        self._numbers = Numbers(seed, values=graph.results.trial_values)
+        self._numbers = RandomInputs(seed, values=graph.results.trial_values)
         self._twins: dict[int, Tensor] = {}
         self._output: Tensor | None = None
         self._cotangent: Tensor | None = None
@@ -112,7 +112,7 @@ class Trial:
             self._changed_values(),
             self._graph.ambient.set(device),
             draws.still(),
-            Calm(),
+            ConstantDraws(),
         ):
             packed = self._packed(examples)
             try:

@@ -10,6 +10,7 @@ A recording:
 - `patching`: route calls of modules and functions through it (for `recorder`).
 - `records`: what a recording consists of (for `recorder` too).
 - `source_lines`: the lines of the user's code (for `recorder` too).
+- `torch_modules`: kinds of modules that are treated in ways of their own.
 - `fakes`: these tensors, in place of parameters and buffers (for `recorder`).
 - `reads`: the plain state that forward reads, to detect a change of it.
 - `freezing`: copies of plain state that can be compared later (for `reads`).

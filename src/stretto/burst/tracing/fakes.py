@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any, final
 
@@ -198,3 +199,21 @@ def _is_plain(tensor: Tensor) -> bool:
 def storage_of(tensor: Tensor) -> int:
     """Return an identifier of a tensor's memory."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
+
+
+@contextlib.contextmanager
+def without_log() -> Iterator[None]:
+    """Leave out PyTorch's log of an operation that fails on tensors without values.
+
+    It logs a whole traceback, of an error that is then raised in one sentence.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta")
+
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from stretto.burst.memory import in_memory
+from stretto.burst.memory import bytes_of
 from stretto.burst.tracing.behind import behind_outputs
 from stretto.burst.tracing.build import Build, graph_of
 from stretto.burst.tracing.cached_values import CachedValues
@@ -208,9 +208,8 @@ def _digest_of(value: Any, trained: list[nn.Parameter]) -> str:
     is_plain = not plain.is_quantized and plain.layout == torch.strided
     if not is_plain or shared_with(value, trained):
         return f"{plain.dtype} {tuple(plain.shape)}"
-    data = in_memory(plain).reshape(-1).view(torch.uint8).numpy().tobytes()
     kind = f"{plain.dtype} {tuple(plain.shape)}"
-    return f"{kind} {hashlib.sha256(data).hexdigest()[:16]}"
+    return f"{kind} {hashlib.sha256(bytes_of(plain)).hexdigest()[:16]}"
 
 
 def _qualified(target: Any) -> str:

@@ -28,13 +28,13 @@ from torch.nn import functional
 from stretto.burst.tracing.backward import has_own_backward
 from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.fakes import swapped
-from stretto.burst.tracing.recorder import BatchNorm
 from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.burst.tracing.source_lines import source_line_in
+from stretto.burst.tracing.torch_modules import BatchNorm
 from stretto.burst.tracing.trial import (
     VALUES,
-    Calm,
-    Numbers,
+    ConstantDraws,
+    RandomInputs,
     tolerance_of,
     without_inner_dropout,
 )
@@ -52,10 +52,10 @@ _REST = (2,)
 _ROWS = len(_SOME) + len(_REST)
 _EVERY = tuple(range(_ROWS))
 
-_WIDE, _WIDEST, _WIDE_NUMBERS = 13, 1009, 1 << 16
-_WIDEST_BACK = 4099
+_MANY_ROWS, _MOST_ROWS, _MANY_NUMBERS = 13, 1009, 1 << 16
+_MOST_ROWS_BACK = 4099
 """Limits on the rows of the check with many of them. Tensors of small rows get enough
-rows to hold about ``_WIDE_NUMBERS`` numbers."""
+rows to hold about ``_MANY_NUMBERS`` numbers."""
 
 _SCALES = (1e4, 1e-4)
 """Scales of gradients, because a backward may treat large or small ones differently."""
@@ -116,7 +116,7 @@ def _checked(
     first: Exception | None = None
     blind: _Check | None = None
     for noise, values in itertools.product(_NOISES, VALUES):
-        numbers = Numbers(seed, noise=noise, values=values)
+        numbers = RandomInputs(seed, noise=noise, values=values)
         check = _Check(graph, module, examples, numbers)
         try:
             with graph.caches_restored():
@@ -156,7 +156,7 @@ class _Check:
         graph: LayerGraph,
         module: nn.Module,
         examples: list[Tensor],
-        numbers: Numbers,
+        numbers: RandomInputs,
     ) -> None:
         self._graph, self._module = graph, module
         self._examples = examples
@@ -258,7 +258,7 @@ class _Check:
 
     def _whole(self, packed: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         args, kwargs = self._graph.arguments.unpack(packed)
-        with _fresh_buffers(self._module), Calm():
+        with _fresh_buffers(self._module), ConstantDraws():
             output = self._module.forward(*args, **kwargs)
             wanted = self._graph.results.packed(output, len(packed))
             parameters = self._trained()
@@ -393,7 +393,7 @@ class _Check:
     ) -> SpecError | None:
         """Return where an operation inside a layer gives other rows for some."""
         full = self._trace(node, values, _EVERY)
-        for rows in (_SOME, self._wide_rows(node, values, output, _WIDEST)):
+        for rows in (_SOME, self._many_rows(node, values, output, _MOST_ROWS)):
             op = self._first_mixed(full, self._trace(node, values, rows), rows)
             if op is not None:
                 return _mixing(f"{source_line_of(op)}: {op.name!r}")
@@ -449,12 +449,12 @@ class _Check:
                 return self._mixes(node, values, backward=True)
         return None
 
-    def _wide_rows(
+    def _many_rows(
         self, node: LayerNode, values: dict[str, Tensor], full: Tensor, most: int
     ) -> list[int]:
         taken = [values[name] for name in node.inputs]
         numbers = sum(x.numel() for x in (*taken, full)) // _ROWS
-        count = min(most, max(_WIDE, _WIDE_NUMBERS // max(1, numbers)))
+        count = min(most, max(_MANY_ROWS, _MANY_NUMBERS // max(1, numbers)))
         return self._numbers.order(_ROWS, count)
 
     def _wide_backward(
@@ -468,7 +468,7 @@ class _Check:
 
         Parameters' gradients are the sum of those of each row alone.
         """
-        rows = self._wide_rows(node, values, full[0], _WIDEST_BACK)
+        rows = self._many_rows(node, values, full[0], _MOST_ROWS_BACK)
         try:
             _, inputs, grads = self._part(node, values, cotangents, tuple(rows))
             alone = [self._part(node, values, cotangents, (i,))[2] for i in _EVERY]
@@ -498,7 +498,7 @@ class _Check:
         An effect that reaches further than `_ROWS` rows does not show with so few.
         """
         taken = [values[name] for name in node.inputs]
-        rows = self._wide_rows(node, values, full, _WIDEST)
+        rows = self._many_rows(node, values, full, _MOST_ROWS)
         try:
             with torch.no_grad():
                 output = _run(node, [x[rows] for x in taken])
@@ -613,7 +613,11 @@ class _Check:
     ) -> dict[fx.Node, Any]:
         inputs = [values[name][list(rows)] for name in node.inputs]
         found: dict[fx.Node, Any] = {}
-        with contextlib.suppress(Exception), _fresh_buffers(node.module), Calm():
+        with (
+            contextlib.suppress(Exception),
+            _fresh_buffers(node.module),
+            ConstantDraws(),
+        ):
             _Interpreter(node.module, found).run(*inputs)
         return found
 
@@ -700,7 +704,7 @@ def _graph_of(node: LayerNode) -> fx.Graph:
 
 
 def _run(node: LayerNode, inputs: list[Tensor]) -> Tensor:
-    with _fresh_buffers(node.module), Calm():
+    with _fresh_buffers(node.module), ConstantDraws():
         output: Tensor = node.module(*inputs)
     return output
 
@@ -749,7 +753,7 @@ def _gradients(
     output: Tensor, cotangent: Tensor, tensors: list[Tensor]
 ) -> list[Tensor | None]:
     """Compute gradients by ``backward``, which reentrant checkpointing requires."""
-    with Calm():  # a checkpoint or a function may draw again
+    with ConstantDraws():  # a checkpoint or a function may draw again
         torch.autograd.backward(output, cotangent)
     found = [
         grad.to_dense()

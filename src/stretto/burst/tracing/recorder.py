@@ -25,6 +25,7 @@ from stretto.burst.tracing.fakes import AbstractRecorder, held_by, storage_of, s
 from stretto.burst.tracing.patching import patched
 from stretto.burst.tracing.records import SOURCE, Context, Fixed, Record, Recording, Ref
 from stretto.burst.tracing.source_lines import line_setting, source_line
+from stretto.burst.tracing.torch_modules import BatchNorm, Dropout
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from stretto.burst.tracing.fakes import Fakes
     from stretto.burst.tracing.reads import Reads
 
-Dropout = nn.modules.dropout._DropoutNd  # noqa: SLF001
-BatchNorm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
 
 _REFUSED = {
     "register_hook": "its effect on the gradient is outside the recorded operations",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import logging
 import random
 import sys
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from stretto.burst.tracing.caches import (
     written_by_torch,
 )
 from stretto.burst.tracing.comparing import BATCHES, compare, require_like
-from stretto.burst.tracing.fakes import Fakes
+from stretto.burst.tracing.fakes import Fakes, without_log
 from stretto.burst.tracing.reads import HOOKS, Reads, Watch
 from stretto.burst.tracing.recorder import UnseenTensor, record
 from stretto.burst.tracing.records import Fixed, Recording, Ref
@@ -218,7 +217,7 @@ def _once(
     try:
         # Their argument checks read values; a run on values disables them.
         distributions.set_default_validate_args(value=False)
-        with _quiet():
+        with without_log():
             # A context variable that forward sets is a cache, too.
             found = contextvars.copy_context().run(
                 record, module, run, (shape, dtype, device), fakes, reads, check, kept
@@ -245,17 +244,6 @@ def _once(
             "outside of the model"
         )
     return found
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from logging the error that is about to be raised."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was
 
 
 def _way_around(error: Exception) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from stretto.burst.tracing.comparing import BATCHES, follows
-from stretto.burst.tracing.trial import Calm
+from stretto.burst.tracing.trial import ConstantDraws
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -137,7 +137,10 @@ def value_of(
     nodes = [n for n in root.graph.nodes if n in behind]
     run = fx.Interpreter(root)
     try:
-        with torch.no_grad(), Calm():  # values of torch.empty() are not positions
+        with (
+            torch.no_grad(),
+            ConstantDraws(),
+        ):  # values of torch.empty() are not positions
             for n in nodes:
                 if n in counts:
                     run.env[n] = counts[n] * count

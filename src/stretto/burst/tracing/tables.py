@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from stretto.burst.tracing.comparing import BATCHES, follows
-from stretto.burst.tracing.recorder import BatchNorm
+from stretto.burst.tracing.torch_modules import BatchNorm
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:

@@ -83,7 +83,7 @@ _FILLS = {
 
 
 @final
-class Calm(TorchFunctionMode):
+class ConstantDraws(TorchFunctionMode):
     """Replaces random numbers by constants; dropout scales where it is active."""
 
     def __torch_function__(
@@ -185,7 +185,7 @@ def _require_different(rows: list[int]) -> None:
 
 
 @final
-class Numbers:
+class RandomInputs:
     """Random numbers that depend only on a seed, whatever the device and type."""
 
     def __init__(
