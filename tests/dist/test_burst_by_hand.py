@@ -587,7 +587,47 @@ def optimizer_lacks_a_layer_on_one_rank(side: Side) -> None:
     train(side, model, optimizer)
 
 
+def in_groups(side: Side, *rates: dict[str, float]) -> None:
+    """Train with parameter groups on one rank, and one group on the other."""
+    model = apart(side, deep())
+    held = list(model.parameters())
+    groups = [{"params": held[:2]} | rates[0], {"params": held[2:]} | rates[1]]
+    train(side, model, torch.optim.SGD(groups if side.rank else held, lr=0.1))
+
+
+def groups_with_another_rate_on_one_rank(side: Side) -> None:
+    in_groups(side, {"lr": 0.5}, {})
+
+
+def groups_with_another_decay_on_one_rank(side: Side) -> None:
+    in_groups(side, {}, {"weight_decay": 0.5})
+
+
+def groups_of_which_one_changes_later_on_one_rank(side: Side) -> None:
+    model = apart(side, deep())
+    held = list(model.parameters())
+    groups = [{"params": held[:2]}, {"params": held[2:]}]
+    optimizer = torch.optim.SGD(groups if side.rank else held, lr=0.1)
+    train(side, model, optimizer)
+    if side.rank:
+        optimizer.param_groups[1]["lr"] = 0.2
+    train(side, model, optimizer)
+
+
+def the_same_options_in_other_groups(side: Side) -> Any:
+    model = apart(side, deep())
+    held = list(model.parameters())
+    groups = [{"params": held[:2]}, {"params": held[2:]}]
+    optimizer = torch.optim.SGD(groups if side.rank else held, lr=0.1)
+    train(side, model, optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05
+    train(side, model, optimizer)
+    return side.state(model)
+
+
 RIGHT: list[Callable[[Side], Any]] = [
+    the_same_options_in_other_groups,
     clamped_with_another_optimizer,
     clamped_after_a_skipped_step,
     gradients_zeroed_in_part,
@@ -660,6 +700,9 @@ REFUSED = {
     buffer_changed_by_data_on_one_rank: "different values of buffer 'mask'",
     buffer_changed_on_one_rank_then_saved: "different values of buffer 'shift'",
     optimizer_lacks_a_layer_on_one_rank: "on rank 1 lack parameter '2.weight', which",
+    groups_with_another_rate_on_one_rank: "'lr' of SGD 0.1 on rank 0 and 'lr' of SGD",
+    groups_with_another_decay_on_one_rank: "'weight_decay' of SGD 0 on rank 0 and",
+    groups_of_which_one_changes_later_on_one_rank: "'lr' of SGD 0.1 on rank 0 and",
 }
 
 

@@ -18,6 +18,7 @@ has none of those, but their parameters are guarded, and notice who asks for one
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import weakref
@@ -137,7 +138,7 @@ class OptimizerUse:
         self._own = [i for i, (_, p) in enumerate(parameters) if runs(p)]
         self._stepped: list[_Use] = []
         """Of the optimizers that took a step before the last exchange."""
-        self._accepted: set[tuple[int, ...]] = set()
+        self._accepted: tuple[tuple[int, int, int], ...] = ()
         self._compared: list[Optimizer] = []
         self._steps: list[str] = []
         """What the ranks' steps must have in common, as text."""
@@ -291,7 +292,7 @@ class OptimizerUse:
             RankDisagreement: on every rank, naming what differs.
         """
         self._require_same_clips([as_float(row[5]) for row in rows])
-        self._require_no_missing(tuple(row[0] for row in rows))
+        self._require_no_other(tuple((row[0], row[1], row[2]) for row in rows))
         for names in sorted({row[0] for row in rows if row[0]}):
             members = [rank for rank, row in enumerate(rows) if row[0] == names]
             first = rows[members[0]]
@@ -306,31 +307,67 @@ class OptimizerUse:
                 self._require_same_use(names, number, flags)
         self._compared = []
 
-    def _require_no_missing(self, names: tuple[int, ...]) -> None:
-        """Require that a rank's optimizers hold what those of other ranks do.
+    def _require_no_other(self, found: tuple[tuple[int, int, int], ...]) -> None:
+        """Require that ranks with other parameter groups train in the same way.
 
-        Of the layers that it runs: it alone would train them.
+        A rank's optimizers must hold what those of other ranks do, of the layers that
+        it runs: it alone would train them. What several ranks hold must have the same
+        options, in whatever groups.
+
+        Args:
+            found: Each rank's names of optimizers, and a digest of their options.
         """
-        if len({name for name in names if name}) < 2 or names in self._accepted:
+        names = [row[0] for row in found]
+        if len({name for name in names if name}) < 2 or found == self._accepted:
             return
-        held = sorted({i for use in self._stepped for g in use.groups for i in g[0]})
-        mine = json.dumps({"held": held, "own": self._own})
+        mine = json.dumps({"held": self._by_parameter(), "own": self._own})
         texts = [json.loads(text) for text in self._gather(mine)]
-        for rank, text in enumerate(texts):
-            if not names[rank]:
-                continue
-            own = set(text["own"]) - set(text["held"])
-            for other, known in enumerate(texts):
-                missing = own.intersection(known["held"] if names[other] else ())
+        stepping = {rank: text for rank, text in enumerate(texts) if names[rank]}
+        for rank, text in stepping.items():
+            own = {str(i) for i in text["own"]}.difference(text["held"])
+            for other, known in stepping.items():
+                missing = own.intersection(known["held"])
                 if missing:
                     name = self._ranks.name
+                    first = self._names[min(map(int, missing))]
                     raise RankDisagreement(
                         f"the optimizers that took a step on {name(rank)} lack "
-                        f"parameter {self._names[min(missing)]!r}, which those on "
+                        f"parameter {first!r}, which those on "
                         f"{name(other)} hold: pass the same parameters to optimizers "
                         "on all ranks, also those whose .grad is None on this rank"
                     )
-        self._accepted.add(names)
+        self._require_same_held({r: text["held"] for r, text in stepping.items()})
+        self._accepted = found
+
+    def _by_parameter(self) -> dict[str, list[list[Any]]]:
+        """Return what is done with each parameter, by its position in the model."""
+        found: dict[str, list[list[Any]]] = {}
+        uses = zip(self._stepped, self._compared, self._steps, strict=False)
+        for use, optimizer, steps in uses:
+            for positions, group in use.groups:
+                rows = [["steps", steps]]
+                rows += [
+                    [f"{key!r} of {use.kind}", _as_json(value)]
+                    for _, key, value in _options(optimizer, [group])
+                ]
+                for position in positions:
+                    found.setdefault(str(position), []).extend(rows)
+        return found
+
+    def _require_same_held(self, held: Mapping[int, Mapping[str, Any]]) -> None:
+        first: dict[str, tuple[int, Any]] = {}
+        for rank, by_parameter in held.items():
+            for position, rows in by_parameter.items():
+                other, known = first.setdefault(position, (rank, rows))
+                for a, b in itertools.zip_longest(known, rows):
+                    if _is_near(a, b):
+                        continue
+                    name = self._ranks.name
+                    one, two = (f"{row[0]} {row[1]}" if row else "-" for row in (a, b))
+                    raise _options_differ(
+                        f"for parameter {self._names[int(position)]!r}, {one} on "
+                        f"{name(other)} and {two} on {name(rank)}"
+                    )
 
     def _require_same_clips(self, sums: Sequence[float]) -> None:
         """Require that ranks which clip gradients clip to the same."""
@@ -402,11 +439,15 @@ class OptimizerUse:
             ),
             f"an optimizer's are others on {name(one)} than on {name(other)}",
         )
-        return RankDisagreement(
-            f"optimizers' options differ between ranks: {found}. Set them from values "
-            "that are the same on all ranks: add the ranks' losses with "
-            "torch.distributed.all_reduce before passing them to a scheduler's step()"
-        )
+        return _options_differ(found)
+
+
+def _options_differ(found: str) -> RankDisagreement:
+    return RankDisagreement(
+        f"optimizers' options differ between ranks: {found}. Set them from values "
+        "that are the same on all ranks: add the ranks' losses with "
+        "torch.distributed.all_reduce before passing them to a scheduler's step()"
+    )
 
 
 def _options(
@@ -423,6 +464,28 @@ def _text(value: Any) -> str:
     if isinstance(value, Tensor):
         value = value.tolist()
     return repr(value)
+
+
+def _as_json(value: Any) -> Any:
+    """Return an option's value as JSON gives it back."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_as_json(held) for held in value]
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    return type(value).__name__
+
+
+def _is_near(one: Any, other: Any) -> bool:
+    """Return whether options are equal, up to the rounding of other processors."""
+    if isinstance(one, list) and isinstance(other, list):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(_is_near(a, b) for a, b in pairs)
+    numbers = (int, float)
+    if isinstance(one, numbers) and isinstance(other, numbers):
+        return math.isclose(one, other, rel_tol=_TOLERANCE)
+    return bool(one == other)
 
 
 def _joined(states: Iterable[int]) -> int:
