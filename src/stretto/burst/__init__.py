@@ -15,7 +15,7 @@ The model:
 
 A step:
 
-- `batch_partition`: the numbers that ranks exchange and compare at a forward's start.
+- `forward_exchange`: the numbers that ranks exchange and compare at a forward's start.
 - `forward`: run each layer on this rank, with moves in between.
 - `activation_transfer`: the moves and their way back (for `forward`).
 - `boundary`: weigh gradients where they enter and leave the model.

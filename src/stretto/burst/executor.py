@@ -27,12 +27,12 @@ from stretto.burst import hooks, torch_calls
 from stretto.burst import parameters as params
 from stretto.burst.activation_transfer import ActivationTransfer
 from stretto.burst.backward_pass import BackwardPass
-from stretto.burst.batch_partition import BatchPartition
 from stretto.burst.boundary import in_checkpoint, mark_input, mark_output
 from stretto.burst.captures import Captures, Trained, training
 from stretto.burst.changes import Changes
 from stretto.burst.constant_buffers import ConstantBuffers
 from stretto.burst.forward import Forward
+from stretto.burst.forward_exchange import ForwardExchange
 from stretto.burst.gradient_sync import GradientSync, SyncedLayer
 from stretto.burst.held_activations import marked
 from stretto.burst.hook_use import HookUse
@@ -191,7 +191,6 @@ class BurstParallel(nn.Module):
             device=device,
             seed=seed,
         )
-        self._partition = BatchPartition(self._rank_groups, self._clock)
         self._ownership = Ownership(self._ranks)
         self._uses = OptimizerUse(self._ranks, self._texts_of("optimizers"))
         self._hooks = HookUse(self._ranks, self._texts_of("hooks"))
@@ -201,6 +200,17 @@ class BurstParallel(nn.Module):
         )
         self._replicas = Replicas(self._ranks)
         self._changes = Changes(self._ranks)
+        self._exchange = ForwardExchange(
+            self._rank_groups,
+            self._clock,
+            checks=(
+                self._hooks,
+                self._constants,
+                self._uses,
+                self._replicas,
+                self._changes,
+            ),
+        )
         self._seam = TorchSeam(
             module,
             serial=self._agreement.serial,
@@ -349,7 +359,7 @@ class BurstParallel(nn.Module):
     def _follow(self, graph: LayerGraph, widths: dict[str, Width]) -> None:
         """Run these layers on these ranks from now on."""
         refuse_sparse(graph)
-        self._partition.forget_schedules()
+        self._exchange.forget_schedules()
         for old in self._captures:
             self._forward.forget(old)
         self._captures.follow(graph, widths)
@@ -441,7 +451,7 @@ class BurstParallel(nn.Module):
 
     def _forget(self, graph: LayerGraph) -> None:
         self._forward.forget(graph)
-        self._partition.forget_schedules()
+        self._exchange.forget_schedules()
 
     def _trouble(self) -> StrettoError | None:
         """Return the reason why the model can't run now."""
@@ -540,18 +550,13 @@ class BurstParallel(nn.Module):
         self._rank_groups.refusals.next_step()
         self._activations.settle()
         with normal_tensors():
-            layouts, input_needs = self._partition.exchange(
+            self._constants.follow(execution.graph)
+            layouts, input_needs = self._exchange.exchange(
                 execution.graph,
                 batch,
                 is_training=self.module.training,
                 step=self._forward.draws.step,
                 trained=number_of(self._trained),
-                operations=int(execution.graph.semantics[-14:], 16),
-                replicas=self._replicas,
-                changes=self._changes,
-                uses=self._uses,
-                hooks=self._hooks,
-                buffers=self._constants,
                 trouble=trouble,
             )
             # Buffers such as running statistics change without a backward.
@@ -559,7 +564,7 @@ class BurstParallel(nn.Module):
                 self._stale_guard.changed()
             with self._rank_groups.inside_step(), self._stale_guard.opened():
                 execution.graph.require_count(layouts.num_samples)
-                schedule = self._partition.schedule(execution, layouts)
+                schedule = self._exchange.schedule(execution, layouts)
         grad = torch.is_grad_enabled()
         with (
             self._rank_groups.inside_step(),
