@@ -46,7 +46,7 @@ Checks that ranks train one model:
 - `hook_use`: hooks that change something are on all ranks.
 - `constant_buffers`: buffers that forward only reads are the same.
 - `stale_guard`: nothing reads values that this rank does not keep current.
-- `verify`: a first step equals one process's (with ``verify=True``).
+- `verify_first_step`: a first step equals one process's (with ``verify=True``).
 
 PyTorch's functions:
 

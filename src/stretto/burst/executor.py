@@ -39,7 +39,7 @@ from stretto.burst.hook_use import HookUse
 from stretto.burst.optimizer_use import OptimizerUse
 from stretto.burst.optimizers import first_difference, kept_outside
 from stretto.burst.ownership import LOOSE, Ownership
-from stretto.burst.rank_groups import RankGroups, Width
+from stretto.burst.rank_groups import RankGroups, RankRange
 from stretto.burst.rank_meeting import RankMeeting
 from stretto.burst.replicas import Replicas
 from stretto.burst.requirements import (
@@ -48,14 +48,14 @@ from stretto.burst.requirements import (
     refuse_callers,
     refuse_sparse,
 )
-from stretto.burst.schedule import ExecutionPlan, widths_of
+from stretto.burst.schedule import ExecutionPlan, rank_ranges_of
 from stretto.burst.shadows import Shadows
 from stretto.burst.stale_guard import StaleParameterGuard
 from stretto.burst.structure import Structure, number_of, tensors_of
 from stretto.burst.timings import StepClock, Timings
 from stretto.burst.torch_seam import TorchSeam
 from stretto.burst.tracing.reads import normal_tensors
-from stretto.burst.verify import SEEDS, Trial, require_comparable
+from stretto.burst.verify_first_step import SEEDS, Trial, require_comparable
 from stretto.errors import CommTimeout, SpecError, StrettoError
 from stretto.runtime.agreement import Agreement, ranks_of
 
@@ -249,13 +249,13 @@ class BurstParallel(nn.Module):
 
     def _set_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._captures.use_example(args, kwargs)
-        widths: dict[str, Width] = {}
+        widths: dict[str, RankRange] = {}
         trouble: StrettoError | None = None
         graph = None
         try:
             self._require_own_parameters()
             graph = self._captures.capture_for(self.plan)
-            widths = widths_of(self.plan, graph, self._ranks.size)
+            widths = rank_ranges_of(self.plan, graph, self._ranks.size)
             if self._verify:
                 require_comparable(graph, self._batch_norm)
         except StrettoError as exc:
@@ -356,7 +356,7 @@ class BurstParallel(nn.Module):
             trouble=trouble,
         )
 
-    def _follow(self, graph: LayerGraph, widths: dict[str, Width]) -> None:
+    def _follow(self, graph: LayerGraph, widths: dict[str, RankRange]) -> None:
         """Run these layers on these ranks from now on."""
         refuse_sparse(graph)
         self._exchange.forget_schedules()
@@ -795,7 +795,7 @@ class BurstParallel(nn.Module):
             assert self._backward.sync is not None  # noqa: S101
             self._backward.sync.require_nothing_kept("apply_plan was called")
             graph = self._captures.capture_for(plan)
-            widths = widths_of(plan, graph, self._ranks.size)
+            widths = rank_ranges_of(plan, graph, self._ranks.size)
         except StrettoError as exc:
             trouble = exc
         try:
@@ -886,7 +886,7 @@ class BurstParallel(nn.Module):
         return self._timings.waiting()
 
     @property
-    def widths(self) -> dict[str, Width]:
+    def widths(self) -> dict[str, RankRange]:
         """Ranks of each layer: first and number. Empty before the first forward."""
         return dict(self._ownership.widths)
 
@@ -914,7 +914,7 @@ def _accept_module_names(
 
 
 def _synced(
-    layer: str, width: Width, parameters: Iterable[nn.Parameter]
+    layer: str, width: RankRange, parameters: Iterable[nn.Parameter]
 ) -> SyncedLayer:
     trained = tuple(p for p in parameters if p.requires_grad)
     return SyncedLayer(name=layer, width=width, parameters=trained)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, final
 import torch
 
 from stretto.burst.numbers import as_float, as_int
-from stretto.burst.rank_groups import Width, is_among
+from stretto.burst.rank_groups import RankRange, is_among
 from stretto.burst.tolerances import of_copies
 from stretto.errors import RankDisagreement
 
@@ -31,7 +31,7 @@ _EVERY = {"cpu": 1}
 _EVERY_ON_ACCELERATORS = 64
 """Interval of checks on accelerators, where reading values waits for the device."""
 
-_Row = tuple[str, Width, list[torch.Tensor]]
+_Row = tuple[str, RankRange, list[torch.Tensor]]
 """A layer, its ranks, and its parameters."""
 
 
@@ -46,7 +46,7 @@ class Replicas:
         self._rows: list[_Row] = []
         self._turn = 0
 
-    def watch(self, graph: LayerGraph, widths: Mapping[str, Width]) -> None:
+    def watch(self, graph: LayerGraph, widths: Mapping[str, RankRange]) -> None:
         """Compare these layers from now on; every rank must pass the same."""
         self._turn = 0
         self._rows = []
