@@ -15,7 +15,7 @@ The model:
 
 A step:
 
-- `batch_partition`: the numbers that ranks exchange and compare at a forward's start.
+- `forward_exchange`: the numbers that ranks exchange and compare at a forward's start.
 - `forward`: run each layer on this rank, with moves in between.
 - `activation_transfer`: the moves and their way back (for `forward`).
 - `boundary`: weigh gradients where they enter and leave the model.
@@ -46,7 +46,7 @@ Checks that ranks train one model:
 - `hook_use`: hooks that change something are on all ranks.
 - `constant_buffers`: buffers that forward only reads are the same.
 - `stale_guard`: nothing reads values that this rank does not keep current.
-- `verify`: a first step equals one process's (with ``verify=True``).
+- `verify_first_step`: a first step equals one process's (with ``verify=True``).
 
 PyTorch's functions:
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from stretto.burst.ownership import Ownership
-    from stretto.burst.rank_groups import Width
+    from stretto.burst.rank_groups import RankRange
     from stretto.burst.schedule import ExecutionPlan
     from stretto.burst.stale_guard import StaleParameterGuard
     from stretto.burst.tracing.layers import LayerGraph
@@ -74,7 +74,7 @@ class Captures:
         self._example: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
         self._graphs: list[LayerGraph] = []
         self._layers: list[str] = []
-        self._widths_in: dict[LayerGraph, dict[str, Width]] = {}
+        self._widths_in: dict[LayerGraph, dict[str, RankRange]] = {}
         self._plans: dict[tuple[Trained, LayerGraph], ExecutionPlan] = {}
         self._recaptures = 0
         self._first_values = FirstValues()
@@ -110,7 +110,7 @@ class Captures:
             graph = capture(self._module, *self._example)
             return graph.joined([entry.layer for entry in plan.layers])
 
-    def follow(self, graph: LayerGraph, widths: dict[str, Width]) -> None:
+    def follow(self, graph: LayerGraph, widths: dict[str, RankRange]) -> None:
         """Start again with the capture of a plan."""
         self._graphs = [graph]
         self._layers = list(widths)
@@ -121,7 +121,7 @@ class Captures:
         """Drop all captures: the model must be set up before it runs."""
         self._graphs, self._widths_in, self._plans = [], {}, {}
 
-    def widths_in(self, graph: LayerGraph) -> dict[str, Width]:
+    def widths_in(self, graph: LayerGraph) -> dict[str, RankRange]:
         """Return the ranks of a capture's layers."""
         return self._widths_in[graph]
 

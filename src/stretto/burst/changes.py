@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 import torch
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from stretto.runtime.agreement import Ranks
-
-NUM_VALUES = 3
-"""Numbers of this module in each exchange."""
 
 _ELEMENTS = 64
 """Number of elements compared in each gradient."""
@@ -84,6 +81,8 @@ class _Sample:
 @final
 class Changes:
     """Changes of one model's gradients and parameters on this rank."""
+
+    num_values: ClassVar[int] = 3
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -273,7 +272,7 @@ class Changes:
 
     @torch.no_grad()
     def next_values(self) -> list[int]:
-        """Return `NUM_VALUES` numbers to exchange."""
+        """Return `num_values` numbers to exchange."""
         if self.is_on:
             self._look_at_parameters()
         tolerance = self._tolerance or OTHER_FACTORS

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from stretto.burst.tracing.layers import LayerGraph
     from stretto.runtime.agreement import Ranks
 
-NUM_VALUES = 1
-"""Numbers of this module in each exchange."""
-
 _MOST_READ = 1 << 13
 """Bytes of the largest buffers of which one is read in each forward, for writes
 through ``.data``, which do not change the version."""
@@ -45,6 +42,8 @@ class ConstantBuffers:
 
     ``gather`` returns every rank's text. All ranks call it if their digests differ.
     """
+
+    num_values: ClassVar[int] = 1
 
     def __init__(self, ranks: Ranks, gather: Callable[[str], Sequence[str]]) -> None:
         self._ranks = ranks
@@ -63,16 +62,16 @@ class ConstantBuffers:
         self._use(graph)
         self._accepted.clear()
 
-    @torch.no_grad()
-    def next_values(self, graph: LayerGraph | None = None) -> list[int]:
-        """Return `NUM_VALUES` numbers to exchange.
-
-        ``graph`` is the capture that runs next, ``None`` if the last one counts.
-        """
-        if self._ranks.size == 1:
-            return [0] * NUM_VALUES
-        if graph is not None and graph is not self._graph:
+    def follow(self, graph: LayerGraph) -> None:
+        """Compare the buffers of the capture that runs next."""
+        if self._ranks.size > 1 and graph is not self._graph:
             self._use(graph)
+
+    @torch.no_grad()
+    def next_values(self) -> list[int]:
+        """Return `num_values` numbers to exchange."""
+        if self._ranks.size == 1:
+            return [0] * self.num_values
         is_new = False
         for row in self._rows:
             is_new |= row.was_written()

@@ -27,19 +27,19 @@ from stretto.burst import hooks, torch_calls
 from stretto.burst import parameters as params
 from stretto.burst.activation_transfer import ActivationTransfer
 from stretto.burst.backward_pass import BackwardPass
-from stretto.burst.batch_partition import BatchPartition
 from stretto.burst.boundary import in_checkpoint, mark_input, mark_output
 from stretto.burst.captures import Captures, Trained, training
 from stretto.burst.changes import Changes
 from stretto.burst.constant_buffers import ConstantBuffers
 from stretto.burst.forward import Forward
+from stretto.burst.forward_exchange import ForwardExchange
 from stretto.burst.gradient_sync import GradientSync, SyncedLayer
 from stretto.burst.held_activations import marked
 from stretto.burst.hook_use import HookUse
 from stretto.burst.optimizer_use import OptimizerUse
 from stretto.burst.optimizers import first_difference, kept_outside
 from stretto.burst.ownership import LOOSE, Ownership
-from stretto.burst.rank_groups import RankGroups, Width
+from stretto.burst.rank_groups import RankGroups, RankRange
 from stretto.burst.rank_meeting import RankMeeting
 from stretto.burst.replicas import Replicas
 from stretto.burst.requirements import (
@@ -48,14 +48,14 @@ from stretto.burst.requirements import (
     refuse_callers,
     refuse_sparse,
 )
-from stretto.burst.schedule import ExecutionPlan, widths_of
+from stretto.burst.schedule import ExecutionPlan, rank_ranges_of
 from stretto.burst.shadows import Shadows
 from stretto.burst.stale_guard import StaleParameterGuard
 from stretto.burst.structure import Structure, number_of, tensors_of
 from stretto.burst.timings import StepClock, Timings
 from stretto.burst.torch_seam import TorchSeam
 from stretto.burst.tracing.reads import normal_tensors
-from stretto.burst.verify import SEEDS, Trial, require_comparable
+from stretto.burst.verify_first_step import SEEDS, Trial, require_comparable
 from stretto.errors import CommTimeout, SpecError, StrettoError
 from stretto.runtime.agreement import Agreement, ranks_of
 
@@ -191,7 +191,6 @@ class BurstParallel(nn.Module):
             device=device,
             seed=seed,
         )
-        self._partition = BatchPartition(self._rank_groups, self._clock)
         self._ownership = Ownership(self._ranks)
         self._uses = OptimizerUse(self._ranks, self._texts_of("optimizers"))
         self._hooks = HookUse(self._ranks, self._texts_of("hooks"))
@@ -201,6 +200,17 @@ class BurstParallel(nn.Module):
         )
         self._replicas = Replicas(self._ranks)
         self._changes = Changes(self._ranks)
+        self._exchange = ForwardExchange(
+            self._rank_groups,
+            self._clock,
+            checks=(
+                self._hooks,
+                self._constants,
+                self._uses,
+                self._replicas,
+                self._changes,
+            ),
+        )
         self._seam = TorchSeam(
             module,
             serial=self._agreement.serial,
@@ -239,13 +249,13 @@ class BurstParallel(nn.Module):
 
     def _set_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._captures.use_example(args, kwargs)
-        widths: dict[str, Width] = {}
+        widths: dict[str, RankRange] = {}
         trouble: StrettoError | None = None
         graph = None
         try:
             self._require_own_parameters()
             graph = self._captures.capture_for(self.plan)
-            widths = widths_of(self.plan, graph, self._ranks.size)
+            widths = rank_ranges_of(self.plan, graph, self._ranks.size)
             if self._verify:
                 require_comparable(graph, self._batch_norm)
         except StrettoError as exc:
@@ -346,10 +356,10 @@ class BurstParallel(nn.Module):
             trouble=trouble,
         )
 
-    def _follow(self, graph: LayerGraph, widths: dict[str, Width]) -> None:
+    def _follow(self, graph: LayerGraph, widths: dict[str, RankRange]) -> None:
         """Run these layers on these ranks from now on."""
         refuse_sparse(graph)
-        self._partition.forget_schedules()
+        self._exchange.forget_schedules()
         for old in self._captures:
             self._forward.forget(old)
         self._captures.follow(graph, widths)
@@ -441,7 +451,7 @@ class BurstParallel(nn.Module):
 
     def _forget(self, graph: LayerGraph) -> None:
         self._forward.forget(graph)
-        self._partition.forget_schedules()
+        self._exchange.forget_schedules()
 
     def _trouble(self) -> StrettoError | None:
         """Return the reason why the model can't run now."""
@@ -540,18 +550,13 @@ class BurstParallel(nn.Module):
         self._rank_groups.refusals.next_step()
         self._activations.settle()
         with normal_tensors():
-            layouts, input_needs = self._partition.exchange(
+            self._constants.follow(execution.graph)
+            layouts, input_needs = self._exchange.exchange(
                 execution.graph,
                 batch,
                 is_training=self.module.training,
                 step=self._forward.draws.step,
                 trained=number_of(self._trained),
-                operations=int(execution.graph.semantics[-14:], 16),
-                replicas=self._replicas,
-                changes=self._changes,
-                uses=self._uses,
-                hooks=self._hooks,
-                buffers=self._constants,
                 trouble=trouble,
             )
             # Buffers such as running statistics change without a backward.
@@ -559,7 +564,7 @@ class BurstParallel(nn.Module):
                 self._stale_guard.changed()
             with self._rank_groups.inside_step(), self._stale_guard.opened():
                 execution.graph.require_count(layouts.num_samples)
-                schedule = self._partition.schedule(execution, layouts)
+                schedule = self._exchange.schedule(execution, layouts)
         grad = torch.is_grad_enabled()
         with (
             self._rank_groups.inside_step(),
@@ -790,7 +795,7 @@ class BurstParallel(nn.Module):
             assert self._backward.sync is not None  # noqa: S101
             self._backward.sync.require_nothing_kept("apply_plan was called")
             graph = self._captures.capture_for(plan)
-            widths = widths_of(plan, graph, self._ranks.size)
+            widths = rank_ranges_of(plan, graph, self._ranks.size)
         except StrettoError as exc:
             trouble = exc
         try:
@@ -881,7 +886,7 @@ class BurstParallel(nn.Module):
         return self._timings.waiting()
 
     @property
-    def widths(self) -> dict[str, Width]:
+    def widths(self) -> dict[str, RankRange]:
         """Ranks of each layer: first and number. Empty before the first forward."""
         return dict(self._ownership.widths)
 
@@ -909,7 +914,7 @@ def _accept_module_names(
 
 
 def _synced(
-    layer: str, width: Width, parameters: Iterable[nn.Parameter]
+    layer: str, width: RankRange, parameters: Iterable[nn.Parameter]
 ) -> SyncedLayer:
     trained = tuple(p for p in parameters if p.requires_grad)
     return SyncedLayer(name=layer, width=width, parameters=trained)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from stretto.burst.activation_transfer import ActivationTransfer
-    from stretto.burst.rank_groups import RankGroups, Width
+    from stretto.burst.rank_groups import RankGroups, RankRange
     from stretto.burst.schedule import (
         ExecutionPlan,
         LayerExecution,
@@ -71,7 +71,7 @@ class Forward:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     def prepare(
-        self, graph: LayerGraph, widths: Mapping[str, Width], batch_norm: str
+        self, graph: LayerGraph, widths: Mapping[str, RankRange], batch_norm: str
     ) -> None:
         """Prepare a graph's layers."""
         stands: dict[Any, Any] = {}

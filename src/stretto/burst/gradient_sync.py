@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.burst.hooks import gradient_hooks, post_hooks
-from stretto.burst.rank_groups import Width
+from stretto.burst.rank_groups import RankRange
 from stretto.errors import StrettoError
 from stretto.runtime.bucket_schedule import BucketSchedule, Slice
 from stretto.runtime.sender import BucketSender
@@ -47,7 +47,7 @@ class SyncedLayer:
 
     name: str
 
-    width: Width
+    width: RankRange
 
     parameters: tuple[nn.Parameter, ...]
 
@@ -146,7 +146,7 @@ class GradientSync:
         self._launched: list[_Bucket] = []
         self._holds_own = False
         self.is_on = True
-        rows: dict[Width, list[_Slot]] = {}
+        rows: dict[RankRange, list[_Slot]] = {}
         for layer in reversed(layers):
             for parameter in reversed(layer.parameters):
                 slot = _Slot(layer.name, parameter)
@@ -156,7 +156,9 @@ class GradientSync:
         for width in sorted(rows):
             self._add_group(width, rows[width], bucket_bytes)
 
-    def _add_group(self, width: Width, rows: list[_Slot], bucket_bytes: int) -> None:
+    def _add_group(
+        self, width: RankRange, rows: list[_Slot], bucket_bytes: int
+    ) -> None:
         lanes: GroupLanes | None = self._rank_groups.group(width)
         assert lanes is not None  # noqa: S101
         opened: dict[Need, Any] = {(i, None): o for i, o in enumerate(lanes.lanes)}

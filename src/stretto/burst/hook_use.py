@@ -19,7 +19,7 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from stretto.runtime.agreement import Ranks
-
-NUM_VALUES = 3
-"""Numbers of this module in each exchange."""
 
 _KINDS = (
     "_forward_hooks",
@@ -57,6 +54,8 @@ class HookUse:
     ``gather`` returns every rank's text. All ranks call it if their hooks differ and
     one of them changes something or may.
     """
+
+    num_values: ClassVar[int] = 3
 
     def __init__(self, ranks: Ranks, gather: Callable[[str], Sequence[str]]) -> None:
         self._ranks = ranks
@@ -220,7 +219,7 @@ class HookUse:
     # The exchange between ranks.
 
     def next_values(self) -> list[int]:
-        """Return `NUM_VALUES` numbers to exchange."""
+        """Return `num_values` numbers to exchange."""
         one, two, three, four = _KINDS
         self._hooked = [
             row

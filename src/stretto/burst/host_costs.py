@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.burst.activation_transfer import ActivationTransfer
-from stretto.burst.batch_partition import NUM_NUMBERS
+from stretto.burst.forward_exchange import NUM_NUMBERS
 from stretto.burst.rank_groups import RankGroups
 from stretto.burst.timings import StepClock
 from stretto.measure.clocks import clock_for

@@ -23,7 +23,7 @@ import json
 import math
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch import Tensor
 
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stretto.runtime.agreement import Ranks
-
-NUM_VALUES = 6
-"""Numbers of this module in each exchange."""
 
 _MOST = 3
 """Number of optimizers whose gradients are compared."""
@@ -111,6 +108,8 @@ class OptimizerUse:
 
     ``gather`` returns every rank's text. All ranks call it if their options differ.
     """
+
+    num_values: ClassVar[int] = 6
 
     def __init__(self, ranks: Ranks, gather: Callable[[str], Sequence[str]]) -> None:
         self._ranks = ranks
@@ -201,7 +200,7 @@ class OptimizerUse:
     # The exchange between ranks.
 
     def next_values(self) -> list[int]:
-        """Return `NUM_VALUES` numbers to exchange."""
+        """Return `num_values` numbers to exchange."""
         clips, self._clips = self._clips, []
         self._clips_compared = clips
         clipped = sum((i + 1) * _logarithm(most) for i, most in enumerate(clips))
@@ -215,7 +214,7 @@ class OptimizerUse:
             if use.stepped is not None
         ]
         if not rows or not self._is_on:
-            return [0] * (NUM_VALUES - 1)
+            return [0] * (self.num_values - 1)
         rows.sort(key=lambda row: row[0])
         self._compared = [optimizer for _, _, optimizer in rows]
         options = [

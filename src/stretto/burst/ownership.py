@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from stretto.burst.rank_groups import Width
+    from stretto.burst.rank_groups import RankRange
     from stretto.burst.tracing.layers import LayerGraph
     from stretto.runtime.agreement import Ranks
 
@@ -26,22 +26,22 @@ class Ownership:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._layer_by_id: dict[int, str] = {}
-        self.widths: dict[str, Width] = {}
+        self.widths: dict[str, RankRange] = {}
         """Ranks of each layer."""
-        self.width_by_id: dict[int, Width] = {}
+        self.width_by_id: dict[int, RankRange] = {}
         """Ranks of each parameter, by its id."""
         self.loose: tuple[nn.Parameter, ...] = ()
         """Parameters that no layer uses, but losses may, on every rank."""
 
     @property
-    def everywhere(self) -> Width:
+    def everywhere(self) -> RankRange:
         """All ranks."""
         return 0, self._ranks.size
 
     def assign(
         self,
         graph: LayerGraph,
-        widths: Mapping[str, Width],
+        widths: Mapping[str, RankRange],
         parameters: Iterable[nn.Parameter],
     ) -> None:
         """Record the ranks of a model's layers, and of all its parameters."""
@@ -56,7 +56,7 @@ class Ownership:
             self.width_by_id[id(parameter)] = self.everywhere
             self._layer_by_id[id(parameter)] = LOOSE
 
-    def includes(self, width: Width) -> bool:
+    def includes(self, width: RankRange) -> bool:
         """Return whether this rank is one of these ranks."""
         return is_among(width, self._ranks.rank)
 

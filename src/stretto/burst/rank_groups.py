@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from stretto.runtime.agreement import Ranks
 
-Width = tuple[int, int]
+RankRange = tuple[int, int]
 """Consecutive ranks: the first, and how many."""
 
 
-def is_among(width: Width, rank: int) -> bool:
+def is_among(width: RankRange, rank: int) -> bool:
     """Return whether a rank is one of these ranks."""
     first, size = width
     return first <= rank < first + size
@@ -76,7 +76,7 @@ class RankGroups:
         self._device = device
         self._lanes = lanes
         self._pools: list[LanePool] = []
-        self._groups: dict[Width, GroupLanes] = {}
+        self._groups: dict[RankRange, GroupLanes] = {}
         self.failures = FailureReporter(
             ranks, self._abort, key=lambda: f"burst/{serial}"
         )
@@ -98,7 +98,7 @@ class RankGroups:
         self._pools.append(pool)
         return pool
 
-    def open(self, widths: Iterable[Width]) -> None:
+    def open(self, widths: Iterable[RankRange]) -> None:
         """Open the connections for the widths; every rank must pass the same.
 
         Raises:
@@ -119,7 +119,7 @@ class RankGroups:
                 pool = self._pool(ranks, self._backend, self._device)
                 self._groups[first, size] = GroupLanes(pool, ranks, lanes=self._lanes)
 
-    def group(self, width: Width) -> GroupLanes | None:
+    def group(self, width: RankRange) -> GroupLanes | None:
         """Return the lanes of a width; ``None`` if it has only one rank."""
         return self._groups.get(width)
 

@@ -9,12 +9,12 @@ consistent model. Each forward compares a few values of one layer.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 
 from stretto.burst.numbers import as_float, as_int
-from stretto.burst.rank_groups import Width, is_among
+from stretto.burst.rank_groups import RankRange, is_among
 from stretto.burst.tolerances import of_copies
 from stretto.errors import RankDisagreement
 
@@ -31,7 +31,7 @@ _EVERY = {"cpu": 1}
 _EVERY_ON_ACCELERATORS = 64
 """Interval of checks on accelerators, where reading values waits for the device."""
 
-_Row = tuple[str, Width, list[torch.Tensor]]
+_Row = tuple[str, RankRange, list[torch.Tensor]]
 """A layer, its ranks, and its parameters."""
 
 
@@ -39,12 +39,14 @@ _Row = tuple[str, Width, list[torch.Tensor]]
 class Replicas:
     """The layers of one model that several ranks run."""
 
+    num_values: ClassVar[int] = 2
+
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._rows: list[_Row] = []
         self._turn = 0
 
-    def watch(self, graph: LayerGraph, widths: Mapping[str, Width]) -> None:
+    def watch(self, graph: LayerGraph, widths: Mapping[str, RankRange]) -> None:
         """Compare these layers from now on; every rank must pass the same."""
         self._turn = 0
         self._rows = []
@@ -57,17 +59,17 @@ class Replicas:
             if held and widths[node.name][1] > 1:
                 self._rows.append((node.name, widths[node.name], held))
 
-    def next_values(self) -> tuple[int, int]:
-        """Return two numbers to exchange, which differ if copies do."""
+    def next_values(self) -> list[int]:
+        """Return `num_values` numbers to exchange, which differ if copies do."""
         self._turn += 1
         row = self._row()
         if row is None:
-            return 0, 0
+            return [0, 0]
         held = row[2]
         position = self._turn // len(self._rows)
-        return self._values(row, position % len(held), position // len(held))
+        return [*self._values(row, position % len(held), position // len(held))]
 
-    def require_equal(self, values: Sequence[tuple[int, int]]) -> None:
+    def require_alike(self, rows: Sequence[Sequence[int]]) -> None:
         """Compare the numbers that the ranks exchanged.
 
         Raises:
@@ -75,7 +77,7 @@ class Replicas:
         """
         row = self._row()
         if row is not None:
-            self._compare(row, values)
+            self._compare(row, [(total, size) for total, size in rows])
 
     def all_values(self) -> list[int]:
         """Return two numbers to exchange for each parameter that several ranks hold."""

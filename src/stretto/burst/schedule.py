@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from stretto.burst.dropout import draws_otherwise, dropouts_of
 from stretto.burst.parameters import tensors_of, trained_and_changed
-from stretto.burst.rank_groups import Width
+from stretto.burst.rank_groups import RankRange
 from stretto.burst.tracing.layers import INPUT, LayerGraph, LayerNode
 from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.burst.tracing.torch_modules import BatchNorm
@@ -39,12 +39,12 @@ class LayerStep:
 
     node: LayerNode
 
-    width: Width
+    width: RankRange
 
     takes: tuple[tuple[str, int | None], ...]
     """Its inputs: the layer, and the number of its move if it has to move."""
 
-    starts: tuple[tuple[int, Width | None], ...]
+    starts: tuple[tuple[int, RankRange | None], ...]
     """Moves of its output: number, and the ranks it goes to."""
 
     last_of: tuple[str, ...]
@@ -66,7 +66,7 @@ class ExecutionPlan:
 
     layers: tuple[LayerStep, ...]
 
-    input_starts: tuple[tuple[int, Width | None], ...]
+    input_starts: tuple[tuple[int, RankRange | None], ...]
 
     output_takes: int | None
     """The number of the output's move back to the ranks' shares."""
@@ -123,7 +123,9 @@ class RankSchedule:
     """Moves of all ranks, for tags."""
 
 
-def widths_of(plan: BurstPlan, graph: LayerGraph, ranks: int) -> dict[str, Width]:
+def rank_ranges_of(
+    plan: BurstPlan, graph: LayerGraph, ranks: int
+) -> dict[str, RankRange]:
     """Return each layer's ranks.
 
     Raises:
@@ -154,9 +156,9 @@ def widths_of(plan: BurstPlan, graph: LayerGraph, ranks: int) -> dict[str, Width
 def later_widths(
     graph: LayerGraph,
     planned: LayerGraph,
-    widths: Mapping[str, Width],
-    width_of: Mapping[int, Width],
-) -> tuple[dict[str, Width], str | None]:
+    widths: Mapping[str, RankRange],
+    width_of: Mapping[int, RankRange],
+) -> tuple[dict[str, RankRange], str | None]:
     """Return the ranks of another capture's layers, and the first that can't have any.
 
     A layer runs where its tensors are trained. Names do not tell: those of operations
@@ -179,7 +181,7 @@ def later_widths(
             trained.setdefault(id(tensor), widths[node.name])
     names = {node.name for node in graph.nodes}
     first = widths[planned.nodes[0].name]
-    found: dict[str, Width] = {}
+    found: dict[str, RankRange] = {}
     for node in graph.nodes:
         held = tensors_of(node)
         owners = {owner[id(t)] for t in held if id(t) in owner} - {node.name}
@@ -201,18 +203,20 @@ def later_widths(
     return found, None
 
 
-def execution_plan_of(graph: LayerGraph, widths: Mapping[str, Width]) -> ExecutionPlan:
+def execution_plan_of(
+    graph: LayerGraph, widths: Mapping[str, RankRange]
+) -> ExecutionPlan:
     """Return the execution of all layers under a plan.
 
     Raises:
         SpecError: a layer mixes samples in a way that can't be split over ranks.
     """
-    held: dict[str, Width | None] = {INPUT: None, **widths}
-    numbers: dict[tuple[str, Width | None], int] = {}
-    starts: dict[str, list[tuple[int, Width | None]]] = {}
+    held: dict[str, RankRange | None] = {INPUT: None, **widths}
+    numbers: dict[tuple[str, RankRange | None], int] = {}
+    starts: dict[str, list[tuple[int, RankRange | None]]] = {}
     last: dict[str, str] = {}
 
-    def take(name: str, width: Width | None) -> int | None:
+    def take(name: str, width: RankRange | None) -> int | None:
         if held[name] == width:
             return None
         if (name, width) not in numbers:
@@ -263,7 +267,7 @@ def execution_plan_of(graph: LayerGraph, widths: Mapping[str, Width]) -> Executi
 
 def schedule_of(plan: ExecutionPlan, layouts: Layouts, rank: int) -> RankSchedule:
     """Return one rank's schedule for these shares."""
-    rows: list[tuple[Width | None, tuple[tuple[int, Width | None], ...]]]
+    rows: list[tuple[RankRange | None, tuple[tuple[int, RankRange | None], ...]]]
     rows = [(None, plan.input_starts)]
     rows += [(step.width, step.starts) for step in plan.layers]
     moves: dict[int, Transfer] = {}

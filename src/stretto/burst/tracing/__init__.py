@@ -32,7 +32,7 @@ What can't be split over samples or ranks:
 
 - `sample_positions`: operations that depend on a sample's position in the batch.
 - `tables`: batch norms whose values do not come from the samples.
-- `backward`: layers whose backward is not torch's own (for `proof`).
+- `custom_backward`: layers whose backward is not torch's own (for `proof`).
 - `overlap`: tensors that share memory (for `grouping` too).
 
 Layers:

@@ -160,6 +160,11 @@ class LayerGraph:
         """Digest of all operations and their constants, the same on all ranks."""
         return _short("\n".join(text for text, _ in self._traced.semantics))
 
+    @property
+    def semantics_number(self) -> int:
+        """`semantics` as a number of at most 56 bits, for exchanges between ranks."""
+        return int(self.semantics[-14:], 16)
+
     def operations(self) -> list[tuple[str, str]]:
         """Return a digest of each operation, and its place in the user's code."""
         return [(_short(text), place) for text, place in self._traced.semantics]

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from stretto.burst.tracing.backward import has_own_backward
 from stretto.burst.tracing.caches import keep_attributes
+from stretto.burst.tracing.custom_backward import has_own_backward
 from stretto.burst.tracing.fakes import swapped
 from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.burst.tracing.source_lines import source_line_in

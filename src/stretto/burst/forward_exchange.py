@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
 import torch
 
-from stretto.burst import changes as factors
-from stretto.burst import constant_buffers, hook_use, optimizer_use
+from stretto.burst.changes import Changes
+from stretto.burst.constant_buffers import ConstantBuffers
+from stretto.burst.hook_use import HookUse
+from stretto.burst.optimizer_use import OptimizerUse
+from stretto.burst.replicas import Replicas
 from stretto.burst.schedule import RankSchedule, schedule_of
 from stretto.errors import RankDisagreement, SpecError
 from stretto.sim.sample_layout import Layouts
@@ -16,12 +19,7 @@ from stretto.sim.sample_layout import Layouts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.burst.changes import Changes
-    from stretto.burst.constant_buffers import ConstantBuffers
-    from stretto.burst.hook_use import HookUse
-    from stretto.burst.optimizer_use import OptimizerUse
     from stretto.burst.rank_groups import RankGroups
-    from stretto.burst.replicas import Replicas
     from stretto.burst.schedule import ExecutionPlan
     from stretto.burst.timings import StepClock
     from stretto.burst.tracing.layers import LayerGraph
@@ -32,24 +30,64 @@ _KEPT = 8
 epoch, of an evaluation."""
 
 
-# Places in each exchange: nine numbers of this module, then those of others.
-_CHANGES = 9
-_USES = _CHANGES + factors.NUM_VALUES
-_HOOKS = _USES + optimizer_use.NUM_VALUES
-_BUFFERS = _HOOKS + hook_use.NUM_VALUES
-NUM_NUMBERS = _BUFFERS + constant_buffers.NUM_VALUES
+class RankCheck(Protocol):
+    """What ranks compare with each forward."""
+
+    @property
+    def num_values(self) -> int:
+        """Numbers in each exchange."""
+
+    def next_values(self) -> list[int]:
+        """Return this rank's numbers."""
+
+    def require_alike(self, rows: Sequence[Sequence[int]]) -> None:
+        """Compare the ranks' numbers; raise on every rank if they differ."""
+
+
+class ForwardState(NamedTuple):
+    """What a rank sends of its own forward, besides its checks' numbers."""
+
+    share: int
+    """Its number of samples, or why it has none."""
+
+    is_training: int
+
+    is_grad_enabled: int
+
+    input_needs_grad: int
+
+    step: int
+    """Training forwards so far."""
+
+    trained: int
+    """A number for the set of parameters that need a gradient."""
+
+    operations: int
+    """A number for the layers' operations."""
+
+
+NUM_NUMBERS = len(ForwardState._fields) + sum(
+    kind.num_values
+    for kind in (HookUse, ConstantBuffers, OptimizerUse, Replicas, Changes)
+)
 """Numbers that each rank sends."""
 
 _BAD_SAMPLE, _TROUBLE = -1, -2
 
 
 @final
-class BatchPartition:
-    """Exchanges the ranks' shares, and keeps the layouts derived from them."""
+class ForwardExchange:
+    """Exchanges the ranks' shares and what they compare; keeps the layouts."""
 
-    def __init__(self, rank_groups: RankGroups, clock: StepClock) -> None:
+    def __init__(
+        self,
+        rank_groups: RankGroups,
+        clock: StepClock,
+        checks: Sequence[RankCheck],
+    ) -> None:
         self._rank_groups = rank_groups
         self._clock = clock
+        self._checks = checks
         self._layouts: OrderedDict[tuple[int, ...], Layouts] = OrderedDict()
         self._schedules: OrderedDict[tuple[int, tuple[int, ...]], RankSchedule] = (
             OrderedDict()
@@ -63,12 +101,6 @@ class BatchPartition:
         is_training: bool,
         step: int,
         trained: int,
-        operations: int,
-        replicas: Replicas,
-        changes: Changes,
-        uses: OptimizerUse,
-        hooks: HookUse,
-        buffers: ConstantBuffers,
         trouble: StrettoError | None,
     ) -> tuple[Layouts, bool]:
         """Return this batch's layouts, and whether a rank's input needs gradients.
@@ -79,12 +111,6 @@ class BatchPartition:
             is_training: the model's mode.
             step: number of training forwards so far.
             trained: a number for the set of parameters that need a gradient.
-            operations: a number for the layers' operations.
-            replicas: compares a layer's copies.
-            changes: compares the changes of gradients and parameters.
-            uses: compares how ranks use their optimizers.
-            hooks: compares the program's hooks.
-            buffers: compares the values of buffers.
             trouble: the error that prevents this rank's forward; the other ranks are
                 informed.
 
@@ -99,27 +125,16 @@ class BatchPartition:
             and batch.dtype == graph.input_dtype
         )
         count = len(batch) if fits and batch.dim() else _BAD_SAMPLE
-        mine = [
-            count if trouble is None else _TROUBLE,
-            int(is_training),
-            int(torch.is_grad_enabled()),
-            int(batch.requires_grad),
-            step,
-            trained,
-            *replicas.next_values(),
-            operations,
-            *changes.next_values(),
-            *uses.next_values(),
-            *hooks.next_values(),
-            *buffers.next_values(graph),
-        ]
-        rows: list[list[int]] = []
-
-        def ask() -> None:
-            rows.extend(self._rank_groups.exchange(mine))
-
-        with self._rank_groups.guard("the exchange of the ranks' shares"):
-            self._clock.wait("counts", ask)
+        mine = ForwardState(
+            share=count if trouble is None else _TROUBLE,
+            is_training=int(is_training),
+            is_grad_enabled=int(torch.is_grad_enabled()),
+            input_needs_grad=int(batch.requires_grad),
+            step=step,
+            trained=trained,
+            operations=graph.semantics_number,
+        )
+        rows = self._exchanged(mine)
         if trouble is not None:
             raise trouble
         if not fits:
@@ -129,53 +144,70 @@ class BatchPartition:
                 f"{tuple(batch.shape[1:])} and {batch.dtype}. Pad samples to the "
                 "example's length, and mask the padding in the loss"
             )
-        shares = tuple(row[0] for row in rows)
-        self._require_alike(rows, shares)
-        hooks.require_alike([row[_HOOKS:_BUFFERS] for row in rows])
-        buffers.require_alike([row[_BUFFERS:] for row in rows])
-        uses.require_alike([row[_USES:_HOOKS] for row in rows])
-        replicas.require_equal([(row[6], row[7]) for row in rows])
-        changes.require_alike([row[_CHANGES:_USES] for row in rows])
+        states = [ForwardState(*row[: len(mine)]) for row in rows]
+        self._require_alike(states)
+        start = len(mine)
+        for check in self._checks:
+            end = start + check.num_values
+            check.require_alike([row[start:end] for row in rows])
+            start = end
+        shares = tuple(state.share for state in states)
         if not sum(shares):
             raise SpecError("the global batch has no sample on any rank")
-        return self._layouts_of(shares), any(row[3] for row in rows)
+        needs_grad = any(state.input_needs_grad for state in states)
+        return self._layouts_of(shares), needs_grad
 
-    def _require_alike(
-        self, rows: Sequence[Sequence[int]], shares: tuple[int, ...]
-    ) -> None:
+    def _exchanged(self, mine: ForwardState) -> list[list[int]]:
+        """Return every rank's numbers: its state, then those of each check."""
+        numbers = [*mine, *(n for check in self._checks for n in check.next_values())]
+        rows: list[list[int]] = []
+
+        def ask() -> None:
+            rows.extend(self._rank_groups.exchange(numbers))
+
+        with self._rank_groups.guard("the exchange of the ranks' shares"):
+            self._clock.wait("counts", ask)
+        return rows
+
+    def _require_alike(self, states: Sequence[ForwardState]) -> None:
         name_all = self._rank_groups.ranks.name_all
-        bad = [rank for rank, share in enumerate(shares) if share == _TROUBLE]
+        bad = [rank for rank, one in enumerate(states) if one.share == _TROUBLE]
         if bad:
             raise RankDisagreement(
                 f"{name_all(bad)} can't continue; see the error there. Change "
                 "the model in the same way on every rank."
             )
-        bad = [rank for rank, share in enumerate(shares) if share < 0]
+        bad = [rank for rank, one in enumerate(states) if one.share < 0]
         if bad:
             raise RankDisagreement(
                 f"{name_all(bad)} passed samples of another shape or type than the "
                 "example's. Give every rank samples of one kind."
             )
-        for i, what in enumerate(("train mode", "enabled gradients"), start=1):
-            on = [rank for rank, row in enumerate(rows) if row[i]]
-            if 0 < len(on) < len(rows):
+        for what, flags in (
+            ("train mode", [one.is_training for one in states]),
+            ("enabled gradients", [one.is_grad_enabled for one in states]),
+        ):
+            on = [rank for rank, flag in enumerate(flags) if flag]
+            if 0 < len(on) < len(states):
                 raise RankDisagreement(
                     f"{name_all(on)} called with {what}, others without. Let all ranks "
                     "train or evaluate at the same time."
                 )
-        if len({row[4] for row in rows}) > 1:
+        if len({one.step for one in states}) > 1:
             raise RankDisagreement(
                 "ranks have trained different numbers of steps: "
-                f"{[row[4] for row in rows]} by rank. Call the model equally often."
+                f"{[one.step for one in states]} by rank. Call the model equally often."
             )
-        other = [rank for rank, row in enumerate(rows) if row[5] != rows[0][5]]
+        first = states[0]
+        other = [r for r, one in enumerate(states) if one.trained != first.trained]
         if other:
             raise RankDisagreement(
                 f"{name_all(other)} and {name_all([0])} train different parameters. "
                 "Freeze and unfreeze the same ones on every rank."
             )
-
-        other = [rank for rank, row in enumerate(rows) if row[8] != rows[0][8]]
+        other = [
+            r for r, one in enumerate(states) if one.operations != first.operations
+        ]
         if other:
             raise RankDisagreement(
                 f"{name_all(other)} and {name_all([0])} would compute with different "
