@@ -29,7 +29,7 @@ from stretto.burst.tracing.torch_modules import BatchNorm, Dropout
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from stretto.burst.tracing.fakes import Fakes
     from stretto.burst.tracing.reads import Reads
@@ -542,8 +542,10 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             )
         )
 
-    def _require_no_writes(self, storages: Container[Any], place: str) -> None:
+    def _require_no_writes(self, storages: Collection[Any], place: str) -> None:
         """Reject what hooks of a module write into buffers of other modules."""
+        if not storages:
+            return
         for name, buffer, owner in _buffers(self._root):
             if storage_of(buffer) in storages:
                 where = self._modules.get(id(owner), "")
