@@ -341,7 +341,7 @@ def inflict(fault: Fault, folder: Path, torch_only: bool) -> dict[str, Any]:
             }
         )
         if wrong:
-            rows[-1] |= {"wrong": wrong, "log": log[-3000:]}
+            rows[-1] |= {"wrong": wrong}
     victim = found.get(fault.victim, (None, 0.0))[0]
     return {"victim_status": victim, "survivors": rows}
 
