@@ -18,10 +18,10 @@ from torch import nn
 
 from stretto.errors import CommTimeout, PlanMismatch, RankDisagreement
 from stretto.lab.ports import free_port
+from stretto.process_identity import own_identity
 from stretto.runtime import DistributedDataParallel
 from stretto.runtime.backends import local
 from stretto.runtime.lanes import LanePool
-from stretto.runtime.presence import own_identity
 from stretto.runtime.store import ranks_of
 from stretto.schema import Bucket, Plan
 from support.nets import mlp

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, final
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import CommTimeout
+from stretto.process_identity import State
 from stretto.runtime.backends.base import LaneFailure
-from stretto.runtime.presence import State, Wait
+from stretto.runtime.presence import Wait
 from stretto.runtime.store import end_requests, store_listens, who_is_gone
 
 if TYPE_CHECKING:

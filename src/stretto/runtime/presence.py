@@ -17,22 +17,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import enum
-import functools
 import json
-import os
-import platform
 import sys
 import threading
 import time
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import CommTimeout
+from stretto.process_identity import Identity, State, own_identity, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -60,81 +57,6 @@ def is_communication_error(exc: BaseException) -> bool:
     """Return whether an error comes from the transport of a collective."""
     text = str(exc)
     return any(mark in text for mark in _TRANSPORT)
-
-
-class State(enum.Enum):
-    """The known state of another rank's process."""
-
-    RUNS = "still runs"
-    STOPPED = "is stopped by a signal"
-    ENDED = "has ended"
-    UNKNOWN = "is on another host"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """Identifies a process on any host."""
-
-    host: str
-    """The host's name, for messages."""
-
-    kernel: str
-    """The boot and namespace of ``pid``; empty if unknown."""
-
-    pid: int
-
-    started: str
-    """Start time of the process, in the kernel's own units; empty if unknown."""
-
-
-def own_identity() -> Identity:
-    """Return this process's identity."""
-    pid = os.getpid()
-    row = _stat(pid)
-    return Identity(
-        host=platform.node(),
-        kernel=_kernel(),
-        pid=pid,
-        started="" if row is None else row[1],
-    )
-
-
-@functools.cache
-def _kernel() -> str:
-    try:
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink(_PROC / 'self/ns/pid')}"  # noqa: PTH115
-    except OSError:
-        return "" if sys.platform == "linux" else f"{sys.platform} {platform.node()}"
-
-
-def state_of(process: Identity) -> State:
-    """Return the state of another process as seen by this one."""
-    if not process.kernel or process.kernel != _kernel():
-        return State.UNKNOWN
-    row = _stat(process.pid)
-    if row is None:
-        try:
-            os.kill(process.pid, 0)
-        except ProcessLookupError:
-            return State.ENDED
-        except OSError:  # it belongs to another user
-            return State.RUNS
-        return State.RUNS
-    letter, started = row
-    if started != process.started or letter in "ZXx":
-        return State.ENDED
-    return State.STOPPED if letter in "Tt" else State.RUNS
-
-
-def _stat(pid: int) -> tuple[str, str] | None:
-    """Return a process's state letter and start, or ``None`` if it can't be read."""
-    try:
-        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # a name may contain spaces and brackets
-    return fields[0], fields[19]
 
 
 @final

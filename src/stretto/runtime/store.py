@@ -15,7 +15,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stretto.errors import CommTimeout
 from stretto.logs import get_logger
-from stretto.runtime.presence import Presence, State, Wait, call_aside
+from stretto.process_identity import State
+from stretto.runtime.presence import Presence, Wait, call_aside
 from stretto.runtime.ranks import Ranks
 from stretto.runtime.sockets import (
     Socket,

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore
 
 from stretto.errors import CommTimeout, PlanMismatch, RankDisagreement
+from stretto.process_identity import own_identity
 from stretto.runtime import backends
 from stretto.runtime.backends import local, shared_memory
 from stretto.runtime.backends.base import LaneFailure
-from stretto.runtime.presence import own_identity
 from stretto.runtime.ranks import Ranks
 
 if TYPE_CHECKING:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 
+from stretto import process_identity
 from stretto.errors import CommTimeout
+from stretto.process_identity import Identity, State, own_identity, state_of
 from stretto.runtime import presence as presence_module
 from stretto.runtime.agreement import Agreement
 from stretto.runtime.failure import FailureReporter
-from stretto.runtime.presence import Identity, Presence, State, own_identity, state_of
+from stretto.runtime.presence import Presence
 from stretto.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ class Processes:
 
     def start(self, rank: int) -> Identity:
         process = self.running[rank] = subprocess.Popen(["sleep", "60"])
-        row = presence_module._stat(process.pid)
+        row = process_identity.stat_row(process.pid)
         assert row is not None
         return dataclasses.replace(own_identity(), pid=process.pid, started=row[1])
 
@@ -43,7 +45,7 @@ class Processes:
         self.running[rank].kill()
         deadline = time.perf_counter() + 10.0
         while time.perf_counter() < deadline:
-            row = presence_module._stat(self.running[rank].pid)
+            row = process_identity.stat_row(self.running[rank].pid)
             if row is None or row[0] == "Z":
                 return
             time.sleep(0.01)
@@ -150,7 +152,7 @@ def test_what_one_host_sees_others_are_told(
     processes.kill(2)
     FailureReporter(ranks[1], lambda: None).report("a collective", CAUSE)
     # Now as on another host.
-    monkeypatch.setattr(presence_module, "_kernel", lambda: "another")
+    monkeypatch.setattr(process_identity, "kernel_id", lambda: "another")
     text = str(FailureReporter(ranks[0], lambda: None).report("a collective", CAUSE))
     assert "rank 12 is gone (process " in text
 

@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import CommTimeout, PlanMismatch, StrettoError
+from stretto.process_identity import Identity, own_identity
 from stretto.runtime.backends.base import AbstractBackend, AbstractLanes, LaneFailure
 from stretto.runtime.backends.host_work import HostThreads
 from stretto.runtime.backends.shared_memory import (
@@ -52,7 +53,6 @@ from stretto.runtime.backends.shared_memory import (
     open_memory,
     segment_bytes,
 )
-from stretto.runtime.presence import Identity, own_identity
 from stretto.runtime.store import missing_after, store_lost
 
 if TYPE_CHECKING:

@@ -42,14 +42,14 @@ from typing import TYPE_CHECKING, final
 import numpy
 
 from stretto.errors import RankDisagreement
+from stretto.process_identity import State, state_of
 from stretto.runtime.backends.base import LaneFailure
-from stretto.runtime.presence import State, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import Any
 
-    from stretto.runtime.presence import Identity
+    from stretto.process_identity import Identity
     from stretto.runtime.ranks import Ranks
 
 TICK_S = 0.2

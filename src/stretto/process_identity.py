@@ -1,0 +1,89 @@
+"""Identify a process of this host for certain, although process ids are reused."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+class State(enum.Enum):
+    """The known state of another process."""
+
+    RUNS = "still runs"
+    STOPPED = "is stopped by a signal"
+    ENDED = "has ended"
+    UNKNOWN = "is on another host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Identifies a process on any host."""
+
+    host: str
+    """The host's name, for messages."""
+
+    kernel: str
+    """The boot and namespace of ``pid``; empty if unknown."""
+
+    pid: int
+
+    started: str
+    """Start time of the process, in the kernel's own units; empty if unknown."""
+
+
+def own_identity() -> Identity:
+    """Return this process's identity."""
+    pid = os.getpid()
+    row = stat_row(pid)
+    return Identity(
+        host=platform.node(),
+        kernel=kernel_id(),
+        pid=pid,
+        started="" if row is None else row[1],
+    )
+
+
+@functools.cache
+def kernel_id() -> str:
+    """Return the boot and the namespace of process ids; empty if unknown."""
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(_PROC / 'self/ns/pid')}"  # noqa: PTH115
+    except OSError:
+        return "" if sys.platform == "linux" else f"{sys.platform} {platform.node()}"
+
+
+def state_of(process: Identity) -> State:
+    """Return the state of another process as seen by this one."""
+    if not process.kernel or process.kernel != kernel_id():
+        return State.UNKNOWN
+    row = stat_row(process.pid)
+    if row is None:
+        try:
+            os.kill(process.pid, 0)
+        except ProcessLookupError:
+            return State.ENDED
+        except OSError:  # it belongs to another user
+            return State.RUNS
+        return State.RUNS
+    letter, started = row
+    if started != process.started or letter in "ZXx":
+        return State.ENDED
+    return State.STOPPED if letter in "Tt" else State.RUNS
+
+
+def stat_row(pid: int) -> tuple[str, str] | None:
+    """Return a process's state letter and start, or ``None`` if it can't be read."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # a name may contain spaces and brackets
+    return fields[0], fields[19]
