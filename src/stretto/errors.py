@@ -9,6 +9,7 @@ StrettoError
 ├── NumericsError               a gradient is NaN or infinite
 ├── MissingPackage (ImportError) a package of an extra is not installed
 ├── CommTimeout (RuntimeError)       a collective or a peer did not answer in time
+├── BackgroundError (RuntimeError)   a device's board or its background cannot be used
 └── LabError                    an emulated cluster or its command does not start
     └── CommandNotFound         the command for its ranks is missing
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 __all__ = [
+    "BackgroundError",
     "CommTimeout",
     "CommandNotFound",
     "Infeasible",
@@ -97,6 +99,10 @@ class MissingPackage(StrettoError, ImportError):
 
     An `ImportError`, like the one that importing the package raises.
     """
+
+
+class BackgroundError(StrettoError, RuntimeError):
+    """A device's board cannot be used, or the device has its background already."""
 
 
 class LabError(StrettoError):

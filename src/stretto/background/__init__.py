@@ -1,0 +1,6 @@
+"""Background jobs: use a device while its foreground job waits.
+
+`board` is what the two processes share, `windows` and `pacing` decide when a task
+starts, `priority` and `devices` keep it out of the foreground's way. `lease` is the
+background's side and `foreground` the foreground's. Only a device may import torch.
+"""

@@ -1,0 +1,181 @@
+"""What a background knows of its foreground, from the marks it has read. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from stretto.background.board import COMMUNICATING, COMPUTING, WAITING
+from stretto.background.pacing import Situation, StepRecord
+from stretto.background.windows import Window, WindowLearner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stretto.background.board import Mark
+
+LEAST_STALE_S = 1.0
+_STALE_STEPS = 10
+"""A foreground without a mark for so many steps, and for a second, gives no sign."""
+
+
+@final
+@dataclass(slots=True)
+class _Step:
+    number: int
+    begin_s: float
+    waits: list[Window]
+
+
+@final
+class ForegroundView:
+    """Follows the foreground's marks.
+
+    Its windows are the predicted ones until the same waits have been seen in
+    `stretto.background.windows.KNOWN_AFTER` steps, then the learned ones.
+    """
+
+    def __init__(
+        self,
+        on_step: Callable[[StepRecord], None],
+        *,
+        uses_communication: bool = True,
+    ) -> None:
+        """Start without a foreground.
+
+        Args:
+            on_step: called with each complete step.
+            uses_communication: whether the device is idle while the foreground's
+                communication uses it.
+        """
+        self._on_step = on_step
+        self._idle_states = (
+            (WAITING, COMMUNICATING) if uses_communication else (WAITING,)
+        )
+        self._predicted: tuple[Window, ...] = ()
+        self.forget(0)
+
+    def forget(self, number: int) -> None:
+        """Forget the foreground; ignore its marks up to a number."""
+        self.learner = WindowLearner()
+        self.steps = 0
+        """Complete steps seen."""
+
+        self._longest_s = _longest_s(self._predicted)
+        self._last_number = number
+        self._last: Mark | None = None
+        self._step: _Step | None = None
+        self._step_s = 0.0
+        self._tasks: list[tuple[float, float]] = []
+
+    @property
+    def last_number(self) -> int:
+        """Number of the last mark."""
+        return self._last_number
+
+    def add(self, marks: Sequence[Mark]) -> None:
+        """Add marks, oldest first."""
+        for mark in marks:
+            if mark.number != self._last_number + 1:
+                self._step = None  # some of its marks are lost
+            self._last_number = mark.number
+            self._add(mark)
+
+    def _add(self, mark: Mark) -> None:
+        last, self._last = self._last, mark
+        step = self._step
+        if step is None or mark.step != step.number:
+            if step is not None and mark.step == step.number + 1:
+                self._end_wait(last, mark.time_s)
+                self._end_step(step, mark.time_s)
+            # Without the step's own mark its begin is unknown.
+            began = last is not None and mark.step == last.step + 1
+            self._step = _Step(mark.step, mark.time_s, []) if began else None
+        else:
+            self._end_wait(last, mark.time_s)
+
+    def _end_wait(self, last: Mark | None, time_s: float) -> None:
+        if self._step is None or last is None or last.state == COMPUTING:
+            return
+        self._step.waits.append(
+            Window(
+                begin_s=last.time_s - self._step.begin_s,
+                length_s=time_s - last.time_s,
+                kind=last.kind,
+            )
+        )
+
+    def _end_step(self, step: _Step, end_s: float) -> None:
+        duration_s = end_s - step.begin_s
+        self._step_s = duration_s if not self.steps else (self._step_s + duration_s) / 2
+        self.steps += 1
+        self.learner.add(step.waits)
+        self._longest_s = _longest_s(self.windows)
+        waited: dict[str, float] = {}
+        for wait in step.waits:
+            waited[wait.kind] = waited.get(wait.kind, 0.0) + wait.length_s
+        had_task = any(e > step.begin_s and b < end_s for b, e in self._tasks)
+        self._tasks = [task for task in self._tasks if task[1] > end_s]
+        self._on_step(
+            StepRecord(duration_s=duration_s, had_task=had_task, waited_s=waited)
+        )
+
+    def task_began(self, time_s: float) -> None:
+        """Note that a task of the background has been started."""
+        self._tasks.append((time_s, math.inf))
+
+    def task_ended(self, time_s: float) -> None:
+        """Note that the oldest task has ended."""
+        for i, (begin_s, end_s) in enumerate(self._tasks):
+            if end_s == math.inf:
+                self._tasks[i] = (begin_s, time_s)
+                return
+
+    def is_stale(self, now_s: float) -> bool:
+        """Return whether the last mark is too old, or is missing."""
+        if self._last is None:
+            return True
+        allowed_s = max(LEAST_STALE_S, _STALE_STEPS * self._step_s)
+        return now_s - self._last.time_s > allowed_s
+
+    def situation(self, now_s: float, outstanding: int) -> Situation:
+        """Return what a decision at a time depends on, while a foreground runs."""
+        last = self._last
+        is_waiting = last is not None and last.state in self._idle_states
+        return Situation(
+            has_foreground=True,
+            is_stale=self.is_stale(now_s),
+            is_waiting=is_waiting,
+            kind=last.kind if last is not None and is_waiting else "",
+            remaining_s=self._remaining_s(now_s) if is_waiting else None,
+            longest_s=self._longest_s,
+            outstanding=outstanding,
+        )
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """The step's windows, learned or predicted."""
+        return self.learner.windows or self._predicted
+
+    def predict(self, windows: tuple[Window, ...]) -> None:
+        """Set the windows that the foreground predicts."""
+        self._predicted = windows
+        self._longest_s = _longest_s(self.windows)
+
+    def _remaining_s(self, now_s: float) -> float | None:
+        step, last = self._step, self._last
+        if step is None or last is None:
+            return None
+        expected_s = self.learner.expected_s(len(step.waits), last.kind)
+        if expected_s is not None:
+            return last.time_s + expected_s - now_s
+        phase_s = now_s - step.begin_s
+        for window in self._predicted:
+            if window.begin_s <= phase_s < window.begin_s + window.length_s:
+                return window.begin_s + window.length_s - phase_s
+        return None
+
+
+def _longest_s(windows: Sequence[Window]) -> float:
+    return max((w.length_s for w in windows), default=0.0)

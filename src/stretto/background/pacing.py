@@ -1,0 +1,345 @@
+"""Decide when a background's task may start, and adapt to what it costs. Pure.
+
+`Gate` decides about one task. `Controller` compares steps with and without background
+and changes the gate's limits. Times come from the caller, so both run in virtual time.
+
+# Note [What a task may cost]
+On a device that cannot preempt, the foreground waits until the tasks that were launched
+have ended. With m outstanding and b the length of a task, a wait of the foreground ends
+(m - 1/2) * b late on average, while b is shorter than the wait. A task that fits what
+is left of the window costs nothing, except for the prediction's error.
+
+# Note [Paired steps]
+A block of steps with background lies between two control steps without. Its loss is its
+median step over the mean of the two, less 1; drift cancels. The decision uses the mean
+of the blocks since the last change, less its standard error, so one noisy step changes
+nothing, and a large loss counts at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from stretto.errors import SpecError
+
+BLOCK = 7
+"""Steps with background between two control steps."""
+
+SHORT_BLOCK = 3
+"""The same while little is known, at the begin and after a change."""
+
+MOST_MARGIN = 4.0
+"""Margin beyond which the background is closed."""
+
+_FIRST_MARGIN = 0.1
+_LEAST_MARGIN = 0.05
+_GOOD_BLOCKS = 4
+"""Blocks within the limit before limits are relaxed by one step."""
+
+_CLOSED_STEPS = 256
+"""Steps before a closed background is tried again; doubles each time."""
+
+_BANNED_BLOCKS = 8
+"""Blocks before a banned kind of wait is tried again; doubles each time."""
+
+_USUAL_NOISE = 0.02
+"""Of one block's loss."""
+
+_ROUNDING_S = 1e-9
+
+_TO_BLAME = 0.5
+"""Share of the loss that a kind of wait must account for to be banned."""
+
+
+class Policy(enum.Enum):
+    """When a task may start."""
+
+    FITS = "fits"
+    """In a wait, if it fits what is left of the predicted window."""
+
+    OUTSTANDING = "outstanding"
+    """At any time, up to a number of outstanding tasks; for devices that preempt."""
+
+
+class Reason(enum.Enum):
+    """Why a task may start, or not."""
+
+    NO_FOREGROUND = "no foreground runs"
+    FITS = "the task fits the window"
+    DEPTH = "fewer tasks are outstanding than allowed"
+    STALE = "the foreground gives no sign"
+    CONTROL = "a control step runs"
+    CLOSED = "the foreground's loss is above its limit"
+    BANNED = "this kind of wait suffers from a background"
+    COMPUTING = "the foreground computes"
+    UNKNOWN = "the length of this wait is not yet known"
+    TOO_LONG = "the task does not fit what is left of the window"
+    FULL = "as many tasks are outstanding as allowed"
+
+
+OPEN = frozenset({Reason.NO_FOREGROUND, Reason.FITS, Reason.DEPTH})
+"""Reasons for which a task may start."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What a decision depends on."""
+
+    has_foreground: bool
+
+    is_stale: bool = False
+    """The foreground's process lives, but its last mark is too old."""
+
+    is_waiting: bool = False
+    kind: str = ""
+    """What it waits for."""
+
+    remaining_s: float | None = None
+    """What is left of the predicted window; ``None`` if unknown."""
+
+    longest_s: float = 0.0
+    """The longest predicted window of the step."""
+
+    outstanding: int = 0
+    """Tasks that have been started and have not ended."""
+
+
+@final
+@dataclass(slots=True)
+class Gate:
+    """Decides about one task. The controller changes its limits."""
+
+    policy: Policy = Policy.FITS
+    depth: int = 1
+    """Maximum number of outstanding tasks."""
+
+    margin: float = _FIRST_MARGIN
+    """A task fits a window if (1 + margin) times its length does."""
+
+    closed_kinds: frozenset[str] = frozenset()
+    """Kinds of waits in which no task may start, whatever the controller finds."""
+
+    banned: set[str] = field(default_factory=set)
+    """Kinds of waits that the controller has closed."""
+
+    is_control: bool = False
+    is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.depth < 1:
+            raise SpecError(f"depth must be at least 1, got {self.depth}")
+        if not (self.margin >= 0.0 and math.isfinite(self.margin)):
+            raise SpecError(f"margin must be at least 0, got {self.margin:g}")
+
+    def decide(self, now: Situation, task_s: float | None) -> Reason:
+        """Return why a task may start now, or why not.
+
+        Args:
+            now: what the foreground does.
+            task_s: the task's usual length; ``None`` if it has not run before.
+        """
+        if not now.has_foreground:
+            return Reason.NO_FOREGROUND
+        for forbids, reason in (
+            (now.is_stale, Reason.STALE),
+            (self.is_closed, Reason.CLOSED),
+            (self.is_control, Reason.CONTROL),
+            (now.outstanding >= self.depth, Reason.FULL),
+            (now.is_waiting and self._closes(now.kind), Reason.BANNED),
+        ):
+            if forbids:
+                return reason
+        if self.policy is Policy.OUTSTANDING:
+            return Reason.DEPTH
+        return self._fits(now, task_s)
+
+    def _closes(self, kind: str) -> bool:
+        return kind in self.closed_kinds or kind in self.banned
+
+    def _fits(self, now: Situation, task_s: float | None) -> Reason:
+        if not now.is_waiting:
+            return Reason.COMPUTING
+        if now.remaining_s is None:
+            return Reason.UNKNOWN
+        if task_s is None:
+            # Its first run is the measurement: in a long window, soon after its begin.
+            fits = now.remaining_s >= 0.75 * now.longest_s > 0.0
+        else:
+            length_s = task_s * (1.0 + self.margin) * (1 + now.outstanding)
+            fits = length_s <= now.remaining_s + _ROUNDING_S
+        return Reason.FITS if fits else Reason.TOO_LONG
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """A complete step of the foreground."""
+
+    duration_s: float
+
+    had_task: bool
+    """Whether a task of the background ran in it."""
+
+    waited_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds waited, by kind."""
+
+
+@final
+@dataclass(slots=True)
+class _Ban:
+    blocks_left: int
+    next_blocks: int
+
+
+@final
+class Controller:
+    """Keeps the foreground's loss under a limit, by changing a gate.
+
+    A loss above the limit doubles the margin and halves the depth, at once; at depth 1
+    the policy becomes ``FITS``. If one kind of wait accounts for most of the loss, it
+    is banned instead. Blocks within the limit relax these by small steps. If nothing is
+    left to tighten, the gate is closed, and tried again after many steps.
+    """
+
+    def __init__(self, gate: Gate, *, max_loss: float) -> None:
+        """Start with a control step.
+
+        Args:
+            gate: whose limits to change.
+            max_loss: the foreground's permitted loss, for instance 0.05.
+        """
+        if not 0.0 <= max_loss < math.inf:
+            raise SpecError(f"max_loss must be at least 0, got {max_loss:g}")
+        self.gate = gate
+        self.max_loss = max_loss
+        self.loss = 0.0
+        """Mean loss of the blocks since the last change of limits."""
+
+        self.closings = 0
+        """How often the background has been closed because of its loss."""
+
+        self._first = dataclasses.replace(gate, banned=set())
+        self._control: StepRecord | None = None
+        self._steps: list[StepRecord] = []
+        self._losses: list[float] = []
+        self._good = 0
+        self._bans: dict[str, _Ban] = {}
+        self._closed_left = 0
+        gate.is_control = True
+
+    def add(self, step: StepRecord) -> None:
+        """Add the foreground's next step."""
+        if self.gate.is_closed:
+            self._wait_closed()
+        elif self.gate.is_control:
+            if not step.had_task:
+                self._end_block(step)
+        else:
+            if step.had_task:
+                self._steps.append(step)
+            if len(self._steps) >= (BLOCK if self._good >= 2 else SHORT_BLOCK):
+                self.gate.is_control = True
+
+    def reset(self) -> None:
+        """Start again, for another foreground."""
+        gate = self.gate
+        gate.policy, gate.depth = self._first.policy, self._first.depth
+        gate.margin, gate.is_closed = self._first.margin, False
+        gate.banned.clear()
+        gate.is_control = True
+        self._control, self._good, self.loss = None, 0, 0.0
+        self._steps, self._losses = [], []
+        self._bans.clear()
+        self.closings = 0
+
+    def _end_block(self, control: StepRecord) -> None:
+        before, self._control = self._control, control
+        steps, self._steps = self._steps, []
+        self.gate.is_control = False
+        if before is None or not steps:
+            return
+        self._end_bans()
+        base_s = (before.duration_s + control.duration_s) / 2
+        loss = statistics.median(s.duration_s for s in steps) / base_s - 1.0
+        self._losses = [*self._losses[-7:], loss]
+        self.loss = statistics.fmean(self._losses)
+        if self.loss - self._error() > self.max_loss:
+            self._tighten(steps, (before, control))
+        elif self.loss <= self.max_loss:
+            self._good += 1
+            if self._good % _GOOD_BLOCKS == 0:
+                self._relax()
+
+    def _error(self) -> float:
+        """Return the standard error of the loss, at least what noise usually is."""
+        blocks = len(self._losses)
+        seen = statistics.stdev(self._losses) if blocks > 1 else 0.0
+        return max(seen / math.sqrt(blocks), _USUAL_NOISE / blocks)
+
+    def _tighten(
+        self, steps: list[StepRecord], controls: tuple[StepRecord, StepRecord]
+    ) -> None:
+        self._good, self._losses = 0, []
+        gate = self.gate
+        kind = _to_blame(steps, controls)
+        if kind is not None and kind not in gate.banned:
+            blocks = self._bans[kind].next_blocks if kind in self._bans else 0
+            blocks = blocks or _BANNED_BLOCKS
+            self._bans[kind] = _Ban(blocks, 2 * blocks)
+            gate.banned.add(kind)
+        elif gate.policy is Policy.OUTSTANDING and gate.depth == 1:
+            gate.policy = Policy.FITS
+        else:
+            gate.depth = max(1, gate.depth // 2)
+            gate.margin = max(2.0 * gate.margin, _FIRST_MARGIN)
+            if gate.policy is Policy.FITS and gate.margin > MOST_MARGIN:
+                self._close()
+
+    def _relax(self) -> None:
+        gate = self.gate
+        gate.margin = max(_LEAST_MARGIN, 0.9 * gate.margin)
+        gate.depth = min(self._first.depth, gate.depth + 1)
+
+    def _end_bans(self) -> None:
+        for kind, ban in self._bans.items():
+            if kind in self.gate.banned:
+                ban.blocks_left -= 1
+                if ban.blocks_left <= 0:
+                    self.gate.banned.discard(kind)
+
+    def _close(self) -> None:
+        self.gate.is_closed = True
+        self._closed_left = _CLOSED_STEPS * 2**self.closings
+        self.closings += 1
+        self._control = None
+
+    def _wait_closed(self) -> None:
+        self._closed_left -= 1
+        if self._closed_left <= 0:
+            self.gate.is_closed, self.gate.is_control = False, True
+            self.gate.margin = MOST_MARGIN
+
+
+def _to_blame(
+    steps: list[StepRecord], controls: tuple[StepRecord, StepRecord]
+) -> str | None:
+    """Return the kind of wait that accounts for most of the loss, if there is one."""
+    excess_s = statistics.median(s.duration_s for s in steps) - statistics.fmean(
+        s.duration_s for s in controls
+    )
+    more_s = {
+        kind: statistics.median(s.waited_s.get(kind, 0.0) for s in steps)
+        - statistics.fmean(s.waited_s.get(kind, 0.0) for s in controls)
+        for kind in {kind for s in steps for kind in s.waited_s}
+    }
+    if not more_s:
+        return None
+    kind = max(sorted(more_s), key=lambda kind: more_s[kind])
+    return kind if more_s[kind] >= _TO_BLAME * excess_s > 0.0 else None

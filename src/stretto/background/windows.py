@@ -1,0 +1,160 @@
+"""A rank's windows: when in a step its device is idle, and for how long.
+
+A prediction gives them in advance (`windows_of`), or they are learned from the marks of
+steps that ran (`WindowLearner`). Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.schema.timeline import Span, Timeline
+
+KNOWN_AFTER = 3
+"""Steps after which a learned window is used."""
+
+_WEIGHT = 0.3
+"""Of the last step in a learned window."""
+
+_GRADIENTS = ("gradients to ", "norms of ")
+"""How `stretto.sim.burst` names what it sums over ranks; the rest are samples."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One interval of a step in which the device is idle."""
+
+    begin_s: float
+    """From the begin of the step."""
+
+    length_s: float
+
+    kind: str
+    """What the foreground waits for, for instance ``redistribution``."""
+
+
+def windows_of(
+    timeline: Timeline, rank: int, *, least_s: float = 0.0
+) -> tuple[Window, ...]:
+    """Return a rank's windows in a predicted burst step.
+
+    These are the gaps between what the rank computes, to the end of the step. The kind
+    is ``synchronisation`` where the communication that ends last in a gap sums
+    gradients, else ``redistribution``; these are the executor's own kinds.
+
+    Args:
+        timeline: that of `stretto.sim.burst.BurstStep`.
+        rank: whose windows.
+        least_s: leave out shorter windows.
+
+    Raises:
+        SpecError: the timeline has no track of this rank.
+    """
+    computing, sending = f"rank{rank}", f"rank{rank} network"
+    if not any(span.track in (computing, sending) for span in timeline.spans):
+        raise SpecError(
+            f"the timeline {timeline.name!r} has no track of rank {rank}; it has "
+            f"{', '.join(timeline.tracks) or 'no tracks'}"
+        )
+    busy = sorted(
+        (span.start_s, span.end_s) for span in timeline.spans if span.track == computing
+    )
+    sent = [span for span in timeline.spans if span.track == sending]
+    found, at_s = [], 0.0
+    for start_s, end_s in [*busy, (timeline.end_s, timeline.end_s)]:
+        if start_s - at_s > max(least_s, 1e-12):
+            found.append(
+                Window(
+                    begin_s=at_s,
+                    length_s=start_s - at_s,
+                    kind=_kind_of(sent, at_s, start_s),
+                )
+            )
+        at_s = max(at_s, end_s)
+    return tuple(found)
+
+
+def _kind_of(sent: Sequence[Span], begin_s: float, end_s: float) -> str:
+    within = [span for span in sent if span.end_s > begin_s and span.start_s < end_s]
+    if not within:
+        return "redistribution"
+    last = max(within, key=lambda span: min(span.end_s, end_s))
+    return "synchronisation" if last.name.startswith(_GRADIENTS) else "redistribution"
+
+
+def usable_s(windows: Sequence[Window], task_s: float) -> float:
+    """Return the time that whole tasks of one length use of windows.
+
+    This is the sum of floor(w / b) * b over windows w, with b the length of a task.
+
+    Raises:
+        SpecError: the length is not positive.
+    """
+    if not task_s > 0.0:
+        raise SpecError(f"task_s must be positive, got {task_s:g}")
+    return sum((w.length_s + 1e-12) // task_s * task_s for w in windows)
+
+
+@final
+@dataclass(slots=True)
+class _Position:
+    """The wait at one position of the step."""
+
+    kind: str
+    begin_s: float
+    length_s: float
+    seen: int = 1
+
+    def add(self, begin_s: float, length_s: float) -> None:
+        self.seen += 1
+        # Plain means first: a weight of 0.3 would keep half of a slow first step.
+        weight = max(_WEIGHT, 1.0 / self.seen)
+        self.begin_s += weight * (begin_s - self.begin_s)
+        self.length_s += weight * (length_s - self.length_s)
+
+
+@final
+class WindowLearner:
+    """Learns a step's windows from its waits, by their position in the step.
+
+    Steps with other kinds of waits from a position on start that part again.
+    """
+
+    def __init__(self) -> None:
+        self._positions: list[_Position] = []
+
+    def add(self, waits: Sequence[Window]) -> None:
+        """Add the waits of one complete step, in their order."""
+        known = self._positions
+        for i, wait in enumerate(waits):
+            if i < len(known) and known[i].kind == wait.kind:
+                known[i].add(wait.begin_s, wait.length_s)
+            else:
+                del known[i:]
+                known.append(_Position(wait.kind, wait.begin_s, wait.length_s))
+        del known[len(waits) :]
+
+    def expected_s(self, position: int, kind: str) -> float | None:
+        """Return the length of the wait at a position, or ``None`` if unknown."""
+        if position >= len(self._positions):
+            return None
+        found = self._positions[position]
+        if found.kind != kind or found.seen < KNOWN_AFTER:
+            return None
+        return found.length_s
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """The windows known so far."""
+        return tuple(
+            Window(begin_s=p.begin_s, length_s=p.length_s, kind=p.kind)
+            for p in self._positions
+            if p.seen >= KNOWN_AFTER
+        )
