@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from stretto._api.ddp import DistributedDataParallel as DDP  # noqa: N817
     from stretto._api.measuring import probe
     from stretto._api.planning import compare, plan, simulate
+    from stretto.background.foreground import Foreground
+    from stretto.background.lease import Background
     from stretto.burst.collective_profile import profile_layers
     from stretto.burst.executor import BurstParallel
     from stretto.measure import profile_model as profile
@@ -29,10 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DDP",
+    "Background",
     "BurstParallel",
     "BurstPlan",
     "Cluster",
     "DistributedDataParallel",
+    "Foreground",
     "LayerProfile",
     "Plan",
     "Timeline",
@@ -49,6 +53,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Background": "stretto.background.lease",
+    "Foreground": "stretto.background.foreground",
     "BurstParallel": "stretto.burst.executor",
     "BurstPlan": "stretto.schema.burst",
     "LayerProfile": "stretto.schema.burst",

@@ -85,9 +85,9 @@ class Mark:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class BackgroundStatus:
-    """What a background publishes."""
+    """What a background publishes. The background changes its own."""
 
     lease_begin_s: float = 0.0
     """When its open lease began; 0 without one."""
@@ -418,7 +418,7 @@ class Board:
         return ()
 
     def publish(self, status: BackgroundStatus) -> None:
-        """Write what the background does."""
+        """Write what the background does; in some 2 us, so at each lease."""
         number = self.words[_STATUS_AT // 8] + 1
         _STATUS.pack_into(
             self._map,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 LEAST_STALE_S = 1.0
 _STALE_STEPS = 10
-"""A foreground without a mark for so many steps, and for a second, gives no sign."""
+"""Steps, and seconds, without a mark after which a foreground is stale."""
 
 
 @final
@@ -26,6 +27,16 @@ class _Step:
     number: int
     begin_s: float
     waits: list[Window]
+
+
+@final
+@dataclass(slots=True)
+class _Ran:
+    """Tasks of the background that began in one step of the foreground."""
+
+    step: _Step | None
+    begin_s: float
+    end_s: float = math.inf
 
 
 @final
@@ -67,7 +78,8 @@ class ForegroundView:
         self._last: Mark | None = None
         self._step: _Step | None = None
         self._step_s = 0.0
-        self._tasks: list[tuple[float, float]] = []
+        self._open: deque[_Ran] = deque()
+        self._ran: deque[_Ran] = deque()
 
     @property
     def last_number(self) -> int:
@@ -115,22 +127,30 @@ class ForegroundView:
         waited: dict[str, float] = {}
         for wait in step.waits:
             waited[wait.kind] = waited.get(wait.kind, 0.0) + wait.length_s
-        had_task = any(e > step.begin_s and b < end_s for b, e in self._tasks)
-        self._tasks = [task for task in self._tasks if task[1] > end_s]
+        tasks = (*self._ran, *self._open)
+        had_task = any(t.end_s > step.begin_s and t.begin_s < end_s for t in tasks)
+        while self._ran and self._ran[0].end_s <= end_s:
+            self._ran.popleft()
         self._on_step(
             StepRecord(duration_s=duration_s, had_task=had_task, waited_s=waited)
         )
 
     def task_began(self, time_s: float) -> None:
         """Note that a task of the background has been started."""
-        self._tasks.append((time_s, math.inf))
+        self._open.append(_Ran(self._step, time_s))
 
     def task_ended(self, time_s: float) -> None:
         """Note that the oldest task has ended."""
-        for i, (begin_s, end_s) in enumerate(self._tasks):
-            if end_s == math.inf:
-                self._tasks[i] = (begin_s, time_s)
-                return
+        if not self._open:
+            return
+        task = self._open.popleft()
+        task.end_s = time_s
+        last = self._ran[-1] if self._ran else None
+        # Tasks that began in one step need one entry, however many there are.
+        if last is not None and last.step is task.step and task.step is not None:
+            last.end_s = time_s
+        else:
+            self._ran.append(task)
 
     def is_stale(self, now_s: float) -> bool:
         """Return whether the last mark is too old, or is missing."""

@@ -88,9 +88,9 @@ OPEN = frozenset({Reason.NO_FOREGROUND, Reason.FITS, Reason.DEPTH})
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Situation:
-    """What a decision depends on."""
+    """What a decision depends on. Not frozen: one is made for each look."""
 
     has_foreground: bool
 
@@ -225,7 +225,7 @@ class Controller:
         self.closings = 0
         """How often the background has been closed because of its loss."""
 
-        self._first = dataclasses.replace(gate, banned=set())
+        self.keep_first()
         self._control: StepRecord | None = None
         self._steps: list[StepRecord] = []
         self._losses: list[float] = []
@@ -233,6 +233,10 @@ class Controller:
         self._bans: dict[str, _Ban] = {}
         self._closed_left = 0
         gate.is_control = True
+
+    def keep_first(self) -> None:
+        """Make the gate's limits those that `reset` restores."""
+        self._first = dataclasses.replace(self.gate, banned=set())
 
     def add(self, step: StepRecord) -> None:
         """Add the foreground's next step."""

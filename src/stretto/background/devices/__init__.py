@@ -1,0 +1,35 @@
+"""Devices that a foreground and a background share: one contract, one module each."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from stretto.background.devices.base import AbstractDevice
+
+_OWN = {
+    "cpu": "stretto.background.devices.cpu:CpuDevice",
+    "cuda": "stretto.background.devices.cuda:CudaDevice",
+    "exclusive": "stretto.background.devices.exclusive:ExclusiveDevice",
+}
+"""Classes by the part of a device's name before the colon."""
+
+
+def open_device(name: str) -> AbstractDevice:
+    """Return a device by its name, for instance ``cpu``, ``cuda:0``, ``exclusive:a``.
+
+    Raises:
+        SpecError: stretto has no such device.
+    """
+    kind = name.partition(":")[0]
+    if kind not in _OWN:
+        raise SpecError(
+            f"a device is one of {', '.join(_OWN)}, with a number or a name after a "
+            f"colon; got {name!r}"
+        )
+    module, _, own = _OWN[kind].partition(":")
+    found: type[AbstractDevice] = getattr(importlib.import_module(module), own)
+    return found(name)

@@ -1,0 +1,54 @@
+"""The processors of a host: the kernel preempts, if priorities work."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING, final
+
+from stretto.background import priority
+from stretto.background.devices.base import AbstractDevice, EndedTask
+
+if TYPE_CHECKING:
+    from stretto.background.priority import Isolation
+
+
+@final
+class CpuDevice(AbstractDevice):
+    """Tasks run in the calling thread, and the kernel divides the processors."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._running: tuple[str, float] | None = None
+        self._ended: list[EndedTask] = []
+
+    def isolate(self, foreground_pid: int) -> Isolation:
+        """Lower this process's priority, see `priority`."""
+        return priority.lower(foreground_pid=foreground_pid)
+
+    def preempts(self, isolation: Isolation) -> bool:
+        """Return whether the test of priorities was passed."""
+        return isolation.works
+
+    def start_task(self, label: str, *, waits: bool, depth: int) -> bool:
+        """Note the begin of a task."""
+        del waits, depth
+        self._running = label, perf_counter()
+        return True
+
+    def end_task(self) -> None:
+        """Note the end of a task."""
+        if self._running is not None:
+            label, begin_s = self._running
+            now_s = perf_counter()
+            self._ended.append(EndedTask(label, now_s - begin_s, now_s))
+            self._running = None
+
+    def ended(self) -> list[EndedTask]:
+        """Return the tasks that have ended since the last call."""
+        found, self._ended = self._ended, []
+        return found
+
+    @property
+    def outstanding(self) -> int:
+        """One within a task."""
+        return int(self._running is not None)

@@ -1,0 +1,248 @@
+"""A CUDA device. Experimental: tested with stand-ins, not yet run on a GPU.
+
+A stream's priority decides among kernels that have not begun; a running kernel is never
+interrupted. So tasks must be short: a job that is captured as CUDA graphs is cut into
+pieces of about half a millisecond (`GraphPieces`), an event per task shows when it has
+ended, and few may be outstanding.
+
+# Note [Priorities of streams]
+Level 0 is the lowest, and that of the default stream. A background gets 0 and a
+foreground should compute on a stream of `foreground_stream`. A graph's kernels have the
+priority of the stream on which it was captured, so each job captures on its own.
+
+# Note [Two processes on one GPU]
+Without MPS they take turns in time slices, so only windows of several milliseconds are
+of use. With MPS, `CudaDevice.isolate` makes this process a client of low priority,
+which the driver reads when CUDA is initialized.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+import torch
+
+from stretto.background.devices.base import AbstractDevice, EndedTask
+from stretto.background.priority import Isolation
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, MutableMapping, Sequence
+    from contextlib import AbstractContextManager
+
+PIECE_S = 0.5e-3
+"""Length of a piece of a job that is captured as CUDA graphs."""
+
+_LOWEST, _HIGHEST = 0, -3
+"""Priorities of streams, as torch limits them."""
+
+_MPS_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
+_MPS_BELOW_NORMAL = "1"
+
+
+def has_mps(environment: MutableMapping[str, str]) -> bool:
+    """Return whether an MPS daemon serves this process."""
+    pipes = environment.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return Path(pipes, "control").exists()
+
+
+@final
+class CudaDevice(AbstractDevice):
+    """Tasks are launched on a stream of low priority."""
+
+    closed_kinds: ClassVar[frozenset[str]] = frozenset(
+        {"all-reduce", "synchronisation"}
+    )
+    """NCCL's kernels take twice as long beside other kernels (DeepPool, section 5)."""
+
+    def __init__(self, name: str, cuda: Any = torch.cuda) -> None:
+        """Use a device; nothing is created on it before the first task.
+
+        Args:
+            name: ``cuda`` or ``cuda:NUMBER``.
+            cuda: the module ``torch.cuda``.
+
+        Raises:
+            SpecError: the name has no number of a device.
+        """
+        super().__init__(name)
+        number = name.partition(":")[2] or "0"
+        if not number.isdigit():
+            raise SpecError(f"a CUDA device is named like cuda:0, got {name!r}")
+        self._index, self._cuda = int(number), cuda
+        self._stream: Any = None
+        self._open: tuple[str, Any, contextlib.ExitStack] | None = None
+        self._tasks: deque[tuple[str, Any, Any]] = deque()
+        self._ended: list[EndedTask] = []
+
+    def isolate(
+        self,
+        foreground_pid: int,
+        environment: MutableMapping[str, str] | None = None,
+    ) -> Isolation:
+        """Become an MPS client of low priority, if there is MPS."""
+        del foreground_pid
+        environment = os.environ if environment is None else environment
+        if not has_mps(environment):
+            return Isolation(
+                method="",
+                detail="no MPS: two processes take turns in time slices on the GPU",
+            )
+        if self._cuda.is_initialized():
+            return Isolation(
+                method="",
+                detail="MPS without a client priority: CUDA was initialized before; "
+                f"set {_MPS_PRIORITY}={_MPS_BELOW_NORMAL} when starting the program",
+            )
+        environment[_MPS_PRIORITY] = _MPS_BELOW_NORMAL
+        return Isolation(method="mps", detail="MPS client of low priority")
+
+    def preempts(self, isolation: Isolation) -> bool:
+        """Return ``False``: kernels run to their end."""
+        del isolation
+        return False
+
+    @property
+    def stream(self) -> Any:
+        """The background's stream."""
+        if self._stream is None:
+            self._stream = self._cuda.Stream(device=self._index, priority=_LOWEST)
+        return self._stream
+
+    def foreground_stream(self) -> Any:
+        """Return a new stream whose kernels come before any background's."""
+        return self._cuda.Stream(device=self._index, priority=_HIGHEST)
+
+    def start_task(self, label: str, *, waits: bool, depth: int) -> bool:
+        """Launch what follows on the background's stream."""
+        del waits, depth
+        stack = contextlib.ExitStack()
+        stack.enter_context(self._cuda.stream(self.stream))
+        self._open = label, self._recorded(), stack
+        return True
+
+    def end_task(self) -> None:
+        """Record an event behind the task's launches."""
+        if self._open is not None:
+            label, begin, stack = self._open
+            self._open = None
+            with stack:
+                self._tasks.append((label, begin, self._recorded()))
+
+    def _recorded(self) -> Any:
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def ended(self) -> list[EndedTask]:
+        """Return the tasks whose events have been reached since the last call."""
+        self._collect()
+        found, self._ended = self._ended, []
+        return found
+
+    def _collect(self) -> None:
+        while self._tasks and self._tasks[0][2].query():
+            label, begin, end = self._tasks.popleft()
+            length_s = begin.elapsed_time(end) / 1e3
+            self._ended.append(EndedTask(label, length_s, perf_counter()))
+
+    @property
+    def outstanding(self) -> int:
+        """Tasks whose events have not been reached, and an open one."""
+        self._collect()
+        return len(self._tasks) + int(self._open is not None)
+
+    def close(self) -> None:
+        """Wait for what was launched."""
+        if self._tasks:
+            self._tasks[-1][2].synchronize()
+            self._collect()
+
+
+def pieces(times_s: Sequence[float], piece_s: float = PIECE_S) -> list[range]:
+    """Return consecutive segments joined to pieces of about one length.
+
+    A piece ends before the segment that would make it longer, so only a single segment
+    may exceed the length.
+
+    Raises:
+        SpecError: a time is negative, or the length is not positive.
+    """
+    if not piece_s > 0.0:
+        raise SpecError(f"piece_s must be positive, got {piece_s:g}")
+    found: list[range] = []
+    begin, sum_s = 0, 0.0
+    for i, time_s in enumerate(times_s):
+        if not time_s >= 0.0:
+            raise SpecError(f"times_s[{i}] must be at least 0, got {time_s:g}")
+        if i > begin and sum_s + time_s > piece_s:
+            found.append(range(begin, i))
+            begin, sum_s = i, 0.0
+        sum_s += time_s
+    if begin < len(times_s):
+        found.append(range(begin, len(times_s)))
+    return found
+
+
+@final
+class GraphPieces:
+    """A job captured as CUDA graphs of about equal length, replayed in order."""
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        segments: Sequence[Callable[[], None]],
+        times_s: Sequence[float],
+        *,
+        piece_s: float = PIECE_S,
+        cuda: Any = torch.cuda,
+    ) -> None:
+        """Capture a job on the background's stream.
+
+        Args:
+            device: where it runs.
+            segments: calls that launch its parts, with static tensors; in order.
+            times_s: how long each part takes.
+            piece_s: length of a piece.
+            cuda: the module ``torch.cuda``.
+
+        Raises:
+            SpecError: there are not as many times as segments.
+        """
+        if len(segments) != len(times_s):
+            raise SpecError(
+                f"{len(segments)} segments need as many times, got {len(times_s)}"
+            )
+        self._graphs = []
+        pool = cuda.graph_pool_handle()
+        for piece in pieces(times_s, piece_s):
+            graph = cuda.CUDAGraph()
+            with cuda.graph(graph, pool=pool, stream=device.stream):
+                for i in piece:
+                    segments[i]()
+            self._graphs.append(graph)
+
+    def __len__(self) -> int:
+        """Return the number of pieces."""
+        return len(self._graphs)
+
+    def replay(self, lease: Callable[[str], AbstractContextManager[Any]]) -> None:
+        """Run the job once, each piece in a lease of its own.
+
+        The graphs share memory, so they are replayed in the order of their capture.
+
+        Args:
+            lease: `stretto.Background.lease`; it gets a label for each piece.
+        """
+        for label, graph in self._labeled():
+            with lease(label):
+                graph.replay()
+
+    def _labeled(self) -> Iterator[tuple[str, Any]]:
+        for i, graph in enumerate(self._graphs):
+            yield f"piece {i}", graph

@@ -1,0 +1,211 @@
+"""An emulated device without preemption: one process at a time computes on it.
+
+It has a queue, as an accelerator has: each launch takes a ticket, and tickets are
+served in order. Processes hold the served ticket while they compute. With it, what
+launches cost that wait in a device's queue can be measured on any machine.
+
+The queue is a small file that all processes map. It changes under a lock on the file
+only. A waiting process skips tickets of processes that have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from time import perf_counter
+from typing import TYPE_CHECKING, ClassVar, final
+
+from stretto.background.board import file_of, is_running, own_start
+from stretto.background.devices.base import AbstractDevice, EndedTask
+from stretto.background.priority import Isolation
+from stretto.errors import BackgroundError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_SIZE = 4096
+_MAGIC = int.from_bytes(b"strqueue", "big")
+_NEXT, _SERVED = 1, 2
+_TICKETS_AT, _TICKETS = 8, 250
+"""Words of the file; each ticket has a process id (0: withdrawn) and a start time."""
+
+_POLL_S = 5e-5
+_LOOK_EVERY_S = 0.1
+
+
+@final
+class ExclusiveDevice(AbstractDevice):
+    """A queue of tickets, shared by both processes."""
+
+    is_taken: ClassVar[bool] = True
+
+    def __init__(self, name: str) -> None:
+        """Open the queue.
+
+        Raises:
+            BackgroundError: its file is another program's.
+        """
+        super().__init__(name)
+        self._path = file_of(name, "queue")
+        self._descriptor = os.open(
+            self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        self._lock = threading.Lock()
+        self._pid, self._started = os.getpid(), own_start()
+        with self._flock():
+            if os.fstat(self._descriptor).st_size not in (0, _SIZE):
+                os.close(self._descriptor)
+                raise BackgroundError(f"{self._path} is not a queue: remove it")
+            os.posix_fallocate(self._descriptor, 0, _SIZE)
+            self._map = mmap.mmap(self._descriptor, _SIZE)
+            self._words = memoryview(self._map).cast("Q")
+            if self._words[0] == 0:
+                self._words[0] = _MAGIC
+        if self._words[0] != _MAGIC:
+            self.close()
+            raise BackgroundError(f"{self._path} is not a queue: remove it")
+        self._tickets: deque[int] = deque()  # of this process, the oldest first
+        self._running: tuple[str, float] | None = None
+        self._look_at_s = 0.0
+        self._ended: list[EndedTask] = []
+
+    def isolate(self, foreground_pid: int) -> Isolation:
+        """Return that there is none: this device has no priorities."""
+        del foreground_pid
+        return Isolation(method="", detail="one process at a time, first come first")
+
+    def preempts(self, isolation: Isolation) -> bool:
+        """Return ``False``."""
+        del isolation
+        return False
+
+    # the queue
+
+    @contextlib.contextmanager
+    def _flock(self) -> Iterator[None]:
+        with self._lock:  # threads share the lock on the file
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def _reserve(self, *, only_free: bool = False) -> bool:
+        """Take a ticket; if asked to, only one that is served at once."""
+        with self._flock():
+            self._skip_withdrawn()
+            number = self._words[_NEXT]
+            served = self._words[_SERVED]
+            if only_free and number != served:
+                return False
+            if number - served >= _TICKETS:
+                raise BackgroundError(
+                    f"more than {_TICKETS} launches wait: {self.name}"
+                )
+            self._words[_NEXT] = number + 1
+            at = _TICKETS_AT + 2 * (number % _TICKETS)
+            self._words[at], self._words[at + 1] = self._pid, self._started
+        self._tickets.append(number)
+        return True
+
+    def _skip_withdrawn(self) -> None:
+        words = self._words
+        while words[_SERVED] < words[_NEXT]:
+            if words[_TICKETS_AT + 2 * (words[_SERVED] % _TICKETS)]:
+                return
+            words[_SERVED] += 1
+
+    def _await(self, number: int, patience_s: float = float("inf")) -> bool:
+        """Wait until a ticket is served; ``False`` if patience has ended."""
+        begin_s = perf_counter()
+        while self._words[_SERVED] != number:
+            if perf_counter() - begin_s > patience_s:
+                return False
+            self._look()
+            time.sleep(_POLL_S)
+        return True
+
+    def _look(self) -> None:
+        """Withdraw the served ticket if its process has ended."""
+        now_s = perf_counter()
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + _LOOK_EVERY_S
+        with self._flock():
+            at = _TICKETS_AT + 2 * (self._words[_SERVED] % _TICKETS)
+            if not is_running(self._words[at], self._words[at + 1]):
+                self._words[at] = 0
+            self._skip_withdrawn()
+
+    def _give_back(self, number: int) -> None:
+        with self._flock():
+            self._words[_TICKETS_AT + 2 * (number % _TICKETS)] = 0
+            self._skip_withdrawn()
+
+    # the background's side
+
+    def start_task(self, label: str, *, waits: bool, depth: int) -> bool:
+        """Get the device, with further launches in the queue up to the depth."""
+        if not waits:
+            if not self._tickets and not self._reserve(only_free=True):
+                self._look()
+                return False
+        else:
+            while len(self._tickets) < depth:
+                self._reserve()
+            self._await(self._tickets[0])
+        self._running = label, perf_counter()
+        return True
+
+    def end_task(self) -> None:
+        """Serve the next ticket."""
+        if self._running is not None:
+            label, begin_s = self._running
+            self._running = None
+            now_s = perf_counter()
+            self._give_back(self._tickets.popleft())
+            self._ended.append(EndedTask(label, now_s - begin_s, now_s))
+
+    def withdraw(self) -> None:
+        """Withdraw launches that have not begun."""
+        while len(self._tickets) > int(self._running is not None):
+            self._give_back(self._tickets.pop())
+
+    def ended(self) -> list[EndedTask]:
+        """Return the tasks that have ended since the last call."""
+        found, self._ended = self._ended, []
+        return found
+
+    @property
+    def outstanding(self) -> int:
+        """One within a task; launches that wait are not yet tasks."""
+        return int(self._running is not None)
+
+    # the foreground's side
+
+    def take(self, *, patience_s: float = float("inf")) -> bool:
+        """Get the device after what was launched before."""
+        if not self._tickets:
+            self._reserve()
+        return self._await(self._tickets[0], patience_s)
+
+    def release(self) -> None:
+        """Serve the next ticket."""
+        while self._tickets:
+            self._give_back(self._tickets.popleft())
+
+    def close(self) -> None:
+        """Give all tickets back."""
+        if self._descriptor < 0:
+            return
+        if self._pid == os.getpid() and hasattr(self, "_tickets"):
+            self.release()
+        self._words.release()
+        self._map.close()
+        os.close(self._descriptor)
+        self._descriptor = -1

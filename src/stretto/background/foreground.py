@@ -1,0 +1,260 @@
+"""The foreground's side of a board: marks for a background that may be beside it.
+
+`StepMarks` is what training code calls. `Foreground` writes the calls to a board, and
+`NO_MARKS` ignores them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import threading
+from time import perf_counter
+from typing import TYPE_CHECKING, Protocol, final
+
+from stretto.background.board import COMMUNICATING, COMPUTING, WAITING, Board
+from stretto.background.devices import open_device
+from stretto.errors import SpecError
+from stretto.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+
+    from stretto.background.board import BackgroundStatus
+    from stretto.background.windows import Window
+
+_log = get_logger(__name__)
+
+_LOOK_EVERY_S = 1.0
+_OVERRUN = 10.0
+"""A lease this many times as long as usual, and `_LEAST_OVERRUN_S`, is reported."""
+
+_LEAST_OVERRUN_S = 1.0
+_KILL_AFTER_S = 5.0
+
+
+class StepMarks(Protocol):
+    """Receives what a training loop does; see `Foreground`."""
+
+    def step(self) -> None:
+        """Mark the begin of a step."""
+
+    def begin_wait(self, what: str, *, uses_device: bool = False) -> None:
+        """Mark the begin of a wait."""
+
+    def end_wait(self) -> None:
+        """Mark its end."""
+
+
+@final
+class NoMarks:
+    """Ignores all marks."""
+
+    def step(self) -> None:
+        """Do nothing."""
+
+    def begin_wait(self, what: str, *, uses_device: bool = False) -> None:
+        """Do nothing."""
+
+    def end_wait(self) -> None:
+        """Do nothing."""
+
+
+NO_MARKS = NoMarks()
+
+
+@final
+class Foreground:
+    """Lets a background use a device while this process waits.
+
+        with stretto.Foreground("cuda:0") as foreground:
+            for batch in loader:
+                foreground.step()
+                ...
+                with foreground.waiting("all-reduce"):
+                    work.wait()
+
+    Marks are written only while a background reads them. A background that holds a
+    device without preemption much longer than usual is reported, and ended after
+    ``stop_after_s``.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        windows: Sequence[Window] = (),
+        stop_after_s: float | None = 60.0,
+    ) -> None:
+        """Claim a device.
+
+        Args:
+            device: for instance ``cpu``, ``cuda:0``, ``exclusive:NAME``.
+            windows: those that a prediction gives each step; else they are learned.
+            stop_after_s: end a background whose lease exceeds its usual length tenfold
+                and this time, if it keeps the device from this process; ``None`` never
+                does.
+
+        Raises:
+            SpecError: an argument is invalid.
+            BackgroundError: another process is this device's foreground.
+        """
+        if stop_after_s is not None and not stop_after_s > 0.0:
+            raise SpecError(f"stop_after_s must be positive, got {stop_after_s:g}")
+        self._device = open_device(device)
+        self._board = Board(device)
+        try:
+            self._board.claim_foreground()
+        except BaseException:
+            self._board.close()
+            self._device.close()
+            raise
+        self._words = self._board.words
+        self._step = 0
+        self._stop_after_s = stop_after_s
+        self._look_at_s = 0.0
+        self._reported: tuple[int, float] | None = None
+        self._ended: tuple[int, float] | None = None
+        self._waits = 0
+        self._waits_lock = threading.Lock()
+        self._takes = False
+        self._begins = self._device.is_taken
+        self.set_windows(windows)
+        atexit.register(self.close)
+
+    def set_windows(self, windows: Sequence[Window]) -> None:
+        """Set the windows that a prediction gives each step from now on."""
+        self._board.set_windows(windows)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a background reads the marks."""
+        return self._board.is_read
+
+    @property
+    def background(self) -> tuple[int, BackgroundStatus] | None:
+        """The background's process id and what it published; ``None`` without one."""
+        return self._board.background()
+
+    def step(self) -> None:
+        """Mark the begin of a step; the device computes from now on."""
+        self._step += 1
+        if self._words[4]:  # a background reads
+            self._board.mark(self._step, COMPUTING)
+            if perf_counter() > self._look_at_s:
+                self._look()
+        if self._begins:
+            self._begins = False
+            self._takes = True
+            self._take()
+
+    def begin_wait(self, what: str, *, uses_device: bool = False) -> None:
+        """Mark that the device is idle until `end_wait`.
+
+        Args:
+            what: what is waited for; waits of one kind have about one length.
+            uses_device: whether the communication itself uses the device.
+        """
+        with self._waits_lock:
+            self._waits += 1
+            if self._waits > 1:
+                return
+        if self._takes:
+            self._device.release()
+        if self._words[4]:
+            state = COMMUNICATING if uses_device else WAITING
+            self._board.mark(self._step, state, self._board.kind_number(what))
+
+    def end_wait(self) -> None:
+        """Mark that the device computes again."""
+        with self._waits_lock:
+            self._waits -= 1
+            if self._waits:
+                return
+        if self._words[4]:
+            self._board.mark(self._step, COMPUTING)
+        if self._takes:
+            self._take()
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, *, uses_device: bool = False) -> Iterator[None]:
+        """Mark a wait; see `begin_wait`."""
+        self.begin_wait(what, uses_device=uses_device)
+        try:
+            yield
+        finally:
+            self.end_wait()
+
+    def _take(self) -> None:
+        while not self._device.take(patience_s=_LOOK_EVERY_S):
+            self._look(is_blocked=True)
+
+    def _look(self, *, is_blocked: bool = False) -> None:
+        """Look for a background that has ended, or that ignores its lease."""
+        self._look_at_s = perf_counter() + _LOOK_EVERY_S
+        self._board.clear_ended_reader()
+        found = self._board.background()
+        if found is None or not self._board.background_runs():
+            return
+        pid, status = found
+        if not status.lease_begin_s:
+            return
+        held_s = perf_counter() - status.lease_begin_s
+        if held_s < max(_OVERRUN * status.usual_s, _LEAST_OVERRUN_S):
+            return
+        lease = (pid, status.lease_begin_s)
+        if self._reported != lease:
+            self._reported = lease
+            _log.warning(
+                "the background of %s, process %d, is in one lease for %.1f s; its "
+                "tasks usually take %.3g s",
+                self._device.name,
+                pid,
+                held_s,
+                status.usual_s,
+            )
+        limit_s = self._stop_after_s
+        if is_blocked and limit_s is not None and held_s > limit_s:
+            self._stop(lease)
+
+    def _stop(self, lease: tuple[int, float]) -> None:
+        pid, now_s = lease[0], perf_counter()
+        if self._ended is None or self._ended[0] != pid:
+            self._ended = pid, now_s
+            _log.warning(
+                "ending the background of %s, process %d: it ignores its lease",
+                self._device.name,
+                pid,
+            )
+            number = signal.SIGTERM
+        elif now_s - self._ended[1] > _KILL_AFTER_S:
+            number = signal.SIGKILL
+        else:
+            return
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+
+    def close(self) -> None:
+        """Leave the device to a background."""
+        atexit.unregister(self.close)
+        self._takes = self._begins = False
+        self._device.close()
+        self._board.release_foreground()
+        self._words = memoryview(bytes(64)).cast("Q")  # later marks are ignored
+        self._board.close()
+
+    def __enter__(self) -> Foreground:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the device to a background."""
+        self.close()

@@ -1,0 +1,366 @@
+"""The background's side: a lease of a device for each task."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, final
+
+from stretto.background.board import BackgroundStatus, Board
+from stretto.background.devices import open_device
+from stretto.background.foreground_view import ForegroundView
+from stretto.background.pacing import (
+    OPEN,
+    Controller,
+    Gate,
+    Policy,
+    Reason,
+)
+from stretto.errors import SpecError
+from stretto.logs import get_logger
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from stretto.background.devices.base import EndedTask
+    from stretto.background.priority import Isolation
+
+_log = get_logger(__name__)
+
+_LOOK_EVERY_S = 0.1
+_SHORTEST_PAUSE_S, _PAUSE_S = 5e-5, 2e-4
+_PAUSES_S = {Reason.CLOSED: 1e-2, Reason.STALE: 1e-3, Reason.CONTROL: 1e-3}
+"""Pauses between looks at the board, longer where a wait is long."""
+
+_UNFIT_STEPS = 50
+"""Steps of the foreground without a fitting window before a warning."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackgroundStatistics:
+    """What a background has done so far."""
+
+    tasks: int
+    """Tasks that have ended."""
+
+    running_s: float
+    """How long they had the device."""
+
+    waited_s: float
+    """How long leases were waited for."""
+
+    elapsed_s: float
+    """Since the background was opened."""
+
+    loss: float
+    """The foreground's loss, by paired steps; 0 before it is known."""
+
+    isolation: str
+    """How the foreground is kept first."""
+
+    @property
+    def share(self) -> float:
+        """Share of the elapsed time in which tasks ran."""
+        return self.running_s / self.elapsed_s if self.elapsed_s > 0.0 else 0.0
+
+
+@final
+class Background:
+    """Runs tasks on a device while its foreground waits.
+
+        background = stretto.Background("cuda:0", max_loss=0.05)
+        for batch in loader:
+            with background.lease():
+                train(batch)
+
+    A lease opens at once while no foreground runs. Otherwise it opens when the task's
+    usual length fits what is left of the foreground's wait, or, on processors where
+    this process's priority was shown to be below the foreground's, at any time. Every
+    eighth step of the foreground or so runs without background; from the difference
+    the background keeps the foreground's loss under ``max_loss``.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        max_loss: float = 0.05,
+        policy: Policy | None = None,
+        depth: int = 1,
+        margin: float | None = None,
+        adapts: bool = True,
+        isolates: bool = True,
+    ) -> None:
+        """Claim a device.
+
+        Args:
+            device: for instance ``cpu``, ``cuda:0``, ``exclusive:NAME``.
+            max_loss: permitted loss of the foreground, as a share of its step.
+            policy: when tasks may start; chosen by the device if ``None``.
+            depth: maximum number of outstanding tasks.
+            margin: a task fits if (1 + margin) times its length does.
+            adapts: change these limits by the foreground's measured loss.
+            isolates: lower this process's priority, as the device permits.
+
+        Raises:
+            SpecError: an argument is invalid.
+            BackgroundError: another process is this device's background.
+        """
+        gate = Gate(depth=depth) if margin is None else Gate(depth=depth, margin=margin)
+        self._controller = Controller(gate, max_loss=max_loss)
+        gate.is_control = adapts
+        self._adapts, self._gate = adapts, gate
+        self._device = open_device(device)
+        self._board: Board | None = None
+        self._owner = os.getpid()
+        try:
+            self._board = Board(device)
+            self._board.claim_background()
+        except BaseException:
+            self.close()
+            raise
+        self.isolation = self._isolated(isolates=isolates)
+        """How the foreground is kept first."""
+
+        gate.policy = policy or (
+            Policy.OUTSTANDING
+            if self.isolation is not None and self._device.preempts(self.isolation)
+            else Policy.FITS
+        )
+        gate.closed_kinds = self._device.closed_kinds
+        self._controller.keep_first()
+        self._view = ForegroundView(self._step_ended)
+        self._foreground = 0
+        self._usual_s: dict[str, float] = {}
+        self._status = BackgroundStatus()
+        self._begin_s, self._look_at_s = perf_counter(), 0.0
+        self._closings = 0
+        self._unfit_steps = 0
+        self._is_open = False
+        self._reason = Reason.NO_FOREGROUND
+        atexit.register(self.close)
+
+    def _isolated(self, *, isolates: bool) -> Isolation | None:
+        if not isolates or self._board is None:
+            return None
+        found = self._device.isolate(self._board.foreground_pid)
+        fails = found.ratio is not None and not found.works
+        log = _log.warning if fails else _log.info
+        log("background on %s: %s", self._device.name, found)
+        return found
+
+    # leases
+
+    def lease(self, label: str = "") -> AbstractContextManager[None]:
+        """Return a context that waits for the device, and has it for one task.
+
+        Args:
+            label: of tasks of about the same length; their lengths are learned.
+        """
+        return _Lease(self, label)
+
+    def wait(self, label: str = "", *, timeout_s: float | None = None) -> bool:
+        """Wait for the device; the task lasts until the next call.
+
+        Args:
+            label: of tasks of about the same length.
+            timeout_s: return ``False`` after this time instead.
+        """
+        self.end_task()
+        begin_s = perf_counter()
+        pause_s = _SHORTEST_PAUSE_S
+        while not self._started(label):
+            waited_s = perf_counter() - begin_s
+            if timeout_s is not None and waited_s > timeout_s:
+                self._status.waited_s += waited_s
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSES_S.get(self._reason, _PAUSE_S))
+        self._is_open = True
+        now_s = perf_counter()
+        self._status.waited_s += now_s - begin_s
+        if self._foreground:
+            self._view.task_began(now_s)
+            self._status.lease_begin_s = now_s
+            self._claimed().publish(self._status)
+        return True
+
+    def end_task(self) -> None:
+        """End the task of the last `wait`, if it has not ended."""
+        if self._is_open:
+            self._is_open = False
+            self._device.end_task()
+            self._collect()
+            if self._status.lease_begin_s:
+                self._status.lease_begin_s = 0.0
+                self._claimed().publish(self._status)
+
+    def _started(self, label: str) -> bool:
+        """Start a task if the gate permits it and the device is free."""
+        reason = self._reason = self._decide(label)
+        if reason not in OPEN:
+            self._device.withdraw()
+            return False
+        waits = reason is not Reason.FITS
+        depth = self._gate.depth if reason is Reason.DEPTH else 1
+        return self._device.start_task(label, waits=waits, depth=depth)
+
+    def _decide(self, label: str) -> Reason:
+        board = self._claimed()
+        if not board.has_foreground:
+            self._foreground = 0
+            return Reason.NO_FOREGROUND
+        now_s = perf_counter()
+        if now_s > self._look_at_s:
+            self._look_at_s = now_s + _LOOK_EVERY_S
+            if board.clear_ended_foreground():
+                return Reason.NO_FOREGROUND
+        if board.foreground_pid != self._foreground:
+            self._meet(board)
+        if board.last_number != self._view.last_number:
+            self._view.add(board.marks_after(self._view.last_number))
+        self._collect()
+        situation = self._view.situation(now_s, self._device.outstanding)
+        return self._gate.decide(situation, self._usual_s.get(label))
+
+    def _meet(self, board: Board) -> None:
+        """Start to follow another foreground."""
+        self._foreground = board.foreground_pid
+        self._view.forget(board.last_number)
+        self._view.predict(board.windows())
+        for _ in range(self._device.outstanding):
+            self._view.task_began(perf_counter())
+        self._controller.reset()
+        self._gate.is_control = self._adapts
+        self._unfit_steps = 0
+
+    def _claimed(self) -> Board:
+        if self._board is None:
+            raise SpecError("this background is closed")
+        return self._board
+
+    def _collect(self) -> None:
+        for task in self._device.ended():
+            self._add_ended(task)
+
+    def _add_ended(self, task: EndedTask) -> None:
+        usual_s = self._usual_s.get(task.label)
+        if usual_s is None:
+            usual_s = task.length_s
+        else:
+            # A task that is longer than usual may be the first of many.
+            weight = 0.5 if task.length_s > usual_s else 0.1
+            usual_s += weight * (task.length_s - usual_s)
+        self._usual_s[task.label] = usual_s
+        if self._foreground:
+            self._view.task_ended(task.end_s)
+        status = self._status
+        status.usual_s = max(status.usual_s, usual_s)
+        status.tasks += 1
+        status.running_s += task.length_s
+
+    # the foreground's loss
+
+    def _step_ended(self, step: Any) -> None:
+        if self._adapts:
+            self._controller.add(step)
+            self._status.loss = self._controller.loss
+        if self._controller.closings > self._closings:
+            if not self._closings:
+                _log.warning(
+                    "background on %s closed: it costs the foreground more than "
+                    "max_loss=%g, however little runs; use shorter tasks or a larger "
+                    "max_loss",
+                    self._device.name,
+                    self._controller.max_loss,
+                )
+            self._closings = self._controller.closings
+        self._warn_unfit(had_task=step.had_task)
+
+    def _warn_unfit(self, *, had_task: bool) -> None:
+        if had_task or self._gate.policy is not Policy.FITS or self._gate.is_closed:
+            self._unfit_steps = 0
+            return
+        self._unfit_steps += 1
+        if self._unfit_steps == _UNFIT_STEPS:
+            _log.warning(
+                "background on %s: no window fits its tasks of %.3g s; the longest is "
+                "%.3g s: use shorter tasks",
+                self._device.name,
+                min(self._usual_s.values(), default=0.0),
+                max((w.length_s for w in self._view.windows), default=0.0),
+            )
+
+    @property
+    def gate(self) -> Gate:
+        """The limits in force; the controller changes them."""
+        return self._gate
+
+    @property
+    def statistics(self) -> BackgroundStatistics:
+        """What it has done so far."""
+        self._collect()
+        return BackgroundStatistics(
+            tasks=self._status.tasks,
+            running_s=self._status.running_s,
+            waited_s=self._status.waited_s,
+            elapsed_s=perf_counter() - self._begin_s,
+            loss=self._status.loss,
+            isolation="not asked for"
+            if self.isolation is None
+            else str(self.isolation),
+        )
+
+    def close(self) -> None:
+        """Leave the device, and restore this process's priority where permitted."""
+        atexit.unregister(self.close)
+        board, self._board = self._board, None
+        if board is not None:
+            if self._owner == os.getpid():
+                self._is_open = False
+                self._device.end_task()
+            board.release_background()
+            board.close()
+        self._device.close()
+        isolation = getattr(self, "isolation", None)
+        if isolation is not None and self._owner == os.getpid():
+            isolation.restore()
+
+    def __enter__(self) -> Background:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+
+@final
+class _Lease:
+    """One lease, as a context."""
+
+    __slots__ = ("_background", "_label")
+
+    def __init__(self, background: Background, label: str) -> None:
+        self._background, self._label = background, label
+
+    def __enter__(self) -> None:
+        self._background.wait(self._label)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._background.end_task()

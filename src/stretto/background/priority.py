@@ -1,0 +1,431 @@
+"""Give this process's threads less of the processors than any foreground's.
+
+# Note [Priority and task groups]
+The scheduler first divides a processor between task groups, then within one. With
+autogroups each session is a group, and so is each cgroup. nice and SCHED_IDLE act
+within a group only: a background in a session of its own takes half of a core, whatever
+they are. So this process moves to a cgroup with ``cpu.idle``, as near to the root as is
+permitted. If it may not, it lowers its session's autogroup and itself.
+
+Whether that works depends on groups that this process may not even see. So `lower` ends
+with a test: two busy loops on one core, one started before and one after the change.
+
+# Note [Which cgroups a process may leave]
+A child of the process's own cgroup is idle only relative to that cgroup's other
+children. A child of the root is idle relative to everything. But with cgroup v2 a
+process that moves up leaves the limits of memory, processes and cores that a container
+or a service has been given. So a level with limits is never left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import select
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+from stretto.logs import get_logger
+from stretto.process_identity import stat_row
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+CGROUP, SESSION, SCHEDULER = "cgroup", "session", "scheduler"
+METHODS = (CGROUP, SESSION, SCHEDULER)
+"""In the order in which they are tried: a cgroup with ``cpu.idle``; the session's
+autogroup and SCHED_IDLE; SCHED_IDLE alone."""
+
+MOST_RATIO = 0.05
+"""Processor time over that of a foreground beside it, at most, if priority works."""
+
+_LOOP_S = 0.05
+_ANSWER_S = 10.0
+_NICE = 19
+_NAME = "stretto-background-"
+
+_PROC = Path("/proc")
+
+_LIMITS = {
+    "memory.max": "max",
+    "memory.high": "max",
+    "memory.swap.max": "max",
+    "pids.max": "max",
+    "cpu.max": "max",
+    "cpuset.cpus": "",
+    "io.max": "",
+    "cpu.cfs_quota_us": "-1",
+}
+"""Limits of a cgroup, of both versions, and what they begin with if there is none."""
+
+_LOOP = """
+import os, sys
+sys.stdin.readline()
+os.sched_setaffinity(0, {int(sys.argv[1])})
+sys.stdout.write("ready\\n")
+sys.stdout.flush()
+while True:
+    pass
+"""
+
+_log = get_logger(__name__)
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Isolation:
+    """How a background's processor time is kept from the foreground."""
+
+    method: str
+    """One of `METHODS`; empty if none was permitted."""
+
+    detail: str
+    """What was done, or why it could not be."""
+
+    ratio: float | None = None
+    """Processor time of a busy loop after the change over one before it, on one core;
+    ``None`` if it was not measured."""
+
+    undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    @property
+    def works(self) -> bool:
+        """Whether the test showed that a foreground comes first."""
+        return self.ratio is not None and self.ratio <= MOST_RATIO
+
+    def __str__(self) -> str:
+        """Return one line for logs and `stretto doctor`."""
+        if self.ratio is None:
+            return f"{self.detail}; not tested"
+        return (
+            f"{self.detail}; a busy loop takes {self.ratio:.3f} of a foreground's "
+            "processor time beside it"
+        )
+
+    def restore(self) -> None:
+        """Undo what the system permits to undo, and remove what was created."""
+        while self.undo:
+            with contextlib.suppress(OSError):
+                self.undo.pop()()
+
+
+def lower(
+    methods: Sequence[str] = METHODS, *, foreground_pid: int = 0, test: bool = True
+) -> Isolation:
+    """Lower this process's priority below every foreground's, and test that it works.
+
+    Threads and child processes that it starts later inherit it. A cgroup made here is
+    removed at exit.
+
+    Args:
+        methods: which of `METHODS` to try.
+        foreground_pid: the foreground, if it is known: a session that it shares with
+            this process is left as it is.
+        test: measure `Isolation.ratio`, in about 0.2 s.
+    """
+    shares = _shares_session(foreground_pid)
+    reference = _Loop(new_session=not shares) if test else None
+    try:
+        found = _lowered(methods, shares=shares)
+        if reference is not None:
+            found.ratio = _ratio(reference)
+    finally:
+        if reference is not None:
+            reference.close()
+    owner = os.getpid()
+    atexit.register(_restore_at_exit, found, owner)
+    return found
+
+
+def _restore_at_exit(found: Isolation, owner: int) -> None:
+    if os.getpid() == owner:  # not in a forked child
+        found.restore()
+
+
+def _lowered(methods: Sequence[str], *, shares: bool) -> Isolation:
+    refused = []
+    for method in methods:
+        try:
+            if method == CGROUP:
+                return _enter_idle_cgroup()
+            if method == SESSION:
+                return _lower_session(shares=shares)
+            return _lower_threads()
+        except OSError as exc:
+            refused.append(f"{method}: {exc.strerror or exc}")
+    return Isolation(
+        method="", detail="no priority below a foreground's: " + "; ".join(refused)
+    )
+
+
+# cgroups
+
+
+def _enter_idle_cgroup() -> Isolation:
+    """Move this process to a new cgroup with ``cpu.idle``.
+
+    Raises:
+        OSError: no cgroup with processors may be created.
+    """
+    own = own_cgroup()
+    last: OSError = OSError("no cgroup with processors is mounted")
+    for parent in _levels(own):
+        _remove_left(parent)
+        made = parent / f"{_NAME}{os.getpid()}"
+        try:
+            made.mkdir()
+        except OSError as exc:
+            last = exc
+            continue
+        try:
+            (made / "cpu.idle").write_text("1")
+            (made / "cgroup.procs").write_text(str(os.getpid()))
+        except OSError as exc:
+            last = exc
+            made.rmdir()
+            continue
+        return Isolation(
+            method=CGROUP,
+            detail=f"cgroup {made} with cpu.idle",
+            undo=[made.rmdir, functools.partial(_move_to, own)],
+        )
+    raise last
+
+
+def _move_to(cgroup: Path) -> None:
+    (cgroup / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def own_cgroup(proc: Path = _PROC) -> Path:
+    """Return the folder of this process's cgroup that divides processors.
+
+    Raises:
+        OSError: there is none.
+    """
+    paths = {"": "/"}
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        paths |= dict.fromkeys(names.split(","), path)
+    mounts = [
+        line.split(" ")[1:4] for line in (proc / "self/mounts").read_text().splitlines()
+    ]
+    for kind, controller in (("cgroup", "cpu"), ("cgroup2", "")):
+        for where, mounted, options in mounts:
+            if mounted == kind and (not controller or "cpu" in options.split(",")):
+                found = Path(where, paths.get(controller, "/").lstrip("/"))
+                # In a container the path may be that of the host.
+                return found if found.is_dir() else Path(where)
+    raise OSError("no cgroup with processors is mounted")
+
+
+def _levels(own: Path) -> Iterator[Path]:
+    """Yield cgroups in which a child may be created, the highest first."""
+    found = [own]
+    while (found[-1].parent / "cgroup.procs").exists() and not _has_limits(found[-1]):
+        found.append(found[-1].parent)
+    yield from reversed(found)
+
+
+def _has_limits(cgroup: Path) -> bool:
+    for name, unlimited in _LIMITS.items():
+        with contextlib.suppress(OSError):
+            text = (cgroup / name).read_text().strip()
+            if not (text.startswith(unlimited) if unlimited else text == ""):
+                return True
+    return False
+
+
+def _remove_left(parent: Path) -> None:
+    """Remove the cgroups of backgrounds that were killed."""
+    for left in parent.glob(f"{_NAME}*"):
+        pid = left.name.removeprefix(_NAME)
+        if pid.isdigit() and stat_row(int(pid)) is None:
+            with contextlib.suppress(OSError):
+                left.rmdir()
+
+
+# sessions and threads
+
+
+def _shares_session(foreground_pid: int) -> bool:
+    if not foreground_pid:
+        return False
+    try:
+        return os.getsid(foreground_pid) == os.getsid(0)
+    except OSError:
+        return False
+
+
+def _lower_session(*, shares: bool) -> Isolation:
+    """Lower the autogroup of this session, and this process in it.
+
+    Raises:
+        OSError: there are no autogroups, or others of the session would be lowered too.
+    """
+    file = _PROC / "self/autogroup"
+    before = file.read_text().rpartition(" ")[2].strip()
+    if (_PROC / "sys/kernel/sched_autogroup_enabled").read_text().strip() != "1":
+        raise OSError("autogroups are switched off")
+    if shares or _others_in_session():
+        raise OSError("other processes are in this session; start it with setsid")
+    file.write_text(str(_NICE))
+    found = _lower_threads()
+    found.method = SESSION
+    found.detail = f"autogroup of the session at nice {_NICE}, and {found.detail}"
+    found.undo.insert(0, lambda: _write(file, before))
+    return found
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text)
+
+
+def _others_in_session() -> bool:
+    """Return whether this session has processes besides our parents and children."""
+    rows = {}
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                text = (entry / "stat").read_text(errors="replace")
+                fields = text.rpartition(")")[2].split()
+                rows[int(entry.name)] = (int(fields[1]), int(fields[3]))
+
+    def ancestors(pid: int) -> Iterator[int]:
+        while pid in rows:
+            yield pid
+            pid = rows[pid][0]
+
+    own, session = os.getpid(), os.getsid(0)
+    ours = set(ancestors(own))
+    return any(
+        sid == session and pid not in ours and own not in ancestors(pid)
+        for pid, (_, sid) in rows.items()
+    )
+
+
+def _lower_threads() -> Isolation:
+    """Set SCHED_IDLE for all threads of this process.
+
+    Raises:
+        OSError: it is not permitted.
+    """
+    for task in _threads():
+        os.sched_setscheduler(task, os.SCHED_IDLE, os.sched_param(0))
+    return Isolation(method=SCHEDULER, detail="SCHED_IDLE", undo=[_raise_threads])
+
+
+def _raise_threads() -> None:
+    for task in _threads():
+        os.sched_setscheduler(task, os.SCHED_OTHER, os.sched_param(0))
+
+
+def _threads() -> list[int]:
+    return [int(task.name) for task in (_PROC / "self/task").iterdir()]
+
+
+# the test
+
+
+@final
+class _Loop:
+    """A process that computes on one core, from `start` to `close`."""
+
+    def __init__(self, *, new_session: bool) -> None:
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                "-c",
+                _LOOP,
+                str(max(os.sched_getaffinity(0))),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=new_session,
+        )
+        # The processor time of another process, see clock_getcpuclockid(3).
+        self._clock = (~self._process.pid << 3) | 2
+
+    def start(self) -> None:
+        """Start to compute; return once it does.
+
+        Raises:
+            OSError: it does not.
+        """
+        send, answer = self._process.stdin, self._process.stdout
+        if send is None or answer is None:
+            raise AssertionError("a loop has no pipes")
+        send.write(b"\n")
+        send.flush()
+        if not select.select([answer], [], [], _ANSWER_S)[0] or not answer.readline():
+            raise OSError("a busy loop did not start")
+
+    def used_s(self) -> float:
+        """Return its processor time so far."""
+        return time.clock_gettime(self._clock)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def _ratio(reference: _Loop) -> float | None:
+    """Return the processor time of a loop started now over that of the reference."""
+    low = _Loop(new_session=False)
+    try:
+        low.start()
+        reference.start()
+        ratios = [_ratio_now(reference, low)]
+        # A ratio between the two cases is noise: measure it again.
+        while len(ratios) < 3 and MOST_RATIO < ratios[-1] < 0.5:
+            ratios.append(_ratio_now(reference, low))
+    except OSError:
+        return None
+    finally:
+        low.close()
+    return statistics.median_low(ratios)
+
+
+def _ratio_now(reference: _Loop, low: _Loop) -> float:
+    before_s = reference.used_s(), low.used_s()
+    # On a busy core the reference may have to wait for its share.
+    used_s, deadline_s = 0.0, time.perf_counter() + _ANSWER_S
+    while used_s < _LOOP_S / 2 and time.perf_counter() < deadline_s:
+        time.sleep(_LOOP_S)
+        used_s = reference.used_s() - before_s[0]
+    return (low.used_s() - before_s[1]) / max(used_s, 1e-9)
+
+
+def probe(methods: Sequence[str] = METHODS) -> Isolation:
+    """Return what `lower` would find, by trying it in a child process."""
+    code = (
+        "import json, sys\n"
+        "from stretto.background.priority import lower\n"
+        "found = lower(json.loads(sys.argv[1]))\n"
+        "print(json.dumps([found.method, found.detail, found.ratio]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(list(methods))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        start_new_session=True,
+    )
+    try:
+        method, detail, ratio = json.loads(done.stdout)
+    except ValueError:
+        reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+        return Isolation(method="", detail=f"the test of priorities failed: {reason}")
+    return Isolation(method=method, detail=detail, ratio=ratio)
