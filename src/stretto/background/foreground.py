@@ -122,6 +122,7 @@ class Foreground:
         self._waits_lock = threading.Lock()
         self._takes = False
         self._begins = self._device.is_taken
+        self._is_closed = False
         self.set_windows(windows)
         atexit.register(self.close)
 
@@ -240,6 +241,9 @@ class Foreground:
     def close(self) -> None:
         """Leave the device to a background."""
         atexit.unregister(self.close)
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._takes = self._begins = False
         self._device.close()
         self._board.release_foreground()

@@ -147,7 +147,7 @@ class ForegroundView:
         task.end_s = time_s
         last = self._ran[-1] if self._ran else None
         # Tasks that began in one step need one entry, however many there are.
-        if last is not None and last.step is task.step and task.step is not None:
+        if last is not None and last.step is task.step:
             last.end_s = time_s
         else:
             self._ran.append(task)

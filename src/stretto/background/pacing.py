@@ -145,20 +145,22 @@ class Gate:
             now: what the foreground does.
             task_s: the task's usual length; ``None`` if it has not run before.
         """
+        reason = Reason.DEPTH
         if not now.has_foreground:
-            return Reason.NO_FOREGROUND
-        for forbids, reason in (
-            (now.is_stale, Reason.STALE),
-            (self.is_closed, Reason.CLOSED),
-            (self.is_control, Reason.CONTROL),
-            (now.outstanding >= self.depth, Reason.FULL),
-            (now.is_waiting and self._closes(now.kind), Reason.BANNED),
-        ):
-            if forbids:
-                return reason
-        if self.policy is Policy.OUTSTANDING:
-            return Reason.DEPTH
-        return self._fits(now, task_s)
+            reason = Reason.NO_FOREGROUND
+        elif now.is_stale:
+            reason = Reason.STALE
+        elif self.is_closed:
+            reason = Reason.CLOSED
+        elif self.is_control:
+            reason = Reason.CONTROL
+        elif now.outstanding >= self.depth:
+            reason = Reason.FULL
+        elif now.is_waiting and self._closes(now.kind):
+            reason = Reason.BANNED
+        elif self.policy is Policy.FITS:
+            reason = self._fits(now, task_s)
+        return reason
 
     def _closes(self, kind: str) -> bool:
         return kind in self.closed_kinds or kind in self.banned

@@ -65,17 +65,11 @@ _LIMITS = {
     "io.max": "",
     "cpu.cfs_quota_us": "-1",
 }
-"""Limits of a cgroup, of both versions, and what they begin with if there is none."""
+"""Limits of a cgroup, of both versions, and how the missing limit is written."""
 
-_LOOP = """
-import os, sys
-sys.stdin.readline()
-os.sched_setaffinity(0, {int(sys.argv[1])})
-sys.stdout.write("ready\\n")
-sys.stdout.flush()
-while True:
-    pass
-"""
+_LOOP = "read line; echo ready; while :; do :; done"
+"""For a shell, which starts in a millisecond; a background may have to wait long for
+more processor time."""
 
 _log = get_logger(__name__)
 
@@ -209,7 +203,7 @@ def own_cgroup(proc: Path = _PROC) -> Path:
     """Return the folder of this process's cgroup that divides processors.
 
     Raises:
-        OSError: there is none.
+        OSError: no such cgroup is mounted.
     """
     paths = {"": "/"}
     for line in (proc / "self/cgroup").read_text().splitlines():
@@ -341,18 +335,12 @@ class _Loop:
 
     def __init__(self, *, new_session: bool) -> None:
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-S",
-                "-c",
-                _LOOP,
-                str(max(os.sched_getaffinity(0))),
-            ],
+            ["/bin/sh", "-c", _LOOP],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=new_session,
         )
+        os.sched_setaffinity(self._process.pid, {max(os.sched_getaffinity(0))})
         # The processor time of another process, see clock_getcpuclockid(3).
         self._clock = (~self._process.pid << 3) | 2
 

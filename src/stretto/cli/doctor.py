@@ -18,11 +18,14 @@ from stretto._version import (
     TORCH_VERSIONS,
     __version__,
 )
+from stretto.background.priority import probe
 from stretto.cli._machine import NOTE, OK, WRONG, Check, machine_checks
 from stretto.errors import LabError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    from stretto.background.priority import Isolation
 
 OVERRIDES = {
     "NCCL_MAX_CTAS": "overrides the CTAs that a plan gives each collective",
@@ -58,7 +61,12 @@ def command(*, as_json: bool) -> None:
 
     Exits with 1 if something is wrong that stretto cannot do without.
     """
-    checks = [*_python_checks(), *environment_checks(os.environ), *_lab_checks()]
+    checks = [
+        *_python_checks(),
+        *environment_checks(os.environ),
+        isolation_check(probe()),
+        *_lab_checks(),
+    ]
     if as_json:
         import json
 
@@ -187,6 +195,19 @@ def environment_checks(environment: Mapping[str, str]) -> Iterator[Check]:
             status=OK,
             found="no variable overrides a plan",
         )
+
+
+def isolation_check(found: Isolation) -> Check:
+    """Check whether a background job on this host's processors comes second."""
+    if found.works:
+        return Check(name="background", status=OK, found=str(found))
+    return Check(
+        name="background",
+        status=NOTE,
+        found=str(found),
+        remedy="permit cgroups with cpu.idle (systemd: Delegate=cpu), or start "
+        "background jobs with setsid; without, they run in windows only",
+    )
 
 
 def _lab_checks() -> Iterator[Check]:

@@ -5,6 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from stretto.background.priority import Isolation
 from stretto.cli import doctor
 from stretto.errors import LabError
 
@@ -92,3 +93,17 @@ def test_what_is_wrong_ends_with_1_and_stands_in_the_text(monkeypatch):
     assert result.exit_code == 1
     assert "wrong  torch" in result.output
     assert "-> pip install 'torch>=2.11,<2.15'" in result.output
+
+
+def test_the_isolation_of_background_jobs_is_reported_with_what_would_help():
+    works = Isolation(method="cgroup", detail="cgroup /x with cpu.idle", ratio=0.004)
+    check = doctor.isolation_check(works)
+    assert check.status == "ok"
+    assert "cpu.idle" in check.found
+    assert "0.004" in check.found
+    assert check.remedy == ""
+    fails = Isolation(method="scheduler", detail="SCHED_IDLE", ratio=0.98)
+    check = doctor.isolation_check(fails)
+    assert check.status == "note"
+    assert "0.980" in check.found
+    assert "Delegate=cpu" in check.remedy

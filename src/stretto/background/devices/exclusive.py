@@ -1,8 +1,8 @@
 """An emulated device without preemption: one process at a time computes on it.
 
 It has a queue, as an accelerator has: each launch takes a ticket, and tickets are
-served in order. Processes hold the served ticket while they compute. With it, what
-launches cost that wait in a device's queue can be measured on any machine.
+served in order. Processes hold the served ticket while they compute. So the cost of
+launches that wait in the queue can be measured on any machine.
 
 The queue is a small file that all processes map. It changes under a lock on the file
 only. A waiting process skips tickets of processes that have ended.
@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -52,30 +53,40 @@ class ExclusiveDevice(AbstractDevice):
         """
         super().__init__(name)
         self._path = file_of(name, "queue")
-        self._descriptor = os.open(
-            self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
+        try:
+            self._descriptor = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
+        except OSError as exc:
+            raise BackgroundError(
+                f"the queue {self._path} cannot be opened ({exc.strerror}): remove it"
+            ) from exc
         self._lock = threading.Lock()
         self._pid, self._started = os.getpid(), own_start()
-        with self._flock():
-            if os.fstat(self._descriptor).st_size not in (0, _SIZE):
-                os.close(self._descriptor)
-                raise BackgroundError(f"{self._path} is not a queue: remove it")
-            os.posix_fallocate(self._descriptor, 0, _SIZE)
-            self._map = mmap.mmap(self._descriptor, _SIZE)
-            self._words = memoryview(self._map).cast("Q")
-            if self._words[0] == 0:
-                self._words[0] = _MAGIC
-        if self._words[0] != _MAGIC:
-            self.close()
-            raise BackgroundError(f"{self._path} is not a queue: remove it")
+        try:
+            with self._flock():
+                self._words = self._mapped()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
         self._tickets: deque[int] = deque()  # of this process, the oldest first
         self._running: tuple[str, float] | None = None
         self._look_at_s = 0.0
         self._ended: list[EndedTask] = []
 
+    def _mapped(self) -> memoryview[int]:
+        size = os.fstat(self._descriptor).st_size
+        magic = int.from_bytes(os.pread(self._descriptor, 8, 0), sys.byteorder)
+        if size not in (0, _SIZE) or magic not in (0, _MAGIC):
+            raise BackgroundError(f"{self._path} is not a queue: remove it")
+        os.posix_fallocate(self._descriptor, 0, _SIZE)
+        self._map = mmap.mmap(self._descriptor, _SIZE)
+        words = memoryview(self._map).cast("Q")
+        words[0] = _MAGIC
+        return words
+
     def isolate(self, foreground_pid: int) -> Isolation:
-        """Return that there is none: this device has no priorities."""
+        """Do nothing: this device has no priorities."""
         del foreground_pid
         return Isolation(method="", detail="one process at a time, first come first")
 
@@ -203,7 +214,7 @@ class ExclusiveDevice(AbstractDevice):
         """Give all tickets back."""
         if self._descriptor < 0:
             return
-        if self._pid == os.getpid() and hasattr(self, "_tickets"):
+        if self._pid == os.getpid():
             self.release()
         self._words.release()
         self._map.close()

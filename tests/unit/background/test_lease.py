@@ -1,0 +1,215 @@
+"""`stretto.Background` and `stretto.Foreground` in one process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stretto
+from stretto.background.foreground import NO_MARKS
+from stretto.background.pacing import Policy, Reason, StepRecord
+from stretto.background.windows import Window
+from stretto.errors import BackgroundError, SpecError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+DEVICE = "cpu:7"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("STRETTO_RUNTIME_DIR", str(tmp_path / "run"))
+
+
+@pytest.fixture
+def foreground():
+    with stretto.Foreground(DEVICE) as made:
+        yield made
+
+
+def background(**options):
+    return stretto.Background(DEVICE, isolates=False, **options)
+
+
+def test_without_a_foreground_every_lease_opens_at_once():
+    with background() as job:
+        for _ in range(3):
+            with job.lease():
+                pass
+        assert job.wait("other")
+        found = job.statistics
+    assert found.tasks == 3
+    assert found.running_s <= found.elapsed_s
+    assert 0.0 <= found.share <= 1.0
+    assert found.isolation == "not asked for"
+
+
+def test_a_lease_waits_for_a_wait_of_the_foreground_that_fits(foreground):
+    with background(adapts=False) as job:
+        assert job.wait(timeout_s=0.0) is False
+        assert job._reason is Reason.STALE
+        foreground.step()
+        assert job.wait(timeout_s=0.0) is False
+        assert job._reason is Reason.COMPUTING
+        with foreground.waiting("network"):
+            assert job.wait(timeout_s=0.0) is False
+            assert job._reason is Reason.UNKNOWN
+        foreground.set_windows([Window(begin_s=0.0, length_s=60.0, kind="network")])
+    with background(adapts=False) as job:
+        job.wait(timeout_s=0.0)
+        foreground.step()
+        foreground.step()
+        with foreground.waiting("network"):
+            assert job.wait(timeout_s=5.0)  # the prediction is enough
+        job.end_task()
+        assert not job.wait(timeout_s=0.0)
+
+
+def test_an_error_in_a_task_ends_its_lease():
+    with background() as job:
+        with pytest.raises(KeyError), job.lease():
+            raise KeyError
+        assert job.statistics.tasks == 1
+
+
+def test_marks_are_written_only_while_a_background_reads(foreground):
+    board = foreground._board
+    before = board.last_number
+    foreground.step()
+    with foreground.waiting("network"):
+        pass
+    assert board.last_number == before
+    with background():
+        assert foreground.is_read
+        foreground.step()
+        outer = foreground.waiting("network", uses_device=True)
+        with outer, foreground.waiting("inner"):  # counts as the outer one
+            pass
+        marks = board.marks_after(before)
+    assert [(m.step, m.kind) for m in marks] == [
+        (2, "other"),
+        (2, "network"),
+        (2, "other"),
+    ]
+    assert not foreground.is_read
+
+
+def test_calls_after_closing_do_nothing(foreground):
+    with background():
+        foreground.close()
+        foreground.step()
+        foreground.begin_wait("network")
+        foreground.end_wait()
+
+
+def test_no_marks_accept_everything():
+    NO_MARKS.step()
+    NO_MARKS.begin_wait("network", uses_device=True)
+    NO_MARKS.end_wait()
+
+
+def test_a_device_has_one_foreground(foreground):
+    with pytest.raises(BackgroundError, match=f"already, process {os.getpid()}"):
+        stretto.Foreground(DEVICE)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_loss": -1.0}, {"depth": 0}, {"margin": float("nan")}]
+)
+def test_invalid_limits_are_refused(options):
+    with pytest.raises(SpecError):
+        background(**options)
+    background().close()  # and nothing is left claimed
+
+
+def test_a_closed_background_says_so():
+    job = background()
+    job.close()
+    job.close()
+    with pytest.raises(SpecError, match="closed"):
+        job.wait()
+
+
+def test_a_limit_that_cannot_be_met_closes_it_and_is_logged_once(foreground, caplog):
+    with background(policy=Policy.OUTSTANDING, max_loss=0.01) as job:
+        job.wait(timeout_s=0.0)
+        with caplog.at_level(logging.WARNING, logger="stretto"):
+            for _ in range(3000):
+                had = not (job.gate.is_control or job.gate.is_closed)
+                job._step_ended(
+                    StepRecord(duration_s=1.5 if had else 1.0, had_task=had)
+                )
+        assert job._controller.closings > 1
+        assert foreground.background is not None
+    lines = [r.getMessage() for r in caplog.records]
+    assert len([line for line in lines if "max_loss=0.01" in line]) == 1
+
+
+def test_tasks_that_fit_no_window_are_reported_once(foreground, caplog):
+    with background(adapts=False) as job:
+        job._usual_s[""] = 0.5
+        with caplog.at_level(logging.WARNING, logger="stretto"):
+            for _ in range(200):
+                job._step_ended(StepRecord(duration_s=1.0, had_task=False))
+    assert [
+        r.getMessage().count("no window fits its tasks of 0.5 s")
+        for r in caplog.records
+    ] == [1]
+
+
+TRAINING = """
+import json, sys
+import torch, stretto
+torch.manual_seed(0)
+torch.set_num_threads(1)
+nn = torch.nn
+model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Dropout(), nn.Linear(64, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job = stretto.Foreground("cpu:3")
+print("ready", flush=True)
+losses = []
+if sys.argv[1] == "beside":
+    while not job.is_read:
+        pass
+for _ in range(40):
+    job.step()
+    loss = model(torch.randn(16, 32)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    with job.waiting("network"):
+        import time; time.sleep(0.004)
+    optimizer.step()
+    losses.append(loss.item().hex())
+print(json.dumps(losses), flush=True)
+"""
+
+
+def trained(how):
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINING, how], stdout=subprocess.PIPE, text=True
+    )
+    beside = None
+    assert process.stdout.readline() == "ready\n"
+    if how == "beside":
+        program = Path(__file__).parents[2] / "support" / "background_jobs.py"
+        options = {"device": "cpu:3", "task_s": 0.001, "policy": "OUTSTANDING"}
+        beside = subprocess.Popen(
+            [sys.executable, program, "background", json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    out, _ = process.communicate(timeout=100)
+    if beside is not None:
+        said, _ = beside.communicate("", timeout=60)
+        assert json.loads(said.splitlines()[-1])["tasks"] > 0
+    return json.loads(out)
+
+
+def test_the_foregrounds_values_are_equal_bit_for_bit_with_and_without_background():
+    assert trained("beside") == trained("alone")

@@ -1,0 +1,224 @@
+"""A background's priority: what is tried, and that the test of it is honest."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.background import priority
+from stretto.background.priority import (
+    CGROUP,
+    MOST_RATIO,
+    SCHEDULER,
+    SESSION,
+    Isolation,
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="Linux only"),
+]
+
+LOWER = """
+import json, os, sys, threading, time
+from stretto.background import priority
+methods, foreground = json.loads(sys.argv[1])
+wake = threading.Event()
+threading.Thread(target=wake.wait, daemon=True).start()
+found = priority.lower(methods, foreground_pid=foreground)
+policies = [os.sched_getscheduler(task) for task in priority._threads()]
+inside = priority.own_cgroup()
+print(json.dumps([found.method, found.detail, found.ratio, policies, str(inside)]))
+sys.stdout.flush()
+if len(sys.argv) > 2:
+    time.sleep(60)
+"""
+
+
+def lowered(methods, *, foreground=0, session=True, keep=False):
+    """What a process of its own finds; with its process if it goes on."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOWER, json.dumps([methods, foreground])]
+        + ["stay"] * keep,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=session,
+    )
+    if keep:
+        row = json.loads(process.stdout.readline())
+        return row, process
+    out, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    return json.loads(out)
+
+
+def has_autogroups():
+    switch = Path("/proc/sys/kernel/sched_autogroup_enabled")
+    return switch.exists() and switch.read_text().strip() == "1"
+
+
+def may_create_cgroups():
+    try:
+        made = priority.own_cgroup() / "stretto-test"
+        made.mkdir()
+        found = (made / "cpu.idle").exists()
+        made.rmdir()
+    except OSError:
+        return False
+    return found
+
+
+cgroups = pytest.mark.skipif(not may_create_cgroups(), reason="no permission")
+autogroups = pytest.mark.skipif(not has_autogroups(), reason="no autogroups")
+
+
+@cgroups
+def test_a_cgroup_that_is_idle_keeps_the_foreground_first_and_is_removed():
+    method, detail, ratio, _, inside = lowered([CGROUP, SESSION])
+    assert method == CGROUP
+    assert inside in detail
+    assert Path(inside).name.startswith("stretto-background-")
+    assert ratio <= MOST_RATIO
+    assert not Path(inside).exists()
+
+
+@cgroups
+def test_the_cgroup_of_a_background_that_was_killed_is_removed_by_the_next():
+    (*_, inside), process = lowered([CGROUP], keep=True)
+    assert Path(inside).exists()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert Path(inside).exists()
+    lowered([CGROUP])
+    assert not Path(inside).exists()
+
+
+@cgroups
+def test_a_background_in_the_foregrounds_session_comes_second_too():
+    method, _, ratio, *_ = lowered([CGROUP], foreground=os.getpid(), session=False)
+    assert method == CGROUP
+    assert ratio <= MOST_RATIO
+
+
+@autogroups
+def test_without_cgroups_the_session_keeps_the_foreground_first():
+    method, detail, ratio, policies, _ = lowered([SESSION, SCHEDULER])
+    assert method == SESSION
+    assert "nice 19" in detail
+    assert set(policies) == {os.SCHED_IDLE}  # threads that ran before, too
+    assert ratio <= MOST_RATIO
+
+
+@autogroups
+def test_sched_idle_alone_does_nothing_across_sessions_and_that_is_found():
+    method, _, ratio, *_ = lowered([SCHEDULER])
+    assert method == SCHEDULER
+    assert ratio > MOST_RATIO
+    assert not Isolation(method=method, detail="", ratio=ratio).works
+
+
+def test_in_the_foregrounds_session_sched_idle_is_enough():
+    row = lowered([SESSION, SCHEDULER], foreground=os.getpid(), session=False)
+    assert row[0] == SCHEDULER  # the session is the foreground's: left as it is
+    assert row[2] <= MOST_RATIO
+
+
+def test_without_any_priority_the_test_finds_none():
+    method, detail, ratio, *_ = lowered([])
+    assert method == ""
+    assert "no priority" in detail
+    assert ratio > 0.3
+
+
+def test_what_is_not_permitted_falls_back_and_says_why(monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(priority, "_enter_idle_cgroup", refused)
+    monkeypatch.setattr(priority, "_lower_session", refused)
+    monkeypatch.setattr(priority, "_lower_threads", refused)
+    found = priority.lower(test=False)
+    assert found.method == ""
+    assert "cgroup: Permission denied; session: Permission denied" in str(found)
+    assert not found.works
+    assert "not tested" in str(found)
+
+
+def test_restoring_undoes_in_reverse_and_survives_what_fails():
+    calls = []
+
+    def fails():
+        calls.append("fails")
+        raise PermissionError
+
+    found = Isolation(
+        method=CGROUP,
+        detail="",
+        undo=[lambda: calls.append("first"), fails, lambda: calls.append("last")],
+    )
+    found.restore()
+    found.restore()
+    assert calls == ["last", "fails", "first"]
+
+
+def write(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_levels_with_limits_are_never_left(tmp_path):
+    own = tmp_path / "root" / "service" / "job"
+    write(tmp_path / "root", cgroup__procs="")
+    write(tmp_path / "root" / "service", cgroup__procs="", memory__max="max\n")
+    write(own, cgroup__procs="", memory__max="max\n", cpu__max="max 100000\n")
+    root, service = tmp_path / "root", tmp_path / "root" / "service"
+    assert list(priority._levels(own)) == [root, service, own]
+    (service / "memory.max").write_text("1073741824\n")
+    assert list(priority._levels(own)) == [service, own]
+    (own / "cpu.max").write_text("50000 100000\n")
+    assert list(priority._levels(own)) == [own]
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "mounts", "expected"),
+    [
+        ("0::/a\n", "cgroup2 {root} cgroup2 rw 0 0\n", "a"),
+        ("0::/not/here\n", "cgroup2 {root} cgroup2 rw 0 0\n", ""),
+        (
+            "4:cpu,cpuacct:/a\n0::/b\n",
+            "cgroup2 /x cgroup2 rw 0 0\nc {root} cgroup rw,cpu,cpuacct 0 0\n",
+            "a",
+        ),
+        (
+            "4:cpuset:/b\n0::/a\n",
+            "c /x cgroup rw,cpuset 0 0\nc {root} cgroup2 rw\n",
+            "a",
+        ),
+    ],
+)
+def test_the_own_cgroup_is_found_in_both_versions(tmp_path, cgroups, mounts, expected):
+    (tmp_path / "root" / "a").mkdir(parents=True)
+    root = tmp_path / "root"
+    write(tmp_path / "self", cgroup=cgroups, mounts=mounts.format(root=root))
+    assert priority.own_cgroup(tmp_path) == root / expected
+
+
+def test_without_cgroups_there_is_an_error_that_says_so(tmp_path):
+    write(tmp_path / "self", cgroup="0::/\n", mounts="proc /proc proc rw 0 0\n")
+    with pytest.raises(OSError, match="no cgroup"):
+        priority.own_cgroup(tmp_path)
+
+
+def test_a_probe_leaves_this_process_as_it_is():
+    before = priority.own_cgroup(), os.sched_getscheduler(0)
+    found = priority.probe()
+    assert found.method in priority.METHODS
+    assert (priority.own_cgroup(), os.sched_getscheduler(0)) == before
