@@ -163,7 +163,7 @@ def test_tasks_that_fit_no_window_are_reported_once(foreground, caplog):
 
 
 TRAINING = """
-import json, sys
+import json, sys, time
 import torch, stretto
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -175,14 +175,14 @@ print("ready", flush=True)
 losses = []
 if sys.argv[1] == "beside":
     while not job.is_read:
-        pass
+        time.sleep(0.01)
 for _ in range(40):
     job.step()
     loss = model(torch.randn(16, 32)).square().mean()
     optimizer.zero_grad()
     loss.backward()
     with job.waiting("network"):
-        import time; time.sleep(0.004)
+        time.sleep(0.004)
     optimizer.step()
     losses.append(loss.item().hex())
 print(json.dumps(losses), flush=True)
