@@ -7,8 +7,8 @@ Rows of the result, each with its target:
 - ``priority``: processor time of a busy loop over that of a foreground's, after the
   priority is set, by launch form.
 - ``fits``, ``outstanding``: the emulated device, where sleep stands for device time.
-- ``limit``: tasks that cost 46 % at one outstanding, steps until the mean of the
-  following ones is within the limit and 2 points.
+- ``limit``: tasks that cost 46 % or more at one outstanding: the first step from which
+  every eight steps are within the limit and 2 points.
 - ``calls``: a step mark, an open lease, a step mark without background.
 
 One foreground runs for a whole row; backgrounds join and leave, so that blocks alone
@@ -275,20 +275,16 @@ def limit_row(options: argparse.Namespace) -> dict:
                 **device,
             )
             loss = [s / alone_s - 1 for s in beside]
-            needed.append(
-                next(
-                    (
-                        i
-                        for i in range(len(loss) - 10)
-                        if statistics.fmean(loss[i:]) <= LIMIT + 0.02
-                    ),
-                    len(loss),
-                )
-            )
+            over = [
+                i
+                for i in range(len(loss) - 8)
+                if statistics.fmean(loss[i : i + 8]) > LIMIT + 0.02
+            ]
+            needed.append(float(max(over, default=-1) + 1))
             after.append(statistics.fmean(loss[30:]))
     return {
         "loss_at_first": spread(before),
-        "steps": spread([float(n) for n in needed]),
+        "steps": spread(needed),
         "loss_after_30": spread(after),
     }
 

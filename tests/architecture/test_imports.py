@@ -21,6 +21,8 @@ PLANNING_HALF = [
     "stretto.report",
     "stretto.convert",
     "stretto.tune",
+    "stretto.background.foreground",
+    "stretto.background.lease",
     "stretto.cli",
 ]
 WITHOUT_TORCH = [

@@ -55,7 +55,9 @@ _VERSION = 1
 _HEADER = struct.Struct("=8sIIQQ")  # magic, version, size, boot, namespace of pids
 
 # Offsets in units of 8 bytes.
-_READER, _READER_STARTED, _LAST_MARK = 4, 5, 6
+READER, _READER_STARTED, _LAST_MARK = 4, 5, 6
+"""``READER``: process id of the background that reads marks; 0 without one."""
+
 _FOREGROUND, _FOREGROUND_STARTED = 8, 9
 _BACKGROUND, _BACKGROUND_STARTED = 10, 11
 
@@ -250,13 +252,13 @@ class Board:
     @property
     def is_read(self) -> bool:
         """Whether a background reads marks."""
-        return self.words[_READER] != 0
+        return self.words[READER] != 0
 
     def clear_ended_reader(self) -> None:
         """Stop writing marks for a background that has ended."""
-        reader = self.words[_READER]
+        reader = self.words[READER]
         if reader and not is_running(reader, self.words[_READER_STARTED]):
-            self.words[_READER] = 0
+            self.words[READER] = 0
 
     def mark(self, step: int, state: int, kind: int = 0) -> None:
         """Write a mark: what the foreground does from now on.
@@ -344,12 +346,12 @@ class Board:
             self.words[_BACKGROUND_STARTED] = started
             self.words[_BACKGROUND] = os.getpid()
             self.words[_READER_STARTED] = started
-            self.words[_READER] = os.getpid()
+            self.words[READER] = os.getpid()
 
     def release_background(self) -> None:
         """Let another background have the device."""
         if self._pid == os.getpid() and self.words[_BACKGROUND] == self._pid:
-            self.words[_READER] = 0
+            self.words[READER] = 0
             self.words[_BACKGROUND] = 0
 
     @property

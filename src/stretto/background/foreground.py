@@ -14,7 +14,13 @@ import threading
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol, final
 
-from stretto.background.board import COMMUNICATING, COMPUTING, WAITING, Board
+from stretto.background.board import (
+    COMMUNICATING,
+    COMPUTING,
+    READER,
+    WAITING,
+    Board,
+)
 from stretto.background.devices import open_device
 from stretto.errors import SpecError
 from stretto.logs import get_logger
@@ -143,7 +149,7 @@ class Foreground:
     def step(self) -> None:
         """Mark the begin of a step; the device computes from now on."""
         self._step += 1
-        if self._words[4]:  # a background reads
+        if self._words[READER]:  # a background reads
             self._board.mark(self._step, COMPUTING)
             if perf_counter() > self._look_at_s:
                 self._look()
@@ -165,7 +171,7 @@ class Foreground:
                 return
         if self._takes:
             self._device.release()
-        if self._words[4]:
+        if self._words[READER]:
             state = COMMUNICATING if uses_device else WAITING
             self._board.mark(self._step, state, self._board.kind_number(what))
 
@@ -175,7 +181,7 @@ class Foreground:
             self._waits -= 1
             if self._waits:
                 return
-        if self._words[4]:
+        if self._words[READER]:
             self._board.mark(self._step, COMPUTING)
         if self._takes:
             self._take()
@@ -197,7 +203,7 @@ class Foreground:
         """Look for a background that has ended, or that ignores its lease."""
         self._look_at_s = perf_counter() + _LOOK_EVERY_S
         self._board.clear_ended_reader()
-        found = self._board.background()
+        found = None if self._device.may_preempt else self._board.background()
         if found is None or not self._board.background_runs():
             return
         pid, status = found

@@ -51,18 +51,18 @@ class ForegroundView:
         self,
         on_step: Callable[[StepRecord], None],
         *,
-        uses_communication: bool = True,
+        idles_in_communication: bool = True,
     ) -> None:
         """Start without a foreground.
 
         Args:
             on_step: called with each complete step.
-            uses_communication: whether the device is idle while the foreground's
-                communication uses it.
+            idles_in_communication: whether tasks may start while the foreground's
+                communication uses the device.
         """
         self._on_step = on_step
         self._idle_states = (
-            (WAITING, COMMUNICATING) if uses_communication else (WAITING,)
+            (WAITING, COMMUNICATING) if idles_in_communication else (WAITING,)
         )
         self._predicted: tuple[Window, ...] = ()
         self.forget(0)

@@ -134,7 +134,10 @@ class Background:
         )
         gate.closed_kinds = self._device.closed_kinds
         self._controller.keep_first()
-        self._view = ForegroundView(self._step_ended)
+        self._view = ForegroundView(
+            self._step_ended,
+            idles_in_communication=self._device.idles_in_communication,
+        )
         self._foreground = 0
         self._usual_s: dict[str, float] = {}
         self._status = BackgroundStatus()

@@ -224,11 +224,11 @@ def test_marks_are_asked_for_by_a_background_and_no_longer_when_it_leaves(boards
 def test_a_reader_that_has_ended_is_cleared(boards, other):
     board = boards()
     _, ended = other
-    board.words[board_module._READER] = ended.pid
+    board.words[board_module.READER] = ended.pid
     board.clear_ended_reader()
     assert not board.is_read
     # An id that was given to another process.
-    board.words[board_module._READER] = os.getpid()
+    board.words[board_module.READER] = os.getpid()
     board.words[board_module._READER_STARTED] = own_start() + 1
     board.clear_ended_reader()
     assert not board.is_read
@@ -372,7 +372,7 @@ def test_the_places_of_the_board_do_not_overlap():
     b = board_module
     places = [
         (0, b._HEADER.size),
-        (8 * b._READER, 8 * (b._BACKGROUND_STARTED + 1)),
+        (8 * b.READER, 8 * (b._BACKGROUND_STARTED + 1)),
         (b._STATUS_AT, b._STATUS_AT + b._STATUS.size),
         (b._KINDS_AT, b._KINDS_AT + b._KIND_BYTES * b._MOST_KINDS),
         (b._WINDOWS_AT, b._WINDOWS_AT + 24 + b._MOST_WINDOWS * b._WINDOW.size),

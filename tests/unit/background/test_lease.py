@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 import stretto
+from stretto.background.board import COMMUNICATING, COMPUTING, WAITING, Mark
 from stretto.background.foreground import NO_MARKS
+from stretto.background.foreground_view import ForegroundView
 from stretto.background.pacing import Policy, Reason, StepRecord
 from stretto.background.windows import Window
 from stretto.errors import BackgroundError, SpecError
@@ -213,3 +215,25 @@ def trained(how):
 
 def test_the_foregrounds_values_are_equal_bit_for_bit_with_and_without_background():
     assert trained("beside") == trained("alone")
+
+
+def test_no_task_starts_while_communication_uses_a_device_that_it_keeps_busy():
+    records = []
+    for idles, waits in ((True, True), (False, False)):
+        view = ForegroundView(records.append, idles_in_communication=idles)
+        view.add([Mark(1, 1, 0.0, COMMUNICATING, "all-reduce")])
+        assert view.situation(0.1, 0).is_waiting is waits
+        view.add([Mark(2, 1, 0.2, WAITING, "receive")])
+        assert view.situation(0.3, 0).is_waiting
+
+
+def test_a_step_whose_marks_are_lost_is_not_learned():
+    records = []
+    view = ForegroundView(records.append)
+    for number, step, time_s in ((1, 1, 0.0), (2, 2, 1.0), (3, 3, 2.0)):
+        view.add([Mark(number, step, time_s, COMPUTING, "")])
+    assert [r.duration_s for r in records] == [1.0]  # the first was seen in part
+    view.add([Mark(9, 5, 9.0, COMPUTING, ""), Mark(10, 6, 10.5, COMPUTING, "")])
+    assert len(records) == 1
+    view.add([Mark(11, 7, 12.0, COMPUTING, "")])
+    assert [r.duration_s for r in records] == [1.0, 1.5]

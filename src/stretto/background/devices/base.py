@@ -24,11 +24,14 @@ class EndedTask:
 class AbstractDevice(ABC):
     """A device in one of the two processes that share it."""
 
-    uses_communication: ClassVar[bool] = True
-    """Whether a background may run while the foreground's communication does."""
+    idles_in_communication: ClassVar[bool] = True
+    """Whether tasks may start while the foreground's communication uses the device."""
 
     closed_kinds: ClassVar[frozenset[str]] = frozenset()
     """Kinds of waits in which no task may start unless measured to be harmless."""
+
+    may_preempt: ClassVar[bool] = False
+    """Whether a long task may be harmless, because the foreground interrupts it."""
 
     is_taken: ClassVar[bool] = False
     """Whether the foreground must get the device before it computes."""

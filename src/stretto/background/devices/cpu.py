@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 from stretto.background import priority
 from stretto.background.devices.base import AbstractDevice, EndedTask
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 @final
 class CpuDevice(AbstractDevice):
     """Tasks run in the calling thread, and the kernel divides the processors."""
+
+    may_preempt: ClassVar[bool] = True
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

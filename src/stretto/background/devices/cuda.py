@@ -55,6 +55,8 @@ def has_mps(environment: MutableMapping[str, str]) -> bool:
 class CudaDevice(AbstractDevice):
     """Tasks are launched on a stream of low priority."""
 
+    idles_in_communication: ClassVar[bool] = False
+
     closed_kinds: ClassVar[frozenset[str]] = frozenset(
         {"all-reduce", "synchronisation"}
     )
