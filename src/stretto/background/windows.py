@@ -46,8 +46,8 @@ def windows_of(
     """Return a rank's windows in a predicted burst step.
 
     These are the gaps between what the rank computes, to the end of the step. The kind
-    is ``synchronisation`` where the communication that ends last in a gap sums
-    gradients, else ``redistribution``; these are the executor's own kinds.
+    is ``synchronization`` where the communication that ends last in a gap sums
+    gradients, else ``redistribution``; these name the executor's waits.
 
     Args:
         timeline: that of `stretto.sim.burst.BurstStep`.
@@ -86,7 +86,7 @@ def _kind_of(sent: Sequence[Span], begin_s: float, end_s: float) -> str:
     if not within:
         return "redistribution"
     last = max(within, key=lambda span: min(span.end_s, end_s))
-    return "synchronisation" if last.name.startswith(_GRADIENTS) else "redistribution"
+    return "synchronization" if last.name.startswith(_GRADIENTS) else "redistribution"
 
 
 def usable_s(windows: Sequence[Window], task_s: float) -> float:

@@ -183,7 +183,7 @@ def test_windows_are_passed_on_the_longest_if_there_are_too_many(boards):
     assert reader.windows() == ()
     some = (
         Window(begin_s=0.5, length_s=0.25, kind="redistribution"),
-        Window(begin_s=1.5, length_s=0.75, kind="synchronisation"),
+        Window(begin_s=1.5, length_s=0.75, kind="synchronization"),
     )
     writer.set_windows(some)
     assert reader.windows() == some

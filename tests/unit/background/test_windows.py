@@ -46,7 +46,7 @@ def test_windows_are_the_gaps_between_what_a_rank_computes():
     assert rows_of(windows_of(step, 0)) == [
         (0.0, 1.0, "redistribution"),
         (3.0, 2.0, "redistribution"),
-        (6.0, 4.0, "synchronisation"),
+        (6.0, 4.0, "synchronization"),
     ]
     assert windows_of(step, 1) == ()
 
@@ -60,7 +60,7 @@ def test_a_rank_without_layers_is_idle_for_the_whole_step():
     step = timeline(
         ("rank0", "a", 0.0, 4.0), ("rank1 network", "gradients to a", 2.0, 4.0)
     )
-    assert rows_of(windows_of(step, 1)) == [(0.0, 4.0, "synchronisation")]
+    assert rows_of(windows_of(step, 1)) == [(0.0, 4.0, "synchronization")]
 
 
 def test_a_rank_that_the_timeline_does_not_have_is_refused():

@@ -58,7 +58,7 @@ class CudaDevice(AbstractDevice):
     idles_in_communication: ClassVar[bool] = False
 
     closed_kinds: ClassVar[frozenset[str]] = frozenset(
-        {"all-reduce", "synchronisation"}
+        {"all-reduce", "synchronization"}
     )
     """NCCL's kernels take twice as long beside other kernels (DeepPool, section 5)."""
 
