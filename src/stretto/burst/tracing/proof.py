@@ -392,14 +392,25 @@ class _Check:
         self, node: LayerNode, values: dict[str, Tensor], output: Tensor
     ) -> SpecError | None:
         """Return where an operation inside a layer gives other rows for some."""
+        many = self._many_rows(node, values, output, _MOST_ROWS)
+        op = self._first_mixing(node, values, (_SOME, many))
+        return None if op is None else _mixing(f"{source_line_of(op)}: {op.name!r}")
+
+    def _first_mixing(
+        self,
+        node: LayerNode,
+        values: dict[str, Tensor],
+        orders: Sequence[Sequence[int]],
+    ) -> fx.Node | None:
+        """Return the first operation that gives other rows for one of the orders."""
         full = self._trace(node, values, _EVERY)
-        for rows in (_SOME, self._many_rows(node, values, output, _MOST_ROWS)):
-            op = self._first_mixed(full, self._trace(node, values, rows), rows)
+        for rows in orders:
+            op = self._first_other(full, self._trace(node, values, rows), rows)
             if op is not None:
-                return _mixing(f"{source_line_of(op)}: {op.name!r}")
+                return op
         return None
 
-    def _first_mixed(
+    def _first_other(
         self,
         full: dict[fx.Node, Any],
         some: dict[fx.Node, Any],
@@ -602,13 +613,9 @@ class _Check:
         self, node: LayerNode, values: dict[str, Tensor], rows: Sequence[int] = ()
     ) -> str:
         """Return the first operation of a layer that gives other rows for some."""
-        orders = (rows,) if rows else (_SOME, _REST)
-        full = self._trace(node, values, tuple(range(_ROWS)))
-        for order in orders:
-            some = self._trace(node, values, order)
-            found = self._first_other(full, some, order)
-            if found is not None:
-                return found
+        op = self._first_mixing(node, values, (rows,) if rows else (_SOME, _REST))
+        if op is not None:
+            return f"{source_line_of(op)}: {op.name!r}"
         for op in reversed(_graph_of(node).nodes):
             if op.meta.get("place"):
                 return f"{source_line_of(op)}: layer {node.name!r}"
@@ -626,34 +633,6 @@ class _Check:
         ):
             _Interpreter(node.module, found).run(*inputs)
         return found
-
-    def _first_other(
-        self,
-        full: dict[fx.Node, Any],
-        some: dict[fx.Node, Any],
-        rows: Sequence[int],
-    ) -> str | None:
-        read: set[fx.Node] = set()
-        for op, want in full.items():
-            if op.op == "placeholder" or (
-                op.target != "size" and any(n in read for n in op.all_input_nodes)
-            ):
-                read.add(op)
-            if (
-                op not in read
-                or op.op in ("placeholder", "output")
-                or not isinstance(want, Tensor)
-                or not want.dim()
-                or want.shape[0] != _ROWS
-                or not op.meta.get("place")
-            ):
-                continue
-            value = some.get(op)
-            if not isinstance(value, Tensor) or not self._near(
-                value, want[list(rows)], _largest(want)
-            ):
-                return f"{source_line_of(op)}: {op.name!r}"
-        return None
 
 
 def _mixing(place: str, *, backward: bool = False) -> SpecError:
