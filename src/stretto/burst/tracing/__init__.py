@@ -11,6 +11,7 @@ A recording:
 - `records`: what a recording consists of (for `recorder` too).
 - `source_lines`: the lines of the user's code (for `recorder` too).
 - `torch_modules`: kinds of modules that are treated in ways of their own.
+- `inner_calls`: operators in operations, and which of them read other samples.
 - `fakes`: these tensors, in place of parameters and buffers (for `recorder`).
 - `reads`: the plain state that forward reads, to detect a change of it.
 - `freezing`: copies of plain state that can be compared later (for `reads`).

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from stretto.burst.tracing.comparing import BATCHES, Count
+from stretto.burst.tracing.inner_calls import mixing
 from stretto.burst.tracing.names import Name, free_name
 from stretto.burst.tracing.recorder import require_rows
 from stretto.burst.tracing.records import SOURCE, Fixed, Record, Recording, Ref
@@ -145,7 +146,7 @@ class Build:
             "norms": tuple(n for n in one.norms if n not in self._tables),
             "keeps_state": one.keeps_state or self._updates_table(one),
             "borrowed": one.borrowed,
-            "scans": next((s[1] for s in one.scanned if s not in two.scanned), ""),
+            "mixes": ("", "") if one.norms else mixing(one.inner, two.inner),
         }
         self._number += 1
         self._nodes[Ref(number)] = node

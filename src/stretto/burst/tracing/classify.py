@@ -196,17 +196,12 @@ def classify(
         if _is_constant(node, build, ops):
             continue
         _require_all_rows_written(traced, node)
-        if node.meta.get("scans"):
-            raise SpecError(
-                f"{node.meta['scans']}: sums or compares along a dimension with the "
-                "samples, so that each sample depends on those before it, and these "
-                "may be on other ranks. Do it within each sample"
-            )
         ops.add(node)
         traced.ops.append(node)
         traced.before[node] = [n for n in read if n is not source]
         if node in build.shapes:
             _row(traced, node, build)
+        _require_apart_inside(node)
     if result not in traced.rows - {source}:
         raise SpecError(
             f"{source_line_of(result)}: {type(module).__name__} must give tensors with "
@@ -299,6 +294,18 @@ def _row(traced: Traced, node: fx.Node, build: Build) -> None:
     if value.shape[0] == BATCHES[0] and sides == [True, *(False for _ in sides[1:])]:
         traced.rows.add(node)
         traced.shapes[node] = (tuple(value.shape[1:]), value.dtype)
+
+
+def _require_apart_inside(node: fx.Node) -> None:
+    """Require that what an operation calls reads no other samples."""
+    operator, found = node.meta.get("mixes", ("", ""))
+    if found:
+        inner = "it" if operator in node.name else f"{operator!r} in it"
+        raise SpecError(
+            f"{source_line_of(node)}: {node.name!r} mixes samples: {inner} {found}, "
+            "and these may be on other ranks. Do it within each sample, or return what "
+            "it is computed from and do it in the loss"
+        )
 
 
 def _refuse_pairs(build: Build, node: fx.Node) -> None:

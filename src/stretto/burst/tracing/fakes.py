@@ -30,18 +30,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
                     yield tensor
 
 
-_SCANS = {
-    torch.ops.aten.cumsum,
-    torch.ops.aten.cumsum_,
-    torch.ops.aten.cumprod,
-    torch.ops.aten.cumprod_,
-    torch.ops.aten.cummax,
-    torch.ops.aten.cummin,
-    torch.ops.aten.logcumsumexp,
-}
-"""Operations that compute a row from all rows before it."""
-
-
 class AbstractRecorder(abc.ABC):
     """Learns of operations that fake tensors intercept."""
 
@@ -50,8 +38,8 @@ class AbstractRecorder(abc.ABC):
         """Record that random numbers were drawn."""
 
     @abc.abstractmethod
-    def scans(self, tensor: Tensor, dim: int) -> None:
-        """Record a running sum, product or extreme along a dimension."""
+    def called(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record that an operator was called."""
 
     @abc.abstractmethod
     def lifted(self, tensor: Tensor, value: Tensor) -> None:
@@ -86,8 +74,6 @@ class Mode(FakeTensorMode):
         if recorder is not None:
             if torch.Tag.nondeterministic_seeded in func.tags:
                 recorder.drew(func, args, kwargs or {})
-            if func._overloadpacket in _SCANS and len(args) > 1:  # noqa: SLF001
-                recorder.scans(args[0], args[1])
             if func._schema.is_mutable:  # noqa: SLF001
                 recorder.wrote(list(_written(func, args, kwargs or {})))
         self._inside = True
@@ -95,6 +81,8 @@ class Mode(FakeTensorMode):
             result = super().__torch_dispatch__(func, types, args, kwargs or {})
         finally:
             self._inside = False
+        if recorder is not None:
+            recorder.called(func, args, kwargs or {}, result)
         if func is _LIFT and recorder is not None and type(args[0]) is Tensor:
             assert isinstance(result, Tensor)  # noqa: S101
             recorder.lifted(result, args[0])

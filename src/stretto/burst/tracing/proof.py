@@ -171,6 +171,8 @@ class _Check:
         self._owned = {id(x) for x in (*module.parameters(), *module.buffers())}
         self._known: dict[str, _Found] = {}
         self._cotangent: Tensor | None = None
+        self._needing: set[str] = set()
+        """Layers whose output needs a gradient."""
         self.missing: frozenset[str] = frozenset()
         """Names of the parameters that got no gradient from the module itself."""
 
@@ -219,7 +221,8 @@ class _Check:
         self, values: dict[str, Tensor], cotangents: dict[str, Tensor]
     ) -> None:
         for node in self._graph.nodes:
-            for found in (values.get(node.name), cotangents.get(node.name)):
+            needed = cotangents if node.name in self._needing else {}
+            for found in (values.get(node.name), needed.get(node.name)):
                 if found is None or not found.numel() or not _has_gradient(found):
                     continue
                 nan = found.isnan()
@@ -295,6 +298,9 @@ class _Check:
                 output = _run(node, inputs)
             runs[node.name] = inputs, output, twins
             values[node.name] = output.detach()
+            trains = any(p.requires_grad for p in node.module.parameters())
+            if trains or not self._needing.isdisjoint(node.inputs):
+                self._needing.add(node.name)
         grads: dict[int, Tensor] = {}
         cotangents: dict[str, Tensor] = {}
         last = runs[self._graph.output][1]

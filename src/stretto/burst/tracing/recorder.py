@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from stretto.burst.boundary import in_checkpoint
 from stretto.burst.tracing.fakes import AbstractRecorder, held_by, storage_of, swapped
+from stretto.burst.tracing.inner_calls import InnerCall, inner_call
 from stretto.burst.tracing.patching import patched
 from stretto.burst.tracing.records import SOURCE, Context, Fixed, Record, Recording, Ref
 from stretto.burst.tracing.source_lines import line_setting, source_line
@@ -320,7 +321,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         if tensors:
             named = (self._named(args, place), self._named(kwargs, place))
         self._draws, self._norms, self._keeps_state = 0, [], False
-        self._scanned: list[tuple[int, str]] = []
+        self._inner: list[InnerCall] = []
         self._given = {storage_of(t) for _, t in _leaves((real_args, real_kwargs))}
         if kind == "call_module":
             part = self._root.get_submodule(target)
@@ -343,7 +344,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             draws=self._draws > 0,
             norms=tuple(self._norms),
             keeps_state=self._keeps_state,
-            scanned=tuple(self._scanned),
+            inner=tuple(self._inner),
             borrowed=tuple(self._borrowed),
         )
         if kind == "call_method" and target == "__setitem__":
@@ -613,10 +614,10 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
                     return
         self._draws += 1
 
-    def scans(self, tensor: Tensor, dim: int) -> None:
-        """Record a running sum, product or extreme along a dimension."""
-        if self._depth and tensor.dim():
-            self._scanned.append((tensor.shape[dim], source_line()))
+    def called(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record an operator that an operation calls."""
+        if self._depth:
+            self._inner.append(inner_call(operator, args, kwargs, result))
 
     def lifted(self, tensor: Tensor, value: Tensor) -> None:
         """Record the value of a tensor that was made from data."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.burst.tracing.fakes import storage_of
+from stretto.burst.tracing.inner_calls import InnerCall
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
@@ -86,8 +87,8 @@ class Record:
     borrowed: tuple[str, ...] = ()
     """Parameters of other modules that its hooks or its own code read."""
 
-    scanned: tuple[tuple[int, str], ...] = ()
-    """The length and place of each running sum, product or extreme in it."""
+    inner: tuple[InnerCall, ...] = ()
+    """The operators that it calls."""
 
 
 @final

@@ -1,0 +1,161 @@
+"""Find operations that read other samples, by the calls that they consist of.
+
+# Note [Inner calls]
+A function of torch, a custom function or a module calls operators, which give tensors
+of their own. Whether an operation reads other samples may depend on values: in a scale
+``x.abs().max().clamp(min=12)``, or in ``isin`` with few hits. Such values may not come
+at capture. The shapes of the tensors inside show it without values: an operator reads
+all samples if its result does not follow their number, or follows it in two dimensions.
+Some operators read other samples without such a result; they are listed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+Shape = tuple[int, ...]
+Sides = tuple[int, ...]
+"""Dimensions that follow the number of samples, counted from the last."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class InnerCall:
+    """One call of an operator."""
+
+    operator: str
+    """For instance ``amax``."""
+
+    inputs: tuple[Shape, ...]
+    outputs: tuple[Shape, ...]
+
+    dim: int | None = None
+    """Along which an operator of `_SCANS` goes; of ``renorm`` the one that stays."""
+
+    by_mask: bool = False
+    """Whether ``index_put`` writes where a mask is true."""
+
+
+def inner_call(operator: Any, args: Any, kwargs: Any, result: Any) -> InnerCall:
+    """Return what is recorded of a call."""
+    name = operator._opname.removesuffix("_")  # noqa: SLF001
+    inputs = tuple(_shapes((*args, *kwargs.values())))
+    outputs = tuple(_shapes((result,)))
+    if name in _SCANS or name == "renorm":
+        dim = args[2 if name == "renorm" else 1]
+        return InnerCall(name, inputs, outputs, dim=dim)
+    if name == "index_put":
+        by_mask = any(i is not None and i.dtype is torch.bool for i in args[1])
+        return InnerCall(name, inputs, outputs, by_mask=by_mask)
+    return InnerCall(name, inputs, outputs)
+
+
+def _shapes(values: Iterable[Any]) -> Iterator[Shape]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield tuple(value.shape)
+        elif isinstance(value, (tuple, list)):
+            yield from _shapes(value)
+
+
+def mixing(one: Sequence[InnerCall], two: Sequence[InnerCall]) -> tuple[str, str]:
+    """Return the operator that reads other samples, and how, or empty texts.
+
+    Args:
+        one: its inner calls with one number of samples.
+        two: the same with another number.
+    """
+    if [c.operator for c in one] != [c.operator for c in two]:
+        return "it", "calls other operators for another number of samples"
+    for first, second in zip(one, two, strict=True):
+        inputs = _sides(first.inputs, second.inputs)
+        outputs = _sides(first.outputs, second.outputs)
+        if inputs is None or outputs is None:
+            return first.operator, "has other dimensions for more samples"
+        if any(inputs) and (found := _found(first, inputs, outputs)):
+            return first.operator, found
+    return "", ""
+
+
+def _sides(ones: Sequence[Shape], twos: Sequence[Shape]) -> list[Sides] | None:
+    if [len(one) for one in ones] != [len(two) for two in twos]:
+        return None
+    return [
+        tuple(i - len(one) for i in range(len(one)) if one[i] != two[i])
+        for one, two in zip(ones, twos, strict=True)
+    ]
+
+
+def _found(call: InnerCall, inputs: list[Sides], outputs: list[Sides]) -> str:
+    name = call.operator
+    if name in _SCANS and _along(call, inputs):
+        return "sums or compares along a dimension with the samples"
+    reads = _READS.get(name)
+    if reads is not None and reads(call, inputs):
+        return "reads other samples, depending on values"
+    if any(len(sides) > 1 for sides in outputs):
+        return "compares each sample with the others"
+    if call.outputs and not any(outputs) and not name.startswith("new_"):
+        return "gives one result for all samples"
+    return ""
+
+
+def _along(call: InnerCall, inputs: list[Sides]) -> bool:
+    dim, dims = call.dim, len(call.inputs[0])
+    if not isinstance(dim, int):  # a name
+        return bool(inputs[0])
+    return (dim - dims if dim >= 0 else dim) in inputs[0]
+
+
+def _besides(call: InnerCall, inputs: list[Sides]) -> bool:
+    return bool(inputs[0]) and not _along(call, inputs)
+
+
+def _second(_call: InnerCall, inputs: list[Sides]) -> bool:
+    return len(inputs) > 1 and bool(inputs[1])
+
+
+def _sorted_values(call: InnerCall, inputs: list[Sides]) -> bool:
+    boundaries = 0 if call.operator == "searchsorted" else len(inputs) - 1
+    return -1 in inputs[boundaries]
+
+
+def _masked(call: InnerCall, inputs: list[Sides]) -> bool:
+    return call.by_mask and bool(inputs[-1])
+
+
+def _keys(_call: InnerCall, inputs: list[Sides]) -> bool:
+    return -2 in inputs[1]
+
+
+def _sequence(_call: InnerCall, inputs: list[Sides]) -> bool:
+    return -2 in inputs[0]
+
+
+_SCANS = frozenset({"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"})
+"""Operators that compute a row from all rows before it."""
+
+_READS: dict[str, Callable[[InnerCall, list[Sides]], bool]] = {
+    "isin": _second,
+    "masked_scatter": _second,
+    "index_put": _masked,
+    "renorm": _besides,
+    "searchsorted": _sorted_values,
+    "bucketize": _sorted_values,
+    "_scaled_dot_product_attention_math": _keys,
+    "_scaled_dot_product_cudnn_attention": _keys,
+    "_scaled_dot_product_efficient_attention": _keys,
+    "_scaled_dot_product_flash_attention": _keys,
+    "_scaled_dot_product_flash_attention_for_cpu": _keys,
+    "_scaled_dot_product_fused_attention_overrideable": _keys,
+    "_native_multi_head_attention": _sequence,
+    "_transformer_encoder_layer_fwd": _sequence,
+}
+"""Whether an operator reads other samples, though its result has a row for each."""

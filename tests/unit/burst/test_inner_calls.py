@@ -1,0 +1,189 @@
+"""Operations that read other samples only for some values, which do not come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from stretto.burst.graph import capture
+from stretto.errors import SpecError
+
+
+class Between(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.after = nn.Linear(4, 2)
+        self.function = function
+
+    def forward(self, x):
+        return self.after(self.function(self.before(x)))
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx, x):
+        scale = x.abs().max().clamp(min=1e3)
+        return (x / scale).round() * scale
+
+    @staticmethod
+    def backward(_ctx, grad):
+        return grad
+
+
+class RowScaled(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx, x):
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e3)
+        return (x / scale).round() * scale
+
+    @staticmethod
+    def backward(_ctx, grad):
+        return grad
+
+
+def rare_hits(h):
+    return h.masked_fill(torch.isin((1e6 * h).long(), (1e6 * h[:, 0]).long() + 7), 0.0)
+
+
+def rare_outliers(h):
+    return h.masked_scatter(h > 1e3, -h)
+
+
+def rare_outliers_by_index(h):
+    h = h.clone()
+    h[h > 1e3] = h.flatten()
+    return h
+
+
+def sharp_attention(h):
+    q = functional.normalize(h, dim=-1)[None]
+    return functional.scaled_dot_product_attention(q, q, h[None], scale=1e3)[0]
+
+
+def sharp_attention_of_heads(h):
+    q = functional.normalize(h, dim=-1)[None, None]
+    return functional.scaled_dot_product_attention(q, q, h[None, None], scale=1e3)[0, 0]
+
+
+def column_norms(h):
+    return torch.renorm(h, 2, 1, 1e3)
+
+
+def ranks_among_large(h):
+    return h + torch.searchsorted(h[:, 0].abs().sort()[0] + 1e3, h.detach())
+
+
+def buckets_of_large(h):
+    return h + torch.bucketize(h.detach(), h[:, 0].abs().sort()[0] + 1e3)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (rare_hits, "'isin' mixes samples: it reads other samples"),
+        (rare_outliers, "'masked_scatter' mixes samples: it reads other samples"),
+        (rare_outliers_by_index, "'index_put' in it reads other samples"),
+        (sharp_attention, "in it compares each sample with the others"),
+        (sharp_attention_of_heads, "reads other samples, depending on values"),
+        (column_norms, "'renorm' mixes samples: it reads other samples"),
+        (Scaled.apply, "'max' in it gives one result for all samples"),
+    ],
+)
+def test_mixing_for_values_that_do_not_come_is_refused(function, message):
+    with pytest.raises(SpecError, match=message) as caught:
+        capture(Between(function), (torch.randn(6, 4),))
+    assert "test_inner_calls.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [ranks_among_large, buckets_of_large])
+def test_places_among_other_samples_are_refused(function):
+    with pytest.raises(SpecError, match=r"test_inner_calls.py:\d+: .* mixes samples"):
+        capture(Between(function), (torch.randn(6, 4),))
+
+
+def attends_within(h):
+    rows = functional.normalize(h, dim=-1).unflatten(1, (2, 2))
+    return functional.scaled_dot_product_attention(rows, rows, rows).flatten(1)
+
+
+def listed(h):
+    return h.masked_fill(torch.isin(h.long(), torch.tensor([1, 3])), 0.0)
+
+
+def fixed_places(h):
+    mask = torch.tensor([True, False, True, False])
+    return h.masked_scatter(mask, h[:, :2])
+
+
+def row_norms(h):
+    return torch.renorm(h, 2, 0, 0.5)
+
+
+def own_places(h):
+    return h + torch.searchsorted(h.detach().sort(1)[0], h.detach())
+
+
+def sums_within(h):
+    return h.cumsum(1)
+
+
+def zeroed_outliers(h):
+    h = h.clone()
+    h[h > 0.1] = 0.0
+    return h
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        attends_within,
+        listed,
+        fixed_places,
+        row_norms,
+        own_places,
+        sums_within,
+        zeroed_outliers,
+        RowScaled.apply,
+    ],
+)
+def test_what_stays_within_a_sample_is_captured(function):
+    model = Between(function)
+    graph = capture(model, (torch.randn(6, 4),))
+    assert {"before", "after"} <= {node.name for node in graph.nodes}
+
+
+class Attention(nn.Module):
+    def __init__(self, *, rows_first):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 1, batch_first=True)
+        self.rows_first = rows_first
+
+    def forward(self, x):
+        if self.rows_first:
+            return self.attention(x, x, x, need_weights=False)[0]
+        return self.attention(x[:, 0], x[:, 0], 1e-12 * x[:, 0], need_weights=False)[0]
+
+
+def test_attention_over_the_batch_is_refused_in_a_module():
+    capture(Attention(rows_first=True), (torch.randn(6, 3, 4),))
+    with pytest.raises(SpecError, match=r"test_inner_calls.py:.* mixes samples"):
+        capture(Attention(rows_first=False), (torch.randn(6, 3, 4),))
+
+
+class Distances(nn.Module):
+    """Roots at zero, of the input, which needs no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.last((x[:, :, None] - x[:, None]).square().sum(-1).sqrt())
+
+
+def test_nan_in_a_gradient_that_nothing_needs_hides_nothing(caplog):
+    capture(Distances(), (torch.randn(6, 5, 3),))
+    assert "NaN" not in caplog.text
