@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from stretto._api.planning import compare, plan, simulate
     from stretto.background.foreground import Foreground
     from stretto.background.lease import Background
-    from stretto.burst.collective_profile import profile_layers
     from stretto.burst.executor import BurstParallel
+    from stretto.burst.profiling.collective_profile import profile_layers
     from stretto.measure import profile_model as profile
     from stretto.schema import Cluster, Plan, Timeline, Workload
     from stretto.schema.burst import BurstPlan, LayerProfile
@@ -58,7 +58,7 @@ _HOMES = {
     "BurstParallel": "stretto.burst.executor",
     "BurstPlan": "stretto.schema.burst",
     "LayerProfile": "stretto.schema.burst",
-    "profile_layers": "stretto.burst.collective_profile",
+    "profile_layers": "stretto.burst.profiling.collective_profile",
     "plan_layers": "stretto._api.burst",
     "DDP": "stretto._api.ddp:DistributedDataParallel",
     "DistributedDataParallel": "stretto._api.ddp",

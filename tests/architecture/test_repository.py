@@ -91,7 +91,9 @@ def test_only_backends_spell_the_name_of_nccl():
     assert '"nccl"' in (backends / "nccl.py").read_text()
 
 
-@pytest.mark.parametrize("package", ["burst", "burst/tracing"])
+@pytest.mark.parametrize(
+    "package", ["burst", "burst/checks", "burst/profiling", "burst/tracing"]
+)
 def test_a_package_lists_what_its_files_are_for(package):
     folder = ROOT / "src/stretto" / package
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))

@@ -171,6 +171,6 @@ def profile(
     module: nn.Module, example_inputs: tuple[Any, ...], **options: Any
 ) -> LayerProfile:
     """Return the layer profile of a module, see `stretto.burst.profile`."""
-    from stretto.burst.layer_profile import profile as measured
+    from stretto.burst.profiling.layer_profile import profile as measured
 
     return measured(module, example_inputs, **options)

@@ -1,7 +1,8 @@
 """Burst parallelism for real models: their layers, measured times, and training.
 
-`tracing` turns a module into layers; `profile` measures them; `BurstParallel` trains
-them. Unless a line says otherwise, `executor` owns what a file defines.
+`tracing` turns a module into layers; `profiling` measures them; `BurstParallel` trains
+them, and `checks` compare the ranks. Unless a line says otherwise, `executor` owns what
+a file defines.
 
 The model:
 
@@ -11,7 +12,6 @@ The model:
 - `schedule`: what a rank does in a forward, computed once per plan (for `forward`).
 - `graph`: capture a module (for `captures`, and the public function).
 - `captures`: a model's captures for its modes and values.
-- `structure`: notice replaced modules and parameters.
 
 A step:
 
@@ -34,31 +34,12 @@ Ranks:
 - `rank_meeting`: agree before anything is built or sent.
 - `refusals`: inform ranks that wait for one that raised (for `rank_groups`).
 - `parameters`: send parameters, gradients and optimizer states between ranks.
-- `memory`, `numbers`: values as bytes and as integers, for all of these.
-- `tolerances`: how near values of several ranks must be (for the checks).
-
-Checks that ranks train one model:
-
-- `replicas`: ranks of a layer hold the same parameters.
-- `changes`: gradients and parameters are scaled equally on all ranks.
-- `optimizer_use`, `optimizers`: optimizers are used equally, and keep the same values.
-- `separable`: an optimizer treats parameters separately (for `stale_guard`).
-- `hook_use`: hooks that change something are on all ranks.
-- `constant_buffers`: buffers that forward only reads are the same.
-- `stale_guard`: nothing reads values that this rank does not keep current.
-- `verify_first_step`: a first step equals one process's (with ``verify=True``).
+- `memory`: values as bytes, for all of these.
 
 PyTorch's functions:
 
 - `torch_calls`: joined over the ranks for burst models, installed once per process.
 - `torch_seam`: a model as `torch_calls` sees it.
-
-Profiles, each used by the one before:
-
-- `collective_profile`: profile on the ranks that train.
-- `layer_profile`, `layer_rounds`: each layer's time by number of samples.
-- `host_costs`: what messages and copies cost on these ranks.
-- `factory`: load a model by its function's name (for the command line).
 """
 
 from __future__ import annotations
@@ -69,7 +50,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stretto.burst.executor import BurstParallel
     from stretto.burst.graph import capture
-    from stretto.burst.layer_profile import profile
+    from stretto.burst.profiling.layer_profile import profile
     from stretto.burst.tracing.layers import LayerGraph, LayerNode
 
 __all__ = ["BurstParallel", "LayerGraph", "LayerNode", "capture", "profile"]
@@ -79,7 +60,7 @@ _HOMES = {
     "LayerGraph": "tracing.layers",
     "LayerNode": "tracing.layers",
     "capture": "graph",
-    "profile": "layer_profile",
+    "profile": "profiling.layer_profile",
 }
 
 

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from stretto.burst.activation_transfer import ActivationTransfer
-    from stretto.burst.changes import Changes
-    from stretto.burst.hook_use import HookUse
-    from stretto.burst.optimizer_use import OptimizerUse
+    from stretto.burst.checks.changes import Changes
+    from stretto.burst.checks.hook_use import HookUse
+    from stretto.burst.checks.optimizer_use import OptimizerUse
+    from stretto.burst.checks.stale_guard import StaleParameterGuard
     from stretto.burst.ownership import Ownership
     from stretto.burst.rank_groups import RankGroups
-    from stretto.burst.stale_guard import StaleParameterGuard
     from stretto.burst.timings import StepClock, Timings
     from stretto.burst.torch_seam import TorchSeam
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from stretto.burst.checks.stale_guard import StaleParameterGuard
     from stretto.burst.ownership import Ownership
     from stretto.burst.rank_groups import RankRange
     from stretto.burst.schedule import ExecutionPlan
-    from stretto.burst.stale_guard import StaleParameterGuard
     from stretto.burst.tracing.layers import LayerGraph
     from stretto.schema.burst import BurstPlan
 

@@ -29,19 +29,22 @@ from stretto.burst.activation_transfer import ActivationTransfer
 from stretto.burst.backward_pass import BackwardPass
 from stretto.burst.boundary import in_checkpoint, mark_input, mark_output
 from stretto.burst.captures import Captures, Trained, training
-from stretto.burst.changes import Changes
-from stretto.burst.constant_buffers import ConstantBuffers
+from stretto.burst.checks.changes import Changes
+from stretto.burst.checks.constant_buffers import ConstantBuffers
+from stretto.burst.checks.hook_use import HookUse
+from stretto.burst.checks.optimizer_use import OptimizerUse
+from stretto.burst.checks.optimizers import first_difference, kept_outside
+from stretto.burst.checks.replicas import Replicas
+from stretto.burst.checks.stale_guard import StaleParameterGuard
+from stretto.burst.checks.structure import Structure, number_of, tensors_of
+from stretto.burst.checks.verify_first_step import SEEDS, Trial, require_comparable
 from stretto.burst.forward import Forward
 from stretto.burst.forward_exchange import ForwardExchange
 from stretto.burst.gradient_sync import GradientSync, SyncedLayer
 from stretto.burst.held_activations import marked
-from stretto.burst.hook_use import HookUse
-from stretto.burst.optimizer_use import OptimizerUse
-from stretto.burst.optimizers import first_difference, kept_outside
 from stretto.burst.ownership import LOOSE, Ownership
 from stretto.burst.rank_groups import RankGroups, RankRange
 from stretto.burst.rank_meeting import RankMeeting
-from stretto.burst.replicas import Replicas
 from stretto.burst.requirements import (
     checked_plan,
     loaded,
@@ -50,12 +53,9 @@ from stretto.burst.requirements import (
 )
 from stretto.burst.schedule import ExecutionPlan, rank_ranges_of
 from stretto.burst.shadows import Shadows
-from stretto.burst.stale_guard import StaleParameterGuard
-from stretto.burst.structure import Structure, number_of, tensors_of
 from stretto.burst.timings import StepClock, Timings
 from stretto.burst.torch_seam import TorchSeam
 from stretto.burst.tracing.reads import normal_tensors
-from stretto.burst.verify_first_step import SEEDS, Trial, require_comparable
 from stretto.errors import CommTimeout, SpecError, StrettoError
 from stretto.runtime.agreement import Agreement, ranks_of
 

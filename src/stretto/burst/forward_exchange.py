@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
 import torch
 
-from stretto.burst.changes import Changes
-from stretto.burst.constant_buffers import ConstantBuffers
-from stretto.burst.hook_use import HookUse
-from stretto.burst.optimizer_use import OptimizerUse
-from stretto.burst.replicas import Replicas
+from stretto.burst.checks.changes import Changes
+from stretto.burst.checks.constant_buffers import ConstantBuffers
+from stretto.burst.checks.hook_use import HookUse
+from stretto.burst.checks.optimizer_use import OptimizerUse
+from stretto.burst.checks.replicas import Replicas
 from stretto.burst.schedule import RankSchedule, schedule_of
 from stretto.errors import RankDisagreement, SpecError
 from stretto.sim.sample_layout import Layouts

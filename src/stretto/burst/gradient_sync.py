@@ -34,7 +34,7 @@ from stretto.runtime.sender import BucketSender
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
-    from stretto.burst.hook_use import HookUse
+    from stretto.burst.checks.hook_use import HookUse
     from stretto.burst.rank_groups import GroupLanes, RankGroups
     from stretto.burst.shadows import Shadows
     from stretto.burst.timings import StepClock

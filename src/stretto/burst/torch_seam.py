@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
+from stretto.burst.checks.separable import why_together
 from stretto.burst.held_activations import kept_behind
-from stretto.burst.separable import why_together
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from stretto.burst.changes import Changes
-    from stretto.burst.optimizer_use import OptimizerUse
+    from stretto.burst.checks.changes import Changes
+    from stretto.burst.checks.optimizer_use import OptimizerUse
+    from stretto.burst.checks.stale_guard import StaleParameterGuard
     from stretto.burst.ownership import Ownership
     from stretto.burst.rank_groups import RankGroups
-    from stretto.burst.stale_guard import StaleParameterGuard
 
 
 @final

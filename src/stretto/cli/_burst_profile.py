@@ -77,7 +77,7 @@ def profile_command(
     arguments, and optionally a function from the output to the loss and one from
     parameters to an optimizer.
     """
-    from stretto.burst.factory import made_by
+    from stretto.burst.profiling.factory import made_by
 
     model, (inputs, kwargs), loss, optimizer = made_by(factory)
     from stretto._api import burst

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.burst.changes import Changes
+from stretto.burst.checks.changes import Changes
 from stretto.errors import RankDisagreement
 
 if TYPE_CHECKING:

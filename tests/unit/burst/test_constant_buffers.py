@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.burst.constant_buffers import ConstantBuffers
+from stretto.burst.checks.constant_buffers import ConstantBuffers
 from stretto.errors import RankDisagreement
 
 DTYPES = (torch.float64, torch.complex128, torch.float32, torch.complex64)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from stretto.burst.checks.hook_use import HookUse
 from stretto.burst.gradient_sync import GradientSync, SyncedLayer
-from stretto.burst.hook_use import HookUse
 from stretto.burst.timings import StepClock
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from burst_graphs import chain_of, random_profile
 from click.testing import CliRunner
 from torch import nn
 
-from stretto.burst.factory import made_by
 from stretto.burst.graph import capture
-from stretto.burst.layer_profile import _names_joined, profile
-from stretto.burst.layer_rounds import Rounds
+from stretto.burst.profiling.factory import made_by
+from stretto.burst.profiling.layer_profile import _names_joined, profile
+from stretto.burst.profiling.layer_rounds import Rounds
 from stretto.cli.burst import command
 from stretto.cost.burst_times import updated
 from stretto.errors import NoisyProfile, PlanMismatch, SpecError

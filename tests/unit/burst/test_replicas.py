@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from stretto.burst.checks.replicas import Replicas
 from stretto.burst.graph import capture
-from stretto.burst.replicas import Replicas
 from stretto.errors import RankDisagreement
 
 

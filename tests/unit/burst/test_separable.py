@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.burst.separable import why_together
+from stretto.burst.checks.separable import why_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable

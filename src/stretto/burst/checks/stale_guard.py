@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stretto.burst.separable import is_known
+from stretto.burst.checks.separable import is_known
 from stretto.errors import StrettoError
 from stretto.runtime.torch_compat import is_tracing
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from stretto.burst.host_costs import measure_host, slowdowns
-from stretto.burst.layer_profile import profile, steps_of
+from stretto.burst.profiling.host_costs import measure_host, slowdowns
+from stretto.burst.profiling.layer_profile import profile, steps_of
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:

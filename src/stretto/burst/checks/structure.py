@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from stretto.burst import numbers
+from stretto.burst.checks import numbers
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import torch
 from torch import Tensor
 
+from stretto.burst.checks.numbers import number_of
+from stretto.burst.checks.tolerances import of_copies
 from stretto.burst.memory import bytes_of
-from stretto.burst.numbers import number_of
 from stretto.burst.parameters import trained_and_changed
-from stretto.burst.tolerances import of_copies
 from stretto.burst.tracing.overlap import regions_of
 from stretto.errors import RankDisagreement
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch import Tensor
 
-from stretto.burst.numbers import as_float, as_int
+from stretto.burst.checks.numbers import as_float, as_int
 from stretto.errors import RankDisagreement
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stretto.burst.numbers import as_float, as_int
-from stretto.burst.tolerances import FACTORS, OTHER_FACTORS
+from stretto.burst.checks.numbers import as_float, as_int
+from stretto.burst.checks.tolerances import FACTORS, OTHER_FACTORS
 from stretto.errors import RankDisagreement
 
 if TYPE_CHECKING:

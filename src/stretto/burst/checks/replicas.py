@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 
-from stretto.burst.numbers import as_float, as_int
+from stretto.burst.checks.numbers import as_float, as_int
+from stretto.burst.checks.tolerances import of_copies
 from stretto.burst.rank_groups import RankRange, is_among
-from stretto.burst.tolerances import of_copies
 from stretto.errors import RankDisagreement
 
 if TYPE_CHECKING:

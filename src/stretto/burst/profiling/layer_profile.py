@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.burst.graph import capture, require_module
-from stretto.burst.layer_rounds import Rounds
+from stretto.burst.profiling.layer_rounds import Rounds
 from stretto.burst.tracing.layers import INPUT, JOINED, LayerGraph, LayerNode
 from stretto.burst.tracing.packing import Arguments, tensors_in
 from stretto.cost.burst import samples_on, widths_of
@@ -29,7 +29,7 @@ from stretto.schema.burst import BatchTime, Layer, LayerProfile
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from stretto.burst.layer_rounds import Loss
+    from stretto.burst.profiling.layer_rounds import Loss
 
     MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -1,0 +1,29 @@
+"""Check that ranks train the model that one process would train.
+
+Ranks compare numbers that travel with each forward (`burst.forward_exchange`), and with
+each refresh. Unless a line says otherwise, `burst.executor` owns what a file defines.
+
+The module and the program:
+
+- `structure`: notice replaced modules and parameters.
+- `hook_use`: hooks that change something are on all ranks.
+- `constant_buffers`: buffers that forward only reads are the same.
+- `changes`: gradients and parameters are scaled equally on all ranks.
+- `replicas`: ranks of a layer hold the same parameters.
+- `verify_first_step`: a first step equals one process's (with ``verify=True``).
+
+Optimizers:
+
+- `optimizer_use`: they are used equally, with the same options.
+- `optimizers`: what they keep outside their state is the same.
+- `separable`: an optimizer treats parameters separately (for `stale_guard` too).
+
+Values of layers that other ranks run:
+
+- `stale_guard`: nothing reads values that this rank does not keep current.
+
+What several of these use:
+
+- `numbers`: values as integers, for the exchange.
+- `tolerances`: how near values of several ranks must be.
+"""
