@@ -32,11 +32,12 @@ from stretto.burst.captures import Captures, Trained, training
 from stretto.burst.checks.changes import Changes
 from stretto.burst.checks.constant_buffers import ConstantBuffers
 from stretto.burst.checks.hook_use import HookUse
+from stretto.burst.checks.numbers import number_of
 from stretto.burst.checks.optimizer_use import OptimizerUse
 from stretto.burst.checks.optimizers import first_difference, kept_outside
 from stretto.burst.checks.replicas import Replicas
 from stretto.burst.checks.stale_guard import StaleParameterGuard
-from stretto.burst.checks.structure import Structure, number_of, tensors_of
+from stretto.burst.checks.structure import Structure, described_tensors
 from stretto.burst.checks.verify_first_step import SEEDS, Trial, require_comparable
 from stretto.burst.forward import Forward
 from stretto.burst.forward_exchange import ForwardExchange
@@ -350,7 +351,7 @@ class BurstParallel(nn.Module):
             purpose,
             graph=graph,
             trained=sum(p.requires_grad for p in self.module.parameters()),
-            held=tensors_of(self.module),
+            held=described_tensors(self.module),
             plan=_digest(self.plan),
             settings=f"{self._settings}, timeout_s={self._ranks.timeout_s:g}{more}",
             trouble=trouble,
@@ -556,7 +557,7 @@ class BurstParallel(nn.Module):
                 batch,
                 is_training=self.module.training,
                 step=self._forward.draws.step,
-                trained=number_of(self._trained),
+                trained=number_of(bytes(self._trained)),
                 trouble=trouble,
             )
             # Buffers such as running statistics change without a backward.

@@ -16,7 +16,6 @@ function closes over may differ for good reasons.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar, final
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.utils import _pytree as pytree
 
+from stretto.burst.checks.numbers import number_of_words
 from stretto.burst.hooks import gradient_hooks, post_hooks
 from stretto.errors import RankDisagreement
 
@@ -366,7 +366,7 @@ def _key(where: str, kind: str, hook: Any) -> str:
 
 
 def _number(keys: Sequence[str]) -> int:
+    """Return a number other than 0 for these; 0 if there are none."""
     if not keys:
         return 0
-    digest = hashlib.blake2b("\0".join(keys).encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big") | 1
+    return number_of_words(keys) | 1

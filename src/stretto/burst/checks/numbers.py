@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def as_int(value: float) -> int:
@@ -21,3 +25,8 @@ def as_float(number: int) -> float:
 def number_of(data: bytes) -> int:
     """Return a number that differs for different data, and fits into 64 bits."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+
+
+def number_of_words(words: Iterable[str]) -> int:
+    """Return a number that differs for different words, and fits into 64 bits."""
+    return number_of("\0".join(words).encode())

@@ -17,7 +17,6 @@ has none of those, but their parameters are guarded, and notice who asks for one
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import math
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch import Tensor
 
-from stretto.burst.checks.numbers import as_float, as_int
+from stretto.burst.checks.numbers import as_float, as_int, number_of_words
 from stretto.errors import RankDisagreement
 
 if TYPE_CHECKING:
@@ -230,8 +229,8 @@ class OptimizerUse:
         self._steps = [f"{use.steps} steps of {use.kind}" for _, use, _ in rows]
         for _, use, _ in rows:
             use.start()
-        names = _hash(row[0] for row in rows) | 1
-        return [names, words, as_int(total), flags, _hash(self._steps)]
+        names = number_of_words(row[0] for row in rows) | 1
+        return [names, words, as_int(total), flags, number_of_words(self._steps)]
 
     def _summary(self, options: list[Any]) -> tuple[int, float]:
         """Return a digest of what is no number, and a sum that the numbers enter."""
@@ -252,7 +251,7 @@ class OptimizerUse:
                 words.append("number")
                 weight = (weight + 0.6180339887498949) % 1.0
                 total += (1.0 + weight) * _logarithm(atom)
-        found = _hash(words), total
+        found = number_of_words(words), total
         if plain:
             self._last = options, found
         return found
@@ -424,7 +423,10 @@ class OptimizerUse:
     def _other_options(self, one: int, other: int) -> RankDisagreement:
         """Return the error that names an option and its values. Collective."""
         mine = [
-            [f"{key!r} of {type(optimizer).__name__}'s parameter group {i}", _text(v)]
+            [
+                f"{key!r} of {type(optimizer).__name__}'s parameter group {i}",
+                repr(_plain(v)),
+            ]
             for optimizer in self._compared
             for i, key, v in _options(optimizer, range(len(optimizer.param_groups)))
         ]
@@ -459,16 +461,14 @@ def _options(
                 yield i, str(key), group[key]
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    return repr(value)
+def _plain(value: Any) -> Any:
+    """Return an option's value with a tensor's as numbers."""
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _as_json(value: Any) -> Any:
     """Return an option's value as JSON gives it back."""
-    if isinstance(value, Tensor):
-        value = value.tolist()
+    value = _plain(value)
     if isinstance(value, (list, tuple)):
         return [_as_json(held) for held in value]
     if isinstance(value, bool | int | float | str) or value is None:
@@ -504,8 +504,3 @@ def _logarithm(value: float) -> float:
         return -1.0
     size = min(abs(value), 1e300)
     return math.copysign(math.log1p(size / _SMALLEST), value) if size else 0.0
-
-
-def _hash(words: Iterable[str]) -> int:
-    digest = hashlib.blake2b("\0".join(words).encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big")

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from stretto.burst.checks import numbers
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -67,14 +65,9 @@ def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
     return parameter.dtype, parameter.device
 
 
-def tensors_of(module: nn.Module) -> list[str]:
+def described_tensors(module: nn.Module) -> list[str]:
     """Return name, sizes and type of each parameter and buffer, in order."""
     return [
         f"{name!r} of {tuple(tensor.shape)} {tensor.dtype}"
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     ]
-
-
-def number_of(pattern: tuple[bool, ...]) -> int:
-    """Return a number that differs for different patterns."""
-    return numbers.number_of(bytes(pattern))
