@@ -837,12 +837,11 @@ class BurstParallel(nn.Module):
         if not self._captures:
             raise StrettoError("there are no gradients before the first forward")
         held = list(self.module.parameters())
-        self._changes.look_at_gradients()
-        self._uses.clips(max_norm)
+        self._seam.look_at_gradients()
+        self._seam.clips(max_norm)
         total = torch_calls.joint_norm(held, [self._seam], float(norm_type))
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        params.scale_gradients(held, factor)
-        self._changes.gradients_were_scaled()
+        self._seam.scale_gradients(factor)
         return total
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from stretto.burst.tracing import grouping, operations, proof
 from stretto.burst.tracing.layers import layers_of
 from stretto.burst.tracing.reads import Ambient
-from stretto.errors import SpecError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
     from stretto.burst.tracing.layers import LayerGraph
 
 
@@ -53,28 +54,3 @@ def capture(
         if verify:
             proof.require_equal(graph, module, example_inputs, kwargs)
     return graph
-
-
-def require_module(module: Any, arguments: Any, named: Any) -> None:
-    """Require a module and its example inputs.
-
-    Raises:
-        SpecError: one is something else.
-    """
-    if not isinstance(module, nn.Module):
-        raise SpecError(f"the model must be a torch.nn.Module, got {_kind(module)}")
-    if not isinstance(arguments, tuple | list | None):
-        hint = ": pass (x,) for one tensor x" if isinstance(arguments, Tensor) else ""
-        raise SpecError(
-            "example inputs must be a tuple of forward's positional arguments, got "
-            f"{_kind(arguments)}{hint}"
-        )
-    if not isinstance(named, Mapping | None):
-        raise SpecError(
-            "keyword arguments of forward must be a dictionary of example inputs by "
-            f"name, got {_kind(named)}"
-        )
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else type(value).__name__

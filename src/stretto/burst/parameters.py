@@ -136,10 +136,3 @@ def _broadcast_states(
     file = io.BytesIO(body.cpu().numpy().tobytes())
     found: list[Any] = torch.load(file, map_location=device, weights_only=True)
     return found
-
-
-def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply this rank's gradients."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    for grad in grads:
-        grad.mul_(factor.to(grad.dtype))

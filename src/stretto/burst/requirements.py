@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from stretto.burst.graph import require_module
 from stretto.burst.norm import KINDS
 from stretto.errors import SpecError, StrettoError
 from stretto.schema.burst import BurstPlan
@@ -29,6 +29,31 @@ _PARALLEL = frozenset(
 """Classes that can't be inside a burst model."""
 
 
+def require_module(module: Any, arguments: Any, named: Any) -> None:
+    """Require a module and its example inputs.
+
+    Raises:
+        SpecError: one is something else.
+    """
+    if not isinstance(module, nn.Module):
+        raise SpecError(f"the model must be a torch.nn.Module, got {_kind(module)}")
+    if not isinstance(arguments, tuple | list | None):
+        hint = ": pass (x,) for one tensor x" if isinstance(arguments, Tensor) else ""
+        raise SpecError(
+            "example inputs must be a tuple of forward's positional arguments, got "
+            f"{_kind(arguments)}{hint}"
+        )
+    if not isinstance(named, Mapping | None):
+        raise SpecError(
+            "keyword arguments of forward must be a dictionary of example inputs by "
+            f"name, got {_kind(named)}"
+        )
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else type(value).__name__
+
+
 def loaded(plan: BurstPlan | str | Path) -> BurstPlan:
     """Return a plan, which may be given as the path of its file.
 
@@ -40,7 +65,7 @@ def loaded(plan: BurstPlan | str | Path) -> BurstPlan:
     if not isinstance(plan, str | os.PathLike):
         raise SpecError(
             "the plan must be a BurstPlan, from stretto.plan_layers, or the path of "
-            f"its file, got {'None' if plan is None else type(plan).__name__}"
+            f"its file, got {_kind(plan)}"
         )
     return BurstPlan.load(plan)
 

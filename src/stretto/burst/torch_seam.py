@@ -126,6 +126,13 @@ class TorchSeam:
         """Record what the program has done to gradients so far."""
         self._changes.look_at_gradients()
 
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply this rank's gradients by a factor that is equal on all ranks."""
+        for parameter in self.module.parameters():
+            if (grad := parameter.grad) is not None:
+                grad.mul_(factor.to(grad.dtype))
+        self.gradients_were_scaled()
+
     def gradients_were_scaled(self) -> None:
         """Record that gradients have just been scaled equally on all ranks."""
         self._changes.gradients_were_scaled()

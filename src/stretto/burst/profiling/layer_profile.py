@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from stretto.burst.graph import capture, require_module
+from stretto.burst.graph import capture
 from stretto.burst.profiling.layer_rounds import Rounds
+from stretto.burst.requirements import require_module
 from stretto.burst.tracing.layers import INPUT, JOINED, LayerGraph, LayerNode
 from stretto.burst.tracing.packing import Arguments, tensors_in
 from stretto.cost.burst import samples_on, widths_of
