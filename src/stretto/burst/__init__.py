@@ -9,6 +9,7 @@ The model:
 - `executor`: `BurstParallel`: forward, backward, changes of plan, state for saving.
 - `requirements`: what a module, a plan and a call must be.
 - `ownership`: which ranks run which layer.
+- `layer_tensors`: the parameters and buffers of a layer (for several files).
 - `schedule`: what a rank does in a forward, computed once per plan (for `forward`).
 - `graph`: capture a module (for `captures`, and the public function).
 - `captures`: a model's captures for its modes and values.

@@ -43,6 +43,7 @@ from stretto.burst.forward import Forward
 from stretto.burst.forward_exchange import ForwardExchange
 from stretto.burst.gradient_sync import GradientSync, SyncedLayer
 from stretto.burst.held_activations import marked
+from stretto.burst.layer_tensors import trained_and_changed
 from stretto.burst.ownership import LOOSE, Ownership
 from stretto.burst.rank_groups import RankGroups, RankRange
 from stretto.burst.rank_meeting import RankMeeting
@@ -382,7 +383,7 @@ class BurstParallel(nn.Module):
         runs = self._ownership.runs
         layers = [(n.module, runs(n.name)) for n in graph.nodes]
         self._hooks.watch(self.module, parameters, layers)
-        changed = {n.name: params.trained_and_changed(n) for n in graph.nodes}
+        changed = {n.name: trained_and_changed(n) for n in graph.nodes}
         self._stale_guard.runs(
             [
                 *(t for n in graph.nodes if runs(n.name) for t in changed[n.name]),

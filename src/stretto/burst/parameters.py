@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stretto.burst.layer_tensors import tensors_of
 from stretto.burst.memory import in_memory
-from stretto.burst.tracing.torch_modules import BatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -21,23 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stretto.burst.rank_groups import RankGroups
-    from stretto.burst.tracing.layers import LayerGraph, LayerNode
-
-
-def tensors_of(node: LayerNode) -> list[Tensor]:
-    """Return a layer's parameters and buffers, in one order on all ranks."""
-    return [*node.module.parameters(), *node.module.buffers()]
-
-
-def trained_and_changed(node: LayerNode) -> list[Tensor]:
-    """Return a layer's parameters, and the buffers that its forward changes."""
-    if node.keeps_state:
-        return tensors_of(node)
-    found: list[Tensor] = list(node.module.parameters())
-    for part in node.module.modules():
-        if isinstance(part, BatchNorm):
-            found += part.buffers()
-    return found
+    from stretto.burst.tracing.layers import LayerGraph
 
 
 @torch.no_grad()

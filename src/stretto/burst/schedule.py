@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from stretto.burst.dropout import draws_otherwise, dropouts_of
-from stretto.burst.parameters import tensors_of, trained_and_changed
+from stretto.burst.layer_tensors import tensors_of, trained_and_changed
 from stretto.burst.rank_groups import RankRange
 from stretto.burst.tracing.layers import INPUT, LayerGraph, LayerNode
 from stretto.burst.tracing.sample_positions import source_line_of

@@ -36,9 +36,7 @@ def _differences(dtype: torch.dtype, by: float) -> None:
     for factor in (1.0, 1.0 + by):
         module = Shifted(dtype)
         module.shift *= factor
-        node = SimpleNamespace(
-            module=module, keeps_state=False, tensors=[], trained_and_changed=[]
-        )
+        node = SimpleNamespace(module=module, keeps_state=False)
         graph: Any = SimpleNamespace(nodes=[node])
         buffers = ConstantBuffers(ranks, gather)
         buffers.watch(graph)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from stretto.burst.checks.numbers import number_of
 from stretto.burst.checks.tolerances import of_copies
+from stretto.burst.layer_tensors import trained_and_changed
 from stretto.burst.memory import bytes_of
-from stretto.burst.parameters import trained_and_changed
 from stretto.burst.tracing.overlap import regions_of
 from stretto.errors import RankDisagreement
 
