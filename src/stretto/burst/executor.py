@@ -721,11 +721,11 @@ class BurstParallel(nn.Module):
         if self._ranks.size == 1:
             return
         parts = (
-            (self._hooks.next_values(), self._hooks.require_alike),
-            (self._constants.next_values(), self._constants.require_alike),
-            (self._uses.next_values(), self._uses.require_alike),
+            (self._hooks.next_values(), self._hooks.require_equal),
+            (self._constants.next_values(), self._constants.require_equal),
+            (self._uses.next_values(), self._uses.require_equal),
             (self._replicas.all_values(), self._replicas.require_all_equal),
-            (self._changes.next_values(), self._changes.require_alike),
+            (self._changes.next_values(), self._changes.require_equal),
         )
         with self._rank_groups.guard("comparing the ranks' copies"):
             rows = self._rank_groups.exchange([n for part, _ in parts for n in part])

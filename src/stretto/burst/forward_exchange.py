@@ -40,7 +40,7 @@ class RankCheck(Protocol):
     def next_values(self) -> list[int]:
         """Return this rank's numbers."""
 
-    def require_alike(self, rows: Sequence[Sequence[int]]) -> None:
+    def require_equal(self, rows: Sequence[Sequence[int]]) -> None:
         """Compare the ranks' numbers; raise on every rank if they differ."""
 
 
@@ -145,11 +145,11 @@ class ForwardExchange:
                 "example's length, and mask the padding in the loss"
             )
         states = [ForwardState(*row[: len(mine)]) for row in rows]
-        self._require_alike(states)
+        self._require_same_state(states)
         start = len(mine)
         for check in self._checks:
             end = start + check.num_values
-            check.require_alike([row[start:end] for row in rows])
+            check.require_equal([row[start:end] for row in rows])
             start = end
         shares = tuple(state.share for state in states)
         if not sum(shares):
@@ -169,7 +169,7 @@ class ForwardExchange:
             self._clock.wait("counts", ask)
         return rows
 
-    def _require_alike(self, states: Sequence[ForwardState]) -> None:
+    def _require_same_state(self, states: Sequence[ForwardState]) -> None:
         name_all = self._rank_groups.ranks.name_all
         bad = [rank for rank, one in enumerate(states) if one.share == _TROUBLE]
         if bad:

@@ -119,7 +119,7 @@ class _GuardedWatch:
     def wait(self, work: Any, place: str) -> None:
         """Wait for a bucket's work."""
         with self._rank_groups.guard(place):
-            self._clock.wait("synchronisation", work.wait)
+            self._clock.wait("synchronization", work.wait)
 
 
 @final

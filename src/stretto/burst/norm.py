@@ -58,7 +58,7 @@ class NormSync:
             given: Tensor = type(norm).forward(norm, x)
             return given
         norm._check_input_dim(x)  # noqa: SLF001
-        out: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+        out: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
             x, norm.weight, norm.bias, self
         )
         return out
@@ -131,7 +131,7 @@ class NormSync:
             self.clock.wait("batch norm", work.wait)
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

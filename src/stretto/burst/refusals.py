@@ -41,7 +41,7 @@ class Refusals:
         self._store = PrefixStore(f"refused/{serial}", ranks.store)
         self._stop = stop
         self._step = 0
-        self._is_told = False
+        self._is_published = False
         self._since: tuple[float, str] | None = None
         self._seen: dict[int, float] = {}
         self._ended = threading.Event()
@@ -66,14 +66,14 @@ class Refusals:
             if inside:
                 key = f"inside/{self._ranks.rank}"
                 self._store.set(key, f"{self._step} {self._own}")
-            if not self._is_told:
+            if not self._is_published:
                 self._store.set(f"outside/{self._ranks.rank}", self._own)
-                self._is_told = True
+                self._is_published = True
 
     def withdraw(self) -> None:
         """Record that this rank continues."""
-        if self._is_told:
-            self._is_told = False
+        if self._is_published:
+            self._is_published = False
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(f"outside/{self._ranks.rank}")
 

@@ -23,7 +23,7 @@ FORWARD, BACKWARD = "forward", "backward"
 OTHER = ("", "other")
 """Loss, optimizer, the user's own code: everything except layers and waiting."""
 
-WAITS = ("redistribution", "batch norm", "synchronisation", "counts")
+WAITS = ("redistribution", "batch norm", "synchronization", "counts")
 """What a rank waits for: samples or their gradients, statistics, a layer's gradients
 over its ranks, the shares of all ranks."""
 

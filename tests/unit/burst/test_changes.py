@@ -63,7 +63,7 @@ def run(
             changes.after_step()
         rows = [changes.next_values() for changes in ranks]
         for changes in ranks:
-            changes.require_alike(rows)
+            changes.require_equal(rows)
 
 
 def grad(parameter: nn.Parameter) -> torch.Tensor:

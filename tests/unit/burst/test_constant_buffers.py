@@ -43,7 +43,7 @@ def _differences(dtype: torch.dtype, by: float) -> None:
         every.append([buffers, buffers.next_values()])
     rows = [values for _, values in every]
     for buffers, _ in every:
-        buffers.require_alike(rows)
+        buffers.require_equal(rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -284,7 +284,7 @@ class Changes:
         coarse = int(tolerance == OTHER_FACTORS)
         return [flags + 27 * coarse, as_int(scale), as_int(move)]
 
-    def require_alike(self, rows: Sequence[Sequence[int]]) -> None:
+    def require_equal(self, rows: Sequence[Sequence[int]]) -> None:
         """Compare the numbers that the ranks exchanged, the same on all ranks.
 
         Raises:

@@ -98,7 +98,7 @@ class ConstantBuffers:
         self._small = [row for row in self._rows if row.tensor.nbytes <= _MOST_READ]
         self._digest = 0
 
-    def require_alike(self, rows: Sequence[Sequence[int]]) -> None:
+    def require_equal(self, rows: Sequence[Sequence[int]]) -> None:
         """Compare the numbers that the ranks exchanged, the same on all ranks.
 
         Raises:

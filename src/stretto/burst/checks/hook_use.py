@@ -253,7 +253,7 @@ class HookUse:
             if not _is_strettos(hook)
         ]
 
-    def require_alike(self, rows: Sequence[Sequence[int]]) -> None:
+    def require_equal(self, rows: Sequence[Sequence[int]]) -> None:
         """Compare the numbers that the ranks exchanged, the same on all ranks.
 
         Raises:
@@ -366,7 +366,7 @@ def _key(where: str, kind: str, hook: Any) -> str:
 
 
 def _number(keys: Sequence[str]) -> int:
-    """Return a number other than 0 for these; 0 if there are none."""
+    """Return a number for these that is 0 only without any."""
     if not keys:
         return 0
     return number_of_words(keys) | 1

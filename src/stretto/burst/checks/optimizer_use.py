@@ -283,7 +283,7 @@ class OptimizerUse:
             known = self._read[id(tensor)] = (tensor, version, value)
         return known[2]
 
-    def require_alike(self, rows: Sequence[Sequence[int]]) -> None:
+    def require_equal(self, rows: Sequence[Sequence[int]]) -> None:
         """Compare the numbers that the ranks exchanged, the same on all ranks.
 
         Raises:

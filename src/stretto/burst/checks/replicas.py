@@ -69,7 +69,7 @@ class Replicas:
         position = self._turn // len(self._rows)
         return [*self._values(row, position % len(held), position // len(held))]
 
-    def require_alike(self, rows: Sequence[Sequence[int]]) -> None:
+    def require_equal(self, rows: Sequence[Sequence[int]]) -> None:
         """Compare the numbers that the ranks exchanged.
 
         Raises:

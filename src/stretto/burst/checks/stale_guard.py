@@ -213,7 +213,7 @@ class StaleParameterGuard:
             and (self._has_operands or (set(own) != set(foreign) and not is_change))
         )
         if self.is_stale or is_step:
-            raise self._told(
+            raise self._reported(
                 f"{self._ranks.name(self._ranks.rank)} does not run layer "
                 f"{self._foreign[0]!r} and has no current parameters of it: let all "
                 "ranks call full_state_dict(), or refresh() after optimizer.step()"
@@ -226,7 +226,7 @@ class StaleParameterGuard:
             set(own) != set(foreign) if replaces else not any(foreign)
         )
         if is_behind and not is_change and (is_of_all or replaces):
-            raise self._told(
+            raise self._reported(
                 f"{self._ranks.name(self._ranks.rank)} does not run layer "
                 f"{self._foreign[0]!r}, whose parameters were not changed with the "
                 "others after the last refresh(), as an optimizer's eval() or train() "
@@ -275,7 +275,7 @@ class StaleParameterGuard:
             StrettoError: its values are not current.
         """
         if self._foreign and not self._open and is_tracing():
-            raise self._told(
+            raise self._reported(
                 "torch.compile reads all parameters in code that it compiles, but a "
                 "rank has current values only of the layers that it runs: call "
                 "optimizer.step() and other code that uses parameters outside of the "
@@ -289,7 +289,7 @@ class StaleParameterGuard:
                 "or add its gradient to .grad where that is not None"
             ) from None
 
-    def _told(self, text: str) -> StrettoError:
+    def _reported(self, text: str) -> StrettoError:
         """Return an error of which the other ranks are informed (`burst.refusals`)."""
         error = StrettoError(text)
         self._tell(error)
@@ -354,7 +354,7 @@ class StaleParameterGuard:
             StrettoError: the current state of a layer is missing.
         """
         if self._foreign and not self._open and optimizer in self._stepped:
-            raise self._told(
+            raise self._reported(
                 f"{self._ranks.name(self._ranks.rank)} does not run layer "
                 f"{self._foreign[0]!r} and has no current optimizer state of it: let "
                 "all ranks call refresh(optimizer) after optimizer.step()"
