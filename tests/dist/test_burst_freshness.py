@@ -223,8 +223,8 @@ def rank_of_plan_inside_no_sync(_rank: int, _size: int) -> bool:
     model = wrap(net(), MIXED)
     with model.no_sync():
         model.apply_plan(plan(net(), MIXED))
-        assert model._backward.sync is not None
-        return model._backward.sync.is_on
+        assert model._parts.backward.sync is not None
+        return model._parts.backward.sync.is_on
 
 
 def test_a_plan_applied_inside_no_sync_sends_nothing(ranks: Any) -> None:

@@ -107,7 +107,7 @@ def heads_on_ranks(rank: int, size: int, widths: Widths, shares: str) -> Any:
     parts = shares_of(BATCH, size, shares)
     there = train(model, lambda rows: part(rows, parts, rank))
     wanted = train(theirs, lambda rows: rows)
-    held = [model._ownership.runs_parameter(p) for p in model.parameters()]
+    held = [model._parts.ownership.runs_parameter(p) for p in model.parameters()]
     differ = [
         (step, i)
         for step, (mine, whole) in enumerate(zip(there, wanted, strict=True))

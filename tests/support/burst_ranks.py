@@ -119,7 +119,7 @@ def layers_with_gradients(burst: BurstParallel) -> set[str]:
     """Those whose parameters all have one; a layer without parameters by its ranks."""
     rank = dist.get_rank()
     found = set()
-    for node in burst._graph_now().nodes:
+    for node in burst._follower.graph_now().nodes:
         first, width = burst.widths[node.name]
         grads = [p.grad is not None for p in node.module.parameters()]
         assert len(set(grads)) <= 1, node.name

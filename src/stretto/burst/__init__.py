@@ -2,11 +2,14 @@
 
 `tracing` turns a module into layers; `profiling` measures them; `BurstParallel` trains
 them, and `checks` compare the ranks. Unless a line says otherwise, `executor` owns what
-a file defines.
+a file defines, as one of its `parts`.
 
 The model:
 
-- `executor`: `BurstParallel`: forward, backward, changes of plan, state for saving.
+- `executor`: `BurstParallel`: what a program calls, and the course of a forward.
+- `parts`: construct what a model consists of, and connect it.
+- `plan_follower`: set a model up, and keep it on its plan, modes and parameters.
+- `plan_change`: bring parameters to other ranks: refreshes and changes of plan.
 - `requirements`: what a module, a plan and a call must be.
 - `ownership`: which ranks run which layer.
 - `layer_tensors`: the parameters and buffers of a layer (for several files).
