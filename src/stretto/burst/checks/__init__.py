@@ -21,6 +21,7 @@ Optimizers:
 Values of layers that other ranks run:
 
 - `stale_guard`: nothing reads values that this rank does not keep current.
+- `guarded_tensors`: tensors that ask before they are read (for `stale_guard`).
 
 What several of these use:
 

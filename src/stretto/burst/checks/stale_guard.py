@@ -1,14 +1,8 @@
 """Guard a rank's values of layers that it does not run against being read.
 
 Their values are those of an earlier refresh. If they are not current, every read
-raises: by ``state_dict``, the module itself, or an exponential average.
-
-# Note [Guarded parameters]
-The class of such a parameter is replaced by a subclass whose ``__torch_function__``
-intercepts every operation. Overwriting a value and asking for shapes, types and
-gradients is allowed, so that optimizers and ``load_state_dict`` work. Buffers that
-forward changes, such as running statistics, are guarded in the same way; other buffers
-are not.
+raises: by ``state_dict``, the module itself, or an exponential average. See Note
+[Guarded parameters] in `stretto.burst.checks.guarded_tensors`.
 
 # Note [Changes by hand]
 A program may change current values by hand, the same on all ranks: clamp them, for
@@ -23,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import weakref
 from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, final
@@ -32,6 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from stretto.burst.checks.guarded_tensors import guards_of
 from stretto.burst.checks.separable import is_known
 from stretto.errors import StrettoError
 from stretto.runtime.torch_compat import is_tracing
@@ -40,46 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from stretto.runtime.agreement import Ranks
-
-_READING = frozenset(
-    getattr(torch.Tensor, name)
-    for name in ("data", "T", "mT", "H", "mH", "real", "imag")
-)
-"""Attributes that return values; all others return facts about the tensor."""
-
-_GRAD: Any = torch.Tensor.grad
-
-_FACTS = frozenset(
-    (
-        *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size"),
-        *("storage_offset", "is_contiguous", "is_floating_point", "is_complex"),
-        *("is_signed", "is_set_to", "is_same_size", "is_shared", "is_inference"),
-        *("is_conj", "is_neg", "_is_view", "has_names", "get_device", "data_ptr"),
-        *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
-        *("retain_grad", "__len__", "__hash__", "__repr__", "__str__", "__format__"),
-        *("grad", "backward"),  # of autograd, see `boundary`
-        *("new", "new_zeros", "new_empty", "new_ones", "new_full", "zeros_like"),
-        *("empty_like", "ones_like", "full_like", "rand_like", "randn_like"),
-    )
-)
-
-_WRITES = frozenset(
-    (
-        *("copy_", "fill_", "zero_", "normal_", "uniform_", "set_", "__set__"),
-        *("constant_", "kaiming_uniform_"),  # of torch.nn.init
-    )
-)
-_IN_PLACE = frozenset(
-    (
-        *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"),
-        *("__idiv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__"),
-        *("__ior__", "__ixor__", "__ilshift__", "__irshift__"),
-    )
-)
-_CALLS = frozenset(("apply_", "map_", "map2_"))
-"""Work in place, but pass values to a function of the program."""
-
-_PRODUCTS = frozenset(("matmul", "__matmul__", "__rmatmul__", "mm", "addmm", "einsum"))
 
 
 @final
@@ -111,7 +65,7 @@ class StaleParameterGuard:
         self._foreign: tuple[str, ...] = ()
         self._guarded: list[tuple[torch.Tensor, type[torch.Tensor]]] = []
         """Each guarded tensor with its own class."""
-        self._guard, self._buffer_guard = _guards_of(self)
+        self._guard, self._buffer_guard = guards_of(self)
         self._foreign_parameters: tuple[nn.Parameter, ...] = ()
         self._versions: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         """Of the parameters that run here and of the others, when they had arrived."""
@@ -387,137 +341,6 @@ def _does_more_than_step(kind: type[Optimizer]) -> bool:
         if base.__module__.partition(".")[0] != "torch"
         for name, value in vars(base).items()
     )
-
-
-def _guards_of(stale_guard: StaleParameterGuard) -> tuple[Any, Any]:
-    """Return classes of parameters and buffers that may be read only when current."""
-    ref = weakref.ref(stale_guard)
-
-    def guarded(
-        _cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        attribute = getattr(func, "__self__", None)
-        if attribute is _GRAD:
-            owner = ref()
-            if owner is not None:
-                owner.note_gradient(args[0], sys._getframe(1))  # noqa: SLF001
-        elif func.__name__ != "__get__" or attribute in _READING:
-            _require_allowed(func, types, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            return func(*args, **(kwargs or {}))
-
-    class GuardedParameter(nn.Parameter):
-        """A parameter of a layer that this rank does not run."""
-
-        stretto_owner = ref
-        __torch_function__ = classmethod(guarded)
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-            if id(self) not in memo:
-                _check_copying(ref)
-                values = self.data.clone(memory_format=torch.preserve_format)
-                memo[id(self)] = nn.Parameter(values, self.requires_grad)
-            found: nn.Parameter = memo[id(self)]
-            return found
-
-    class GuardedBuffer(torch.Tensor):
-        """A buffer of a layer that this rank does not run."""
-
-        stretto_owner = ref
-        __torch_function__ = classmethod(guarded)
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-            if id(self) not in memo:
-                _check_copying(ref)
-                memo[id(self)] = self.clone(memory_format=torch.preserve_format)
-            found: torch.Tensor = memo[id(self)]
-            return found
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            # A plain tensor; saving counts as reading.
-            return self.detach().__reduce_ex__(protocol)
-
-    GuardedParameter.__name__ = GuardedParameter.__qualname__ = "Parameter"
-    GuardedBuffer.__name__ = GuardedBuffer.__qualname__ = "Tensor"
-    return GuardedParameter, GuardedBuffer
-
-
-def _check_copying(owner: weakref.ref[StaleParameterGuard]) -> None:
-    found = owner()
-    if found is not None:
-        found.check_reading(is_of_all=True)
-
-
-def _require_allowed(func: Any, types: Any, args: Any, kwargs: Any) -> None:
-    """Require that a call reads or changes no value that is not current.
-
-    Operands of other models also reach the first one's class.
-
-    Raises:
-        StrettoError: it does.
-    """
-    targets = _targets(func, args)
-    if targets is not None:
-        _check_change(targets, (args[1:], kwargs))
-        types = [type(each) for each in _tensors_in((args[1:], kwargs))]
-    for kind in _read(func, types, args, kwargs):
-        owner = kind.stretto_owner()
-        if owner is not None:
-            owner.check_reading(is_of_all=_computes(func))
-
-
-def _targets(func: Any, args: Any) -> list[Any] | None:
-    """Return the tensors that a call changes in place; None if it is another call."""
-    name = getattr(func, "__name__", "")
-    if name in _IN_PLACE or (
-        name[-1:] == "_" != name[-2:-1]
-        and name not in _FACTS
-        and name not in _WRITES
-        and name not in _CALLS
-    ):
-        if not args:
-            return None
-        return list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
-    return None
-
-
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, dict):
-        yield from _tensors_in(tuple(values.values()))
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors_in(value)
-
-
-def _check_change(targets: Sequence[Any], operands: Any) -> None:
-    is_by_values = any(True for _ in _tensors_in(operands))
-    for kind in {type(each) for each in targets}:
-        owner = kind.stretto_owner() if hasattr(kind, "stretto_owner") else None
-        if owner is not None:
-            owner.check_change(is_by_values=is_by_values)
-
-
-def _computes(func: Any) -> bool:
-    """Return whether a call is one of a layer's operations."""
-    name = getattr(func, "__name__", "")
-    return name in _PRODUCTS or hasattr(torch.nn.functional, name)
-
-
-def _read(func: Any, types: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the guarded classes, of any model, whose values a call reads."""
-    name = getattr(func, "__name__", "")
-    if name in _FACTS:
-        return []
-    if name in _WRITES:
-        # If a counter is missing from a state, batch norms load it from itself.
-        # Initializers give everything by name.
-        named = kwargs or {}
-        target = args[0] if args else named.get("tensor")
-        given = (*args, *named.values())
-        types = [type(arg) for arg in given if arg is not target]
-    return [kind for kind in types if hasattr(kind, "stretto_owner")]
 
 
 @final
