@@ -15,6 +15,7 @@ The module and the program:
 Optimizers:
 
 - `optimizer_use`: they are used equally, with the same options.
+- `optimizer_options`: their options as numbers and as JSON (for `optimizer_use`).
 - `optimizers`: what they keep outside their state is the same.
 - `separable`: an optimizer treats parameters separately (for `stale_guard` too).
 

@@ -19,19 +19,25 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
-from torch import Tensor
-
 from stretto.burst.checks.numbers import as_float, as_int, number_of_words
+from stretto.burst.checks.optimizer_options import (
+    TOLERANCE,
+    OptionDigest,
+    as_json,
+    is_near,
+    logarithm,
+    options_of,
+    plain,
+)
 from stretto.errors import RankDisagreement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from stretto.runtime.agreement import Ranks
@@ -45,13 +51,7 @@ _BACKWARDS = 9
 _YES, _NO = 1, 2
 """Gradients were kept or used; they were zeroed or dropped. Both: some of them."""
 
-_CONSTANT = frozenset((bool, int, float, str, type(None)))
-"""Types of options whose digest is kept while they stay equal."""
-
 _BITS = 2 * _BACKWARDS + 2
-_SMALLEST = 1e-30
-_TOLERANCE = 1e-9
-"""Tolerance: ranks with other processors may round a schedule's rate differently."""
 
 
 @final
@@ -115,8 +115,7 @@ class OptimizerUse:
         self._gather = gather
         self._uses: weakref.WeakKeyDictionary[Optimizer, _Use]
         self._uses = weakref.WeakKeyDictionary()
-        self._last: tuple[list[Any], tuple[int, float]] = ([], (0, 0.0))
-        self._read: dict[int, tuple[Tensor, int, float]] = {}
+        self._digest = OptionDigest()
         self.reset((), bool, is_on=False)
 
     def reset(
@@ -202,7 +201,7 @@ class OptimizerUse:
         """Return `num_values` numbers to exchange."""
         clips, self._clips = self._clips, []
         self._clips_compared = clips
-        clipped = sum((i + 1) * _logarithm(most) for i, most in enumerate(clips))
+        clipped = sum((i + 1) * logarithm(most) for i, most in enumerate(clips))
         return [*self._next_steps(), as_int(clipped)]
 
     def _next_steps(self) -> list[int]:
@@ -219,9 +218,9 @@ class OptimizerUse:
         options = [
             value
             for _, use, optimizer in rows
-            for _, _, value in _options(optimizer, [row[1] for row in use.groups])
+            for _, _, value in options_of(optimizer, [row[1] for row in use.groups])
         ]
-        words, total = self._summary(options)
+        words, total = self._digest.of(options)
         flags = 0
         for number, (_, use, _) in enumerate(rows[:_MOST]):
             flags |= use.flags() << (_BITS * number)
@@ -231,57 +230,6 @@ class OptimizerUse:
             use.start()
         names = number_of_words(row[0] for row in rows) | 1
         return [names, words, as_int(total), flags, number_of_words(self._steps)]
-
-    def _summary(self, options: list[Any]) -> tuple[int, float]:
-        """Return a digest of what is no number, and a sum that the numbers enter."""
-        plain = all(
-            type(value) in _CONSTANT
-            or (type(value) is tuple and all(type(v) in _CONSTANT for v in value))
-            for value in options
-        )
-        if plain and options == self._last[0]:
-            return self._last[1]
-        words: list[str] = []
-        total, weight = 0.0, 0.0
-        for value in options:
-            for atom in self._atoms(value):
-                if isinstance(atom, str):
-                    words.append(atom)
-                    continue
-                words.append("number")
-                weight = (weight + 0.6180339887498949) % 1.0
-                total += (1.0 + weight) * _logarithm(atom)
-        found = number_of_words(words), total
-        if plain:
-            self._last = options, found
-        return found
-
-    def _atoms(self, value: Any) -> Iterator[float | str]:
-        if isinstance(value, bool | int | float):
-            yield float(value)
-        elif isinstance(value, Tensor):
-            yield self._number(value)
-        elif isinstance(value, str) or value is None:
-            yield repr(value)
-        elif isinstance(value, Sequence):
-            for held in value:
-                yield from self._atoms(held)
-
-    def _number(self, tensor: Tensor) -> float:
-        """Return a tensor's value, or its values' sum; it is read if it has changed."""
-        known = self._read.get(id(tensor))
-        version = tensor._version  # noqa: SLF001
-        if (
-            known is None
-            or known[0] is not tensor
-            or known[1] != version
-            or tensor.device.type == "cpu"
-        ):
-            value = float(tensor.detach().double().sum())
-            if len(self._read) > 256:
-                self._read.clear()
-            known = self._read[id(tensor)] = (tensor, version, value)
-        return known[2]
 
     def require_equal(self, rows: Sequence[Sequence[int]]) -> None:
         """Compare the numbers that the ranks exchanged, the same on all ranks.
@@ -298,7 +246,7 @@ class OptimizerUse:
                 if rows[rank][4] != first[4]:
                     raise self._other_steps(members[0], rank)
                 apart = abs(as_float(rows[rank][2]) - as_float(first[2]))
-                if rows[rank][1] != first[1] or not apart <= _TOLERANCE:
+                if rows[rank][1] != first[1] or not apart <= TOLERANCE:
                     raise self._other_options(members[0], rank)
             flags = {rank: rows[rank][3] for rank in members}
             for number in range(_MOST):
@@ -345,8 +293,8 @@ class OptimizerUse:
             for positions, group in use.groups:
                 rows = [["steps", steps]]
                 rows += [
-                    [f"{key!r} of {use.kind}", _as_json(value)]
-                    for _, key, value in _options(optimizer, [group])
+                    [f"{key!r} of {use.kind}", as_json(value)]
+                    for _, key, value in options_of(optimizer, [group])
                 ]
                 for position in positions:
                     found.setdefault(str(position), []).extend(rows)
@@ -358,7 +306,7 @@ class OptimizerUse:
             for position, rows in by_parameter.items():
                 other, known = first.setdefault(position, (rank, rows))
                 for a, b in itertools.zip_longest(known, rows):
-                    if _is_near(a, b):
+                    if is_near(a, b):
                         continue
                     name = self._ranks.name
                     one, two = (f"{row[0]} {row[1]}" if row else "-" for row in (a, b))
@@ -371,7 +319,7 @@ class OptimizerUse:
         """Require that ranks which clip gradients clip to the same."""
         members = [rank for rank, found in enumerate(sums) if found]
         for rank in members[1:]:
-            if abs(sums[rank] - sums[members[0]]) <= _TOLERANCE * abs(sums[rank]):
+            if abs(sums[rank] - sums[members[0]]) <= TOLERANCE * abs(sums[rank]):
                 continue
             texts = self._gather(json.dumps(self._clips_compared))
             name = self._ranks.name
@@ -425,10 +373,10 @@ class OptimizerUse:
         mine = [
             [
                 f"{key!r} of {type(optimizer).__name__}'s parameter group {i}",
-                repr(_plain(v)),
+                repr(plain(v)),
             ]
             for optimizer in self._compared
-            for i, key, v in _options(optimizer, range(len(optimizer.param_groups)))
+            for i, key, v in options_of(optimizer, range(len(optimizer.param_groups)))
         ]
         texts = [json.loads(text) for text in self._gather(json.dumps(mine))]
         name = self._ranks.name
@@ -451,42 +399,6 @@ def _options_differ(found: str) -> RankDisagreement:
     )
 
 
-def _options(
-    optimizer: Optimizer, groups: Iterable[int]
-) -> Iterator[tuple[int, str, Any]]:
-    for i in groups:
-        group = optimizer.param_groups[i]
-        for key in getattr(optimizer, "defaults", ()):
-            if key != "params" and key in group:
-                yield i, str(key), group[key]
-
-
-def _plain(value: Any) -> Any:
-    """Return an option's value with a tensor's as numbers."""
-    return value.tolist() if isinstance(value, Tensor) else value
-
-
-def _as_json(value: Any) -> Any:
-    """Return an option's value as JSON gives it back."""
-    value = _plain(value)
-    if isinstance(value, (list, tuple)):
-        return [_as_json(held) for held in value]
-    if isinstance(value, bool | int | float | str) or value is None:
-        return value
-    return type(value).__name__
-
-
-def _is_near(one: Any, other: Any) -> bool:
-    """Return whether options are equal, up to the rounding of other processors."""
-    if isinstance(one, list) and isinstance(other, list):
-        pairs = zip(one, other, strict=False)
-        return len(one) == len(other) and all(_is_near(a, b) for a, b in pairs)
-    numbers = (int, float)
-    if isinstance(one, numbers) and isinstance(other, numbers):
-        return math.isclose(one, other, rel_tol=_TOLERANCE)
-    return bool(one == other)
-
-
 def _joined(states: Iterable[int]) -> int:
     found = 0
     for state in states:
@@ -496,11 +408,3 @@ def _joined(states: Iterable[int]) -> int:
 
 def _ranks_of(state: int, states: Mapping[int, int]) -> list[int]:
     return [rank for rank, found in states.items() if found == state]
-
-
-def _logarithm(value: float) -> float:
-    """Return a number of moderate size that differs as values differ relatively."""
-    if math.isnan(value):
-        return -1.0
-    size = min(abs(value), 1e300)
-    return math.copysign(math.log1p(size / _SMALLEST), value) if size else 0.0
