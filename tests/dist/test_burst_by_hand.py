@@ -587,27 +587,25 @@ def optimizer_lacks_a_layer_on_one_rank(side: Side) -> None:
     train(side, model, optimizer)
 
 
-def in_groups(side: Side, *rates: dict[str, float]) -> None:
-    """Train with parameter groups on one rank, and one group on the other."""
+def in_groups(side: Side, *options: dict[str, float]) -> tuple[Any, Any]:
+    """A model, and its optimizer: with two groups on one rank, one group on others."""
     model = apart(side, deep())
     held = list(model.parameters())
-    groups = [{"params": held[:2]} | rates[0], {"params": held[2:]} | rates[1]]
-    train(side, model, torch.optim.SGD(groups if side.rank else held, lr=0.1))
+    first, rest = options or ({}, {})
+    groups = [{"params": held[:2]} | first, {"params": held[2:]} | rest]
+    return model, torch.optim.SGD(groups if side.rank else held, lr=0.1)
 
 
 def groups_with_another_rate_on_one_rank(side: Side) -> None:
-    in_groups(side, {"lr": 0.5}, {})
+    train(side, *in_groups(side, {"lr": 0.5}, {}))
 
 
 def groups_with_another_decay_on_one_rank(side: Side) -> None:
-    in_groups(side, {}, {"weight_decay": 0.5})
+    train(side, *in_groups(side, {}, {"weight_decay": 0.5}))
 
 
 def groups_of_which_one_changes_later_on_one_rank(side: Side) -> None:
-    model = apart(side, deep())
-    held = list(model.parameters())
-    groups = [{"params": held[:2]}, {"params": held[2:]}]
-    optimizer = torch.optim.SGD(groups if side.rank else held, lr=0.1)
+    model, optimizer = in_groups(side)
     train(side, model, optimizer)
     if side.rank:
         optimizer.param_groups[1]["lr"] = 0.2
@@ -615,10 +613,7 @@ def groups_of_which_one_changes_later_on_one_rank(side: Side) -> None:
 
 
 def the_same_options_in_other_groups(side: Side) -> Any:
-    model = apart(side, deep())
-    held = list(model.parameters())
-    groups = [{"params": held[:2]}, {"params": held[2:]}]
-    optimizer = torch.optim.SGD(groups if side.rank else held, lr=0.1)
+    model, optimizer = in_groups(side)
     train(side, model, optimizer)
     for group in optimizer.param_groups:
         group["lr"] = 0.05
