@@ -66,7 +66,7 @@ class Trial:
         module: with equal parameters and buffers on all ranks.
         graph: its layers.
         own: the layers that this rank runs.
-        links: of the ranks.
+        rank_groups: the ranks' connections.
         seed: the same on all ranks.
     """
 
