@@ -12,7 +12,6 @@ The model:
 - `plan_change`: bring parameters to other ranks: refreshes and changes of plan.
 - `requirements`: what a module, a plan and a call must be.
 - `ownership`: which ranks run which layer.
-- `layer_tensors`: the parameters and buffers of a layer (for several files).
 - `schedule`: what a rank does in a forward, computed once per plan (for `forward`).
 - `graph`: capture a module (for `captures`, and the public function).
 - `captures`: a model's captures for its modes and values.

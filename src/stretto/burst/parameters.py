@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stretto.burst.layer_tensors import tensors_of
 from stretto.burst.memory import in_memory
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def bring(
     for node in graph.nodes:
         if node.name in roots:
             what = f"{context} of layer {node.name!r}"
-            bring_tensors(rank_groups, tensors_of(node), roots[node.name], what)
+            bring_tensors(rank_groups, node.tensors(), roots[node.name], what)
 
 
 @torch.no_grad()

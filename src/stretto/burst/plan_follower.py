@@ -12,7 +12,6 @@ from stretto.burst import torch_calls
 from stretto.burst.checks.structure import Structure, described_tensors
 from stretto.burst.checks.verify_first_step import require_comparable
 from stretto.burst.gradient_sync import GradientSync, SyncedLayer
-from stretto.burst.layer_tensors import trained_and_changed
 from stretto.burst.ownership import LOOSE
 from stretto.burst.requirements import refuse_sparse
 from stretto.burst.schedule import rank_ranges_of
@@ -175,7 +174,7 @@ class PlanFollower:
         parts.uses.reset(parameters, ownership.runs_parameter, is_on=is_on)
         layers = [(node.module, runs(node.name)) for node in graph.nodes]
         parts.hooks.watch(parts.module, parameters, layers)
-        tensors = {node.name: trained_and_changed(node) for node in graph.nodes}
+        tensors = {node.name: node.trained_and_changed() for node in graph.nodes}
         own = [t for name, each in tensors.items() if runs(name) for t in each]
         parts.stale_guard.runs(
             [*own, *ownership.loose],

@@ -17,7 +17,6 @@ import torch
 from torch import fx, nn
 
 from stretto.burst.dropout import draws_otherwise, dropouts_of
-from stretto.burst.layer_tensors import tensors_of, trained_and_changed
 from stretto.burst.rank_groups import RankRange
 from stretto.burst.tracing.layers import INPUT, LayerGraph, LayerNode
 from stretto.burst.tracing.sample_positions import source_line_of
@@ -174,16 +173,16 @@ def later_widths(
     owner = {
         id(p): node.name for node in planned.nodes for p in node.module.parameters()
     }
-    known = {id(t) for node in planned.nodes for t in tensors_of(node)}
+    known = {id(t) for node in planned.nodes for t in node.tensors()}
     trained = dict(width_of)
     for node in planned.nodes:
-        for tensor in trained_and_changed(node):
+        for tensor in node.trained_and_changed():
             trained.setdefault(id(tensor), widths[node.name])
     names = {node.name for node in graph.nodes}
     first = widths[planned.nodes[0].name]
     found: dict[str, RankRange] = {}
     for node in graph.nodes:
-        held = tensors_of(node)
+        held = node.tensors()
         owners = {owner[id(t)] for t in held if id(t) in owner} - {node.name}
         ranks = {trained[id(t)] for t in held if id(t) in trained}
         # A name stands for its parameters while gradients are sent.

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from stretto.burst.checks.numbers import number_of
 from stretto.burst.checks.tolerances import of_copies
-from stretto.burst.layer_tensors import trained_and_changed
 from stretto.burst.memory import bytes_of
 from stretto.burst.tracing.overlap import regions_of
 from stretto.errors import RankDisagreement
@@ -85,7 +84,7 @@ class ConstantBuffers:
     def _use(self, graph: LayerGraph) -> None:
         self._graph = graph
         # Also where this capture only reads them, in evaluation.
-        changed = [t for node in graph.nodes for t in trained_and_changed(node)]
+        changed = [t for node in graph.nodes for t in node.trained_and_changed()]
         buffers = [pair for node in graph.nodes for pair in node.module.named_buffers()]
         regions = regions_of((*changed, *(tensor for _, tensor in buffers)))
         written = {regions[id(tensor)] for tensor in changed}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from stretto.burst.memory import in_memory
 from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.fakes import swapped
+from stretto.burst.tracing.layer_runs import largest_of
 from stretto.burst.tracing.torch_modules import BatchNorm
 from stretto.burst.tracing.trial import (
     ConstantDraws,
@@ -167,11 +168,11 @@ class Trial:
         wanted = self._output
         assert wanted is not None  # noqa: S101
         limit = self._limit(wanted)
-        differs = _differs(output.detach(), wanted[self._mine], _largest(wanted))
+        differs = _differs(output.detach(), wanted[self._mine], largest_of(wanted))
         if differs > limit:
             return f"the output differs by {differs:.2g} of its largest value"
         grads = [t.grad for t in self._twins.values() if t.grad is not None]
-        least = _LEAST * max((_largest(grad) for grad in grads), default=0.0)
+        least = _LEAST * max((largest_of(grad) for grad in grads), default=0.0)
         for node in self._own:
             for name, parameter in node.module.named_parameters():
                 truth = self._twins[id(parameter)].grad
@@ -181,7 +182,7 @@ class Trial:
                 if truth is None or found is None:
                     which = "no gradient" if found is None else "a gradient"
                     return f"{name!r} of layer {node.name!r} has {which}"
-                differs = _differs(found, truth, max(least, _largest(truth)))
+                differs = _differs(found, truth, max(least, largest_of(truth)))
                 if differs > self._limit(found):
                     return (
                         f"the gradient of {name!r} in layer {node.name!r} differs by "
@@ -191,7 +192,7 @@ class Trial:
                 truth = self._twins.get(id(buffer))
                 if truth is None:
                     continue
-                differs = _differs(buffer, truth, _largest(truth))
+                differs = _differs(buffer, truth, largest_of(truth))
                 if differs > self._limit(buffer):
                     return (
                         f"buffer {name!r} of layer {node.name!r} differs by "
@@ -246,15 +247,6 @@ def _user_hooks(parameter: Tensor) -> list[tuple[Any, dict[int, Any]]]:
             }
             found.append((held, theirs))
     return found
-
-
-def _largest(tensor: Tensor) -> float:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.detach().resolve_conj())
-    if not tensor.numel() or not tensor.is_floating_point():
-        return 0.0
-    values = tensor.detach().double()
-    return float(torch.where(torch.isfinite(values), values, 0).abs().max())
 
 
 def _differs(found: Tensor, wanted: Tensor, largest: float) -> float:

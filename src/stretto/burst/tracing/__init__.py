@@ -42,5 +42,6 @@ Layers:
 - `behind`: the parameters from which each output is computed.
 - `layers`: `LayerGraph` and `LayerNode`.
 - `proof`: compute the layers: they equal the model and keep rows apart, see `capture`.
+- `layer_runs`: run layers alone (for `proof`).
 - `trial`: random rows, perturbed parameters and constant draws (for `proof`).
 """

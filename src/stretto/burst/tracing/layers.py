@@ -13,12 +13,15 @@ from torch import fx, nn
 from stretto.burst.tracing import grouping
 from stretto.burst.tracing.caches import restored
 from stretto.burst.tracing.classify import Traced
+from stretto.burst.tracing.torch_modules import BatchNorm
 from stretto.errors import PlanMismatch
 from stretto.schema.burst import digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
+
+    from torch import Tensor
 
     from stretto.burst.tracing.cached_values import FirstValues
     from stretto.burst.tracing.packing import Arguments, Results
@@ -74,6 +77,20 @@ class LayerNode:
     def activation_bytes(self) -> int:
         """Bytes of its output for one sample."""
         return bytes_of(self.output_shape, self.output_dtype)
+
+    def tensors(self) -> list[Tensor]:
+        """Return its parameters and buffers, in one order on all ranks."""
+        return [*self.module.parameters(), *self.module.buffers()]
+
+    def trained_and_changed(self) -> list[Tensor]:
+        """Return its parameters, and the buffers that its forward changes."""
+        if self.keeps_state:
+            return self.tensors()
+        found: list[Tensor] = list(self.module.parameters())
+        for part in self.module.modules():
+            if isinstance(part, BatchNorm):
+                found += part.buffers()
+        return found
 
 
 @final

@@ -15,7 +15,6 @@ the first over ranks and draws the second by sample.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from functools import partial
@@ -23,11 +22,25 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional
 
 from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.custom_backward import has_own_backward
 from stretto.burst.tracing.fakes import swapped
+from stretto.burst.tracing.layer_runs import (
+    Twins,
+    as_real,
+    fixed_norms,
+    fresh_buffers,
+    gradients_of,
+    gradients_of_layer,
+    graph_of,
+    has_gradient,
+    largest_of,
+    leaf_of,
+    run_layer,
+    trace_layer,
+    twin_of,
+)
 from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.burst.tracing.source_lines import source_line_in
 from stretto.burst.tracing.torch_modules import BatchNorm
@@ -68,9 +81,6 @@ _MOST_INPUT = 1e3
 
 _Found = tuple[Tensor, list[Tensor | None], dict[int, Tensor]]
 """A layer's output, and gradients of its inputs and of its parameters."""
-
-_Twins = tuple[Tensor, Tensor]
-"""A parameter and the leaf that replaces it."""
 
 
 def require_equal(
@@ -188,10 +198,10 @@ class _Check:
         if found.shape != wanted.shape or found.dtype != wanted.dtype:
             return False
         if found.is_complex():
-            found, wanted = _as_real(found), _as_real(wanted)
+            found, wanted = as_real(found), as_real(wanted)
         if not found.is_floating_point():
             return bool(torch.equal(found, wanted))
-        scale = max(_largest(wanted), 0.0 if largest is None else largest)
+        scale = max(largest_of(wanted), 0.0 if largest is None else largest)
         limit = tolerance_of(self._graph.precision_of(found.dtype))
         limit = max(limit * scale, rounding) or 1e-30
         return bool(torch.allclose(found, wanted, rtol=0.0, atol=limit, equal_nan=True))
@@ -214,7 +224,7 @@ class _Check:
             values, grads, cotangents = self._layers(packed)
             self._compare(wanted, values[self._graph.output], whole, grads)
             self._find_hidden(values, cotangents)
-            with _fixed_norms(parts.values()):
+            with fixed_norms(parts.values()):
                 return self._rows(values, cotangents)
 
     def _find_hidden(
@@ -223,7 +233,7 @@ class _Check:
         for node in self._graph.nodes:
             needed = cotangents if node.name in self._needing else {}
             for found in (values.get(node.name), needed.get(node.name)):
-                if found is None or not found.numel() or not _has_gradient(found):
+                if found is None or not found.numel() or not has_gradient(found):
                     continue
                 nan = found.isnan()
                 if bool(nan.any()):
@@ -232,8 +242,8 @@ class _Check:
 
     def _first_nan(self, node: LayerNode, values: dict[str, Tensor]) -> str:
         """Return the line of a layer's first operation that gives NaN."""
-        for op, value in self._trace(node, values, _EVERY).items():
-            if not isinstance(value, Tensor) or not _has_gradient(value):
+        for op, value in trace_layer(node, values, _EVERY).items():
+            if not isinstance(value, Tensor) or not has_gradient(value):
                 continue
             if op.meta.get("place") and bool(value.isnan().any()):
                 return source_line_of(op)
@@ -242,7 +252,7 @@ class _Check:
     def _perturbed(self, tensor: Tensor) -> Tensor:
         with torch.no_grad():
             made = tensor.detach().clone()
-            if not _has_gradient(made) or id(tensor) not in self._owned:
+            if not has_gradient(made) or id(tensor) not in self._owned:
                 pass
             elif isinstance(tensor, nn.Parameter):
                 made += self._numbers.noise_for(made)
@@ -261,14 +271,14 @@ class _Check:
 
     def _whole(self, packed: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         args, kwargs = self._graph.arguments.unpack(packed)
-        with _fresh_buffers(self._module), ConstantDraws():
+        with fresh_buffers(self._module), ConstantDraws():
             output = self._module.forward(*args, **kwargs)
             wanted = self._graph.results.packed(output, len(packed))
             parameters = self._trained()
             if not wanted.requires_grad:
                 return wanted, [None for _ in parameters]
             self._cotangent = self._cotangent_of(wanted)
-            grads = _gradients(wanted, self._cotangent, parameters)
+            grads = gradients_of(wanted, self._cotangent, parameters)
         return wanted, grads
 
     def _trained(self) -> list[Tensor]:
@@ -290,12 +300,12 @@ class _Check:
         from stretto.burst.tracing.layers import INPUT
 
         values = {INPUT: packed}
-        runs: dict[str, tuple[list[Tensor], Tensor, dict[int, _Twins]]] = {}
+        runs: dict[str, tuple[list[Tensor], Tensor, dict[int, Twins]]] = {}
         for node in self._graph.nodes:
-            inputs = [_leaf(values[name], name) for name in node.inputs]
-            twins: dict[int, _Twins] = {}
-            with swapped(node.module.named_modules(), partial(_twin, twins)):
-                output = _run(node, inputs)
+            inputs = [leaf_of(values[name], name) for name in node.inputs]
+            twins: dict[int, Twins] = {}
+            with swapped(node.module.named_modules(), partial(twin_of, twins)):
+                output = run_layer(node, inputs)
             runs[node.name] = inputs, output, twins
             values[node.name] = output.detach()
             trains = any(p.requires_grad for p in node.module.parameters())
@@ -313,7 +323,7 @@ class _Check:
             if node.name not in cotangents or not output.requires_grad:
                 continue
             parameters = {key: twin for key, (_, twin) in twins.items()}
-            to_inputs, to_parameters = _grads(
+            to_inputs, to_parameters = gradients_of_layer(
                 inputs, output, cotangents[node.name], parameters
             )
             self._require_in_twins(node, twins)
@@ -327,10 +337,10 @@ class _Check:
                 grads[key] = grad if key not in grads else grads[key] + grad
         return values, grads, cotangents
 
-    def _require_in_twins(self, node: LayerNode, twins: dict[int, _Twins]) -> None:
+    def _require_in_twins(self, node: LayerNode, twins: dict[int, Twins]) -> None:
         """Require that gradients reach exactly the tensors that forward used."""
         if any(tensor.grad is not None for tensor, _ in twins.values()):
-            op = next((n for n in _graph_of(node).nodes if n.meta.get("place")), None)
+            op = next((n for n in graph_of(node).nodes if n.meta.get("place")), None)
             place = "" if op is None else f"{source_line_of(op)}: "
             raise SpecError(
                 f"{place}layer {node.name!r} runs modules again in backward, whose "
@@ -409,9 +419,9 @@ class _Check:
         orders: Sequence[Sequence[int]],
     ) -> fx.Node | None:
         """Return the first operation that gives other rows for one of the orders."""
-        full = self._trace(node, values, _EVERY)
+        full = trace_layer(node, values, _EVERY)
         for rows in orders:
-            op = self._first_other(full, self._trace(node, values, rows), rows)
+            op = self._first_other(full, trace_layer(node, values, rows), rows)
             if op is not None:
                 return op
         return None
@@ -436,12 +446,12 @@ class _Check:
             for way in _rows_in(want, side, each, rows):
                 if torch.equal(value, way):
                     exact.add(op)
-                elif not self._near(value, way, _largest(want)):
+                elif not self._near(value, way, largest_of(want)):
                     continue
                 break
             else:
                 # A comparison of values that differ by rounding may differ.
-                if is_input_exact or _has_gradient(want):
+                if is_input_exact or has_gradient(want):
                     return op
         return None
 
@@ -462,7 +472,7 @@ class _Check:
             if found is not None:
                 return found
             parts.append(part)
-        largest = max((_largest(g) for g in full[2].values()), default=0.0)
+        largest = max((largest_of(g) for g in full[2].values()), default=0.0)
         rounding = self._rounding(node, values, cotangents)
         for key, grad in full[2].items():
             added = sum(
@@ -501,14 +511,14 @@ class _Check:
         for mine, kinds in zip(inputs, full[1], strict=True):
             if mine is None or kinds is None:
                 continue
-            if not self._near(mine, kinds[rows], _largest(kinds), rounding):
+            if not self._near(mine, kinds[rows], largest_of(kinds), rounding):
                 return self._mixes(node, values, backward=True)
         for key, grad in grads.items():
             terms = [
                 rows.count(i) * one[key] for i, one in enumerate(alone) if key in one
             ]
             added = sum(terms, torch.zeros_like(grad))
-            largest = sum(_largest(term) for term in terms)
+            largest = sum(largest_of(term) for term in terms)
             if not self._near(grad, added, largest, rounding):
                 return self._mixes(node, values, backward=True)
         return None
@@ -524,10 +534,10 @@ class _Check:
         rows = self._many_rows(node, values, full, _MOST_ROWS)
         try:
             with torch.no_grad():
-                output = _run(node, [x[rows] for x in taken])
+                output = run_layer(node, [x[rows] for x in taken])
         except Exception as error:  # noqa: BLE001 - the user's code
             return self._fails(node, values, error)
-        if self._near(output, full[rows], _largest(full)):
+        if self._near(output, full[rows], largest_of(full)):
             return None
         return self._mixes(node, values, rows=rows)
 
@@ -542,7 +552,7 @@ class _Check:
     ) -> SpecError | None:
         output, to_inputs, _ = part
         if output.shape[0] != len(rows) or not self._near(
-            output, full[0][list(rows)], _largest(full[0])
+            output, full[0][list(rows)], largest_of(full[0])
         ):
             return self._mixes(node, values)
         for mine, all_rows in zip(to_inputs, full[1], strict=True):
@@ -551,7 +561,9 @@ class _Check:
             if mine is None or all_rows is None:
                 continue
             rounding = self._rounding(node, values, cotangents)
-            if not self._near(mine, all_rows[list(rows)], _largest(all_rows), rounding):
+            if not self._near(
+                mine, all_rows[list(rows)], largest_of(all_rows), rounding
+            ):
                 return self._mixes(node, values, backward=True)
         return None
 
@@ -563,10 +575,10 @@ class _Check:
     ) -> float:
         """Return the tolerance for gradients that are sums of canceling terms."""
         given = cotangents.get(node.name)
-        if given is None or not _has_gradient(given):
+        if given is None or not has_gradient(given):
             return 0.0
-        inputs = max(_largest(values[name]) for name in node.inputs)
-        terms = _largest(given) * min(max(1.0, inputs), _MOST_INPUT)
+        inputs = max(largest_of(values[name]) for name in node.inputs)
+        terms = largest_of(given) * min(max(1.0, inputs), _MOST_INPUT)
         eps = float(torch.finfo(given.dtype).eps)
         return 8.0 * eps * terms * math.sqrt(given.numel())
 
@@ -577,15 +589,15 @@ class _Check:
         cotangents: dict[str, Tensor],
         rows: tuple[int, ...],
     ) -> _Found:
-        inputs = [_leaf(values[name][list(rows)], name) for name in node.inputs]
-        output = _run(node, inputs)
+        inputs = [leaf_of(values[name][list(rows)], name) for name in node.inputs]
+        output = run_layer(node, inputs)
         if node.name not in cotangents or not output.requires_grad:
             return output.detach(), [None for _ in inputs], {}
         if output.shape[0] != len(rows):
             return output.detach(), [None for _ in inputs], {}
         some = cotangents[node.name][list(rows)]
         parameters = {id(p): p for p in node.module.parameters() if p.requires_grad}
-        to_inputs, to_parameters = _grads(inputs, output, some, parameters)
+        to_inputs, to_parameters = gradients_of_layer(inputs, output, some, parameters)
         return output.detach(), to_inputs, to_parameters
 
     def _mixes(
@@ -600,7 +612,7 @@ class _Check:
         if not backward:
             place = self._line(node, values, rows)
         else:
-            op = next((n for n in _graph_of(node).nodes if n.meta.get("place")), None)
+            op = next((n for n in graph_of(node).nodes if n.meta.get("place")), None)
             place = place if op is None else f"{source_line_of(op)}: {place}"
         return _mixing(place, backward=backward)
 
@@ -622,23 +634,10 @@ class _Check:
         op = self._first_mixing(node, values, (rows,) if rows else (_SOME, _REST))
         if op is not None:
             return f"{source_line_of(op)}: {op.name!r}"
-        for op in reversed(_graph_of(node).nodes):
+        for op in reversed(graph_of(node).nodes):
             if op.meta.get("place"):
                 return f"{source_line_of(op)}: layer {node.name!r}"
         return f"layer {node.name!r}"
-
-    def _trace(
-        self, node: LayerNode, values: dict[str, Tensor], rows: Sequence[int]
-    ) -> dict[fx.Node, Any]:
-        inputs = [values[name][list(rows)] for name in node.inputs]
-        found: dict[fx.Node, Any] = {}
-        with (
-            contextlib.suppress(Exception),
-            _fresh_buffers(node.module),
-            ConstantDraws(),
-        ):
-            _Interpreter(node.module, found).run(*inputs)
-        return found
 
 
 def _mixing(place: str, *, backward: bool = False) -> SpecError:
@@ -672,143 +671,3 @@ def _rows_in(
 def _divisors(number: int) -> list[int]:
     small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
     return sorted({*small, *(number // i for i in small)})
-
-
-class _Interpreter(fx.Interpreter):
-    def __init__(self, module: Any, trace: dict[fx.Node, Any]) -> None:
-        super().__init__(module, garbage_collect_values=False)
-        self._trace = trace
-
-    def run_node(self, n: fx.Node) -> Any:
-        found = super().run_node(n)
-        # It may be written later.
-        kept = found.detach().clone() if isinstance(found, Tensor) else found
-        self._trace[n] = kept
-        return found
-
-
-def _graph_of(node: LayerNode) -> fx.Graph:
-    graph = node.module.graph
-    assert isinstance(graph, fx.Graph)  # noqa: S101
-    return graph
-
-
-def _run(node: LayerNode, inputs: list[Tensor]) -> Tensor:
-    with _fresh_buffers(node.module), ConstantDraws():
-        output: Tensor = node.module(*inputs)
-    return output
-
-
-def _leaf(tensor: Tensor, name: str) -> Tensor:
-    from stretto.burst.tracing.layers import INPUT
-
-    found = tensor.detach()
-    return found.requires_grad_(name != INPUT and _has_gradient(tensor))
-
-
-def _grads(
-    inputs: list[Tensor],
-    output: Tensor,
-    cotangent: Tensor,
-    parameters: Mapping[int, Tensor],
-) -> tuple[list[Tensor | None], dict[int, Tensor]]:
-    leaves = [x for x in inputs if x.requires_grad]
-    found = _gradients(output, cotangent, [*leaves, *parameters.values()])
-    by_leaf = {id(x): g for x, g in zip(leaves, found, strict=False)}
-    to_parameters = {
-        key: g
-        for key, g in zip(parameters, found[len(leaves) :], strict=True)
-        if g is not None
-    }
-    return [by_leaf.get(id(x)) for x in inputs], to_parameters
-
-
-def _has_gradient(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj())
-
-
-def _twin(twins: dict[int, _Twins], tensor: Tensor) -> Tensor:
-    """Return another leaf with a parameter's values, as in the executor (`Shadows`)."""
-    if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
-        return tensor
-    twins[id(tensor)] = tensor, nn.Parameter(tensor.detach())
-    return twins[id(tensor)][1]
-
-
-def _gradients(
-    output: Tensor, cotangent: Tensor, tensors: list[Tensor]
-) -> list[Tensor | None]:
-    """Compute gradients by ``backward``, which reentrant checkpointing requires."""
-    with ConstantDraws():  # a checkpoint or a function may draw again
-        torch.autograd.backward(output, cotangent)
-    found = [
-        grad.to_dense()
-        if (grad := tensor.grad) is not None and grad.is_sparse
-        else grad
-        for tensor in tensors
-    ]
-    for tensor in tensors:
-        tensor.grad = None
-    return found
-
-
-def _largest(tensor: Tensor | None) -> float:
-    if tensor is None or not tensor.numel() or not _has_gradient(tensor):
-        return 0.0
-    values = tensor.detach()
-    if values.is_complex():
-        values = _as_real(values)
-    values = torch.where(torch.isfinite(values), values, 0)
-    return float(values.abs().max())
-
-
-@contextlib.contextmanager
-def _fresh_buffers(module: nn.Module) -> Iterator[None]:
-    """Redirect forward's writes into buffers to copies."""
-    undo = []
-    memo: dict[int, Tensor] = {}
-    try:
-        for part in module.modules():
-            held: Any = part._buffers  # noqa: SLF001
-            for name, buffer in held.items():
-                if buffer is None:
-                    continue
-                memo.setdefault(id(buffer), buffer.detach().clone())
-                undo.append((held, name, buffer))
-        for held, name, buffer in undo:
-            held[name] = memo[id(buffer)]
-        yield
-    finally:
-        for held, name, buffer in undo:
-            held[name] = buffer
-
-
-@contextlib.contextmanager
-def _fixed_norms(parts: Any) -> Iterator[None]:
-    """Let batch norms use their running statistics, or none."""
-    norms: list[Any] = [part for _, part in parts if isinstance(part, BatchNorm)]
-    try:
-        for norm in norms:
-            norm.__dict__["forward"] = _Fixed(norm)
-        yield
-    finally:
-        for norm in norms:
-            del norm.__dict__["forward"]
-
-
-class _Fixed:
-    def __init__(self, norm: Any) -> None:
-        self._norm = norm
-
-    def __call__(self, x: Tensor) -> Tensor:
-        norm = self._norm
-        mean, var = norm.running_mean, norm.running_var
-        if mean is None:
-            mean, var = (x.new_full((norm.num_features,), v) for v in (0.0, 1.0))
-        return functional.batch_norm(
-            x, mean, var, norm.weight, norm.bias, training=False, eps=norm.eps
-        )

@@ -22,7 +22,7 @@ from stretto.errors import SpecError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-_ALIKE, _POSITIONS, _OTHER = "equal", "positions", "other"
+_EQUAL, _POSITIONS, _OTHER = "equal", "positions", "other"
 
 _INDEXING = {
     "__getitem__",
@@ -107,7 +107,7 @@ def sample_positions_in(
             kinds = {_kind_of(value, i, count, each) for i, each in sides}
             if _OTHER in kinds:
                 raise depends_on_position(node)
-            if kinds != {_ALIKE}:
+            if kinds != {_EQUAL}:
                 positions.add(node)
     found: set[fx.Node] = set()
     for op in ops:
@@ -161,13 +161,13 @@ def _kind_of(value: Tensor, side: int, count: int, each: int) -> str:
     if each > 1:  # the samples are the inner part
         ways.append(flat.reshape(each, count, -1).transpose(0, 1).reshape(count, -1))
     kinds = {_kind_of_rows(rows) for rows in ways}
-    return next(kind for kind in (_ALIKE, _POSITIONS, _OTHER) if kind in kinds)
+    return next(kind for kind in (_EQUAL, _POSITIONS, _OTHER) if kind in kinds)
 
 
 def _kind_of_rows(rows: Tensor) -> str:
-    alike = (rows == rows[:1]) | ((rows != rows) & (rows[:1] != rows[:1]))
-    if bool(alike.all()):
-        return _ALIKE
+    same = (rows == rows[:1]) | ((rows != rows) & (rows[:1] != rows[:1]))
+    if bool(same.all()):
+        return _EQUAL
     if rows.dtype == torch.bool or rows.is_complex():
         return _OTHER
     steps = rows[1:] - rows[:-1]

@@ -36,7 +36,7 @@ def _differences(dtype: torch.dtype, by: float) -> None:
     for factor in (1.0, 1.0 + by):
         module = Shifted(dtype)
         module.shift *= factor
-        node = SimpleNamespace(module=module, keeps_state=False)
+        node = SimpleNamespace(module=module, trained_and_changed=list)
         graph: Any = SimpleNamespace(nodes=[node])
         buffers = ConstantBuffers(ranks, gather)
         buffers.watch(graph)

@@ -1,0 +1,186 @@
+"""Run layers alone: on some rows, with other parameters, buffers and batch norms."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from stretto.burst.tracing.torch_modules import BatchNorm
+from stretto.burst.tracing.trial import ConstantDraws
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from stretto.burst.tracing.layers import LayerNode
+
+Twins = tuple[Tensor, Tensor]
+"""A parameter and the leaf that replaces it."""
+
+
+def trace_layer(
+    node: LayerNode, values: Mapping[str, Tensor], rows: Sequence[int]
+) -> dict[fx.Node, Any]:
+    """Return the result of each operation of a layer on some rows.
+
+    An error ends the run; the results until then are returned.
+    """
+    inputs = [values[name][list(rows)] for name in node.inputs]
+    found: dict[fx.Node, Any] = {}
+    with (
+        contextlib.suppress(Exception),
+        fresh_buffers(node.module),
+        ConstantDraws(),
+    ):
+        _Interpreter(node.module, found).run(*inputs)
+    return found
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, module: Any, trace: dict[fx.Node, Any]) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._trace = trace
+
+    def run_node(self, n: fx.Node) -> Any:
+        found = super().run_node(n)
+        # It may be written later.
+        kept = found.detach().clone() if isinstance(found, Tensor) else found
+        self._trace[n] = kept
+        return found
+
+
+def graph_of(node: LayerNode) -> fx.Graph:
+    """Return a layer's operations."""
+    graph = node.module.graph
+    assert isinstance(graph, fx.Graph)  # noqa: S101
+    return graph
+
+
+def run_layer(node: LayerNode, inputs: list[Tensor]) -> Tensor:
+    """Return a layer's output, without effects on its buffers."""
+    with fresh_buffers(node.module), ConstantDraws():
+        output: Tensor = node.module(*inputs)
+    return output
+
+
+def leaf_of(tensor: Tensor, name: str) -> Tensor:
+    """Return an input of a layer, which needs a gradient if it may."""
+    from stretto.burst.tracing.layers import INPUT
+
+    found = tensor.detach()
+    return found.requires_grad_(name != INPUT and has_gradient(tensor))
+
+
+def gradients_of_layer(
+    inputs: list[Tensor],
+    output: Tensor,
+    cotangent: Tensor,
+    parameters: Mapping[int, Tensor],
+) -> tuple[list[Tensor | None], dict[int, Tensor]]:
+    """Return gradients of a layer's inputs and, by id, of its parameters."""
+    leaves = [x for x in inputs if x.requires_grad]
+    found = gradients_of(output, cotangent, [*leaves, *parameters.values()])
+    by_leaf = {id(x): g for x, g in zip(leaves, found, strict=False)}
+    to_parameters = {
+        key: g
+        for key, g in zip(parameters, found[len(leaves) :], strict=True)
+        if g is not None
+    }
+    return [by_leaf.get(id(x)) for x in inputs], to_parameters
+
+
+def has_gradient(tensor: Tensor) -> bool:
+    """Return whether tensors of this type can have gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of real numbers."""
+    return torch.view_as_real(tensor.resolve_conj())
+
+
+def twin_of(twins: dict[int, Twins], tensor: Tensor) -> Tensor:
+    """Return another leaf with a parameter's values, as in the executor (`Shadows`)."""
+    if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
+        return tensor
+    twins[id(tensor)] = tensor, nn.Parameter(tensor.detach())
+    return twins[id(tensor)][1]
+
+
+def gradients_of(
+    output: Tensor, cotangent: Tensor, tensors: list[Tensor]
+) -> list[Tensor | None]:
+    """Compute gradients by ``backward``, which reentrant checkpointing requires."""
+    with ConstantDraws():  # a checkpoint or a function may draw again
+        torch.autograd.backward(output, cotangent)
+    found = [
+        grad.to_dense()
+        if (grad := tensor.grad) is not None and grad.is_sparse
+        else grad
+        for tensor in tensors
+    ]
+    for tensor in tensors:
+        tensor.grad = None
+    return found
+
+
+def largest_of(tensor: Tensor | None) -> float:
+    """Return the largest finite magnitude; 0 without one."""
+    if tensor is None or not tensor.numel() or not has_gradient(tensor):
+        return 0.0
+    values = tensor.detach()
+    if values.is_complex():
+        values = as_real(values)
+    values = torch.where(torch.isfinite(values), values, 0)
+    return float(values.abs().max())
+
+
+@contextlib.contextmanager
+def fresh_buffers(module: nn.Module) -> Iterator[None]:
+    """Redirect forward's writes into buffers to copies."""
+    undo = []
+    memo: dict[int, Tensor] = {}
+    try:
+        for part in module.modules():
+            held: Any = part._buffers  # noqa: SLF001
+            for name, buffer in held.items():
+                if buffer is None:
+                    continue
+                memo.setdefault(id(buffer), buffer.detach().clone())
+                undo.append((held, name, buffer))
+        for held, name, buffer in undo:
+            held[name] = memo[id(buffer)]
+        yield
+    finally:
+        for held, name, buffer in undo:
+            held[name] = buffer
+
+
+@contextlib.contextmanager
+def fixed_norms(parts: Any) -> Iterator[None]:
+    """Let batch norms use their running statistics, or none."""
+    norms: list[Any] = [part for _, part in parts if isinstance(part, BatchNorm)]
+    try:
+        for norm in norms:
+            norm.__dict__["forward"] = _Fixed(norm)
+        yield
+    finally:
+        for norm in norms:
+            del norm.__dict__["forward"]
+
+
+class _Fixed:
+    def __init__(self, norm: Any) -> None:
+        self._norm = norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = self._norm
+        mean, var = norm.running_mean, norm.running_var
+        if mean is None:
+            mean, var = (x.new_full((norm.num_features,), v) for v in (0.0, 1.0))
+        return functional.batch_norm(
+            x, mean, var, norm.weight, norm.bias, training=False, eps=norm.eps
+        )
