@@ -17,7 +17,8 @@ import stretto
 from stretto.report.gather import gather
 from stretto.report.ranks import find_late
 from stretto.runtime import DistributedDataParallel, Recorder
-from stretto.runtime.recording.cross_rank import RecordGathering, merged_timeline
+from stretto.runtime.recording.gathering import RecordGathering
+from stretto.runtime.recording.merging import merged_timeline
 from stretto.runtime.recording.step import AbstractStepObserver
 from stretto.runtime.store import ranks_of
 from stretto.schema import Bucket, Plan
@@ -89,7 +90,8 @@ def recorded_by_hand(rank: int, size: int) -> dict[str, Any]:
     """Clocks that differ, a rank slow in backward, and a rank that leaves nothing."""
     if rank == 1:
         real = time.perf_counter
-        ours = ("recording.step", "recording.cross_rank", "sender")
+        recording = ("step", "clocks", "gathering")
+        ours = ("sender", *(f"recording.{name}" for name in recording))
         for module in [sys.modules[f"stretto.runtime.{name}"] for name in ours]:
             module.perf_counter = lambda: real() + AHEAD_S
     slow_s = SLOW_S if rank == 1 else 0.0

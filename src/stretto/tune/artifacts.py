@@ -16,11 +16,8 @@ from stretto.errors import SpecError
 from stretto.logs import get_logger
 from stretto.report import DemoReport, MethodResult, save, save_trace
 from stretto.runtime import Recorder
-from stretto.runtime.recording.cross_rank import (
-    GATHER_S,
-    RecordGathering,
-    merged_timeline,
-)
+from stretto.runtime.recording.gathering import GATHER_S, RecordGathering
+from stretto.runtime.recording.merging import merged_timeline
 from stretto.runtime.store import ranks_of
 from stretto.schema import Plan
 from stretto.sim.step import simulate_step
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from stretto.runtime import DistributedDataParallel
-    from stretto.runtime.recording.cross_rank import RankRecord
+    from stretto.runtime.recording.gathering import RankRecord
     from stretto.runtime.recording.step import StepMarks
 
 _log = get_logger(__name__)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from stretto.runtime.recording.cross_rank import (
+from stretto.runtime.recording.clocks import (
     DRIFT_RATIO,
     Asking,
     ClockMap,
@@ -16,8 +16,8 @@ from stretto.runtime.recording.cross_rank import (
     ask_reference,
     clock_name,
     point_of,
-    wait_for_keys,
 )
+from stretto.runtime.recording.gathering import wait_for_keys
 
 TRIPS = st.lists(
     st.tuples(st.floats(0, 0.2), st.floats(0, 0.2), st.floats(0, 0.2)),

@@ -4,12 +4,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from stretto.runtime.recording.cross_rank import (
-    ClockMap,
-    ClockPoint,
-    RankRecord,
-    merged_timeline,
-)
+from stretto.runtime.recording.clocks import ClockMap, ClockPoint
+from stretto.runtime.recording.gathering import RankRecord
+from stretto.runtime.recording.merging import merged_timeline
 from stretto.runtime.recording.step import BucketRow, StepMarks
 
 if TYPE_CHECKING:
