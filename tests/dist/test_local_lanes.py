@@ -20,7 +20,7 @@ from stretto.errors import CommTimeout, PlanMismatch, RankDisagreement
 from stretto.lab.ports import free_port
 from stretto.process_identity import own_identity
 from stretto.runtime import DistributedDataParallel
-from stretto.runtime.backends import local
+from stretto.runtime.backends import local_lanes
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.store import ranks_of
 from stretto.schema import Bucket, Plan
@@ -224,7 +224,7 @@ def test_lanes_use_the_chosen_backend(ranks: Any) -> None:
 
 def rank_on_another_host(rank: int, size: int) -> tuple[str, str]:
     mine = dataclasses.replace(own_identity(), host=f"h{rank}", kernel=f"boot {rank}")
-    local.own_identity = lambda: mine
+    local_lanes.own_identity = lambda: mine
     try:
         DistributedDataParallel(net(), plan=plan_for(size), lane_backend="local")
     except PlanMismatch as exc:

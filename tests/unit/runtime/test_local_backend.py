@@ -21,7 +21,7 @@ from torch.distributed import HashStore, PrefixStore
 from stretto.errors import CommTimeout, PlanMismatch, RankDisagreement
 from stretto.process_identity import own_identity
 from stretto.runtime import backends
-from stretto.runtime.backends import local, shared_memory
+from stretto.runtime.backends import local_lanes, shared_memory
 from stretto.runtime.backends.base import LaneFailure
 from stretto.runtime.ranks import Ranks
 
@@ -405,7 +405,7 @@ def test_ranks_on_several_hosts_are_refused_on_every_rank(monkeypatch):
         return dataclasses.replace(mine, host="here")
 
     hosts = iter([0, 1, 0])
-    monkeypatch.setattr(local, "own_identity", identity)
+    monkeypatch.setattr(local_lanes, "own_identity", identity)
     found = together(3, lambda _, lanes: lane(lanes))
     assert {type(each) for each in found} == {PlanMismatch}
     for each in found:
@@ -423,7 +423,7 @@ def test_a_rank_without_memory_is_an_error_on_every_rank_at_once(
     def fail(*_: Any) -> int:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(local, function, fail)
+    monkeypatch.setattr(local_lanes, function, fail)
     began_s = time.perf_counter()
     found = together(2, lambda _, lanes: lane(lanes))
     assert time.perf_counter() - began_s < 10.0  # the time-out is 20
