@@ -9,8 +9,10 @@ imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
 
 - `_script` orders the stages, `_result` holds choices and results. `_reading`,
   `_notebook` and `_split` read files; `_memory` runs a converted script.
-- `_tree` answers queries on the syntax, `_flow` where values come from, `_job` what
-  takes part in training, `_views` what sees a wrapped model. `_edit` collects edits.
+- `_tree` answers queries on the syntax, `_flow` where values come from, `_calls` which
+  functions are called, `_branches` which branches are taken, `_job` what takes part in
+  training, `_graph_names` where gradients flow, `_views` what sees a wrapped model.
+  `_edit` collects edits.
 - Stages: `_models`, `_unwrapping`, `_unused` and `_second_backward` (the model),
   `_loaders` and `_batch` (its data), `_numbers`, `_classify`, `_losses` and
   `_rank_values` (numbers of one rank), `_display` and `_file_names` (output),

@@ -190,7 +190,7 @@ class Classifier:
             return Amount.SUM if kind is Loss.SUM else Amount.MEAN
         returned = {
             self.of(given, function.body, depth - 1)
-            for function in self.losses.functions(node)
+            for function in self._work.calls.functions(node)
             if not any(
                 self._tree.within(call, function) for call in self._work.job.backwards
             )  # whose numbers are reduced inside

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 import libcst as cst
 
 from stretto.convert import _support
+from stretto.convert._calls import Calls
+from stretto.convert._graph_names import graph_names
 from stretto.convert._result import Choices, Kind, Note, Target
 from stretto.convert._split import Split, joined, suite
 
@@ -42,6 +45,7 @@ class Work:
         self._splits = splits
         self.tree = job.tree
         self.flow = job.flow
+        self.calls = Calls(job.tree, job.flow)
         self.choices = choices
         self.horovod = choices.target is Target.HOROVOD
         self.notes: list[Note] = []
@@ -56,6 +60,11 @@ class Work:
         self._renamed = {name: f"{name}_" for name in ours & self.tree.names}
         if self.tree.imported.get("dist") == "torch.distributed":
             self._renamed.pop("dist", None)
+
+    @cached_property
+    def graph_names(self) -> frozenset[str]:
+        """The variables through which gradients flow to a ``backward``."""
+        return graph_names(self.job)
 
     # What to report
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import enum
 import re
 from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
+from stretto.convert._branches import Branches
 from stretto.convert._flow import parameters
-from stretto.convert._tree import Scope, argument, dotted, found
+from stretto.convert._tree import Scope, dotted, found
 
 if TYPE_CHECKING:
+    from stretto.convert._calls import Called
     from stretto.convert._edit import Work
     from stretto.convert._flow import Origin
 
@@ -66,9 +67,6 @@ _SCALING = ("scale", "scale_loss")
 _DEPTH = 12
 
 
-_Called = tuple[cst.FunctionDef, cst.ClassDef | None, cst.Call | None]
-
-
 @final
 class Losses:
     """Classifies what ``backward`` is called on."""
@@ -76,8 +74,7 @@ class Losses:
     def __init__(self, work: Work) -> None:
         self._work = work
         self._tree, self._flow = work.tree, work.flow
-        self._made: list[tuple[cst.ClassDef, cst.Call]] = []
-        """The objects whose methods are being followed, and what made each."""
+        self._calls, self._branches = work.calls, Branches(work.tree, work.flow)
 
     def of(self, call: cst.Call) -> Loss:
         """Return the kind of the loss of a call of ``backward``."""
@@ -94,34 +91,6 @@ class Losses:
         if loss in (Loss.EACH, Loss.OUTPUT):
             return Loss.MEAN
         return Loss.UNKNOWN if loss is Loss.OTHER else loss
-
-    def graph_names(self) -> set[str]:
-        """Return the variables through which gradients flow to a ``backward``."""
-        out: set[str] = set()
-        scopes: list[cst.CSTNode] = []
-        for call in self._work.job.backwards:
-            loss = self._work.job.differentiated(call)
-            if loss is not None:
-                out |= _tensor_names(loss)
-            scope = self._tree.function(call)
-            scopes.append(self._tree.module if scope is None else scope.body)
-        grown = -1
-        while grown < len(out):
-            grown = len(out)
-            for body in scopes:
-                for assign in found(body, cst.Assign):
-                    names = {dotted(t.target) for t in assign.targets}
-                    if names & out:
-                        out |= _tensor_names(assign.value)
-                for added in found(body, cst.AugAssign):
-                    if dotted(added.target) in out:
-                        out |= _tensor_names(added.value)
-                for call in found(body, cst.Call):
-                    on = self._tree.method_called(call, "append", "extend")
-                    if on is not None and dotted(on) in out:
-                        for given in call.args:
-                            out |= _tensor_names(given.value)
-        return out
 
     def _of(
         self, node: cst.BaseExpression, scope: Scope, line: int, depth: int
@@ -140,7 +109,7 @@ class Losses:
                 counts=self._counts(node.right, scope),
             )
         if isinstance(node, cst.IfExp):
-            known = self._decided(node.test)
+            known = self._branches.decided(node.test)
             if known is not None:
                 part = node.body if known else node.orelse
                 return self._of(part, scope, line, depth - 1)
@@ -249,11 +218,11 @@ class Losses:
             for o in self._flow.assigned(path, scope)
             if (o.scope is not scope or self._tree.line(o.statement) < line)
             and not self._tree.without_gradient(o.statement)
-            and not self._is_left_out(o.statement)
+            and not self._branches.is_left_out(o.statement)
             and not (o.scope is scope and self._is_other_branch(o.statement, line))
         ]
         for place in range(len(made) - 1, -1, -1):
-            block = self._sure_block(made[place].statement)
+            block = self._branches.sure_block(made[place].statement)
             if made[place].scope is not scope:
                 continue
             end = [n for n in (block,) if isinstance(n, cst.Module | cst.BaseSuite)]
@@ -289,7 +258,7 @@ class Losses:
             a
             for a in found(body, cst.AugAssign)
             if dotted(a.target) == path
-            and not self._is_left_out(a)
+            and not self._branches.is_left_out(a)
             and self._tree.function(a) is scope
             and (first < self._tree.line(a) < line or after.scope is not scope)
         ]
@@ -310,7 +279,7 @@ class Losses:
             value = self._of(made, origin.scope, line, depth)
             return value if value in (Loss.EACH, Loss.CONSTANT) else Loss.UNKNOWN
         out: Loss | None = None
-        for function, kind, maker in self._called(made, origin.scope):
+        for function, kind, maker in self._calls.called(made, origin.scope):
             for given in self._returned(function, kind, maker):
                 if not isinstance(given, cst.Tuple | cst.List):
                     return Loss.UNKNOWN
@@ -345,7 +314,7 @@ class Losses:
             return self._reduced(node.func.value, method, dim, line, depth)
         if (reduction := self.criterion(node, scope)) is not None:
             return reduction
-        if functions := self._called(node, scope):
+        if functions := self._calls.called(node, scope):
             return self._of_returned(functions, depth)
         if self._is_module(node, scope):
             return Loss.EACH
@@ -399,7 +368,7 @@ class Losses:
             return out
         return Loss.UNKNOWN
 
-    def _of_returned(self, called: list[_Called], depth: int) -> Loss:
+    def _of_returned(self, called: list[Called], depth: int) -> Loss:
         out: Loss | None = None
         for function, kind, maker in called:
             for given in self._returned(function, kind, maker):
@@ -418,13 +387,8 @@ class Losses:
         depth: int,
     ) -> Loss:
         """Classify what a method returns for an object that a call made."""
-        if kind is None or maker is None:
+        with self._branches.inside(kind, maker):
             return self._of(node, function, line, depth)
-        self._made.append((kind, maker))
-        try:
-            return self._of(node, function, line, depth)
-        finally:
-            self._made.pop()
 
     def _returned(
         self,
@@ -436,124 +400,8 @@ class Losses:
         every = self._flow.returned(function)
         if kind is None or maker is None:
             return every
-        self._made.append((kind, maker))
-        try:
-            return [given for given in every if not self._is_left_out(given)]
-        finally:
-            self._made.pop()
-
-    # Branches that the arguments of a constructor decide
-
-    def _decided(self, test: cst.BaseExpression) -> bool | None:
-        """Return whether a test holds, if how the object was made decides it."""
-        if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
-            inner = self._decided(test.expression)
-            return None if inner is None else not inner
-        if isinstance(test, cst.Comparison) and len(test.comparisons) == 1:
-            part = test.comparisons[0]
-            known = self._constant(test.left), self._constant(part.comparator)
-            if known[0] is None or known[1] is None:
-                return None
-            if isinstance(part.operator, cst.Equal | cst.Is):
-                return known[0] == known[1]
-            if isinstance(part.operator, cst.NotEqual | cst.IsNot):
-                return known[0] != known[1]
-            return None
-        value = self._constant(test)
-        return None if value is None else bool(value[0])
-
-    def _constant(self, node: cst.BaseExpression) -> tuple[object] | None:
-        """Return an expression's value, if it is certain."""
-        path = dotted(node)
-        if path is None or path in ("True", "False", "None"):
-            try:
-                return (ast.literal_eval(self._tree.text(node)),)
-            except (ValueError, SyntaxError):
-                return None
-        if not path.startswith("self.") or not self._made:
-            return None
-        kind, maker = self._made[-1]
-        scope = self._tree.function(node)
-        if self._tree.owner(scope) is not kind:
-            return None
-        made = self._flow.assigned(path, scope)
-        if len(made) != 1 or made[0].scope is None or made[0].place is not None:
-            return None
-        init, value = made[0].scope, made[0].value
-        if init.name.value != "__init__" or any(a.star for a in maker.args):
-            return None
-        name = dotted(value)
-        names = parameters(init)
-        if name not in names or name is None:
-            return self._constant(value)
-        if self._flow.assigned(name, init):
-            return None
-        given = argument(maker, names.index(name) - 1, name)
-        if given is None:
-            of = init.params
-            every = [*of.posonly_params, *of.params, *of.kwonly_params]
-            given = every[names.index(name)].default
-        if given is None or (dotted(given) or "").startswith("self."):
-            return None
-        return self._constant(given)
-
-    def _is_left_out(self, node: cst.CSTNode) -> bool:
-        """Return whether a branch that is never taken contains a statement."""
-        if not self._made:
-            return False
-        below = node
-        for above in self._tree.ancestors(node):
-            if isinstance(above, cst.FunctionDef):
-                return False
-            if isinstance(above, cst.If) and below is not above.test:
-                known = self._decided(above.test)
-                if known is not None and known is not (below is above.body):
-                    return True
-            if isinstance(above, cst.IndentedBlock):
-                before = above.body[: list(above.body).index(below)]  # type: ignore[arg-type]
-                if any(self._ends(line) for line in before):
-                    return True
-            below = above
-        return False
-
-    def _ends(self, line: cst.CSTNode) -> bool:
-        """Return whether a statement certainly leaves the function."""
-        if isinstance(line, cst.SimpleStatementLine):
-            return isinstance(line.body[-1], cst.Return | cst.Raise)
-        if not isinstance(line, cst.If):
-            return False
-        known = self._decided(line.test)
-        if known is None:
-            return False
-        if known:
-            return any(self._ends(inner) for inner in line.body.body)
-        if isinstance(line.orelse, cst.If):
-            return self._ends(line.orelse)
-        return line.orelse is not None and any(
-            self._ends(inner) for inner in line.orelse.body.body
-        )
-
-    def _sure_block(self, statement: cst.CSTNode) -> cst.CSTNode | None:
-        """Return the block around a statement, and around branches surely taken."""
-        block = self._tree.parent(statement)
-        while self._made and block is not None:
-            branch = self._tree.parent(block)
-            node: cst.CSTNode | None = None
-            if isinstance(branch, cst.If) and self._decided(branch.test):
-                node = branch
-            elif isinstance(branch, cst.Else):
-                above = self._tree.parent(branch)
-                if isinstance(above, cst.If) and self._decided(above.test) is False:
-                    node = above
-            while node is not None:
-                above = self._tree.parent(node)
-                if not isinstance(above, cst.If):
-                    break
-                node = above if self._decided(above.test) is False else None
-            if node is None:
-                break
-            block = self._tree.parent(node)
-        return block
+        with self._branches.inside(kind, maker):
+            return [given for given in every if not self._branches.is_left_out(given)]
 
     def criterion(self, call: cst.Call, scope: Scope) -> Loss | None:
         """Return the kind of a loss of ``torch.nn`` or ``torch.nn.functional``."""
@@ -563,7 +411,7 @@ class Losses:
             if "loss" in name or "cross_entropy" in name or name == "kl_div":
                 return self._by_reduction(call)
             return None
-        for made in self._makers(call, scope):
+        for made in self._calls.makers(call, scope):
             name = self._tree.called(made)
             if name.startswith("torch.nn.") and name.endswith("Loss"):
                 return self._by_reduction(made)
@@ -584,53 +432,6 @@ class Losses:
             if name == "reduce" and text == "False":
                 return Loss.EACH
         return Loss.MEAN
-
-    # What is called
-
-    def _called(self, call: cst.Call, scope: Scope) -> list[_Called]:
-        """Return the script's functions that a call may execute.
-
-        Those of an object come with its class and the call that made it.
-        """
-        out: list[_Called] = []
-        for made in self._makers(call, scope):
-            kind = self._tree.classes.get(dotted(made.func) or "")
-            if kind is not None:
-                out += [
-                    (f, kind, made)
-                    for f in found(kind.body, cst.FunctionDef)
-                    if f.name.value in ("forward", "__call__")
-                ]
-        return out or [(f, None, None) for f in self._flow.local(call)]
-
-    def functions(self, call: cst.Call) -> list[cst.FunctionDef]:
-        """Return the functions of the script that a call may execute."""
-        return [f for f, _, _ in self._called(call, self._tree.function(call))]
-
-    def _makers(self, call: cst.Call, scope: Scope) -> list[cst.Call]:
-        """Return the calls that made the object that is called, or the call itself.
-
-        ``CrossEntropyLoss()(x, y)`` calls what it makes.
-        """
-        if isinstance(call.func, cst.Call):
-            return [call.func]
-        if dotted(call.func) is None:
-            return []
-        out: list[cst.Call] = []
-        waiting = self._flow.origins(call.func, scope)
-        seen: set[int] = set()
-        while waiting:
-            origin = waiting.pop()
-            made = origin.value
-            if not isinstance(made, cst.Call | cst.IfExp) or id(made) in seen:
-                continue
-            seen.add(id(made))
-            same = self._flow.same_object(made, origin.scope, origin.place)
-            if isinstance(made, cst.Call) and not same:
-                out.append(made)
-            for value, inner, _ in same:
-                waiting += self._flow.origins(value, inner)
-        return out
 
     def _is_module(self, call: cst.Call, scope: Scope) -> bool:
         """Return whether a call is one of a trained model."""
@@ -745,27 +546,3 @@ def _with_output(
 def _is_dim(given: cst.Arg) -> bool:
     """Return whether an argument of ``sum`` or ``mean`` gives the dimensions."""
     return given.keyword is None or given.keyword.value in ("dim", "axis")
-
-
-_CUTTING = frozenset(["item", "detach", "data", "numpy", "tolist", "shape", "size"])
-"""Attributes and methods behind which no gradient flows."""
-
-
-def _tensor_names(node: cst.BaseExpression) -> set[str]:
-    """Return the names in an expression that gradients may flow through."""
-    out: set[str] = set()
-    waiting: list[cst.CSTNode] = [node]
-    while waiting:
-        here = waiting.pop()
-        if isinstance(here, cst.Attribute) and here.attr.value in _CUTTING:
-            continue
-        if isinstance(here, cst.Call) and dotted(here.func) in ("float", "int", "len"):
-            continue
-        path = dotted(here)
-        if path is not None:
-            out.add(path)
-        if isinstance(here, cst.Attribute):
-            waiting.append(here.value)
-        else:
-            waiting += here.children
-    return out - {"self", "torch", "F", "nn", "math"}

@@ -63,13 +63,13 @@ class Numbers:
         self._tree, self._shares = work.tree, shares
         self._classify = Classifier(work, shares)
         self._losses = self._classify.loss_names()
-        self._graph = self._classify.losses.graph_names()
+        self._graph = work.graph_names
         self._handled: set[int] = set()
         self.reduced_after: list[tuple[cst.CSTNode, list[str]]] = []
         """Loops, and the variables that are reduced after each."""
 
     @property
-    def graph(self) -> set[str]:
+    def graph(self) -> frozenset[str]:
         """Return the variables through which gradients flow."""
         return self._graph
 
@@ -80,10 +80,6 @@ class Numbers:
     def is_within_reduced(self, node: cst.CSTNode) -> bool:
         """Return whether an expression, or one around it, was reduced over ranks."""
         return any(id(n) in self._handled for n in (node, *self._tree.ancestors(node)))
-
-    def functions_of(self, call: cst.Call) -> list[cst.FunctionDef]:
-        """Return the functions of the script that a call may execute."""
-        return self._classify.losses.functions(call)
 
     def convert(self) -> None:
         """Scale sum losses, reduce numbers, divide evaluations."""
@@ -459,7 +455,7 @@ class Numbers:
                 continue
             if self._is_count(node, body):
                 self._reduce(node, Amount.SUM)
-            elif isinstance(node, cst.Call) and self.functions_of(node):
+            elif isinstance(node, cst.Call) and self._work.calls.functions(node):
                 amount = self._classify.of(node, body)
                 if amount in (Amount.MEAN, Amount.SUM):
                     self._reduce(node, amount)

@@ -16,7 +16,6 @@ from stretto.convert._classify import AbstractShares
 from stretto.convert._display import SAVES, SAVING_METHODS
 from stretto.convert._flow import parameters
 from stretto.convert._job import WRAPPERS
-from stretto.convert._losses import Losses
 from stretto.convert._models import reaching_training
 from stretto.convert._tree import Scope, dotted, found
 
@@ -96,7 +95,7 @@ class Reductions(Protocol):
     """What is reduced over ranks."""
 
     @property
-    def graph(self) -> set[str]:
+    def graph(self) -> frozenset[str]:
         """Return the variables through which gradients flow."""
 
     @property
@@ -108,9 +107,6 @@ class Reductions(Protocol):
 
     def is_within_reduced(self, node: cst.CSTNode) -> bool:
         """Return whether an expression, or one around it, was reduced over ranks."""
-
-    def functions_of(self, call: cst.Call) -> list[cst.FunctionDef]:
-        """Return the functions of the script that a call may execute."""
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +148,7 @@ class Shares(AbstractShares):
     def is_share(self, node: cst.BaseExpression) -> bool:
         """Return whether a value may come from this rank's part of a batch."""
         if self._values is None:
-            nothing = _Unreduced(self._work)
+            nothing = _Unreduced()
             self._values = _RankValues(self._work, self._loaders, nothing, unknown=True)
             self._values.follow()
         return self._values.may_differ(node)
@@ -162,10 +158,9 @@ class Shares(AbstractShares):
 class _Unreduced:
     """No number is reduced over ranks."""
 
-    def __init__(self, work: Work) -> None:
-        self.graph: set[str] = set()
+    def __init__(self) -> None:
+        self.graph: frozenset[str] = frozenset()
         self.reduced_after: list[tuple[cst.CSTNode, list[str]]] = []
-        self.functions_of = Losses(work).functions
 
     def is_reduced(self, _: cst.CSTNode) -> bool:
         return False
@@ -619,7 +614,7 @@ class _RankValues:
 
     def _functions(self, call: cst.Call) -> list[cst.FunctionDef]:
         if id(call) not in self._called:
-            self._called[id(call)] = self._numbers.functions_of(call)
+            self._called[id(call)] = self._work.calls.functions(call)
         return self._called[id(call)]
 
     def _enter(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert._losses import Losses
 from stretto.convert._tree import dotted, found
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class _Unused:
         backwards = self._work.job.backwards
         if layers is not None and len(backwards) > 1:
             return True
-        graph = Losses(self._work).graph_names()
+        graph = self._work.graph_names
         used = [name in graph or self._is_passed_back(name, call) for name in names]
         if not self._is_beside_backward(call):
             used = [name is not None and self._is_read(name, call) for name in names]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert._losses import Losses
 from stretto.convert._tree import dotted, found
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class _Handed:
     def __init__(self, work: Work, models: Models) -> None:
         self._work, self._tree = work, work.tree
         self._models = models
-        self._graph = Losses(work).graph_names()
+        self._graph = work.graph_names
         self._optimizers = {id(o.call) for o in work.job.optimizers}
 
     def convert(self) -> None:
