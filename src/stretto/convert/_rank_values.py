@@ -1,4 +1,4 @@
-"""List values of each rank's own samples that are shown, written or collected.
+"""Follow values of each rank's own samples to where they are shown or collected.
 
 A divided loader gives each rank other samples. What a step computes from them differs
 by rank, unless it was reduced. This module follows such values through assignments,
@@ -8,7 +8,8 @@ containers, attributes and the script's functions, to where the script shows the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, final
+from functools import partial
+from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
@@ -17,13 +18,15 @@ from stretto.convert._display import SAVES, SAVING_METHODS
 from stretto.convert._flow import parameters
 from stretto.convert._job import WRAPPERS
 from stretto.convert._models import reaching_training
-from stretto.convert._tree import Scope, dotted, found
+from stretto.convert._rank_value_notes import RankValueNotes
+from stretto.convert._tree import Scope, dotted, found, parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stretto.convert._edit import Work
     from stretto.convert._loaders import Loaders
+    from stretto.convert._rank_value_notes import Reductions
 
 _SHOWING = frozenset(
     [
@@ -60,9 +63,6 @@ _COLLECTING = frozenset(
         "push",
     ]
 )
-_COMBINING = frozenset(
-    ["mean", "std", "var", "median", "flip", "roll", "cov", "corrcoef"]
-)
 _TRAINING = frozenset(["backward", "zero_grad", "train", "eval", "unscale_"])
 """Methods that only train."""
 
@@ -89,24 +89,6 @@ _OF_SHARE = ("batch_size", "sampler", "batch_sampler")
 """Attributes of a divided loader that are of this rank's share."""
 
 _PASSES = 6
-
-
-class Reductions(Protocol):
-    """What is reduced over ranks."""
-
-    @property
-    def graph(self) -> frozenset[str]:
-        """Return the variables through which gradients flow."""
-
-    @property
-    def reduced_after(self) -> list[tuple[cst.CSTNode, list[str]]]:
-        """Return loops, and the variables that are reduced after each."""
-
-    def is_reduced(self, node: cst.CSTNode) -> bool:
-        """Return whether an expression was reduced over ranks."""
-
-    def is_within_reduced(self, node: cst.CSTNode) -> bool:
-        """Return whether an expression, or one around it, was reduced over ranks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -194,8 +176,7 @@ class _RankValues:
         self._wild: set[tuple[int, str]] = set()
         """Variables that another function sets."""
         self._changed = False
-        self._is_reporting = False
-        self._reported: set[int] = set()
+        self._notes: RankValueNotes | None = None
         self._dividing: dict[int, bool] = {}
         self._called: dict[int, list[cst.FunctionDef]] = {}
         self._divided: list[cst.For | cst.While] = []
@@ -227,7 +208,7 @@ class _RankValues:
     def point_out(self) -> None:
         """List what differs where it is shown, written or collected."""
         self.follow()
-        self._is_reporting = True
+        self._notes = RankValueNotes(self._work, self._numbers)
         for frame in list(self._frames.values()):
             self._run(frame)
 
@@ -448,8 +429,8 @@ class _RankValues:
     ) -> None:
         kind = self._tree.owner(frame.scope)
         if dotted(target.value) == "self" and kind is not None:
-            if self._is_buffer(target.attr.value, kind):
-                self._report_buffer(target, at)
+            if self._notes is not None and self._is_buffer(target.attr.value, kind):
+                self._notes.buffer(target, at)
             key = (id(kind), target.attr.value)
             if key not in self._attributes:
                 self._attributes.add(key)
@@ -498,7 +479,7 @@ class _RankValues:
             isinstance(c.operator, cst.Is | cst.IsNot) for c in node.comparisons
         ):
             return False
-        return any(self._differs(e, frame) for e in _parts(node))
+        return any(self._differs(e, frame) for e in parts(node))
 
     def _read(self, node: cst.Name, frame: _Frame) -> bool:
         name = node.value
@@ -693,9 +674,10 @@ class _RankValues:
     # What is done with values
 
     def _call(self, call: cst.Call, frame: _Frame) -> None:
-        self._combine(call, frame)
+        if self._notes is not None:
+            self._notes.combined(call, partial(self._differs, frame=frame))
         if self._is_handed_over(call, frame):
-            self._report(call, [a.value for a in call.args], frame)
+            self._shown(call, [a.value for a in call.args], frame)
             return
         self._result(call, frame, None)  # enters the functions
         full = self._tree.called(call)
@@ -704,7 +686,7 @@ class _RankValues:
         shows = full in ("print", "pprint.pprint", "pprint.pp") or full in SAVES
         if shows or method in _SHOWING or method in SAVING_METHODS:
             saved = [on] if on is not None and method in SAVING_METHODS else []
-            self._report(call, [*saved, *(a.value for a in call.args)], frame)
+            self._shown(call, [*saved, *(a.value for a in call.args)], frame)
         elif (
             not isinstance(self._tree.parent(call), cst.Expr)
             or self._functions(call)
@@ -719,7 +701,13 @@ class _RankValues:
         elif on is not None and method in _COLLECTING:
             self._collect(on, call, frame)
         else:
-            self._report(call, [a.value for a in call.args], frame)
+            self._shown(call, [a.value for a in call.args], frame)
+
+    def _shown(
+        self, call: cst.Call, given: list[cst.BaseExpression], frame: _Frame
+    ) -> None:
+        if self._notes is not None:
+            self._notes.shown(call, given, partial(self._differs, frame=frame))
 
     def _is_handed_over(self, call: cst.Call, frame: _Frame) -> bool:
         """Return whether an object that does not train is given a rank's values."""
@@ -748,14 +736,8 @@ class _RankValues:
         if path is None or path in self._numbers.graph:
             return
         if self._outlives(path, at, frame):
-            if self._is_reporting and id(at) not in self._reported:
-                self._reported.add(id(at))
-                self._work.undecided(
-                    at,
-                    f"`{path}` collects values of each rank's own samples: on rank 0 "
-                    "it has rank 0's only. Reduce or gather them "
-                    "(torch.distributed.all_gather_object) before they are used",
-                )
+            if self._notes is not None:
+                self._notes.collected(path, at)
         elif isinstance(inner, cst.Name):
             self._set(inner.value, at, frame, differs=True)
         elif isinstance(inner, cst.Attribute):
@@ -776,122 +758,6 @@ class _RankValues:
         if "." not in path:
             made = [o for o in made if o.scope is frame.scope]
         return not any(self._tree.within(o.statement, where) for o in made)
-
-    def _report(
-        self, call: cst.Call, given: list[cst.BaseExpression], frame: _Frame
-    ) -> None:
-        if not self._is_reporting or id(call) in self._reported:
-            return
-        shown = [self._smallest(n, frame) for n in given if self._differs(n, frame)]
-        if not shown:
-            return
-        self._reported.add(id(call))
-        called = self._tree.text(call.func)[:40]
-        names = list(dict.fromkeys(f"`{self._tree.text(n)[:50]}`" for n in shown))
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        self._work.undecided(
-            call,
-            f"{', '.join(names[:3])}{more} in `{called}(...)`: "
-            "computed from each rank's own samples, so rank 0's value is not that of "
-            "one process. Reduce it over ranks (mean_over_ranks, sum_over_ranks) or "
-            "gather it",
-        )
-
-    def _smallest(self, node: cst.BaseExpression, frame: _Frame) -> cst.BaseExpression:
-        """Return the part to name: without the text and the calculation around it."""
-        while isinstance(
-            node,
-            cst.FormattedString
-            | cst.ConcatenatedString
-            | cst.Dict
-            | cst.Tuple
-            | cst.List
-            | cst.BinaryOperation
-            | cst.GeneratorExp
-            | cst.ListComp,
-        ) or (isinstance(node, cst.Call) and self._is_format(node)):
-            inner = next((e for e in _parts(node) if self._differs(e, frame)), None)
-            if inner is None:
-                return node
-            node = inner
-        return node
-
-    def _is_format(self, call: cst.Call) -> bool:
-        return self._tree.method_called(call, "format", "join") is not None
-
-    def _combine(self, call: cst.Call, frame: _Frame) -> None:
-        """List statistics over a batch, or another order of it, in a step."""
-        if not self._is_reporting or id(call) in self._reported:
-            return
-        full = self._tree.called(call)
-        module, _, last = full.rpartition(".")
-        on: cst.BaseExpression | None = None
-        given = list(call.args)
-        if module == "torch" and last in _COMBINING and given:
-            on, given = given[0].value, given[1:]
-        elif isinstance(call.func, cst.Attribute) and not module.startswith("torch"):
-            last = call.func.attr.value
-            on = call.func.value if last in _COMBINING else None
-        if on is None or not self._is_over_samples(last, given):
-            return
-        if self._numbers.is_within_reduced(call) or not self._differs(on, frame):
-            return
-        if last == "mean" and self._is_loss(call, on):
-            return
-        self._reported.add(id(call))
-        self._work.undecided(
-            call,
-            f"`{self._tree.text(call)[:50]}` combines the samples of a batch: each "
-            "rank has its own samples only, so the step is not that of one process. "
-            "Average it over ranks, or gather the samples first",
-        )
-
-    def _is_over_samples(self, last: str, given: list[cst.Arg]) -> bool:
-        """Return whether the arguments of a reduction say that it is over samples."""
-        place = 1 if last == "roll" else 0
-        plain = [a for a in given if a.keyword is None]
-        dims = [
-            a.value
-            for a in given
-            if a.keyword is not None and a.keyword.value in ("dim", "dims", "axis")
-        ]
-        dims += [a.value for a in plain[place : place + 1]]
-        if not dims:
-            return last in ("std", "var", "cov", "corrcoef")
-        return self._tree.text(dims[0]).strip("([ ").startswith("0")
-
-    def _is_loss(self, call: cst.Call, on: cst.BaseExpression) -> bool:
-        """Return whether a mean over samples is of one number for each of them."""
-        above = self._tree.parent(call)
-        if isinstance(above, cst.Attribute) and above.attr.value in (
-            "mean",
-            "sum",
-            "item",
-            "backward",
-        ):
-            return True
-        if any(True for _ in found(on, cst.Comparison)):
-            return True  # a share of the samples, which has no gradient
-        names = " ".join(n.value for n in found(on, cst.Name)).lower()
-        if isinstance(above, cst.Assign):
-            names += self._tree.text(above.targets[0].target).lower()
-        if any(word in names for word in ("loss", "kl", "nll", "err", "ce", "acc")):
-            return True
-        return any(
-            self._tree.called(c) in ("torch.sum", "torch.mean")
-            or self._tree.method_called(c, "sum", "mean") is not None
-            for c in found(on, cst.Call)
-        )
-
-    def _report_buffer(self, target: cst.Attribute, at: cst.CSTNode) -> None:
-        if self._is_reporting and id(at) not in self._reported:
-            self._reported.add(id(at))
-            self._work.undecided(
-                at,
-                f"the buffer `{self._tree.text(target)}` is computed from each rank's "
-                "own samples: before a step all ranks get rank 0's. Average over "
-                "ranks what it is computed from",
-            )
 
 
 def _innermost(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -924,14 +790,3 @@ def _stored(target: cst.BaseExpression) -> Iterator[cst.Name]:
     elif isinstance(target, cst.Tuple | cst.List):
         for element in target.elements:
             yield from _stored(element.value)
-
-
-def _parts(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
-    """Yield the outermost expressions inside a node."""
-    for child in node.children:
-        if isinstance(child, cst.BaseExpression):
-            if isinstance(node, cst.Arg) and child is node.keyword:
-                continue
-            yield child
-        elif not isinstance(child, cst.BaseSmallStatement):
-            yield from _parts(child)

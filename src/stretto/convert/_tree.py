@@ -66,6 +66,17 @@ def found(node: cst.CSTNode, kind: Kinds[Node]) -> Iterator[Node]:
         waiting += reversed(_children(here))
 
 
+def parts(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
+    """Yield the outermost expressions inside a node."""
+    for child in node.children:
+        if isinstance(child, cst.BaseExpression):
+            if isinstance(node, cst.Arg) and child is node.keyword:
+                continue
+            yield child
+        elif not isinstance(child, cst.BaseSmallStatement):
+            yield from parts(child)
+
+
 @final
 class Tree:
     """One parsed script: parents, lines, imported names."""
