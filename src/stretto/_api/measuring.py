@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from stretto.cost.contention_fit import fit_compute as fit_compute
-from stretto.cost.contention_fit import with_contention
 from stretto.cost.fit import fit_cluster
+from stretto.cost.resource_contention import fit_compute as fit_compute
+from stretto.cost.resource_contention import with_contention
 from stretto.errors import SpecError
 from stretto.measure import (
     CollectiveBench,

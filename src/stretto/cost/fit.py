@@ -146,7 +146,7 @@ def fit_cluster(
         intra_host=wire,
         allreduce=all_reduce,
         concurrency=beyond,
-        contention=_fit_contention(beside, all_reduce, beyond, link),
+        contention=_fit_lane_contention(beside, all_reduce, beyond, link),
         provenance={**(provenance or {}), "fit": fitted},
     )
     check_capacity(cluster)
@@ -414,7 +414,7 @@ def _weighted_median(values: Sequence[float], weights: Sequence[float]) -> float
     return pairs[-1][0]
 
 
-def _fit_contention(
+def _fit_lane_contention(
     samples: Sequence[ContentionSample],
     all_reduce: AllReduceFit,
     beyond: Concurrency,

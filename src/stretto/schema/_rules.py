@@ -42,6 +42,17 @@ def finite(place: str, value: float, *, above: float | None = None) -> None:
         raise SpecError(f"{name} must be >= 0, got {value:g}", place=place)
 
 
+def positive(place: str, value: float) -> None:
+    """Require a finite number above 0.
+
+    Raises:
+        SpecError: naming the place, the rule and the value.
+    """
+    if not 0 < value < math.inf:
+        name = place.rpartition(".")[2]
+        raise SpecError(f"{name} must be finite and > 0, got {value}", place=place)
+
+
 def at_least(place: str, value: int, least: int) -> None:
     """Require an integer of at least ``least`` that fits in 64 bits.
 

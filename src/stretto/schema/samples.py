@@ -92,6 +92,10 @@ class SlowdownReading:
 
     repetitions: int
 
+    def __post_init__(self) -> None:
+        for name in ("resource", "compute_alone_s", "compute_overlapped_s"):
+            _rules.positive(f".{name}", getattr(self, name))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateReading:

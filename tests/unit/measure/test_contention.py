@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from stretto.cli.probe import command
 from stretto.cost.contention import curve_bytes_per_s
-from stretto.cost.contention_fit import fit_compute, with_contention
+from stretto.cost.resource_contention import fit_compute, with_contention
 from stretto.errors import Infeasible, NoisyProfile, SpecError
 from stretto.measure import AbstractContentionBench, read_contention
 from stretto.measure.load import backward

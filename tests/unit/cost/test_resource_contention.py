@@ -8,30 +8,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.cost import curve_bytes_per_s
-from stretto.cost.libra import (
+from stretto.cost.regression import standard_errors
+from stretto.cost.resource_contention import (
     RateSample,
-    SlowdownSample,
     fit_contention,
     fit_rate_curve,
     fit_slowdown,
 )
-from stretto.cost.regression import standard_errors
 from stretto.errors import Infeasible, SpecError
 from stretto.schema import RateCurve
+from stretto.schema.samples import SlowdownReading
 
 LEVELS = (128, 256, 512, 1024, 2048, 4096)
+
+
+def slowdown(resource, alone_s, overlapped_s):
+    return SlowdownReading(
+        resource=resource,
+        compute_alone_s=alone_s,
+        compute_overlapped_s=overlapped_s,
+        spread_ratio=0.0,
+        repetitions=1,
+    )
 
 
 def slowdowns(alpha1, alpha2, *, noise=0.0, seed=0, levels=LEVELS):
     rng = random.Random(seed)
     return [
-        SlowdownSample(
-            resource=r,
-            compute_alone_s=0.01,
-            compute_overlapped_s=0.01
-            / (alpha1 - alpha2 * r)
-            * (1 + rng.gauss(0, noise)),
-        )
+        slowdown(r, 0.01, 0.01 / (alpha1 - alpha2 * r) * (1 + rng.gauss(0, noise)))
         for r in levels
     ]
 
@@ -81,7 +85,7 @@ def test_computation_faster_than_alone_is_refused():
 
 def test_a_line_that_crosses_zero_among_the_samples_is_refused():
     samples = slowdowns(1.2, 0.2, levels=(1, 2, 3, 4, 5)) * 100
-    last = SlowdownSample(resource=7, compute_alone_s=1.0, compute_overlapped_s=5.0)
+    last = slowdown(7, 1.0, 5.0)
     with pytest.raises(Infeasible, match="at resource 7, where computation did run"):
         fit_slowdown([*samples, last])
 
@@ -166,7 +170,7 @@ def test_bad_samples_are_named():
     with pytest.raises(SpecError, match="transmission_s must be finite and > 0"):
         RateSample(resource=1, wire_bytes=1.0, transmission_s=math.nan)
     with pytest.raises(SpecError, match="compute_alone_s must be finite and > 0"):
-        SlowdownSample(resource=1, compute_alone_s=-1.0, compute_overlapped_s=1.0)
+        slowdown(1, -1.0, 1.0)
 
 
 def test_standard_errors_are_those_of_a_straight_line():

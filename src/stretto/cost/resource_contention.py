@@ -1,16 +1,20 @@
-"""Fit LIBRA's contention, Eq. 5 (alpha) and Eq. 6 (gamma), to samples."""
+"""Fit contention by resource, LIBRA's Eq. 5 (alpha) and Eq. 6 (gamma), to readings.
+
+`stretto.cost.fit` fits contention by lanes.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stretto.cost.contention import curve_bytes_per_s
 from stretto.cost.regression import NOISE_RATIO, Fitted, standard_errors
 from stretto.errors import Infeasible, SpecError
 from stretto.schema import ComputeContention, Contention, RateCurve
+from stretto.schema._rules import positive
 from stretto.units import format_rate
 
 if TYPE_CHECKING:
@@ -19,22 +23,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from stretto.schema import Cluster
+    from stretto.schema.samples import ContentionReadings, SlowdownReading
+
 GAMMA4 = 0.6
 """LIBRA's empirical exponent (section III-A)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlowdownSample:
-    """Computation beside a collective that takes ``resource`` threads."""
-
-    resource: int
-
-    compute_alone_s: float
-
-    compute_overlapped_s: float
-
-    def __post_init__(self) -> None:
-        _positive(self, ("resource", "compute_alone_s", "compute_overlapped_s"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +43,8 @@ class RateSample:
     """Transmission time without start-up."""
 
     def __post_init__(self) -> None:
-        _positive(self, ("resource", "wire_bytes", "transmission_s"))
+        for name in ("resource", "wire_bytes", "transmission_s"):
+            positive(f".{name}", getattr(self, name))
 
     @property
     def bytes_per_s(self) -> float:
@@ -58,7 +52,7 @@ class RateSample:
         return self.wire_bytes / self.transmission_s
 
 
-def fit_slowdown(samples: Iterable[SlowdownSample]) -> Fitted[ComputeContention]:
+def fit_slowdown(samples: Iterable[SlowdownReading]) -> Fitted[ComputeContention]:
     r"""Fit $\alpha_1, \alpha_2$ of $\sigma(r) = \alpha_1 - \alpha_2 r$ (LIBRA Eq. 5).
 
     Minimizes $\sum_i (\sigma(r_i)\, y_i - 1)^2$ with $y$ the measured slow-down: linear
@@ -191,7 +185,7 @@ class ContentionFit:
 
 
 def fit_contention(
-    slowdowns: Iterable[SlowdownSample],
+    slowdowns: Iterable[SlowdownReading],
     overlapped: Iterable[RateSample],
     exclusive: Iterable[RateSample],
     *,
@@ -227,6 +221,62 @@ def fit_contention(
             exclusive=curves[1].value,
             resources=levels,
         ),
+    )
+
+
+def fit_compute(readings: ContentionReadings) -> Fitted[ComputeContention]:
+    """Fit LIBRA's alpha to readings (Eq. 5).
+
+    Raises:
+        SpecError, Infeasible: As `fit_slowdown`.
+    """
+    return fit_slowdown(readings.slowdowns)
+
+
+def with_contention(cluster: Cluster, readings: ContentionReadings) -> Cluster:
+    """Add measured contention by resource to a cluster; return the fit's quality too.
+
+    Raises:
+        SpecError: nothing was sent, so rates are unknown.
+        Infeasible: the readings contradict the model or the cluster's link.
+    """
+    if not readings.rates:
+        raise SpecError(
+            "these readings come from a device without peers: they show how "
+            "computation slows, but no rates. Measure with ranks (`stretto probe "
+            "--resources`)"
+        )
+    overlapped, exclusive = (
+        [
+            RateSample(
+                resource=reading.resource,
+                wire_bytes=reading.wire_bytes,
+                transmission_s=getattr(reading, name),
+            )
+            for reading in readings.rates
+        ]
+        for name in ("overlapped_s", "exclusive_s")
+    )
+    # A rate above the link's fitted rate means that the fitted lanes did not saturate
+    # the link, and that these connections did.
+    fastest = max(sample.bytes_per_s for sample in (*overlapped, *exclusive))
+    link = max(cluster.bottleneck.bandwidth_bytes_per_s, fastest)
+    fit = fit_contention(
+        readings.slowdowns, overlapped, exclusive, link_bytes_per_s=link
+    )
+    return replace(
+        cluster,
+        contention=fit.value,
+        provenance={
+            **cluster.provenance,
+            "contention": {
+                **readings.provenance,
+                "link_bytes_per_s": link,
+                "slowdown": _report(fit.slowdown),
+                "overlapped": _report(fit.overlapped),
+                "exclusive": _report(fit.exclusive),
+            },
+        },
     )
 
 
@@ -311,7 +361,7 @@ def _check_rates(rows: Sequence[RateSample], link_bytes_per_s: float) -> None:
             )
 
 
-def _levels(rows: Sequence[SlowdownSample | RateSample], *, least: int = 2) -> None:
+def _levels(rows: Sequence[SlowdownReading | RateSample], *, least: int = 2) -> None:
     levels = {sample.resource for sample in rows}
     if len(levels) < least:
         raise SpecError(
@@ -320,10 +370,11 @@ def _levels(rows: Sequence[SlowdownSample | RateSample], *, least: int = 2) -> N
         )
 
 
-def _positive(sample: SlowdownSample | RateSample, names: Iterable[str]) -> None:
-    for name in names:
-        value = getattr(sample, name)
-        if not 0 < value < math.inf:
-            raise SpecError(
-                f"{name} must be finite and > 0, got {value}", place=f".{name}"
-            )
+def _report(fitted: Fitted[Contention] | Fitted[Any]) -> dict[str, Any]:
+    return {
+        "std_errors": {
+            name: error if error < float("inf") else None
+            for name, error in fitted.std_errors.items()
+        },
+        "residual_ratios": list(fitted.residual_ratios),
+    }
