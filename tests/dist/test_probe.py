@@ -13,7 +13,8 @@ from torch import nn
 from stretto._api.measuring import probe
 from stretto.cost.fit import check_capacity
 from stretto.errors import Infeasible, NoisyProfile, SpecError
-from stretto.measure import probe_network, profile_model
+from stretto.measure import CollectiveBench, probe_network, profile_model
+from stretto.measure.load import convolutions
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -82,6 +83,34 @@ def test_ranks_measure_the_same_within_their_budget(ranks):
     assert {s.lanes for s in contention} == {1, 2}
     by_point = {(s.size_bytes, s.lanes): s.duration_s for s in collectives}
     assert by_point[2**22, 1] > by_point[4096, 1]
+
+
+def rank_probes_without_a_name(rank: int, size: int) -> tuple[str, Any, Any]:
+    del rank, size
+    unnamed = dist.new_group(backend="undefined")
+    measured = probe_network(
+        group=unnamed,
+        lane_group=lambda _lane: unnamed,
+        sizes_bytes=SIZES[:2],
+        lanes=(1,),
+        budget_s=1.5,
+        contention=False,
+    )
+    bench = CollectiveBench(
+        launch_of=lambda _resource: lambda _message: (),
+        load=convolutions(torch.device("cpu")),
+        group=unnamed,
+    )
+    return (
+        str(dist.get_backend(unnamed)),
+        measured.provenance["backend"],
+        bench.provenance()["communication"],
+    )
+
+
+def test_a_group_without_a_named_backend_has_the_measured_ones_name(ranks):
+    for found in ranks(rank_probes_without_a_name, 2, timeout_s=60):
+        assert found == ("undefined", "gloo", "gloo")
 
 
 def rank_fits(rank: int, size: int) -> Any:

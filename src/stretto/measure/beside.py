@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.measure.contention import AbstractContentionBench
-from stretto.measure.network import device_of
+from stretto.measure.network import backend_name, device_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,7 +111,7 @@ class CollectiveBench(AbstractContentionBench):
 
     def provenance(self) -> dict[str, Any]:  # noqa: D102
         return {
-            "communication": str(dist.get_backend(self._group)),
+            "communication": backend_name(self._group, self._device),
             "ranks": self._ranks,
             "device": str(self._device),
             "torch": torch.__version__,

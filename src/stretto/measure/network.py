@@ -207,7 +207,7 @@ class _Probe:
 
     def provenance(self) -> dict[str, Any]:
         return {
-            "backend": str(dist.get_backend(self._group)),
+            "backend": backend_name(self._groups[0], self.device),
             "torch": torch.__version__,
             "torch_threads": torch.get_num_threads(),
             "device": str(self.device),
@@ -532,6 +532,23 @@ def device_of(group: ProcessGroup | None) -> torch.device:
         # Not yet run on a GPU.
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def backend_name(group: Any, device: torch.device) -> str:
+    """Return the name of the backend that sends a device's messages.
+
+    Torch calls the backend of a group "undefined" where the program named none.
+
+    Args:
+        group: A process group, the default one for ``None``, or a lane.
+        device: Where the messages are.
+    """
+    lane = dist.group.WORLD if group is None else group
+    if isinstance(lane, dist.ProcessGroup):
+        lane = lane._get_backend(device)  # noqa: SLF001
+    # The contract of lanes does not ask for a name; torch's have one.
+    name = getattr(lane, "name", None)
+    return str(name()) if name is not None else type(lane).__name__
 
 
 def _synchronize(device: torch.device) -> None:
