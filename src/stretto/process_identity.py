@@ -38,12 +38,20 @@ class Identity:
     """Start time of the process, in the kernel's own units; empty if unknown."""
 
 
+def host_name() -> str:
+    """Return this host's name, for messages and records; it never raises.
+
+    `socket.gethostname` raises where a program or its tests forbid the network.
+    """
+    return platform.node() or "localhost"
+
+
 def own_identity() -> Identity:
     """Return this process's identity."""
     pid = os.getpid()
     row = stat_row(pid)
     return Identity(
-        host=platform.node(),
+        host=host_name(),
         kernel=kernel_id(),
         pid=pid,
         started="" if row is None else row[1],
@@ -57,7 +65,7 @@ def kernel_id() -> str:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink(_PROC / 'self/ns/pid')}"  # noqa: PTH115
     except OSError:
-        return "" if sys.platform == "linux" else f"{sys.platform} {platform.node()}"
+        return "" if sys.platform == "linux" else f"{sys.platform} {host_name()}"
 
 
 def state_of(process: Identity) -> State:

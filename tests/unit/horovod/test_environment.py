@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
+from torch.distributed import HashStore
 
 from stretto.errors import SpecError
 from stretto.horovod.environment import Place, Settings, place, settings, unknown
-from stretto.horovod.torch.topology import arrange
+from stretto.horovod.torch.topology import arrange, exchange
+from stretto.runtime.ranks import Ranks
 
 TORCHRUN = {
     "RANK": "5",
@@ -105,6 +109,17 @@ def test_names_without_effect() -> None:
     assert unknown({**TORCHRUN, **silent, "HOROVOD_STRETTO_X": "1"}) == []
     more = {"HOROVOD_TYPO": "1", "HOROVOD_AUTOTUNE": "1"}
     assert unknown({**silent, **more}) == ["HOROVOD_AUTOTUNE", "HOROVOD_TYPO"]
+
+
+def test_a_host_whose_name_can_not_be_looked_up_has_a_topology(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> str:
+        raise OSError("no network in these tests")
+
+    monkeypatch.setattr(socket, "gethostname", refuse)
+    alone = Ranks(rank=0, size=1, names=(0,), store=HashStore(), timeout_s=5.0)
+    assert exchange(alone, None).local_size == 1
 
 
 def test_topology_of_even_and_of_uneven_hosts() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import CommTimeout, StrettoError
+from stretto.process_identity import host_name
 from stretto.runtime.store import missing_after, store_lost
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def exchange(ranks: Ranks, place: Place | None) -> Topology:
 
     A launcher's numbers take precedence over host names, which several hosts may share.
     """
-    host, local_rank = socket.gethostname(), None
+    host, local_rank = host_name(), None
     if place is not None and place.local_rank is not None:
         local_rank = place.local_rank
         if place.host is not None:

@@ -10,7 +10,6 @@ The thread ends by itself, and a process with nothing else left to do waits for 
 
 from __future__ import annotations
 
-import socket
 import threading
 import zlib
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 import msgspec
 
 from stretto.logs import get_logger
+from stretto.process_identity import host_name
 from stretto.runtime.recording.clocks import (
     ClockMap,
     ClockPoint,
@@ -155,7 +155,7 @@ class RecordGathering:
     ) -> None:
         if self._beginning is not None:
             self._beginning.join()
-        own = RankRecord(host=socket.gethostname(), steps=steps())
+        own = RankRecord(host=host_name(), steps=steps())
         records = {self._ranks.rank: own}
         if self._ranks.size > 1:
             try:
