@@ -109,8 +109,19 @@ def summary(settled: TuningResult) -> str:
     word = "remembered" if settled.remembered else "planned"
     return (
         f"{word}: {_count(len(plan.buckets), 'bucket')} in {numbers} "
-        f"slice{'s' if slices[-1] > 1 else ''} on {_count(plan.lanes, 'lane')}; "
+        f"slice{'s' if slices[-1] > 1 else ''} on {_count(_lanes_used(plan), 'lane')}; "
         f"{figures}"
+    )
+
+
+def _lanes_used(plan: Plan) -> int:
+    """Return the number of lanes with a slice, which may be fewer than are open."""
+    return len(
+        {
+            (bucket.lane + i) % plan.lanes
+            for bucket in plan.buckets
+            for i in range(bucket.slices)
+        }
     )
 
 

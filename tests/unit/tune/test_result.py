@@ -47,6 +47,23 @@ def test_a_measured_step_is_never_compared_with_a_predicted_one(
     assert "predicted with DDP's buckets" in line
 
 
+@pytest.mark.parametrize(
+    ("slices", "lanes", "says"),
+    [
+        (2, 3, "1 bucket in 2 slices on 2 lanes"),
+        (1, 3, "1 bucket in 1 slice on 1 lane"),
+        (4, 3, "1 bucket in 4 slices on 3 lanes"),
+    ],
+)
+def test_lanes_without_a_slice_are_not_counted(
+    settled: TuningResult, slices: int, lanes: int, says: str
+) -> None:
+    names = tuple(n for bucket in settled.plan.buckets for n in bucket.tensors)
+    bucket = replace(settled.plan.buckets[0], tensors=names, lane=1, slices=slices)
+    plan = replace(settled.plan, buckets=(bucket,), lanes=lanes)
+    assert says in summary(replace(settled, plan=plan))
+
+
 def test_where_ddp_s_buckets_stay_nothing_is_saved(settled: TuningResult) -> None:
     kept = replace(settled, plan=settled.ddp, step_s=0.34, ddp_step_s=0.34)
     line = summary(kept)
