@@ -26,6 +26,7 @@ from stretto.runtime.negotiated.reducer import (
     refused,
 )
 from stretto.runtime.plan_binding import ignored_names, why_unplannable
+from stretto.runtime.static_graph import unsupported
 from stretto.runtime.torch_compat import (
     arguments_of,
     on_lanes,
@@ -56,6 +57,7 @@ _NOT_COPIED = (
     "_negotiated",
     "_numerics",
     "_observer",
+    "_other_gradient_counts",
     "_plan",
     "_planned",
     "_pools",
@@ -255,11 +257,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         except StrettoError as exc:
             trouble = exc
         if self.static_graph and not self._gradients_come_once:
-            # Note [A new Reducer for a static graph] in `runtime.static_graph`.
-            trouble = PlanMismatch(
-                "static_graph=True, and a parameter has no gradient or several in a "
-                "backward, which a plan applied later does not support."
-            )
+            trouble = PlanMismatch(unsupported(self._other_gradient_counts))
         agree(trouble)  # before any rank waits for another in the opening of lanes
         self._replace_reducer(plan, agree)
 

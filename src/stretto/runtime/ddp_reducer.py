@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from stretto.runtime.static_graph import GradientCounts
 from stretto.runtime.torch_compat import build_reducer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import nn
 
@@ -44,6 +45,7 @@ class ReplaceableReducerDDP(RankedDDP):
     _builtin_hook: Any = None
     _gradient_counts: GradientCounts | None = None
     _gradients_come_once = False
+    _other_gradient_counts: Mapping[str, int] = MappingProxyType({})
     _observer: AbstractStepObserver | None = None
     _step_watch: StepWatch | None = None
 
@@ -385,7 +387,8 @@ class ReplaceableReducerDDP(RankedDDP):
             return  # gradients are missing: DDP reports that in the next forward
         if self._gradient_counts is not None:
             counts, self._gradient_counts = self._gradient_counts, None
-            self._gradients_come_once = counts.end()
+            self._other_gradient_counts = counts.end()
+            self._gradients_come_once = not self._other_gradient_counts
         # A second backward in the same forward needs the rebuilt buckets. If they are
         # known, this does not communicate. Not after forward: with DDP's own mixed
         # precision, parameters then still have their narrow types.
@@ -411,5 +414,5 @@ class ReplaceableReducerDDP(RankedDDP):
         if self._ranks.size == 1:
             return
         self._gradient_counts = GradientCounts(
-            [p for _, p in self._table(self.module) if p.requires_grad]
+            [(r.name, p) for r, p in self._table(self.module) if p.requires_grad]
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, final
 from stretto.runtime.weak_call import weakly
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
@@ -26,25 +26,48 @@ if TYPE_CHECKING:
 class GradientCounts:
     """Counts how often each parameter's gradient arrives in one iteration."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._names = [name for name, _ in parameters]
         self._counts = [0] * len(parameters)
         # Weak, because objects kept by a parameter's hook are never freed with the
         # parameter.
         count = weakly(self._count)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(count, index))
-            for index, parameter in enumerate(parameters)
+            for index, (_, parameter) in enumerate(parameters)
         ]
 
     def begin(self) -> None:
         """Start an iteration."""
         self._counts = [0] * len(self._counts)
 
-    def end(self) -> bool:
-        """Stop counting; return whether each gradient arrived exactly once."""
+    def end(self) -> dict[str, int]:
+        """Stop counting; return the counts other than one by the parameter's name."""
         for handle in self._handles:
             handle.remove()
-        return all(count == 1 for count in self._counts)
+        counts = zip(self._names, self._counts, strict=True)
+        return {name: count for name, count in counts if count != 1}
 
     def _count(self, index: int, _parameter: nn.Parameter) -> None:
         self._counts[index] += 1
+
+
+def unsupported(counts: Mapping[str, int]) -> str:
+    """Return why a static graph's gradients, with these counts, take no new plan.
+
+    See Note [A new Reducer for a static graph].
+    """
+    text = (
+        "static_graph=True supports a new plan only where each parameter gets one "
+        "gradient in a backward"
+    )
+    if not counts:
+        return f"{text}, and these gradients have not been counted yet."
+    name, count = next(iter(counts.items()))
+    more = f" ({len(counts) - 1} more differ)" if len(counts) > 1 else ""
+    instead = (
+        "Pass find_unused_parameters=True instead of static_graph=True"
+        if not any(counts.values())
+        else "Pass the plan when the model is created"
+    )
+    return f"{text}, but {name!r} gets {count or 'none'}{more}. {instead}."
