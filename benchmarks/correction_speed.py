@@ -27,13 +27,11 @@ from dataclasses import dataclass, replace
 
 from _record import RESULTS, spread, store
 from stretto import planners
-from stretto.cost.fit import constant_rate
+from stretto.cost.fit import slowed_by_lanes
 from stretto.schema import (
     AllReduceFit,
     Cluster,
-    ComputeContention,
     Concurrency,
-    Contention,
     Link,
     Plan,
     TensorSpec,
@@ -111,7 +109,6 @@ def clusters() -> dict[str, Cluster]:
         )
 
     capped = of("capped", 138e6, 38.7e6)
-    free = constant_rate(138e6)
     return {
         "capped": capped,
         "uncapped": of("uncapped", 60e6, None),
@@ -123,13 +120,7 @@ def clusters() -> dict[str, Cluster]:
             concurrency=Concurrency(gamma=(1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 2.3, 2.6)),
         ),
         "contention": replace(
-            capped,
-            contention=Contention(
-                compute=ComputeContention(alpha1=1.0, alpha2=0.04),
-                overlapped=free,
-                exclusive=free,
-                resources=(1,),
-            ),
+            capped, contention=slowed_by_lanes(0.04, bytes_per_s=138e6)
         ),
     }
 

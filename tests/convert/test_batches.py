@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.conversions import convert, open_notes, refused
+from support.conversions import STEP, convert, open_notes, refused
 
 HEAD = """\
 import torch
@@ -13,13 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 model = torch.nn.Linear(2, 1)
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
 data = TensorDataset(torch.ones(8, 2))
-"""
-
-STEP = """\
-        loss = model(x).mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
 """
 
 

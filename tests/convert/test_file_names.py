@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.convert import Kind, Target
-from support.conversions import convert, refused
+from support.conversions import TRAINING, convert, refused
 
 IMPORTS = """\
 import datetime
@@ -16,18 +16,6 @@ import uuid
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-"""
-
-TRAINING = """\
-model = torch.nn.Linear(2, 1)
-opt = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
-for epoch in range(2):
-    for (x,) in loader:
-        loss = model(x).mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
 """
 
 

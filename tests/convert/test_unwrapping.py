@@ -6,24 +6,20 @@ import pytest
 
 from stretto.convert import Choices, convert_source
 from stretto.errors import SpecError
-from support.conversions import open_notes
+from support.conversions import TRAINING, open_notes
 
-SCRIPT = """\
+IMPORTS = """\
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from helpers import compute_loss, evaluate, show, train_epoch, work
 
-model = torch.nn.Sequential(torch.nn.Linear(2, 1))
-opt = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
-for epoch in range(2):
-    for (x,) in loader:
-        loss = model(x).mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        {line}
 """
+MODEL = "torch.nn.Linear(2, 1)"
+SCRIPT = (
+    IMPORTS
+    + TRAINING.replace(MODEL, f"torch.nn.Sequential({MODEL})")
+    + "        {line}\n"
+)
 
 
 def with_line(line):

@@ -9,6 +9,26 @@ import pytest
 from stretto.convert import Choices, Conversion, Kind, convert_source
 from stretto.errors import SpecError
 
+STEP = """\
+        loss = model(x).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+"""
+"""One step of a loop over a loader, in a loop over epochs."""
+
+TRAINING = (
+    """\
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+for epoch in range(2):
+    for (x,) in loader:
+"""
+    + STEP
+)
+"""The smallest script that trains, without its imports."""
+
 
 def convert(source: str, **choices: Any) -> Conversion:
     return convert_source(source, name="train.py", choices=Choices(**choices))

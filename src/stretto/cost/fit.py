@@ -463,6 +463,20 @@ def _fit_lane_contention(
     )
 
 
+def slowed_by_lanes(alpha2: float, *, bytes_per_s: float) -> Contention:
+    """Return a contention in which each busy lane slows computation by ``alpha2``.
+
+    Flows have one rate, beside computation and alone.
+    """
+    rate = constant_rate(bytes_per_s)
+    return Contention(
+        compute=ComputeContention(alpha1=1.0, alpha2=alpha2),
+        overlapped=rate,
+        exclusive=rate,
+        resources=(1,),
+    )
+
+
 def constant_rate(bytes_per_s: float) -> RateCurve:
     """Return a curve with the same rate at every resource, bytes/s."""
     return RateCurve(gamma1=bytes_per_s, gamma2=0.0, gamma3=0.0, gamma4=0.0)

@@ -14,7 +14,7 @@ import numpy as np
 
 from stretto import planners
 from stretto.cost import flow_rates
-from stretto.cost.fit import constant_rate
+from stretto.cost.fit import slowed_by_lanes
 from stretto.errors import Infeasible, SpecError
 from stretto.planners.aiacc import MAX_LANES
 from stretto.planners.base import predicted_s
@@ -484,11 +484,11 @@ def _contention(cluster: Cluster, factor: float, link: float) -> Contention | No
     alpha2 = UNSEEN_ALPHA2 * (factor - 1)
     if alpha2 <= 0:
         return seen
-    compute = ComputeContention(alpha1=1.0, alpha2=alpha2)
     if seen is not None:
+        compute = ComputeContention(alpha1=1.0, alpha2=alpha2)
         return replace(seen, compute=compute)
-    free = constant_rate(link)  # no evidence that computation slows a flow
-    return Contention(compute=compute, overlapped=free, exclusive=free, resources=(1,))
+    # No evidence that computation slows a flow.
+    return slowed_by_lanes(alpha2, bytes_per_s=link)
 
 
 STEP = 0.05

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from scipy.optimize import least_squares
 
-from stretto.cost.fit import constant_rate
+from stretto.cost.fit import slowed_by_lanes
 from stretto.errors import SpecError
-from stretto.schema import ComputeContention, Contention
 from stretto.sim.step import simulate_step
 from stretto.tune.calibration import (
     NOISE_RATIO,
@@ -92,16 +91,8 @@ def test_computation_slowed_beside_communication_is_told_from_a_slower_network(
 ) -> None:
     """What the look does not measure: backward is longer the more lanes are busy."""
     wire = cluster.inter_host
-    free = constant_rate(wire.bandwidth_bytes_per_s)
-    truth = replace(
-        cluster,
-        contention=Contention(
-            compute=ComputeContention(alpha1=1.0, alpha2=0.08),
-            overlapped=free,
-            exclusive=free,
-            resources=(1,),
-        ),
-    )
+    slowed = slowed_by_lanes(0.08, bytes_per_s=wire.bandwidth_bytes_per_s)
+    truth = replace(cluster, contention=slowed)
     seen = []
     for point in space.points[:: len(space.points) // 3]:
         plan = space.plan(point, truth)
