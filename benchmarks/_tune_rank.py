@@ -389,7 +389,7 @@ def main() -> None:
         "grid_points": len(rows),
         "grid": rows[:5] + rows[-1:],
         "times": times,
-        "remembered": second["settled"].remembered,
+        "remembered": second["settled"].from_cache,
         "known_s": [run["whole_s"] for run in known],
         "lost_in_all": (guided["whole_s"] + again["whole_s"])
         / sum(run["whole_s"] for run in known)

@@ -20,7 +20,7 @@ import stretto
 from stretto.schema import Cluster, Plan, Workload
 from stretto.schema.tuning import Tuning
 from stretto.tune import TuneOptions
-from stretto.tune.plan_cache import CachedPlan, PlanMemory
+from stretto.tune.plan_cache import CachedPlan, PlanCache
 from stretto.tune.tuning_state import best_so_far
 from support.checks import Lines
 from support.nets import mlp
@@ -116,10 +116,10 @@ def two_runs(rank: int, size: int, folder: str) -> dict[str, Any]:
     os.environ["STRETTO_MEMORY"] = str(memory)
     found = {"short": ends_before_it_has_settled(Path(folder), rank)}
     if rank == 0:
-        found["kept"] = PlanMemory(memory, strict=True).all()
+        found["kept"] = PlanCache(memory, strict=True).all()
     found["long"] = goes_on(rank)
     if rank == 0:
-        found["settled"] = PlanMemory(memory, strict=True).all()
+        found["settled"] = PlanCache(memory, strict=True).all()
     return found
 
 
@@ -222,7 +222,7 @@ def test_a_script_that_ends_in_an_error_keeps_what_is_known(tmp_path: Path) -> N
     steps = int(done.stdout)
     assert f"not settled after {steps} steps; " in told[0]
     assert told[0].endswith(f"this is in {plan}")
-    (entry,) = PlanMemory(memory, strict=True).all()
+    (entry,) = PlanCache(memory, strict=True).all()
     assert isinstance(entry, CachedPlan)
     assert entry.unfinished_steps == steps
     assert Plan.load(plan) == entry.plan

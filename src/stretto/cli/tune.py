@@ -13,7 +13,7 @@ from stretto.errors import SpecError
 from stretto.units import format_s
 
 if TYPE_CHECKING:
-    from stretto.tune.plan_cache import CachedPlan, PlanMemory, Unreadable
+    from stretto.tune.plan_cache import CachedPlan, PlanCache, Unreadable
 
 _WHERE = click.option(
     "--memory",
@@ -119,32 +119,32 @@ def forget(number: int | None, everything: bool, path: Path | None) -> None:
     """Forget the plan NUMBER of the list, or with --all every plan."""
     if (number is None) == (not everything):
         raise click.UsageError("give the NUMBER of a plan, or --all")
-    memory = _memory(path)
+    cache = _cache(path)
     # Entries are not read, so that unreadable ones can be forgotten, too.
-    dropped = 0 if memory is None else memory.forget(number)
+    dropped = 0 if cache is None else cache.delete(number)
     if number is not None and not dropped:
         raise _unknown(number)
     click.echo(f"forgot {dropped} plan{'s' if dropped != 1 else ''}")
 
 
 def _entries(path: Path | None) -> list[CachedPlan | Unreadable]:
-    memory = _memory(path)
-    return [] if memory is None else memory.all()
+    cache = _cache(path)
+    return [] if cache is None else cache.all()
 
 
-def _memory(path: Path | None) -> PlanMemory | None:
+def _cache(path: Path | None) -> PlanCache | None:
     """Return the plans of a file, or ``None`` if no run has created it yet.
 
     Reading must not create a file, especially if its name was mistyped.
     """
-    from stretto.tune import PlanMemory
+    from stretto.tune import PlanCache
     from stretto.tune.plan_cache import VARIABLE, default_path
 
     where = path or default_path()
     if where is None:
         raise SpecError(f"{VARIABLE} is off or there is no home: give --memory FILE")
     if where.exists():
-        return PlanMemory(where, strict=True)
+        return PlanCache(where, strict=True)
     if path is not None:
         raise SpecError(
             f"{path}: no such file. Give --memory the file that {VARIABLE} named in "

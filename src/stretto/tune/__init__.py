@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stretto.tune.controller import AutoPlan
     from stretto.tune.initial_profile import DeferredProfile, deferred_plan
     from stretto.tune.options import ENSEMBLE, GUIDED, TuneOptions
-    from stretto.tune.plan_cache import PlanMemory
+    from stretto.tune.plan_cache import PlanCache, PlanMemory
     from stretto.tune.result import OnSettled, TuningResult, summary
     from stretto.tune.techniques import AbstractTechnique, Proposal, SearchContext
 
@@ -31,6 +31,7 @@ __all__ = [
     "AutoPlan",
     "DeferredProfile",
     "OnSettled",
+    "PlanCache",
     "PlanMemory",
     "Proposal",
     "SearchContext",
@@ -47,6 +48,7 @@ _HOMES = {
     "ENSEMBLE": "stretto.tune.options",
     "GUIDED": "stretto.tune.options",
     "OnSettled": "stretto.tune.result",
+    "PlanCache": "stretto.tune.plan_cache",
     "PlanMemory": "stretto.tune.plan_cache",
     "Proposal": "stretto.tune.techniques",
     "SearchContext": "stretto.tune.techniques",

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 CHECK_WARMUP_STEPS = 2
 CHECK_STEPS = 5
-"""A remembered plan runs for this many steps before it is accepted, and for as
+"""A cached plan runs for this many steps before it is accepted, and for as
 many again before it is rejected."""
 
 AGREES_RATIO = 0.10
-"""A remembered plan is rejected if its step is slower than before by more than this."""
+"""A cached plan is rejected if its step is slower than before by more than this."""
 
 
 @final
 class PlanCheck:
-    """Compares the steps of a remembered plan with its step time in the earlier run."""
+    """Compares the steps of a cached plan with its step time in the earlier run."""
 
     def __init__(self, then_s: float) -> None:
         self._then_s = then_s
@@ -59,13 +59,13 @@ class PlanCheck:
 
 
 def packed(found: CachedPlan) -> tuple[bytes, float, float | None, int | None]:
-    """Return what every rank needs to apply a remembered plan, for a broadcast."""
+    """Return what every rank needs to apply a cached plan, for a broadcast."""
     plan = codec.encode(found.plan)
     return plan, found.step_s, found.ddp_step_s, found.unfinished_steps
 
 
 def settled_of(found: CachedPlan, now_s: float) -> TuningResult:
-    """Return a remembered plan as settled, with a step time of ``now_s``.
+    """Return a cached plan as settled, with a step time of ``now_s``.
 
     Raises:
         Infeasible: DDP's rule has no plan for its workload.
@@ -77,7 +77,7 @@ def settled_of(found: CachedPlan, now_s: float) -> TuningResult:
         ddp=planners.get("ddp").plan(found.workload, found.cluster),
         step_s=now_s,
         ddp_step_s=ddp_step_s_at(found, now_s),
-        remembered=True,
+        from_cache=True,
     )
 
 

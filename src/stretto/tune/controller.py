@@ -67,7 +67,7 @@ from stretto.tune.options import TuneOptions
 from stretto.tune.plan_cache import (
     CachedPlan,
     Job,
-    PlanMemory,
+    PlanCache,
     default_path,
     topology_of,
 )
@@ -86,7 +86,7 @@ _log = get_logger(__name__)
 WARM_UP_STEPS = 1
 """DDP rebuilds its buckets after the first step."""
 
-MEMORY_S = 2.0
+CACHE_S = 2.0
 """Training waits at most this long for the plan cache's disk."""
 
 SIMILAR_DISTANCE = 0.25
@@ -136,13 +136,13 @@ class AutoPlan:
         self._rank_name = ranks.name(ranks.rank)
         self._sync = RankMeeting(ranks, serial=model._agreement.serial)  # noqa: SLF001
         self._forced = is_forced()
-        remembers = (
+        caches = (
             self._options.memory
             and self._options.model
             and self._sync.rank == 0
             and not self._forced
         )
-        self._memory = PlanMemory(default_path() if remembers else None)
+        self._cache = PlanCache(default_path() if caches else None)
         if self._sync.rank == 0:
             # A fit imports it, which takes 0.25 s; import it now, not during a step.
             importlib.import_module("scipy.optimize")
@@ -150,7 +150,7 @@ class AutoPlan:
         self._end: weakref.finalize[..., Any] | None = None
         if self._sync.rank == 0:
             self._end = weakref.finalize(
-                model, save_unfinished, self._known, self._memory, on_unfinished
+                model, save_unfinished, self._known, self._cache, on_unfinished
             )
         self._phase = Phase.WARM_UP
         self._next_meeting = WARM_UP_STEPS
@@ -338,13 +338,13 @@ class AutoPlan:
     # 1. The result of an earlier run.
 
     def _first_answer(self, names: list[str]) -> dict[str, Any]:
-        """Return the number of hosts, and an equal job's plan if one is remembered."""
+        """Return the number of hosts, and an equal job's plan if one is cached."""
         hosts = len(set(names))
         # A cluster has the same number of ranks on each host.
         hosts = hosts if self._sync.size % hosts == 0 else self._sync.size
         job = self._job(hosts)
         found = within(
-            MEMORY_S, partial(self._memory.exact, job), what="reading the plan cache"
+            CACHE_S, partial(self._cache.exact, job), what="reading the plan cache"
         )
         self._known.checked = found
         return {"hosts": hosts, "offer": None if found is None else packed(found)}
@@ -371,7 +371,7 @@ class AutoPlan:
         self._model._rebuild_rule()  # noqa: SLF001
         if offer is not None:
             plan, step_s, ddp_step_s, unfinished_steps = offer
-            if self._try_remembered(codec.decode(plan, Plan)):
+            if self._try_cached(codec.decode(plan, Plan)):
                 unfinished = unfinished_steps is not None
                 who = "an equal job settled it"
                 if unfinished:
@@ -389,7 +389,7 @@ class AutoPlan:
                 return
         self._profile()
 
-    def _try_remembered(self, plan: Plan) -> bool:
+    def _try_cached(self, plan: Plan) -> bool:
         try:
             self._change(plan)
         except Refused:
@@ -413,7 +413,7 @@ class AutoPlan:
             self._profile()
             return
         if not self._continues:
-            self._settle_remembered(now_s)
+            self._settle_cached(now_s)
         elif checking.is_faster(now_s):
             why = f"its step takes only {format_s(now_s)} now: measuring again"
             self._record("changed", why)
@@ -422,7 +422,7 @@ class AutoPlan:
         else:
             self._continue()
 
-    def _settle_remembered(self, now_s: float) -> None:
+    def _settle_cached(self, now_s: float) -> None:
         offer: Any = None
         found = self._known.checked
         if found is not None:
@@ -431,7 +431,7 @@ class AutoPlan:
         parts, ddp_step_s = self._sync.broadcast_object(offer)
         self._settle(
             TuningResult(
-                **decoded(parts), step_s=now_s, ddp_step_s=ddp_step_s, remembered=True
+                **decoded(parts), step_s=now_s, ddp_step_s=ddp_step_s, from_cache=True
             )
         )
 
@@ -618,7 +618,7 @@ class AutoPlan:
     ) -> Plan | None:
         """Return the most similar earlier job's plan, adapted to this job's tensors."""
         assert self._known.job is not None  # noqa: S101 - set where tuning starts
-        found = self._memory.nearest(
+        found = self._cache.nearest(
             settled.workload, topology_of(settled.cluster), self._known.job.surroundings
         )
         if found is None or found[1] > SIMILAR_DISTANCE:
@@ -719,9 +719,7 @@ class AutoPlan:
             self._watch = DriftDetector(settled.step_s)
         if self._sync.rank == 0:
             _log.show(summary(settled))
-            within(
-                MEMORY_S, partial(self._keep, settled), what="writing the plan cache"
-            )
+            within(CACHE_S, partial(self._keep, settled), what="writing the plan cache")
         if self._on_settled is not None:
             self._on_settled(settled)
 
@@ -739,9 +737,9 @@ class AutoPlan:
             self._end.detach()
 
     def _keep(self, settled: TuningResult) -> None:
-        if settled.step_s is None or self._known.job is None or settled.remembered:
+        if settled.step_s is None or self._known.job is None or settled.from_cache:
             return
-        self._memory.remember(
+        self._cache.store(
             CachedPlan(
                 job=self._known.job,
                 plan=settled.executed,

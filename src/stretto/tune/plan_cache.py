@@ -137,11 +137,11 @@ def default_path() -> Path | None:
 
 
 @final
-class PlanMemory:
+class PlanCache:
     """The plans of one file. Several jobs may use it at once.
 
     With ``strict`` false, as in a training run, an error with the file costs one
-    warning and disables the memory; everything else continues. With ``strict`` true it
+    warning and disables the cache; everything else continues. With ``strict`` true it
     raises. An unreadable entry is skipped, with one warning for all such entries.
     """
 
@@ -188,7 +188,7 @@ class PlanMemory:
         """
         return self._rows("", ())
 
-    def remember(self, entry: CachedPlan, *, refuted: int | None = None) -> bool:
+    def store(self, entry: CachedPlan, *, refuted: int | None = None) -> bool:
         """Store a plan, replacing that of an equal job; return whether it was stored.
 
         An unfinished plan never replaces a settled one, unless that is number
@@ -197,14 +197,14 @@ class PlanMemory:
         Raises:
             SpecError: the file can't be used and ``strict`` is true.
         """
-        kept = False
+        stored = False
         with self._guard("keep a plan"), self._open() as file:
             if file is not None:
                 may_go = {refuted, *self._unreadable}
-                kept = _keep(file, entry, may_go)
-        return kept
+                stored = _store(file, entry, may_go)
+        return stored
 
-    def forget(self, number: int | None = None) -> int:
+    def delete(self, number: int | None = None) -> int:
         """Delete one entry, or all; return the number of deleted entries.
 
         Raises:
@@ -218,6 +218,9 @@ class PlanMemory:
                 found = file.execute("DELETE FROM settled WHERE id = ?", (number,))
                 dropped = found.rowcount
         return dropped
+
+    remember, forget = store, delete
+    """`store` and `delete`, under their former names."""
 
     def _rows(
         self, where: str, values: tuple[object, ...]
@@ -285,6 +288,10 @@ class PlanMemory:
             connection.close()
 
 
+PlanMemory = PlanCache
+"""`PlanCache`, under its former name."""
+
+
 def _lay_out(connection: sqlite3.Connection) -> None:
     """Create the table in a new file.
 
@@ -311,7 +318,9 @@ def topology_of(cluster: Cluster) -> Topology:
     )
 
 
-def _keep(file: sqlite3.Connection, entry: CachedPlan, may_go: set[int | None]) -> bool:
+def _store(
+    file: sqlite3.Connection, entry: CachedPlan, may_go: set[int | None]
+) -> bool:
     """Store an entry unless an equal job's settled entry takes precedence.
 
     ``may_go`` are the numbers of settled entries that an unfinished one may replace.
@@ -367,14 +376,14 @@ def _has_added(file: sqlite3.Connection) -> bool:
 
 def _entry(row: tuple[object, ...]) -> CachedPlan | Unreadable:
     try:
-        return _remembered(row)
+        return _cached(row)
     except (SpecError, ValueError) as exc:
         return Unreadable(
             number=int(str(row[0])), name=str(row[2]), at=str(row[1]), why=str(exc)
         )
 
 
-def _remembered(row: tuple[object, ...]) -> CachedPlan:
+def _cached(row: tuple[object, ...]) -> CachedPlan:
     number, at, name, model, hosts, per_host, around, step_s, ddp_s, *rest = row
     w, c, p, steps = rest
     return CachedPlan(

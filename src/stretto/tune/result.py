@@ -44,13 +44,18 @@ class TuningResult:
     record: Tuning | None = None
     """The events that led to the decision."""
 
-    remembered: bool = False
+    from_cache: bool = False
     """Whether it is the plan of an earlier run."""
 
     @property
     def story(self) -> Tuning | None:
         """`record`, under its former name."""
         return self.record
+
+    @property
+    def remembered(self) -> bool:
+        """`from_cache`, under its former name."""
+        return self.from_cache
 
     @property
     def applied(self) -> bool:
@@ -106,7 +111,7 @@ def summary(settled: TuningResult) -> str:
     plan = settled.plan
     slices = sorted({bucket.slices for bucket in plan.buckets})
     numbers = "-".join(str(s) for s in (slices[0], slices[-1])[: len(slices)])
-    word = "remembered" if settled.remembered else "planned"
+    word = "remembered" if settled.from_cache else "planned"
     return (
         f"{word}: {_count(len(plan.buckets), 'bucket')} in {numbers} "
         f"slice{'s' if slices[-1] > 1 else ''} on {_count(_lanes_used(plan), 'lane')}; "
@@ -136,7 +141,7 @@ def _gain(settled: TuningResult) -> str:
                 f"measured step {format_s(settled.step_s)} with DDP's buckets, no "
                 "plan was faster by more than the noise"
             )
-        when = " when it settled" if settled.remembered else ""
+        when = " when it settled" if settled.from_cache else ""
         return (
             f"measured step {format_s(settled.step_s)} against "
             f"{format_s(settled.ddp_step_s)} with DDP's buckets "

@@ -38,7 +38,7 @@ def starts_of(
         ddp: DDP's buckets; the search compares the best plan with them in any case.
         model: Whether to use predictions; if false, a search starts from DDP's buckets.
         before: The plan that training has executed so far: an earlier search's result,
-            or a remembered plan.
+            or a cached plan.
         stale: Whether the step time of that plan has changed.
         nearest: The choice of the most similar earlier job.
         profiled: The plan of the profiled steps.

@@ -24,7 +24,7 @@ from stretto.tune.techniques.base import LEAST_STEPS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stretto.tune.plan_cache import PlanMemory
+    from stretto.tune.plan_cache import PlanCache
     from stretto.tune.trial import Trial
 
     OnUnfinished = Callable[[TuningResult | None], str]
@@ -84,7 +84,7 @@ class TuningState:
     def so_far(self) -> TuningResult | None:
         """The result if tuning had to settle now; ``None`` if nothing is known.
 
-        Its ``step_s`` is ``None`` if no plan had enough steps, and it is ``remembered``
+        Its ``step_s`` is ``None`` if no plan had enough steps, and it is ``from_cache``
         if the step time is known only from an earlier run.
         """
         record = Tuning(name=self.name, events=tuple(self.events))
@@ -141,13 +141,13 @@ def best_so_far(search: Search) -> Trial | None:
 
 
 def save_unfinished(
-    known: TuningState, memory: PlanMemory, on_unfinished: OnUnfinished | None = None
+    known: TuningState, cache: PlanCache, on_unfinished: OnUnfinished | None = None
 ) -> None:
     """Save what is known and log it; must be called once, on rank 0 only."""
     if os.getpid() != known.pid:
         return  # a forked child exits, not the run
     try:
-        line = _end(known, memory, on_unfinished)
+        line = _end(known, cache, on_unfinished)
     except Exception as exc:  # noqa: BLE001 - must not change how the run ends
         _log.warning("cannot save the unfinished tuning: %s", exc)
         return
@@ -156,13 +156,13 @@ def save_unfinished(
 
 
 def _end(
-    known: TuningState, memory: PlanMemory, on_unfinished: OnUnfinished | None
+    known: TuningState, cache: PlanCache, on_unfinished: OnUnfinished | None
 ) -> str:
     so_far = known.so_far
     kept = False
-    if so_far is not None and so_far.step_s is not None and not so_far.remembered:
+    if so_far is not None and so_far.step_s is not None and not so_far.from_cache:
         assert known.job is not None  # noqa: S101 - steps were measured
-        kept = memory.remember(
+        kept = cache.store(
             CachedPlan(
                 job=known.job,
                 plan=so_far.executed,

@@ -18,7 +18,7 @@ from stretto.schema import (
     TensorSpec,
     Workload,
 )
-from stretto.tune.plan_cache import VARIABLE, VERSION, CachedPlan, Job, PlanMemory
+from stretto.tune.plan_cache import VARIABLE, VERSION, CachedPlan, Job, PlanCache
 from support.instances import one_link
 from support.plans import plan_in_turn
 
@@ -68,9 +68,9 @@ def settled(name: str, *, ddp_step_s: float | None) -> CachedPlan:
 @pytest.fixture
 def memory(tmp_path: Path) -> Path:
     path = tmp_path / "plans.sqlite"
-    kept = PlanMemory(path, strict=True)
-    kept.remember(settled("small", ddp_step_s=None))
-    kept.remember(settled(LONG, ddp_step_s=0.5))
+    kept = PlanCache(path, strict=True)
+    kept.store(settled("small", ddp_step_s=None))
+    kept.store(settled(LONG, ddp_step_s=0.5))
     return path
 
 
@@ -216,8 +216,8 @@ def test_an_entry_that_can_not_be_read_can_be_forgotten(memory: Path) -> None:
 
 
 def test_an_unfinished_plan_is_marked_as_such(memory: Path) -> None:
-    kept = PlanMemory(memory, strict=True)
-    kept.remember(replace(settled("early", ddp_step_s=None), unfinished_steps=40))
+    kept = PlanCache(memory, strict=True)
+    kept.store(replace(settled("early", ddp_step_s=None), unfinished_steps=40))
     lines = run("list", "--memory", memory).stdout.splitlines()
     assert lines[0].endswith("state")
     assert lines[1].endswith("unfinished after 40 steps")

@@ -17,6 +17,7 @@ from stretto.tune.job_similarity import Topology
 from stretto.tune.plan_cache import (
     CachedPlan,
     Job,
+    PlanCache,
     PlanMemory,
     Unreadable,
     default_path,
@@ -49,9 +50,9 @@ def settled(space: Space, workload: Workload, cluster: Cluster) -> CachedPlan:
 def test_what_is_kept_is_found_again_by_an_equal_job_only(
     tmp_path: Path, settled: CachedPlan
 ) -> None:
-    memory = PlanMemory(tmp_path / "deep" / "plans.sqlite", strict=True)
-    memory.remember(settled)
-    found = PlanMemory(tmp_path / "deep" / "plans.sqlite", strict=True).exact(
+    memory = PlanCache(tmp_path / "deep" / "plans.sqlite", strict=True)
+    memory.store(settled)
+    found = PlanCache(tmp_path / "deep" / "plans.sqlite", strict=True).exact(
         replace(settled.job, name="another name")
     )
     assert found is not None
@@ -68,22 +69,22 @@ def test_what_is_kept_is_found_again_by_an_equal_job_only(
 def test_a_later_settlement_of_the_job_stands_in_place_of_the_earlier(
     tmp_path: Path, settled: CachedPlan
 ) -> None:
-    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
-    memory.remember(settled)
-    memory.remember(replace(settled, step_s=0.2))
+    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
+    memory.store(settled)
+    memory.store(replace(settled, step_s=0.2))
     assert [entry.step_s for entry in memory.all()] == [0.2]
 
 
 def test_the_nearest_job_comes_first(
     tmp_path: Path, settled: CachedPlan, workload: Workload
 ) -> None:
-    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
-    memory.remember(settled)
+    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
+    memory.store(settled)
     far = replace(
         workload,
         tensors=tuple(replace(t, bytes=64 * t.bytes) for t in workload.tensors),
     )
-    memory.remember(
+    memory.store(
         replace(settled, workload=far, job=replace(settled.job, model="sha256:far"))
     )
     near = replace(
@@ -101,15 +102,15 @@ def test_the_nearest_job_comes_first(
 def test_entries_are_forgotten_one_by_one_and_all(
     tmp_path: Path, settled: CachedPlan
 ) -> None:
-    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
     for i in range(3):
-        memory.remember(replace(settled, job=replace(settled.job, model=f"m{i}")))
+        memory.store(replace(settled, job=replace(settled.job, model=f"m{i}")))
     second = memory.all()[1]
     assert second.number is not None
-    assert memory.forget(second.number) == 1
-    assert memory.forget(second.number) == 0
+    assert memory.delete(second.number) == 1
+    assert memory.delete(second.number) == 0
     assert [entry.job.model for entry in memory.all()] == ["m2", "m0"]
-    assert memory.forget() == 2
+    assert memory.delete() == 2
     assert memory.all() == []
 
 
@@ -130,18 +131,18 @@ def test_a_file_that_can_not_be_used_costs_one_warning_and_nothing_else(
         file.close()
     else:
         path.mkdir()
-    memory = PlanMemory(path)
+    memory = PlanCache(path)
     with caplog.at_level(logging.WARNING):
         assert memory.exact(settled.job) is None
-        memory.remember(settled)
+        memory.store(settled)
         assert memory.all() == []
-        assert memory.forget() == 0
+        assert memory.delete() == 0
     assert len(caplog.records) == 1
     line = caplog.records[0].getMessage()
     assert str(path) in line
     assert "STRETTO_MEMORY" in line
     with pytest.raises(SpecError, match=r"plans\.sqlite: can't look plans up"):
-        PlanMemory(path, strict=True).all()
+        PlanCache(path, strict=True).all()
 
 
 @pytest.mark.parametrize("column", ["plan", "workload", "cluster", "step_s", "hosts"])
@@ -151,11 +152,11 @@ def test_an_entry_that_can_not_be_read_costs_one_warning_and_no_other_entry(
     path = tmp_path / "plans.sqlite"
     other = replace(settled, job=replace(settled.job, model="sha256:2"))
     for entry in (settled, other):
-        PlanMemory(path, strict=True).remember(entry)
+        PlanCache(path, strict=True).store(entry)
     with sqlite3.connect(path) as file:
         file.execute(f"UPDATE settled SET {column} = '{{}}' WHERE id = 1")
     file.close()
-    memory = PlanMemory(path, strict=True)
+    memory = PlanCache(path, strict=True)
     readable, broken = memory.all()
     assert isinstance(readable, CachedPlan)
     assert isinstance(broken, Unreadable)
@@ -174,14 +175,14 @@ def test_an_entry_that_can_not_be_read_costs_one_warning_and_no_other_entry(
     assert "entry 1 can't be read" in line
     assert "`stretto tune forget 1`" in line
     # What this run finds out may stand in its place.
-    assert memory.remember(replace(settled, unfinished_steps=9))
+    assert memory.store(replace(settled, unfinished_steps=9))
     assert memory.exact(settled.job) is not None
 
 
 def test_an_unfinished_plan_never_stands_where_a_settled_one_holds(
     tmp_path: Path, settled: CachedPlan
 ) -> None:
-    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
     early = replace(settled, step_s=0.3, unfinished_steps=20)
 
     def kept() -> tuple[float, int | None]:
@@ -189,20 +190,20 @@ def test_an_unfinished_plan_never_stands_where_a_settled_one_holds(
         assert found is not None
         return found.step_s, found.unfinished_steps
 
-    assert memory.remember(early)
+    assert memory.store(early)
     assert kept() == (0.3, 20)
-    assert memory.remember(replace(early, step_s=0.28, unfinished_steps=40))
+    assert memory.store(replace(early, step_s=0.28, unfinished_steps=40))
     assert kept() == (0.28, 40)
-    assert memory.remember(settled)
+    assert memory.store(settled)
     assert kept() == (0.25, None)
-    assert not memory.remember(early)
-    assert not memory.remember(early, refuted=999)
+    assert not memory.store(early)
+    assert not memory.store(early, refuted=999)
     assert kept() == (0.25, None)
     # Another job's is no hindrance.
-    assert memory.remember(replace(early, job=replace(early.job, model="sha256:2")))
+    assert memory.store(replace(early, job=replace(early.job, model="sha256:2")))
     found = memory.exact(settled.job)
     assert found is not None
-    assert memory.remember(early, refuted=found.number)
+    assert memory.store(early, refuted=found.number)
     assert kept() == (0.3, 20)
 
 
@@ -249,14 +250,14 @@ def test_a_file_from_before_unfinished_plans_is_read_as_it_is_and_then_widened(
         file.execute("PRAGMA user_version = 1")
     file.close()
     earlier_stretto_settles("sha256:1")
-    memory = PlanMemory(path, strict=True)
+    memory = PlanCache(path, strict=True)
     before = path.read_bytes()
     found = memory.exact(job)
     assert found is not None
     assert replace(found, number=None, at="") == settled
     assert path.read_bytes() == before  # looking changes nothing
     early = replace(settled, job=replace(job, model="sha256:2"), unfinished_steps=7)
-    assert memory.remember(early)
+    assert memory.store(early)
     found = memory.exact(early.job)
     assert found is not None
     assert found.unfinished_steps == 7
@@ -265,7 +266,7 @@ def test_a_file_from_before_unfinished_plans_is_read_as_it_is_and_then_widened(
     found = memory.exact(early.job)
     assert found is not None
     assert found.unfinished_steps is None
-    assert not memory.remember(early)
+    assert not memory.store(early)
 
 
 def test_a_locked_file_is_given_up_after_a_moment(
@@ -276,12 +277,12 @@ def test_a_locked_file_is_given_up_after_a_moment(
 ) -> None:
     monkeypatch.setattr("stretto.tune.plan_cache._LOCK_S", 0.1)
     path = tmp_path / "plans.sqlite"
-    PlanMemory(path, strict=True).remember(settled)
+    PlanCache(path, strict=True).store(settled)
     holder = sqlite3.connect(path)
     holder.execute("BEGIN EXCLUSIVE")
     try:
         with caplog.at_level(logging.WARNING):
-            PlanMemory(path).remember(settled)
+            PlanCache(path).store(settled)
     finally:
         holder.close()
     assert "locked" in caplog.text
@@ -296,7 +297,7 @@ def test_several_jobs_write_at_once_and_none_is_lost(
     def job(first: int) -> None:
         try:
             for i in range(first, first + 10):
-                PlanMemory(path, strict=True).remember(
+                PlanCache(path, strict=True).store(
                     replace(settled, job=replace(settled.job, model=f"m{i}"))
                 )
         except BaseException as exc:  # noqa: BLE001
@@ -308,7 +309,7 @@ def test_several_jobs_write_at_once_and_none_is_lost(
     for thread in threads:
         thread.join()
     assert not errors
-    assert len(PlanMemory(path, strict=True).all()) == 40
+    assert len(PlanCache(path, strict=True).all()) == 40
 
 
 def test_the_environment_says_where_or_off(
@@ -318,8 +319,8 @@ def test_the_environment_says_where_or_off(
     assert default_path() == tmp_path / "here.sqlite"
     monkeypatch.setenv("STRETTO_MEMORY", "off")
     assert default_path() is None
-    memory = PlanMemory(default_path(), strict=True)
-    memory.remember(settled)
+    memory = PlanCache(default_path(), strict=True)
+    memory.store(settled)
     assert memory.all() == []
     monkeypatch.delenv("STRETTO_MEMORY")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -337,3 +338,10 @@ def test_without_a_home_no_plan_is_kept(
     monkeypatch.setattr(Path, "home", home)
     assert default_path() is None
     assert "set HOME, or name a file in STRETTO_MEMORY" in caplog.text
+
+
+def test_the_former_names_do_the_same(tmp_path: Path, settled: CachedPlan) -> None:
+    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    assert memory.remember(settled)
+    assert memory.forget() == 1
+    assert PlanMemory is PlanCache

@@ -93,7 +93,7 @@ def test_no_step_is_more_than_the_whole_of_its_bound(
     assert "% of the bound" not in line
 
 
-def test_a_remembered_plan_saves_what_was_measured_in_turns_then(
+def test_a_cached_plan_saves_what_was_measured_in_turns_then(
     settled: TuningResult,
 ) -> None:
     job = Job(name="j", model="m", hosts=4, ranks_per_host=1, surroundings="")

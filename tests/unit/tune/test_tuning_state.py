@@ -11,7 +11,7 @@ from stretto import planners
 from stretto.schema.tuning import TuningEvent
 from stretto.tune.calibration import CalibratedModel
 from stretto.tune.initial_profile import ProfileResult
-from stretto.tune.plan_cache import CachedPlan, Job, PlanMemory
+from stretto.tune.plan_cache import CachedPlan, Job, PlanCache
 from stretto.tune.search import CONTROL, Search
 from stretto.tune.trial import Limits
 from stretto.tune.tuning_state import TuningState, best_so_far, save_unfinished
@@ -124,7 +124,7 @@ def test_the_best_so_far_needs_three_counted_steps(profile: ProfileResult) -> No
 def test_what_a_short_run_found_out_is_kept_as_unfinished_and_told_in_one_line(
     profile: ProfileResult, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
     search = search_of(profile)
     pairs(search, 0.3, 0.2)
     known = TuningState(name="small", steps=17, job=JOB, profile=profile, search=search)
@@ -154,7 +154,7 @@ def test_what_a_short_run_found_out_is_kept_as_unfinished_and_told_in_one_line(
 def test_before_the_first_trial_nothing_is_kept_and_only_who_asked_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
     known = TuningState(name="small", steps=3, job=JOB)
     save_unfinished(known, memory)
     save_unfinished(known, memory, lambda _so_far: "")
@@ -171,7 +171,7 @@ def test_before_the_first_trial_nothing_is_kept_and_only_who_asked_is_told(
 def test_too_few_steps_for_a_trial_give_the_measurements_to_who_asked(
     profile: ProfileResult, tmp_path: Path
 ) -> None:
-    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
     search = search_of(profile)
     steps(search, 0.3)
     files = Files()
@@ -190,9 +190,9 @@ def test_too_few_steps_for_a_trial_give_the_measurements_to_who_asked(
 def test_a_plan_taken_up_stands_until_its_steps_take_longer(
     profile: ProfileResult, tmp_path: Path, stale: bool
 ) -> None:
-    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
     settled = earlier(profile, None)
-    memory.remember(settled)
+    memory.store(settled)
     known = TuningState(name="s", steps=6, job=JOB, checked=settled, stale=stale)
     files = Files()
     save_unfinished(known, memory, files)
@@ -201,7 +201,7 @@ def test_a_plan_taken_up_stands_until_its_steps_take_longer(
         assert given is None
     else:
         assert given is not None
-        assert given.remembered
+        assert given.from_cache
         assert (given.plan, given.step_s) == (profile.plan, 0.2)
     found = memory.exact(JOB)
     assert found is not None
@@ -221,7 +221,7 @@ def test_a_plan_taken_up_stands_until_its_steps_take_longer(
 def test_runs_that_are_each_too_short_share_one_search(
     profile: ProfileResult, tmp_path: Path
 ) -> None:
-    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
     known = TuningState(name="s", job=JOB, steps=39, checked=earlier(profile, 30))
     known.profile, known.search = profile, search_of(profile)
     assert known.steps_left(100) == 70
@@ -242,7 +242,7 @@ def test_runs_that_are_each_too_short_share_one_search(
 def test_a_forked_process_and_an_error_at_the_end_are_no_trouble(
     profile: ProfileResult, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = PlanMemory(tmp_path / "plans.sqlite", strict=True)
+    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
     search = search_of(profile)
     steps(search, *[0.3] * 3)
     known = TuningState(
