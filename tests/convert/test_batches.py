@@ -26,7 +26,7 @@ def step_of(line, size="16", head=HEAD, named=False):
     )
 
 
-def test_a_loader_made_in_the_loop_is_told_the_epoch():
+def test_a_loader_made_in_the_loop_gets_the_epoch():
     loop = (
         "for epoch in range(2):\n    for (x,) in DataLoader(data, 4, shuffle=True):\n"
     )

@@ -165,7 +165,7 @@ def obeys_a_file(rank: int, size: int, path: str) -> tuple[Any, bool]:
     return model.plan, isinstance(model, TorchDDP)
 
 
-def test_a_plan_file_is_carried_out_and_a_wrong_one_stops_every_rank(ranks, tmp_path):
+def test_a_plan_file_is_executed_and_a_wrong_one_stops_every_rank(ranks, tmp_path):
     names = [f"{i}.{leaf}" for i in (4, 2, 0) for leaf in ("bias", "weight")]
     plan = stretto.Plan(
         planner="hand",

@@ -72,7 +72,7 @@ def rank_disagrees(rank: int, size: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_disagreeing_ranks_are_all_told_both_values(ranks: Any) -> None:
+def test_disagreeing_ranks_all_report_both_values(ranks: Any) -> None:
     everyone = ranks(rank_disagrees, 2)
     for found in everyone:
         for case in ("plans", "plan or none", "models", "models and plans", "apply"):
@@ -111,7 +111,7 @@ def rank_asks_too_much(rank: int, size: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_what_can_not_be_carried_out_is_refused(ranks: Any) -> None:
+def test_what_can_not_be_executed_is_refused(ranks: Any) -> None:
     (found,) = ranks(rank_asks_too_much, 1)
     for case, word in {
         "algorithm": "'tree'",
@@ -165,7 +165,7 @@ def rank_of_the_first_ranks_death(rank: int, size: int) -> tuple[str, str]:
     return raised(lambda: ddp(torch.randn(4, 8)).sum().backward())
 
 
-def test_the_death_of_the_rank_that_holds_the_store_is_told(ranks: Any) -> None:
+def test_the_death_of_the_rank_that_holds_the_store_is_reported(ranks: Any) -> None:
     found = ranks(rank_of_the_first_ranks_death, 3, errors=True, group_s=600)
     for rank in (1, 2):
         kind, text = found[rank]

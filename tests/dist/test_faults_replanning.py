@@ -164,7 +164,7 @@ def rank_that_agrees_without_a_store(rank: int, size: int) -> tuple[str, str, fl
     return ending(lambda: model.apply_plan(plan_for(size, 2)))
 
 
-def test_a_store_that_dies_while_ranks_agree_is_told(ranks: Any) -> None:
+def test_a_store_that_dies_while_ranks_agree_is_reported(ranks: Any) -> None:
     found = ranks(rank_that_agrees_without_a_store, 3, errors=True, group_s=600)
     for kind, text, took_s in found[1:]:
         assert kind == "CommTimeout", text
@@ -190,7 +190,7 @@ def rank_of_another_version(rank: int, size: int) -> list[tuple[str, str]]:
     return found
 
 
-def test_other_versions_are_told_before_the_first_step(ranks: Any) -> None:
+def test_other_versions_are_reported_before_the_first_step(ranks: Any) -> None:
     for found in ranks(rank_of_another_version, 2):
         (kind, text), (torch_kind, torch_text) = found
         assert kind == torch_kind == "RankDisagreement"

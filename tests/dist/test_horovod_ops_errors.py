@@ -215,7 +215,7 @@ def waits(rank: int, size: int) -> Any:
     return text, told, took_s
 
 
-def test_a_rank_that_never_comes_is_told_then_fails(ranks: Ranks) -> None:
+def test_a_rank_that_never_comes_is_reported_then_fails(ranks: Ranks) -> None:
     text, told, took_s = ranks(waits, 2, timeout_s=60)[0]
     assert "'allreduce.late'" in text
     assert "rank 1" in text

@@ -444,5 +444,5 @@ def test_optimizers_of_some_ranks_only(ranks: Ranks) -> None:
     ranks(_uneven_optimizers, 2, timeout_s=120)
 
 
-def test_wrong_use_is_told_and_common_use_works(ranks: Ranks) -> None:
+def test_wrong_use_is_reported_and_common_use_works(ranks: Ranks) -> None:
     ranks(_protests, 2, timeout_s=120)

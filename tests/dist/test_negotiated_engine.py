@@ -261,7 +261,7 @@ def test_scales_averages_and_gaps() -> None:
     assert values(2, run, unit_bytes=96) == [expected_rows] * 2
 
 
-def test_what_differs_is_told_on_all_ranks_and_the_engine_goes_on() -> None:
+def test_what_differs_is_reported_on_all_ranks_and_the_engine_goes_on() -> None:
     def run(engine: Engine, rank: int) -> list[str]:
         texts = []
         cases = [
@@ -397,7 +397,7 @@ def test_a_kept_order_is_left_and_taken_up_by_all_ranks_at_the_same_step() -> No
     assert away == [0, 1, 7, 8, 9, 10, 15, 16, 17]
 
 
-def test_a_step_cut_short_is_told_to_the_other_ranks() -> None:
+def test_a_step_cut_short_is_reported_to_the_other_ranks() -> None:
     def run(engine: Engine, rank: int) -> list[bool]:
         members = [request(f"p{i}", torch.zeros(4)) for i in range(4)]
         tensors = engine.register("set", members)
@@ -427,7 +427,7 @@ class Spans(AbstractEngineObserver):
         self.found.append((track, name))
 
 
-def test_spans_tell_a_requests_way() -> None:
+def test_spans_show_the_stages_of_a_request() -> None:
     observers = [Spans(), Spans()]
 
     def go(ranks: Ranks) -> None:
@@ -587,7 +587,7 @@ def test_opening_and_closing_leaves_nothing_behind() -> None:
     assert after[1] <= before[1]
 
 
-def test_different_options_are_told_before_anything_else() -> None:
+def test_different_options_are_reported_before_anything_else() -> None:
     found: list[Any] = [None, None]
 
     def go(ranks: Ranks) -> None:

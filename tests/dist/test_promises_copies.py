@@ -155,7 +155,9 @@ def rank_compiles(rank: int, size: int) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_models_train_as_with_ddp_and_whole_ones_are_told(ranks: Any) -> None:
+def test_compiled_models_train_as_with_ddp_and_whole_ones_are_logged(
+    ranks: Any,
+) -> None:
     for rank, found in enumerate(ranks(rank_compiles, 2, timeout_s=170)):
         assert found["blocks"]
         assert found["around"]

@@ -402,7 +402,7 @@ def misreads(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-def test_a_rank_whose_clock_is_off_misleads_nobody(ranks):
+def test_a_rank_whose_clock_is_off_misleads_no_rank(ranks):
     first, second = ranks(misreads, 2, timeout_s=90.0)
     assert first == second
     assert first["same"]

@@ -23,7 +23,9 @@ from stretto.errors import LabError
         ("unknown", "wrong"),
     ],
 )
-def test_torch_outside_the_tested_range_is_told_with_the_line_to_run(version, status):
+def test_torch_outside_the_tested_range_is_reported_with_the_line_to_run(
+    version, status
+):
     check = doctor.torch_version_check(version)
     assert check.status == status
     assert version in check.found
@@ -31,7 +33,7 @@ def test_torch_outside_the_tested_range_is_told_with_the_line_to_run(version, st
 
 
 @pytest.mark.parametrize("name", doctor.OVERRIDES)
-def test_a_variable_that_overrides_a_plan_is_told(name):
+def test_a_variable_that_overrides_a_plan_is_reported(name):
     (check,) = doctor.environment_checks({name: "8", "PATH": "/bin"})
     assert check.status == "note"
     assert f"{name}=8" in check.found
@@ -39,14 +41,14 @@ def test_a_variable_that_overrides_a_plan_is_told(name):
 
 
 @pytest.mark.parametrize(("value", "status"), [("1", "note"), ("8", "ok")])
-def test_one_cuda_connection_is_told_because_it_ends_overlap(value, status):
+def test_one_cuda_connection_is_reported_because_it_ends_overlap(value, status):
     (check,) = doctor.environment_checks({"CUDA_DEVICE_MAX_CONNECTIONS": value})
     assert check.status == status
     assert ("overlap" in check.found) == (status == "note")
 
 
 @pytest.mark.parametrize(("value", "status"), [("0", "note"), ("1", "ok")])
-def test_a_launch_order_that_is_switched_off_is_told(value, status):
+def test_a_launch_order_that_is_switched_off_is_reported(value, status):
     (check,) = doctor.environment_checks({"NCCL_LAUNCH_ORDER_IMPLICIT": value})
     assert check.status == status
     assert ("deadlock" in check.found) == (status == "note")
@@ -57,7 +59,7 @@ def test_a_clean_environment_is_said_to_be_clean():
     assert check.status == "ok"
 
 
-def test_why_a_lab_fails_is_told():
+def test_why_a_lab_fails_is_reported():
     def refused():
         raise LabError("no namespaces here")
 
@@ -85,7 +87,7 @@ def test_the_json_is_one_object_with_every_check(monkeypatch):
     assert any("NCCL_NET=Socket" in check["found"] for check in report["checks"])
 
 
-def test_what_is_wrong_ends_with_1_and_stands_in_the_text(monkeypatch):
+def test_what_is_wrong_ends_with_1_and_is_in_the_text(monkeypatch):
     monkeypatch.setattr(doctor, "FIRST_TORCH", (98, 0))
     monkeypatch.setattr(doctor, "LAST_TORCH", (99, 0))
     monkeypatch.setattr(doctor, "_lab_checks", lambda: iter(()))

@@ -25,7 +25,7 @@ def test_a_transport_that_this_build_lacks_is_wrong():
     assert check.remedy == "unset GLOO_DEVICE_TRANSPORT"
 
 
-def test_a_default_device_that_fails_is_told_with_gloos_reason():
+def test_a_default_device_that_fails_is_reported_with_gloos_reason():
     said = "has TCP\ndefault fails: makeDeviceForHostname(): no address\n"
     (check,) = _machine.gloo_checks(said, {})
     assert check.status == "wrong"
@@ -40,7 +40,7 @@ def test_this_machine_has_a_transport():
     assert "TCP" in check.found
 
 
-def test_limits_that_a_usual_plan_passes_are_told_with_the_line_that_raises_them():
+def test_limits_that_a_usual_plan_passes_are_reported_with_the_line_that_raises_them():
     few, short = _machine.limit_checks(descriptors=512, threads=100)
     assert few.status == short.status == "note"
     assert "512" in few.found
@@ -61,7 +61,7 @@ def test_limits_that_a_usual_plan_passes_are_told_with_the_line_that_raises_them
         (None, None, 0, "ok", "not in this build"),
     ],
 )
-def test_nccl_is_told_as_built_and_as_loaded(built, loaded, devices, status, words):
+def test_nccl_is_reported_as_built_and_as_loaded(built, loaded, devices, status, words):
     check = _machine.nccl_check(built, loaded, devices)
     assert check.status == status
     assert words in check.found
@@ -76,7 +76,7 @@ def test_mps_is_found_by_its_daemons_pipes(tmp_path):
     assert "serves" in _machine.mps_check(environment, "a path").found
 
 
-def test_settings_in_nccls_files_are_told_with_their_file():
+def test_settings_in_nccls_files_are_reported_with_their_file():
     settings = {
         "NCCL_MAX_CTAS": ("4", "/etc/nccl.conf"),
         "NCCL_NET": ("Socket", "the environment"),

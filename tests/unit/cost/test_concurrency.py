@@ -44,7 +44,7 @@ def test_published_gamma_of_two_flows_is_held_to_the_link():
     assert rates.per_flow_bytes_per_s(2) == pytest.approx(1.18e9 / 2, rel=1e-12)
 
 
-def test_a_fit_stands_in_place_of_the_stream_cap():
+def test_a_fit_replaces_the_stream_cap():
     link = Link(latency_s=0, bandwidth_bytes_per_s=1e9, stream_bytes_per_s=1e8)
     fit = AllReduceFit(startup_s=0, s_per_byte=1 / 3e8, ranks=2)
     cluster = one_link(link)

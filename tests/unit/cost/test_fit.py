@@ -96,7 +96,7 @@ def test_exact_samples_give_exact_coefficients(startup_s):
     assert gamma == pytest.approx(expected, rel=0.01)
 
 
-def test_start_ups_that_wait_for_each_other_are_told_from_a_slow_link():
+def test_start_ups_that_wait_for_each_other_are_distinguished_from_a_slow_link():
     """Each further lane starts 2 ms later; what is large hides it."""
 
     def later(sample: CollectiveSample) -> CollectiveSample:
@@ -324,7 +324,7 @@ def test_the_fit_says_how_sure_it_is():
     assert 0 < alone["uncertainty_ratio"]["flow"] < 0.1
 
 
-def test_small_messages_that_follow_a_line_of_their_own_are_told():
+def test_small_messages_that_follow_a_line_of_their_own_are_recognized():
     assert fitted(sampled(**LAB)).provenance["fit"]["piecewise"] is None
     samples = [
         replace(s, duration_s=s.duration_s / 4) if s.size_bytes < 2**15 else s

@@ -59,7 +59,7 @@ def test_places_of_torchrun_and_of_horovods_launcher() -> None:
         {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "0"},
     ],
 )
-def test_a_place_that_can_not_be_is_told(wrong: dict[str, str]) -> None:
+def test_a_place_that_can_not_be_is_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(SpecError, match="RANK"):
         place(wrong)
 

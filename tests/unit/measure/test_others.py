@@ -38,7 +38,7 @@ def test_own_and_childrens_time_is_not(tmp_path) -> None:
     assert load.cores() == pytest.approx(0.0, abs=0.05)
 
 
-def test_an_unknown_load_is_not_told(tmp_path) -> None:
+def test_an_unknown_load_is_not_reported(tmp_path) -> None:
     assert OthersLoad(tmp_path / "missing").cores() is None
     assert busy_note(None) is None
     assert busy_note(0.1) is None

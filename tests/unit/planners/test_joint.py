@@ -42,7 +42,7 @@ def test_joint_is_never_slower_than_any_other_planner(
             assert joint <= other_s * (1 + 1e-9), name
 
 
-def test_joint_chooses_by_default_what_the_runtime_carries_out(make_instance) -> None:
+def test_joint_chooses_by_default_what_the_runtime_executes(make_instance) -> None:
     for seed in range(5):
         workload, cluster = make_instance(seed, tensors=9, contended=True)
         plan = planners.get("joint").plan(workload, cluster)

@@ -116,7 +116,7 @@ def test_the_trace_is_one_that_viewers_open(folder):
     assert len(load_timelines(folder / "trace.json")) == 6
 
 
-def test_a_second_file_of_what_stands_once_is_refused(folder, report):
+def test_a_second_file_of_what_occurs_once_is_refused(folder, report):
     report.cluster.save(folder / "other.json")
     with pytest.raises(SpecError, match="one cluster file"):
         gather([folder / "cluster.json", folder / "other.json"])

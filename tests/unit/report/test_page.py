@@ -143,7 +143,7 @@ def test_nothing_is_drawn_outside_the_time_axis(report):
                 assert 0 <= start <= start + width <= 100.1
 
 
-def test_spans_tell_themselves_when_pointed_at(report):
+def test_spans_describe_themselves_when_pointed_at(report):
     html = page.render(report)
     assert re.search(
         r"<title>bucket 0\n200 ms to 400 ms: 200 ms\n[^<]*bytes: 4096", html
@@ -223,7 +223,7 @@ def test_an_empty_timeline_can_be_drawn():
 
 
 @pytest.mark.parametrize("names", [("a",), ("a name that is rather long", "b")])
-def test_the_step_time_drawing_stands_alone(report, names):
+def test_the_step_time_drawing_is_a_file_of_its_own(report, names):
     methods = tuple(
         dataclasses.replace(m, name=n)
         for m, n in zip(report.methods, names, strict=False)

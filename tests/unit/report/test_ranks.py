@@ -100,7 +100,7 @@ def test_two_late_ranks_do_not_hide_each_other() -> None:
     assert "Also late: rank 1." in shown.words()
 
 
-def test_less_than_the_clocks_can_tell_makes_nobody_late() -> None:
+def test_less_than_the_clocks_can_show_makes_no_rank_late() -> None:
     options = {"forward_s": 0.13}
     assert [row.rank for row in found({}, options).late] == [1]
     unsure = found({}, {**options, "clock_error_s": 0.016})
@@ -108,7 +108,7 @@ def test_less_than_the_clocks_can_tell_makes_nobody_late() -> None:
     assert unsure.words().startswith("No rank is late: the last one, rank 1, has")
 
 
-def test_a_single_slow_step_makes_nobody_late() -> None:
+def test_a_single_slow_step_makes_no_rank_late() -> None:
     slow = spans_of(1, step=4, forward_s=0.25)
     spans = [s for s in timeline({}, {}).spans if (s.rank, s.args["step"]) != (1, 4)]
     shown = find_late(Timeline(name="all", spans=(*spans, *slow)))

@@ -85,7 +85,7 @@ def test_errors_of_prediction_are_summed_up_by_size_not_by_sign(report):
     assert DemoReport(title="nothing").mean_error_ratio is None
 
 
-def test_a_method_that_stands_twice_is_refused(report):
+def test_a_method_that_occurs_twice_is_refused(report):
     with pytest.raises(SpecError, match="'ddp' occurs twice"):
         dataclasses.replace(report, methods=(*report.methods, report.methods[1]))
 

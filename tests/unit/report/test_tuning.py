@@ -73,7 +73,7 @@ def at(dot: ET.Element) -> tuple[float, float]:
     return float(dot.attrib["cx"]), float(dot.attrib["cy"])
 
 
-def test_each_trial_stands_at_its_step_and_its_time() -> None:
+def test_each_trial_is_drawn_at_its_step_and_its_time() -> None:
     (x1, y1), (x2, y2), (x3, y3) = map(at, dots(drawn(ONE)))
     # Steps 10, 20, 40 and 0.4, 0.5, 0.3 seconds; down is up in numbers.
     assert (x3 - x2) / (x2 - x1) == pytest.approx(2, rel=1e-3)
@@ -133,7 +133,7 @@ def test_without_a_bandit_there_is_no_credit() -> None:
     assert float(less.attrib["height"]) < float(full.attrib["height"])
 
 
-def test_after_a_change_the_search_begins_anew() -> None:
+def test_after_a_change_the_search_begins_again() -> None:
     drawing = drawn(AGAIN)
     assert "searching again" in texts(drawing)
     assert "searching again" not in texts(drawn(ONE))

@@ -53,7 +53,7 @@ def test_equal_values_pass_again_and_again_and_leave_few_keys() -> None:
     assert ranks[0].store.num_keys() <= 9
 
 
-def test_a_difference_is_told_to_every_rank_with_both_values() -> None:
+def test_a_difference_is_reported_on_every_rank_with_both_values() -> None:
     agreements = [Agreement(r) for r in make_ranks(3)]
     found = everywhere(
         3,
@@ -69,7 +69,7 @@ def test_a_difference_is_told_to_every_rank_with_both_values() -> None:
     assert "rank 11 reported left" in text
 
 
-def test_a_different_torch_is_told_before_a_different_model() -> None:
+def test_a_different_torch_is_reported_before_a_different_model() -> None:
     agreements = [Agreement(r) for r in make_ranks(2)]
     found = everywhere(
         2,
@@ -80,7 +80,7 @@ def test_a_different_torch_is_told_before_a_different_model() -> None:
     assert all("PyTorch" in str(exc) for exc in found)
 
 
-def test_one_ranks_trouble_is_told_to_the_others() -> None:
+def test_one_ranks_trouble_is_reported_to_the_others() -> None:
     agreements = [Agreement(r) for r in make_ranks(2)]
     found = everywhere(
         2,
@@ -128,7 +128,7 @@ def test_all_go_on_or_all_stop_whenever_the_last_one_comes() -> None:
     assert outcomes <= {type(None), CommTimeout}
 
 
-def test_a_store_that_is_gone_is_told_as_such() -> None:
+def test_a_store_that_is_gone_is_reported_as_such() -> None:
     class Gone:
         def set(self, *_: Any) -> None:
             raise RuntimeError("Broken pipe\nand a stack")

@@ -82,11 +82,11 @@ def test_a_rank_asks_and_the_reference_answers_through_the_store() -> None:
     assert store.num_keys() <= 1  # nothing stays but what the store itself keeps
 
 
-def test_nobody_answers_and_the_asking_ends() -> None:
+def test_without_an_answer_the_asking_ends() -> None:
     assert ask_reference(HashStore(), "here") is None
 
 
-def test_waiting_tells_which_keys_came() -> None:
+def test_waiting_returns_which_keys_came() -> None:
     store = HashStore()
     store.set("a", "1")
     assert wait_for_keys(store, ["a", "b"], deadline_s=0.0) == {"a"}

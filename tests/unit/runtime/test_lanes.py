@@ -210,7 +210,7 @@ def test_a_lane_of_its_own_is_not_split_and_leaves_nccl_its_choice():
     assert (config.min_ctas, config.max_ctas) == (None, 8)
 
 
-def test_a_torch_that_can_not_split_with_shared_resources_is_told_so():
+def test_a_torch_that_can_not_split_with_shared_resources_is_named():
     old = Options()
     del old.config.split_share
     member = Communicator(lane=3, ctas=4, family=True)

@@ -72,7 +72,7 @@ def test_a_rank_waits_for_the_last_one_and_then_for_the_network() -> None:
     ]
 
 
-def test_the_last_rank_waits_for_nobody_and_stands_on_the_first_one_s_clock() -> None:
+def test_the_last_rank_waits_for_no_rank_and_is_on_the_first_one_s_clock() -> None:
     spans = merged().of_rank(1, step=0).spans
     rows = [(s.name, round(s.start_s, 6), round(s.end_s, 6)) for s in spans]
     assert rows[:4] == [

@@ -31,7 +31,7 @@ def test_the_environment_comes_first_then_ones_own_file_then_the_systems():
 
 
 @pytest.mark.parametrize("name", nccl_settings.CTA_VARIABLES)
-def test_what_overrides_a_plans_ctas_is_refused_or_told(name):
+def test_what_overrides_a_plans_ctas_is_refused_or_logged(name):
     found = settings(**{name: "8"})
     (told,) = nccl_settings.check_settings(found, sets_ctas=False)
     assert f"{name}=8 in the environment" in told
@@ -39,7 +39,7 @@ def test_what_overrides_a_plans_ctas_is_refused_or_told(name):
         nccl_settings.check_settings(found, sets_ctas=True)
 
 
-def test_what_only_changes_costs_is_told_and_nothing_else_is():
+def test_what_only_changes_costs_is_logged_and_nothing_else_is():
     found = settings(NCCL_NET="Socket", CUDA_DEVICE_MAX_CONNECTIONS="1")
     network, queue = nccl_settings.check_settings(found, sets_ctas=True)
     assert "NCCL_NET=Socket" in network
@@ -48,7 +48,7 @@ def test_what_only_changes_costs_is_told_and_nothing_else_is():
     assert nccl_settings.check_settings(harmless, sets_ctas=True) == []
 
 
-def test_the_order_of_launches_is_set_in_time_or_told_or_refused():
+def test_the_order_of_launches_is_set_in_time_or_logged_or_refused():
     def order(found, lanes, *, launched=False):
         return nccl_settings.launch_order(found, lanes=lanes, launched=launched)
 
@@ -62,6 +62,6 @@ def test_the_order_of_launches_is_set_in_time_or_told_or_refused():
         order(no, 2)
 
 
-def test_doctor_tells_of_every_variable_that_a_plan_meets():
+def test_doctor_reports_every_variable_that_a_plan_meets():
     met = {*nccl_settings.CTA_VARIABLES, *nccl_settings.OTHER_VARIABLES}
     assert met <= set(doctor.OVERRIDES)

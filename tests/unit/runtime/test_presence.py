@@ -129,7 +129,7 @@ def test_who_runs_is_late_or_stuck_rather_than_gone(
     assert time.perf_counter() - began_s < 3.0
 
 
-def test_the_exception_that_ended_a_rank_is_told(
+def test_the_exception_that_ended_a_rank_is_reported(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = make_ranks(processes, 4, monkeypatch)
@@ -145,7 +145,7 @@ def test_the_exception_that_ended_a_rank_is_told(
     assert "13" not in text.partition("Check the log")[2].partition("Cause")[0]
 
 
-def test_what_one_host_sees_others_are_told(
+def test_what_one_host_sees_is_reported_to_others(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = make_ranks(processes, 3, monkeypatch)

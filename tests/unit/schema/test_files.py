@@ -407,7 +407,7 @@ def test_a_missing_header_is_named(key):
     refused(body, "plan", at=f"$.{key}")
 
 
-def test_a_key_that_stands_twice_is_refused_with_its_place():
+def test_a_key_that_occurs_twice_is_refused_with_its_place():
     text = msgspec.json.encode(example("plan")).replace(
         b'"lane":1', b'"lane":1,"lane":0'
     )
@@ -565,7 +565,7 @@ def test_a_broken_span_in_a_trace_is_named(tmp_path):
         Timeline.load(file)
 
 
-def test_a_file_tells_its_kind(tmp_path):
+def test_a_file_says_its_kind(tmp_path):
     for kind in TYPES:
         file = tmp_path / f"{kind}.json"
         file.write_bytes(msgspec.json.encode(example(kind)))

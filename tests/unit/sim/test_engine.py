@@ -254,7 +254,7 @@ def test_names_of_lanes_do_not_matter(flows, names):
 
 @settings(max_examples=40)
 @given(some_flows(loads=True, capped=False), st.floats(0.2, 1.0))
-def test_flows_that_are_alike_are_shared_as_any_others(flows, cap):
+def test_equal_flows_are_shared_as_any_others(flows, cap):
     # A cap that differs beyond every rate in reach takes the general way.
     alike = [replace(f, cap_bytes_per_s=cap, idle_cap_bytes_per_s=cap) for f in flows]
     other = flow(lane=99, ready_work_s=8.0, cap_bytes_per_s=cap / 2, wire_bytes=0.0)

@@ -271,7 +271,7 @@ def test_one_lane_follows_the_fusion_recursion(data):
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_the_timeline_tells_the_same_story(data):
+def test_the_timeline_agrees_with_the_times(data):
     work = data.draw(own.workloads())
     on = data.draw(own.clusters(min_hosts=2))
     one = data.draw(own.plans(work, on))

@@ -95,7 +95,7 @@ def test_a_run_that_ends_soon_after_settling_has_a_report_without_steps(
     )
 
 
-def test_after_its_end_was_told_nothing_more_is_said(
+def test_after_its_end_was_reported_nothing_more_is_logged(
     tmp_path: Path, settled: TuningResult, caplog: pytest.LogCaptureFixture
 ) -> None:
     keeper = RunArtifacts(files_in(tmp_path), 0, title="t")

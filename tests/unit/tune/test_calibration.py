@@ -86,7 +86,7 @@ def test_a_few_trials_mend_a_wrong_rate(
     assert found.factors[what] == pytest.approx(factor, rel=0.1)
 
 
-def test_computation_slowed_beside_communication_is_told_from_a_slower_network(
+def test_computation_slowed_beside_communication_is_distinguished_from_a_slower_network(
     space: Space, workload: Workload, cluster: Cluster
 ) -> None:
     """What the look does not measure: backward is longer the more lanes are busy."""

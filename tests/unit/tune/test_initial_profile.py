@@ -62,7 +62,7 @@ def test_more_lanes_are_asked_for_only_where_the_link_is_not_full(
     assert more_lanes_help([bulk(flow, lanes) for lanes in (2, 4)]) is help_
 
 
-def test_gradients_tell_a_rate_where_they_are_large_or_take_long() -> None:
+def test_gradients_show_a_rate_where_they_are_large_or_take_long() -> None:
     assert tells_a_rate(sample(2**20, 4, 0.03))
     assert tells_a_rate(sample(2**18, 4, 0.1))  # 1 MiB on 100 Mbit/s
     assert not tells_a_rate(sample(2**18, 4, 0.01))

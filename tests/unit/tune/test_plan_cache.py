@@ -66,7 +66,7 @@ def test_what_is_kept_is_found_again_by_an_equal_job_only(
         assert memory.exact(replace(settled.job, **change)) is None
 
 
-def test_a_later_settlement_of_the_job_stands_in_place_of_the_earlier(
+def test_a_later_settlement_of_the_job_replaces_the_earlier(
     tmp_path: Path, settled: CachedPlan
 ) -> None:
     memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
@@ -179,7 +179,7 @@ def test_an_entry_that_can_not_be_read_costs_one_warning_and_no_other_entry(
     assert memory.exact(settled.job) is not None
 
 
-def test_an_unfinished_plan_never_stands_where_a_settled_one_holds(
+def test_an_unfinished_plan_never_replaces_a_settled_one_that_holds(
     tmp_path: Path, settled: CachedPlan
 ) -> None:
     memory = PlanCache(tmp_path / "plans.sqlite", strict=True)

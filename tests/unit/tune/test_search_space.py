@@ -31,7 +31,7 @@ def test_every_plan_holds_every_tensor_once(
         space.plan(point, cluster).check_matches(workload)
 
 
-def test_a_unit_beyond_the_model_stands_for_all_larger_ones(
+def test_a_unit_beyond_the_model_represents_all_larger_ones(
     workload: Workload,
 ) -> None:
     total = sum(tensor.bytes for tensor in workload.tensors)

@@ -121,7 +121,7 @@ def test_the_best_so_far_needs_three_counted_steps(profile: ProfileResult) -> No
     assert best_so_far(failed) is None
 
 
-def test_what_a_short_run_found_out_is_kept_as_unfinished_and_told_in_one_line(
+def test_what_a_short_run_found_out_is_cached_as_unfinished_and_logged_in_one_line(
     profile: ProfileResult, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
@@ -151,7 +151,7 @@ def test_what_a_short_run_found_out_is_kept_as_unfinished_and_told_in_one_line(
     assert line.endswith("continues from there; this is in plan.json")
 
 
-def test_before_the_first_trial_nothing_is_kept_and_only_who_asked_is_told(
+def test_before_the_first_trial_nothing_is_cached_and_only_who_asked_is_called(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
@@ -187,7 +187,7 @@ def test_too_few_steps_for_a_trial_give_the_measurements_to_who_asked(
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_a_plan_taken_up_stands_until_its_steps_take_longer(
+def test_a_plan_taken_up_stays_until_its_steps_take_longer(
     profile: ProfileResult, tmp_path: Path, stale: bool
 ) -> None:
     memory = PlanCache(tmp_path / "plans.sqlite", strict=True)

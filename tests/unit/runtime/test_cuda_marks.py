@@ -55,7 +55,7 @@ def test_the_device_of_the_parameters_chooses() -> None:
     assert isinstance(marks_for(torch.device("cuda", 0)), CudaMarks)
 
 
-def test_a_step_on_a_gpu_is_told_by_its_events_and_waits_for_none_of_them(
+def test_a_step_on_a_gpu_is_known_by_its_events_and_waits_for_none_of_them(
     device: Device,
 ) -> None:
     recorder = Recorder(device=torch.device("cuda", 0))

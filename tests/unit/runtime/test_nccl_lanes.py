@@ -96,7 +96,7 @@ def test_what_a_plan_needs_is_made_once_parents_first_and_ended_with_the_pool(de
     assert Group.ended[3:] == ["shutdown"] * 3
 
 
-def test_lanes_after_nccls_first_collective_are_told_of_the_order_once(device, caplog):
+def test_lanes_after_nccls_first_collective_log_the_order_once(device, caplog):
     device.setattr(nccl, "_collectives_issued", lambda: 3)
     lanes = pool()
     lanes.lane(0)

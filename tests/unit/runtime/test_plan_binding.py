@@ -1,4 +1,4 @@
-"""A plan's buckets on the wire: what is carried out and what is refused."""
+"""A plan's buckets on the wire: what is executed and what is refused."""
 
 from __future__ import annotations
 
