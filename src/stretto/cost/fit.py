@@ -90,50 +90,31 @@ def fit_cluster(
     ranks = _check(rows, hosts * ranks_per_host)
     rho = 2 * (ranks - 1) / ranks
     rates = _fit_rates(rows, rho)
-    startup_s, flow, link = rates.startup_s, rates.flow, rates.link
-    widest = rows[-1].lanes
-    reached = (1 - _SAME) * widest * flow > link
-    if not reached:
-        link = widest * flow
-    capped = flow < (1 - _SAME) * link
-    if not capped:
-        flow = link = max(flow, link)
+    startup_s = rates.startup_s
+    flow, link, reached = _flow_and_link(rates, widest=rows[-1].lanes)
     gamma = _fit_gamma(rows, rho, startup_s, rates.per_lane_s, flow, link)
     beyond = Concurrency(gamma=gamma, startup_per_lane_s=rates.per_lane_s)
     all_reduce = AllReduceFit(startup_s=startup_s, s_per_byte=rho / flow, ranks=ranks)
     wire = Link(
         latency_s=startup_s / (2 * (ranks - 1)),
         bandwidth_bytes_per_s=link,
-        stream_bytes_per_s=flow if capped else None,
+        stream_bytes_per_s=flow if flow < link else None,
     )
     if by_size:
         all_reduce = replace(all_reduce, extra=_extra(rows, all_reduce))
     residuals = [
         _residual(s, predict_s(s.size_bytes, s.lanes, all_reduce, beyond)) for s in rows
     ]
-    errors = [abs(r["error"]) for r in residuals if r["size_bytes"] >= SMALL_BYTES]
-    error = statistics.median(errors or [abs(r["error"]) for r in residuals])
-    if error > _MAX_ERROR:
-        raise NoisyProfile(
-            f"no start-up and bandwidths explain the measured all-reduce times: the "
-            f"best fit misses them by {100 * error:.0f} % in the median. Measure again "
-            "on a quiet network, with more repetitions"
-        )
-    beside = sorted(contention_samples, key=lambda s: s.lanes)
-    for sample in beside:
-        if sample.ranks != ranks:
-            raise SpecError(
-                f"contention samples must be of {ranks} ranks like the others, "
-                f"got {sample.ranks}"
-            )
+    median_error, worst_error = _checked_errors(residuals)
+    beside = _of_ranks(contention_samples, ranks)
     fitted = {
         "model": "startup + max(startup_per_lane * (lanes - 1) + wire_factor * bytes "
         "/ flow, wire_factor * bytes / min(flow, link / lanes) * epsilon)",
         "link_reached": reached,
         "flow_bytes_per_s": flow,
         "uncertainty_ratio": rates.uncertainty,
-        "median_error": error,
-        "worst_error": max(errors or [0.0]),
+        "median_error": median_error,
+        "worst_error": worst_error,
         "residuals": residuals,
         "piecewise": _piecewise(rows),
         "contention": [_contention_row(s) for s in beside],
@@ -151,6 +132,55 @@ def fit_cluster(
     )
     check_capacity(cluster)
     return cluster
+
+
+def _flow_and_link(rates: _Rates, *, widest: int) -> tuple[float, float, bool]:
+    """Return the rates of a flow and of the link, and whether lanes saturated it.
+
+    Both are equal where a flow is not capped.
+    """
+    flow, link = rates.flow, rates.link
+    reached = (1 - _SAME) * widest * flow > link
+    if not reached:
+        link = widest * flow
+    if flow < (1 - _SAME) * link:
+        return flow, link, reached
+    return max(flow, link), max(flow, link), reached
+
+
+def _checked_errors(residuals: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Return the median and the largest error, small messages apart.
+
+    Raises:
+        NoisyProfile: the median is too large.
+    """
+    errors = [abs(r["error"]) for r in residuals if r["size_bytes"] >= SMALL_BYTES]
+    median = statistics.median(errors or [abs(r["error"]) for r in residuals])
+    if median > _MAX_ERROR:
+        raise NoisyProfile(
+            f"no start-up and bandwidths explain the measured all-reduce times: the "
+            f"best fit misses them by {100 * median:.0f} % in the median. Measure "
+            "again on a quiet network, with more repetitions"
+        )
+    return median, max(errors or [0.0])
+
+
+def _of_ranks(
+    samples: Iterable[ContentionSample], ranks: int
+) -> list[ContentionSample]:
+    """Return samples by number of lanes.
+
+    Raises:
+        SpecError: one is of another number of ranks.
+    """
+    rows = sorted(samples, key=lambda s: s.lanes)
+    for sample in rows:
+        if sample.ranks != ranks:
+            raise SpecError(
+                f"contention samples must be of {ranks} ranks like the others, "
+                f"got {sample.ranks}"
+            )
+    return rows
 
 
 def predict_s(
