@@ -41,6 +41,8 @@ from stretto.tune import DeferredProfile, deferred_plan
 from stretto.units import format_s
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from stretto.schema import Cluster, Workload
 
 _MIB = 2**20
@@ -316,11 +318,58 @@ def main() -> None:
     torch.set_num_threads(1)
     scratch = Path(sys.argv[1])
     settings = DemoSettings.load(scratch / SETTINGS_FILE)
-    out = Path(settings.out)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     task = Task.of(settings)
+    workload, cluster, methods = measured(task, settings)
+    by_name = {m.name: m for m in methods}
+    chosen, sizes_s = with_best_size(task, by_name)
+    say(f"training {settings.steps} steps by each of {len(chosen)} methods")
+    trainees, timelines = train(task, chosen)
+    ours = by_name["stretto"]
+    difference = gradient_difference(task, ours, chosen[1])
+    # Each rank's last loss is of its own part of the batch: the mean over all ranks
+    # counts.
+    finals = {name: _mean_over_ranks(t.losses) for name, t in trainees.items()}
+    if dist.get_rank() == 0:
+        out = Path(settings.out)
+        workload.save(out / "workload.json")
+        cluster.save(out / "cluster.json")
+        for method in chosen:
+            method.plan.save(plan_file(out, method.name))
+            timelines[method.name].save(scratch / f"measured-{method.name}.json")
+            predicted = simulate(workload, cluster, method.plan).timeline
+            predicted.save(scratch / f"predicted-{method.name}.json")
+        # The widest family of the methods: `stretto compare` prints the same bound.
+        bound = ours.plan.predicted
+        if bound is None:
+            raise AssertionError("a planner's plan has no prediction")
+        Outcome(
+            methods=[
+                MethodOutcome(
+                    name=m.name,
+                    description=m.description,
+                    steps_s=trainees[m.name].steps_s,
+                    losses=finals[m.name],
+                    predicted_step_s=predicted_s(m.plan),
+                )
+                for m in chosen
+            ],
+            bucket_sizes_s=sizes_s,
+            gradient_difference=difference,
+            bound_s=bound.lower_bound_s,
+            bound_scope=bound.bound_scope,
+            parameters=sum(p.numel() for p in task.model().parameters()),
+            ranks=dist.get_world_size(),
+            environment=_environment(),
+        ).save(scratch / OUTCOME_FILE)
+    dist.barrier()
+    dist.destroy_process_group()
 
+
+def measured(
+    task: Task, settings: DemoSettings
+) -> tuple[Workload, Cluster, list[Method]]:
+    """Measure the task and the network; return them, and rank 0's methods."""
     say(f"measuring {settings.model}: backward without communication")
     workload = measure_workload(task)
     say(
@@ -328,12 +377,16 @@ def main() -> None:
         f"{format_s(workload.forward_s)}; measuring the network"
     )
     cluster = probe(name="lab", budget_s=settings.probe_budget_s)
-    workload, cluster, methods = shared(
-        (workload, cluster, plan_methods(workload, cluster) if rank == 0 else None)
-    )
-    by_name = {m.name: m for m in methods}
-    sized = [m for m in methods if m.stock]
+    methods = plan_methods(workload, cluster) if dist.get_rank() == 0 else None
+    found: tuple[Workload, Cluster, list[Method]] = shared((workload, cluster, methods))
+    return found
 
+
+def with_best_size(
+    task: Task, by_name: Mapping[str, Method]
+) -> tuple[list[Method], dict[str, float]]:
+    """Try DDP's bucket sizes; return the methods to train, and each size's time."""
+    sized = [m for m in by_name.values() if m.stock]
     say(f"trying DDP's bucket sizes: {', '.join(size_label(m.cap_mib) for m in sized)}")
     sizes_s = shared(screen(task, sized))
     best = by_name[min(sizes_s, key=sizes_s.__getitem__)]
@@ -348,52 +401,16 @@ def main() -> None:
         by_name["mg-wfbp"],
         by_name["stretto"],
     ]
-    say(f"training {settings.steps} steps by each of {len(chosen)} methods")
-    trainees, timelines = train(task, chosen)
-    difference = gradient_difference(task, by_name["stretto"], chosen[1])
-    parameters = sum(p.numel() for p in task.model().parameters())
-    # Each rank's last loss is of its own part of the batch: the mean over all ranks
-    # counts.
-    finals = {name: _mean_over_ranks(t.losses) for name, t in trainees.items()}
-    if rank == 0:
-        workload.save(out / "workload.json")
-        cluster.save(out / "cluster.json")
-        for method in chosen:
-            method.plan.save(plan_file(out, method.name))
-            timelines[method.name].save(scratch / f"measured-{method.name}.json")
-            predicted = simulate(workload, cluster, method.plan).timeline
-            predicted.save(scratch / f"predicted-{method.name}.json")
-        # The widest family of the methods: `stretto compare` prints the same bound.
-        bound = by_name["stretto"].plan.predicted
-        if bound is None:
-            raise AssertionError("a planner's plan has no prediction")
-        Outcome(
-            methods=[
-                MethodOutcome(
-                    name=m.name,
-                    description=m.description,
-                    steps_s=trainees[m.name].steps_s,
-                    losses=finals[m.name],
-                    predicted_step_s=predicted_s(m.plan),
-                )
-                for m in chosen
-            ],
-            bucket_sizes_s={size_label(m.cap_mib): sizes_s[m.name] for m in sized},
-            gradient_difference=difference,
-            bound_s=bound.lower_bound_s,
-            bound_scope=bound.bound_scope,
-            parameters=parameters,
-            ranks=dist.get_world_size(),
-            environment={
-                "stretto": __version__,
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-                "machine": f"{platform.machine()}, {torch.get_num_threads()} thread "
-                "per rank",
-            },
-        ).save(scratch / OUTCOME_FILE)
-    dist.barrier()
-    dist.destroy_process_group()
+    return chosen, {size_label(m.cap_mib): sizes_s[m.name] for m in sized}
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "stretto": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} thread per rank",
+    }
 
 
 def _mean_over_ranks(losses: list[float]) -> list[float]:
