@@ -63,16 +63,7 @@ def command(
 ) -> None:
     """Predict a step of WORKLOAD on CLUSTER under --plan FILE or --planner NAME."""
     names = tuple(dict.fromkeys(names))
-    if (plan_file is None) == (not names):
-        raise click.UsageError("give either --plan FILE or --planner NAME")
-    if trace is not None and len(names) > 1:
-        raise click.UsageError("a trace shows one plan: give --planner once")
-    chosen = _planning.given(options)
-    if plan_file is not None and chosen:
-        raise click.UsageError(
-            "a planner's options need --planner; a --plan is already made"
-        )
-    own = _own_options(names, chosen)
+    own = _own_options(names, _chosen(names, plan_file, trace, options))
     for name in names:
         _planning.check_options(name, own[name])
     workload = Workload.load(workload_file)
@@ -133,6 +124,29 @@ def command(
         click.echo(_planning.scaling_text(over))
     if report is not None:
         click.echo(f"written to {report}")
+
+
+def _chosen(
+    names: tuple[str, ...],
+    plan_file: str | None,
+    trace: str | None,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the planner options that were given.
+
+    Raises:
+        UsageError: plan, planners, trace and options do not go together.
+    """
+    if (plan_file is None) == (not names):
+        raise click.UsageError("give either --plan FILE or --planner NAME")
+    if trace is not None and len(names) > 1:
+        raise click.UsageError("a trace shows one plan: give --planner once")
+    chosen = _planning.given(options)
+    if plan_file is not None and chosen:
+        raise click.UsageError(
+            "a planner's options need --planner; a --plan is already made"
+        )
+    return chosen
 
 
 def _own_options(

@@ -109,28 +109,7 @@ class ControlLoop(AbstractControlLoop):
         self._tick_s = min(_TICK_S, options.stall_s / 4, ranks.timeout_s / 4)
         self._ticked_s = perf_counter()
         self._pool: LanePool | None = None
-        lane = None
-        if ranks.size > 1:
-            Agreement(self.ranks).require_same(
-                "open an engine",
-                {
-                    "stretto": __version__,
-                    "torch": torch.__version__,
-                    "settings": f"{options}, timeout_s={ranks.timeout_s:g}",
-                },
-            )
-            self._pool = LanePool(
-                dataclasses.replace(
-                    self.ranks, store=PrefixStore("control", self.ranks.store)
-                ),
-                serial=0,
-                backend=backends.ON_HOST,
-                device=torch.device("cpu"),
-            )
-            try:
-                lane = self._pool.lane(0)
-            except RuntimeError as exc:
-                raise self.failures.report("the opening of an engine", exc) from exc
+        lane = self._control_lane() if ranks.size > 1 else None
         self.control = Control(
             lane, size=ranks.size, tick_s=self._tick_s, tick=self._tick
         )
@@ -138,6 +117,33 @@ class ControlLoop(AbstractControlLoop):
             target=self._run, name="stretto-control", daemon=True
         )
         self._thread.start()
+
+    def _control_lane(self) -> Any:
+        """Open the lane of rounds, after all ranks have equal settings.
+
+        Raises:
+            StrettoError: settings differ, or a rank is lost or late.
+        """
+        Agreement(self.ranks).require_same(
+            "open an engine",
+            {
+                "stretto": __version__,
+                "torch": torch.__version__,
+                "settings": f"{self.options}, timeout_s={self.ranks.timeout_s:g}",
+            },
+        )
+        self._pool = LanePool(
+            dataclasses.replace(
+                self.ranks, store=PrefixStore("control", self.ranks.store)
+            ),
+            serial=0,
+            backend=backends.ON_HOST,
+            device=torch.device("cpu"),
+        )
+        try:
+            return self._pool.lane(0)
+        except RuntimeError as exc:
+            raise self.failures.report("the opening of an engine", exc) from exc
 
     # Called by users' threads.
 
