@@ -97,6 +97,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     replace_ddp()
     warn_of_spawn()
     _show_log()
+    _lease()
     sys.argv = [script, *arguments]
     if pkgutil.get_importer(script) is not None:  # an archive, which contains modules
         sys.path[: _own_entries()] = [main_file(script)]
@@ -120,6 +121,7 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
     replace_ddp()
     warn_of_spawn()
     _show_log()
+    _lease()
     sys.argv = ["-m", *arguments]
     _search_first(Path.cwd())
     try:
@@ -156,6 +158,19 @@ def _search_first(folder: Path) -> None:
     """Search a program's folder first, unless Python is asked not to (``-P``)."""
     if not sys.flags.safe_path:
         sys.path[: _own_entries()] = [str(folder)]
+
+
+def _lease() -> None:
+    """Make the script a background, if `stretto run --background` says so.
+
+    Raises:
+        SpecError: a setting of the background is invalid.
+        BackgroundError: the device has a background already.
+    """
+    if os.environ.get("STRETTO_BACKGROUND"):
+        from stretto.background.script_leases import lease_script
+
+        lease_script()
 
 
 def _show_log() -> None:

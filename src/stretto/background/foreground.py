@@ -1,7 +1,7 @@
 """The foreground's side of a board: marks for a background that may be beside it.
 
-`StepMarks` is what training code calls. `Foreground` writes the calls to a board, and
-`NO_MARKS` ignores them.
+`Foreground` writes to a board what training code reports through
+`stretto.foreground_marks`, or what a training loop reports itself.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import contextlib
 import os
 import signal
 import threading
+import weakref
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, final
 
+from stretto import foreground_marks
 from stretto.background.board import (
     COMMUNICATING,
     COMPUTING,
@@ -23,10 +25,11 @@ from stretto.background.board import (
 )
 from stretto.background.devices import open_device
 from stretto.errors import SpecError
+from stretto.foreground_marks import NO_MARKS
 from stretto.logs import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     from stretto.background.board import BackgroundStatus
@@ -41,35 +44,9 @@ _OVERRUN = 10.0
 _LEAST_OVERRUN_S = 1.0
 _KILL_AFTER_S = 5.0
 
-
-class StepMarks(Protocol):
-    """Receives what a training loop does; see `Foreground`."""
-
-    def step(self) -> None:
-        """Mark the begin of a step."""
-
-    def begin_wait(self, what: str, *, uses_device: bool = False) -> None:
-        """Mark the begin of a wait."""
-
-    def end_wait(self) -> None:
-        """Mark its end."""
-
-
-@final
-class NoMarks:
-    """Ignores all marks."""
-
-    def step(self) -> None:
-        """Do nothing."""
-
-    def begin_wait(self, what: str, *, uses_device: bool = False) -> None:
-        """Do nothing."""
-
-    def end_wait(self) -> None:
-        """Do nothing."""
-
-
-NO_MARKS = NoMarks()
+_OTHER_STEPS = 8
+"""Steps of another model without one of the model that has marked steps so far, after
+which the other marks them."""
 
 
 @final
@@ -83,7 +60,9 @@ class Foreground:
                 with foreground.waiting("all-reduce"):
                     work.wait()
 
-    Marks are written only while a background reads them. A background that holds a
+    While it is open, `stretto.DistributedDataParallel` and `stretto.BurstParallel` mark
+    their steps and waits by themselves, so the loop only has to mark what else it waits
+    for. Marks are written only while a background reads them. A background that holds a
     device without preemption much longer than usual is reported, and ended after
     ``stop_after_s``.
     """
@@ -120,6 +99,8 @@ class Foreground:
             raise
         self._words = self._board.words
         self._step = 0
+        self._source: Callable[[], object | None] = _nobody
+        self._other_steps = 0
         self._stop_after_s = stop_after_s
         self._look_at_s = 0.0
         self._reported: tuple[int, float] | None = None
@@ -131,6 +112,8 @@ class Foreground:
         self._is_closed = False
         self.set_windows(windows)
         atexit.register(self.close)
+        if foreground_marks.current() is NO_MARKS:
+            foreground_marks.set_current(self)
 
     def set_windows(self, windows: Sequence[Window]) -> None:
         """Set the windows that a prediction gives each step from now on."""
@@ -146,8 +129,15 @@ class Foreground:
         """The background's process id and what it published; ``None`` without one."""
         return self._board.background()
 
-    def step(self) -> None:
-        """Mark the begin of a step; the device computes from now on."""
+    def step(self, source: object = None) -> None:
+        """Mark the begin of a step; the device computes from now on.
+
+        Args:
+            source: the model that begins it. If several models begin steps, those of
+                the first count, and no model's if the training loop marks them itself.
+        """
+        if not self._counts(source):
+            return
         self._step += 1
         if self._words[READER]:  # a background reads
             self._board.mark(self._step, COMPUTING)
@@ -157,6 +147,23 @@ class Foreground:
             self._begins = False
             self._takes = True
             self._take()
+
+    def _counts(self, source: object) -> bool:
+        """Return whether a step of this source counts."""
+        now = self._source()
+        if now is source and source is not None:
+            self._other_steps = 0
+            return True
+        if source is None:
+            self._source = _training_loop
+            return True
+        if now is _LOOP:
+            return False
+        self._other_steps += 1
+        if now is not None and self._other_steps < _OTHER_STEPS:
+            return False
+        self._source, self._other_steps = weakref.ref(source), 0
+        return True
 
     def begin_wait(self, what: str, *, uses_device: bool = False) -> None:
         """Mark that the device is idle until `end_wait`.
@@ -250,6 +257,8 @@ class Foreground:
         if self._is_closed:
             return
         self._is_closed = True
+        if foreground_marks.current() is self:
+            foreground_marks.set_current(NO_MARKS)
         self._takes = self._begins = False
         self._device.close()
         self._board.release_foreground()
@@ -268,3 +277,15 @@ class Foreground:
     ) -> None:
         """Leave the device to a background."""
         self.close()
+
+
+_LOOP = object()
+"""Stands for a training loop that marks steps itself."""
+
+
+def _training_loop() -> object:
+    return _LOOP
+
+
+def _nobody() -> None:
+    return None

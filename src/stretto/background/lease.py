@@ -300,6 +300,11 @@ class Background:
             )
 
     @property
+    def device_name(self) -> str:
+        """The name of its device."""
+        return self._device.name
+
+    @property
     def gate(self) -> Gate:
         """The limits in force; the controller changes them."""
         return self._gate

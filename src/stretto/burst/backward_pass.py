@@ -334,6 +334,7 @@ class BackwardPass:
         self._queued = False
         self._forget_running()
         if is_sent:
+            self._clock.marker.end_step()
             self.reached.reset()
         torch_calls.backward_ended(self._seam)
         if is_sent:

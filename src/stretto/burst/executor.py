@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stretto.background.named_device import open_named
 from stretto.burst import hooks, torch_calls
 from stretto.burst.boundary import in_checkpoint, mark_input, mark_output
 from stretto.burst.captures import training
@@ -121,6 +122,7 @@ class BurstParallel(nn.Module):
             lanes=lanes,
             verify=verify,
         )
+        open_named()
         group = process_group or dist.distributed_c10d._get_default_group()  # noqa: SLF001
         ranks = ranks_of(group, timeout_s=timeout_s)
         agreement = Agreement(ranks)
@@ -269,6 +271,9 @@ class BurstParallel(nn.Module):
     ) -> Tensor:
         """Return the layers' output for this rank's packed rows, ready for backward."""
         parts = self._parts
+        grad = torch.is_grad_enabled()
+        if grad:
+            parts.clock.marker.begin_step()
         parts.backward.cut_short()
         parts.rank_groups.refusals.next_step()
         parts.activations.settle()
@@ -288,7 +293,6 @@ class BurstParallel(nn.Module):
             with parts.rank_groups.inside_step(), parts.stale_guard.opened():
                 execution.graph.require_count(layouts.num_samples)
                 schedule = parts.exchange.schedule(execution, layouts)
-        grad = torch.is_grad_enabled()
         with (
             parts.rank_groups.inside_step(),
             parts.stale_guard.opened(),

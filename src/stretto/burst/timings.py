@@ -1,4 +1,4 @@
-"""Measure how a rank spends a step: layers, waiting, everything else.
+"""Measure and mark how a rank spends a step: layers, waiting, everything else.
 
 One timer runs at a time; starting one stops the previous. So a layer's backward needs
 no explicit end: autograd runs layers in reverse order, and a layer's backward ends
@@ -12,6 +12,7 @@ from collections import defaultdict
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
+from stretto.foreground_marks import StepMarker
 from stretto.schema.burst import LayerTiming
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class StepClock:
         self._since_s = 0.0
         self.spent_s: dict[tuple[str, str], float] = defaultdict(float)
         self.waited_s: dict[str, float] = defaultdict(float)
+        self.marker = StepMarker()
 
     def begin(self, layer: str, part: str) -> None:
         """Start the timer of a layer's forward or backward; stop the previous one."""
@@ -64,7 +66,7 @@ class StepClock:
         """Wait, and count the time as waiting only."""
         before_s = self._now()
         try:
-            finish()
+            self.marker.wait(what, finish)
         finally:
             after_s = self._now()
             self.waited_s[what] += after_s - before_s

@@ -27,6 +27,10 @@ SETTINGS = {
     "tuning": "STRETTO_TUNING",
     "memory": "STRETTO_MEMORY",
     "lane_backend": "STRETTO_LANE_BACKEND",
+    "foreground": "STRETTO_FOREGROUND",
+    "background": "STRETTO_BACKGROUND",
+    "segments": "STRETTO_BACKGROUND_SEGMENTS",
+    "max_loss": "STRETTO_BACKGROUND_MAX_LOSS",
 }
 """Options, and the environment variables that pass them to ranks."""
 
@@ -119,6 +123,27 @@ def _torchrun_options() -> dict[str, argparse.Action]:
     "[default: the process group's own]",
 )
 @click.option(
+    "--foreground",
+    metavar="DEVICE",
+    help="Let a background use this device while a rank waits: cpu, cuda:{local_rank}, "
+    "exclusive:NAME. {rank} and {local_rank} are filled in.",
+)
+@click.option(
+    "--background",
+    metavar="DEVICE",
+    help="Run SCRIPT in one process, and only while this device's foreground waits.",
+)
+@click.option(
+    "--segments",
+    type=click.Choice(["micro-batch", "layer"]),
+    help="With --background: what one task is.  [default: micro-batch]",
+)
+@click.option(
+    "--max-loss",
+    metavar="SHARE",
+    help="With --background: permitted loss of the foreground.  [default: 0.05]",
+)
+@click.option(
     "--convert",
     is_flag=True,
     help="Convert SCRIPT, or a notebook, from one device to several when it is loaded.",
@@ -148,7 +173,8 @@ def command(arguments: tuple[str, ...], convert: bool, **settings: str | None) -
             os.environ[variable] = value
     if convert:
         os.environ["STRETTO_CONVERT"] = "1"
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+    _check_background(settings)
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys() or settings["background"]:
         _run_here(arguments)
     else:
         _launch(arguments, convert=convert)
@@ -228,6 +254,16 @@ def _all_local_ranks(parsed: Any, arguments: tuple[str, ...]) -> None:
     if not names & {"--nnodes", "--master-addr", "--master-port", "--rdzv-endpoint"}:
         # Use a separate port, so that several such runs do not collide.
         parsed.standalone = True
+
+
+def _check_background(settings: dict[str, str | None]) -> None:
+    if settings["background"] is None:
+        for option in ("segments", "max_loss"):
+            if settings[option] is not None:
+                name = f"--{option.replace('_', '-')}"
+                raise click.UsageError(f"{name} needs --background DEVICE")
+    elif settings["foreground"] is not None:
+        raise click.UsageError("give either --foreground or --background")
 
 
 def _check_files(settings: dict[str, str | None]) -> None:

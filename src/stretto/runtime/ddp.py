@@ -53,6 +53,7 @@ _NOT_COPIED = (
     "_gradients_come_once",
     "_iterations",
     "_lane_pool",
+    "_marker",
     "_micro_steps",
     "_negotiated",
     "_numerics",
@@ -187,7 +188,12 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         """Replace the Reducer by the negotiated engine."""
         table = [(row.name, p) for row, p in self._table(self.module)]
         self._negotiated = NegotiatedReducer(
-            self, self._ranks, table, lanes=lanes, unit_bytes=unit_bytes
+            self,
+            self._ranks,
+            table,
+            lanes=lanes,
+            unit_bytes=unit_bytes,
+            marker=self._marker,
         )
         self.reducer._remove_autograd_hooks()  # noqa: SLF001
 
@@ -308,6 +314,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
             group.begin_forward(reduces=reduces)
         if torch.is_grad_enabled():
+            self._marker.begin_step()
             self._micro_steps = not self.require_backward_grad_sync
             if self._gradient_counts is not None and not self._micro_steps:
                 self._gradient_counts.begin()
@@ -339,6 +346,9 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             self.reducer._remove_autograd_hooks()  # noqa: SLF001
 
     def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled():  # every forward is a step: nothing is reduced
+            self._marker.end_step()
+            self._marker.begin_step()
         if self.device_ids:
             ddp: Any = self
             moved, moved_kwargs = ddp.to_kwargs(inputs, kwargs, self.device_ids[0])

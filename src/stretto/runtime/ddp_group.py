@@ -15,6 +15,7 @@ from stretto.runtime.torch_compat import without_dynamo
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from stretto.foreground_marks import StepMarker
     from stretto.runtime.failure import FailureReporter
     from stretto.runtime.nan_check import NanCheck
 
@@ -36,6 +37,7 @@ class WatchedGroup(dist.ProcessGroup):
         base: dist.ProcessGroup,
         device: torch.device,
         failures: FailureReporter,
+        marker: StepMarker,
         kind: Any,
         waits: bool = True,
         numerics: NanCheck | None = None,
@@ -49,6 +51,7 @@ class WatchedGroup(dist.ProcessGroup):
             base: The model's own group.
             device: The device of its gradients.
             failures: Reports a failure.
+            marker: Marks the model's steps for a background.
             kind: The type of ``base``'s backend for that device.
             waits: Whether failures are found before the Reducer's end.
             numerics: Checks gradients.
@@ -64,6 +67,7 @@ class WatchedGroup(dist.ProcessGroup):
         self._set_default_backend(kind)
         self._base = base
         self._failures = failures
+        self._marker = marker
         self._waits = waits
         self._numerics = numerics
         self._buckets = buckets
@@ -144,14 +148,19 @@ class WatchedGroup(dist.ProcessGroup):
         self._native = True
 
     def _before_finalize(self) -> None:
-        works = self._works[:]
-        self._works.clear()
-        for work in works:
-            self._failures.wait(work, _PLACE)
+        if self._works:
+            self._marker.wait("all-reduce", self._await_works)
+        self._marker.end_step()
         if self._numerics is not None:
             self._numerics.reduced()
         # Behind the Reducer's callback, which was queued after this one.
         queue_callback(self._after_finalize)
+
+    def _await_works(self) -> None:
+        works = self._works[:]
+        self._works.clear()
+        for work in works:
+            self._failures.wait(work, _PLACE)
 
     def _after_finalize(self) -> None:
         call = None if self._reduced is None else self._reduced()

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from stretto.background.named_device import open_named
 from stretto.errors import PlanMismatch, StrettoError
+from stretto.foreground_marks import StepMarker
 from stretto.runtime import backends
 from stretto.runtime.agreement import Agreement, require_matching_setup
 from stretto.runtime.failure import FailureReporter
@@ -148,6 +150,8 @@ class RankedDDP(TorchDDP):
         self, group: dist.ProcessGroup, module: nn.Module, timeout_s: float | None
     ) -> None:
         """Join the ranks of ``group``; nothing is sent."""
+        open_named()
+        self._marker = StepMarker()
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._timeout_s = timeout_s
         self._device_used = device

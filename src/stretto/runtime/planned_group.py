@@ -53,6 +53,7 @@ from stretto.runtime.torch_compat import without_dynamo
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from stretto.foreground_marks import StepMarker
     from stretto.runtime.backends.base import AbstractBackend
     from stretto.runtime.bucket_schedule import BucketSchedule
     from stretto.runtime.failure import FailureReporter
@@ -106,6 +107,7 @@ class PlannedGroup(dist.ProcessGroup):
         routes: Sequence[BucketSchedule],
         pool: LanePool,
         failures: FailureReporter,
+        marker: StepMarker,
         deferred: bool,
         backend: AbstractBackend,
         kind: Any,
@@ -124,6 +126,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._routes = tuple(routes)
         self._pool = pool
         self._failures = failures
+        self._marker = marker
         self._numerics = numerics
         # Weak, because the Reducer holds this group and the model holds the Reducer.
         self._reduced = reduced
@@ -426,6 +429,25 @@ class PlannedGroup(dist.ProcessGroup):
     # where the interrupt stays a KeyboardInterrupt. The Reducer raises the errors.
 
     def _before_finalize(self) -> None:
+        if self._streams is None:  # on NCCL streams wait, not this thread
+            self._marker.wait("all-reduce", self._await_works)
+        else:
+            self._await_works()
+        self._marker.end_step()
+        for pending, buffer in self._pending:
+            pending.set_result(buffer)
+        self._sender.forget()
+        self._pending.clear()
+        queue_callback(self._after_finalize)
+        if self._numerics is not None and self._raises_late:
+            if self._streams is None:
+                for look in self._looked_at:
+                    look.wait()
+            self._looked_at.clear()
+            if self._failures.error is None:
+                self._numerics.reduced()
+
+    def _await_works(self) -> None:
         for future in self._settles:
             with contextlib.suppress(RuntimeError):
                 self._failures.wait(Pending(future), "an all-reduce of a plan")
@@ -436,18 +458,6 @@ class PlannedGroup(dist.ProcessGroup):
         for work in self._aside:
             self._failures.wait(work, _USED)
         self._aside.clear()
-        for pending, buffer in self._pending:
-            pending.set_result(buffer)
-        self._sender.forget()
-        self._pending.clear()
-        queue_callback(self._after_finalize)
-        if self._numerics is not None and self._raises_late:
-            if self._streams is None:  # on NCCL streams wait, not this thread
-                for look in self._looked_at:
-                    look.wait()
-            self._looked_at.clear()
-            if self._failures.error is None:
-                self._numerics.reduced()
 
     def _after_finalize(self) -> None:
         if self._failures.error is not None:

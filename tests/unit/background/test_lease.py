@@ -13,11 +13,11 @@ import pytest
 
 import stretto
 from stretto.background.board import COMMUNICATING, COMPUTING, WAITING, Mark
-from stretto.background.foreground import NO_MARKS
 from stretto.background.foreground_view import ForegroundView
 from stretto.background.pacing import Policy, Reason, StepRecord
 from stretto.background.windows import Window
 from stretto.errors import BackgroundError, SpecError
+from stretto.foreground_marks import NO_MARKS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 DEVICE = "cpu:7"

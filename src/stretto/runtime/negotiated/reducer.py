@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+    from stretto.foreground_marks import StepMarker
     from stretto.runtime.negotiated.tensor_set import TensorSet
     from stretto.runtime.ranks import Ranks
 
@@ -60,7 +61,9 @@ class NegotiatedReducer:
         *,
         lanes: int | None,
         unit_bytes: int | None,
+        marker: StepMarker,
     ) -> None:
+        self._marker = marker
         options = EngineOptions()
         self._options = EngineOptions(
             lanes=lanes or options.lanes, unit_bytes=unit_bytes or options.unit_bytes
@@ -117,6 +120,7 @@ class NegotiatedReducer:
             raise refused("join()")
         training = torch.is_grad_enabled()
         if training:
+            self._marker.begin_step()
             self._abandon()
             self._syncs = model.require_backward_grad_sync
         if model._check_sync_bufs_pre_fwd():  # noqa: SLF001
@@ -187,7 +191,8 @@ class NegotiatedReducer:
             )
             filled[i] = values
             self._set.submit(i, values.detach(), used=self._touched[i])
-        end = self._set.wait()
+        end = self._marker.wait("all-reduce", self._set.wait)
+        self._marker.end_step()
         # As in DDP, a forward is reduced once: gradients that another backward through
         # it adds stay on this rank.
         self._syncs = False

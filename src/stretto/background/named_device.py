@@ -1,0 +1,43 @@
+"""Become the foreground of the device that the environment names."""
+
+from __future__ import annotations
+
+import os
+
+from stretto import foreground_marks
+from stretto.errors import StrettoError
+from stretto.logs import get_logger
+
+_log = get_logger(__name__)
+
+VARIABLE = "STRETTO_FOREGROUND"
+"""Names the device; set by `stretto run --foreground`."""
+
+_is_opened = False
+
+
+def open_named() -> None:
+    """Become the foreground of the named device, if there is one, once in a process.
+
+    ``{rank}`` and ``{local_rank}`` in the name stand for this process's. If the device
+    cannot be had, one line says why, and training goes on without a background.
+    """
+    global _is_opened
+    if _is_opened or not os.environ.get(VARIABLE):
+        return
+    _is_opened = True
+    if foreground_marks.current() is not foreground_marks.NO_MARKS:
+        return
+    from stretto.background.foreground import Foreground
+
+    try:
+        Foreground(device_name(os.environ[VARIABLE]))
+    except StrettoError as exc:
+        _log.warning("no background can run beside this process: %s", exc)
+
+
+def device_name(pattern: str) -> str:
+    """Return a device's name with ``{rank}`` and ``{local_rank}`` filled in."""
+    for name in ("rank", "local_rank"):
+        pattern = pattern.replace(f"{{{name}}}", os.environ.get(name.upper(), "0"))
+    return pattern

@@ -1,0 +1,187 @@
+"""Leases for a training script that knows nothing of them.
+
+Hooks on all modules and optimizers open and end the leases: one for each micro-batch,
+or one for each layer in forward and in backward.
+
+# Note [What a micro-batch's lease covers]
+A task should hold the device only while it computes, so loading data is outside where
+that is possible. A lease begins with the first forward, and ends with the optimizer's
+step or after a forward without gradients. Nothing tells that a backward without a step
+has ended (gradient accumulation), so its lease lasts until the next forward.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from stretto.background.lease import Background
+from stretto.background.named_device import device_name
+from stretto.errors import SpecError
+from stretto.logs import get_logger
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+_log = get_logger(__name__)
+
+VARIABLE = "STRETTO_BACKGROUND"
+"""Names the device; set by `stretto run --background`."""
+
+SEGMENTS_VARIABLE = "STRETTO_BACKGROUND_SEGMENTS"
+MAX_LOSS_VARIABLE = "STRETTO_BACKGROUND_MAX_LOSS"
+
+MICRO_BATCH, LAYER = "micro-batch", "layer"
+SEGMENTS = (MICRO_BATCH, LAYER)
+
+
+@final
+class ScriptLeases:
+    """Opens and ends the leases of a script, in the thread that creates this."""
+
+    def __init__(self, background: Background, *, segments: str = MICRO_BATCH) -> None:
+        """Install the hooks.
+
+        Args:
+            background: whose leases.
+            segments: ``micro-batch`` or ``layer``: what one task is.
+
+        Raises:
+            SpecError: there are no such segments.
+        """
+        if segments not in SEGMENTS:
+            raise SpecError(f"segments are {' or '.join(SEGMENTS)}, got {segments!r}")
+        self._background = background
+        self._by_layer = segments == LAYER
+        self._thread = threading.get_ident()
+        self._is_on = True
+        self._has_looked = False
+        self._top: nn.Module | None = None
+        self._layer = 0
+        self._handles: list[RemovableHandle] = [
+            register_module_forward_pre_hook(self._before_forward),
+            register_module_forward_hook(self._after_forward, always_call=True),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        if hasattr(os, "register_at_fork"):  # such as a DataLoader's workers
+            os.register_at_fork(after_in_child=self._disable)
+
+    def close(self) -> None:
+        """Remove the hooks and end the lease."""
+        self._disable()
+        for handle in self._handles:
+            handle.remove()
+        self._background.end_task()
+
+    def _disable(self) -> None:
+        self._is_on = False
+
+    def _applies(self) -> bool:
+        return (
+            self._is_on
+            and threading.get_ident() == self._thread
+            and not torch.compiler.is_compiling()
+        )
+
+    def _before_forward(self, module: nn.Module, _args: Any) -> None:
+        if not self._applies():
+            return
+        if self._top is None:
+            self._top, self._layer = module, 0
+            self._look_for_ranks()
+            self._background.wait(_label(module))
+        elif self._by_layer and _is_layer(module):
+            self._layer += 1
+            self._background.wait(f"{_label(self._top)} {self._layer}")
+
+    def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if not self._applies() or self._top is None:
+            return
+        trains = isinstance(output, Tensor) and output.requires_grad
+        if self._by_layer and trains and self._layer and _is_layer(module):
+            label = f"{_label(self._top)} {self._layer} backward"
+            output.register_hook(lambda _grad: self._in_backward(label))
+        if module is self._top:
+            self._top = None
+            if not torch.is_grad_enabled():
+                self._background.end_task()
+
+    def _in_backward(self, label: str) -> None:
+        if self._is_on:
+            self._background.wait(label)
+
+    def _after_step(self, *_: Any) -> None:
+        if self._applies():
+            self._background.end_task()
+
+    def _look_for_ranks(self) -> None:
+        if self._has_looked or not dist.is_available() or not dist.is_initialized():
+            return
+        self._has_looked = True
+        if (ranks := dist.get_world_size()) > 1:
+            _log.warning(
+                "each of the %d ranks of this background waits for its own device, and "
+                "in collectives for the others, which takes long and may keep devices "
+                "from their foregrounds: give each background one rank",
+                ranks,
+            )
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
+
+
+def _label(module: nn.Module) -> str:
+    mode = "" if torch.is_grad_enabled() else " without gradients"
+    return f"{type(module).__qualname__}{mode}"
+
+
+def lease_script() -> None:
+    """Make this process's script a background, if the environment says so.
+
+    Raises:
+        SpecError: a setting is invalid.
+        BackgroundError: another process is this device's background.
+    """
+    named = os.environ.get(VARIABLE)
+    if not named:
+        return
+    text = os.environ.get(MAX_LOSS_VARIABLE) or "0.05"
+    try:
+        max_loss = float(text)
+    except ValueError:
+        raise SpecError(f"{MAX_LOSS_VARIABLE} must be a number, got {text!r}") from None
+    background = Background(device_name(named), max_loss=max_loss)
+    leases = ScriptLeases(
+        background, segments=os.environ.get(SEGMENTS_VARIABLE) or MICRO_BATCH
+    )
+    atexit.register(_end, leases, background, os.getpid())
+
+
+def _end(leases: ScriptLeases, background: Background, owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    leases.close()
+    found = background.statistics
+    background.close()
+    _log.info(
+        "background on %s: %d tasks, %.3g s of %.3g s (%.0f %%) on the device; loss of "
+        "the foreground %.1f %%, by its own measurement",
+        background.device_name,
+        found.tasks,
+        found.running_s,
+        found.elapsed_s,
+        100 * found.share,
+        100 * found.loss,
+    )

@@ -1,0 +1,94 @@
+"""Report to a background on this process's device when steps begin and when they wait.
+
+`DistributedDataParallel` and `BurstParallel` call `StepMarker`, which passes the calls
+to the process's `ForegroundMarks`: those of a `stretto.Foreground`, or `NO_MARKS`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Protocol, TypeVar, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+class ForegroundMarks(Protocol):
+    """Receives what a training loop does; see `stretto.Foreground`."""
+
+    def step(self, source: object = None) -> None:
+        """Mark the begin of a step; ``source`` is the model that begins it."""
+
+    def begin_wait(self, what: str, *, uses_device: bool = False) -> None:
+        """Mark the begin of a wait."""
+
+    def end_wait(self) -> None:
+        """Mark its end."""
+
+
+@final
+class NoMarks:
+    """Ignores all marks."""
+
+    def step(self, source: object = None) -> None:
+        """Do nothing."""
+
+    def begin_wait(self, what: str, *, uses_device: bool = False) -> None:
+        """Do nothing."""
+
+    def end_wait(self) -> None:
+        """Do nothing."""
+
+
+NO_MARKS = NoMarks()
+
+_marks: ForegroundMarks = NO_MARKS
+
+
+def current() -> ForegroundMarks:
+    """Return the marks of this process."""
+    return _marks
+
+
+def set_current(marks: ForegroundMarks) -> None:
+    """Send all later marks of this process to ``marks``."""
+    global _marks
+    _marks = marks
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: set_current(NO_MARKS))
+
+
+@final
+class StepMarker:
+    """Marks one model's steps: from its first forward to the end of the reduction.
+
+    Micro-steps whose gradients are not reduced belong to the step that reduces them.
+    """
+
+    __slots__ = ("__weakref__", "_in_step")
+
+    def __init__(self) -> None:
+        self._in_step = False
+
+    def begin_step(self) -> None:
+        """Mark a step's begin, unless one has begun."""
+        if not self._in_step:
+            self._in_step = True
+            _marks.step(self)
+
+    def end_step(self) -> None:
+        """Let the next forward begin a step."""
+        self._in_step = False
+
+    def wait(self, what: str, finish: Callable[[], T]) -> T:
+        """Return what ``finish`` returns, and mark its time as a wait."""
+        marks = _marks
+        marks.begin_wait(what)
+        try:
+            return finish()
+        finally:
+            marks.end_wait()
