@@ -39,6 +39,10 @@ _PAUSES_S = {Reason.CLOSED: 1e-2, Reason.STALE: 1e-3, Reason.CONTROL: 1e-3}
 _UNFIT_STEPS = 50
 """Steps of the foreground without a fitting window before a warning."""
 
+_MEASURE_AGAIN = 10
+"""Steps in which a task fits no window before its length is measured again; doubles
+each time. A first task is often longer than all later ones."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +144,9 @@ class Background:
         )
         self._foreground = 0
         self._usual_s: dict[str, float] = {}
+        self._too_long: dict[str, int] = {}
+        self._measure_after: dict[str, int] = {}
+        self._label = ""
         self._status = BackgroundStatus()
         self._begin_s, self._look_at_s = perf_counter(), 0.0
         self._closings = 0
@@ -205,6 +212,7 @@ class Background:
 
     def _started(self, label: str) -> bool:
         """Start a task if the gate permits it and the device is free."""
+        self._label = label
         reason = self._reason = self._decide(label)
         if reason not in OPEN:
             self._device.withdraw()
@@ -284,6 +292,15 @@ class Background:
                 )
             self._closings = self._controller.closings
         self._warn_unfit(had_task=step.had_task)
+        if not step.had_task and self._reason is Reason.TOO_LONG:
+            self._count_too_long(self._label)
+
+    def _count_too_long(self, label: str) -> None:
+        steps = self._too_long[label] = self._too_long.get(label, 0) + 1
+        limit = self._measure_after.get(label, _MEASURE_AGAIN)
+        if label in self._usual_s and steps >= limit:
+            del self._usual_s[label]
+            self._too_long[label], self._measure_after[label] = 0, 2 * limit
 
     def _warn_unfit(self, *, had_task: bool) -> None:
         if had_task or self._gate.policy is not Policy.FITS or self._gate.is_closed:

@@ -6,8 +6,8 @@ or one for each layer in forward and in backward.
 # Note [What a micro-batch's lease covers]
 A task should hold the device only while it computes, so loading data is outside where
 that is possible. A lease begins with the first forward, and ends with the optimizer's
-step or after a forward without gradients. Nothing tells that a backward without a step
-has ended (gradient accumulation), so its lease lasts until the next forward.
+step or after a forward without gradients. No hook reports that a backward without a
+step has ended (gradient accumulation), so its lease lasts until the next forward.
 """
 
 from __future__ import annotations
