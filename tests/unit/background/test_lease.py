@@ -164,6 +164,19 @@ def test_tasks_that_fit_no_window_are_reported_once(foreground, caplog):
     ] == [1]
 
 
+def test_a_task_that_fits_no_window_is_measured_again_after_ever_more_steps():
+    """The first task of a job is often its longest."""
+    with background(adapts=False) as job:
+        job._label, job._reason = "batch", Reason.TOO_LONG
+        again = []
+        for step in range(100):
+            if "batch" not in job._usual_s:
+                again.append(step)
+                job._usual_s["batch"] = 0.5
+            job._step_ended(StepRecord(duration_s=1.0, had_task=False))
+    assert again == [0, 10, 30, 70]
+
+
 TRAINING = """
 import json, sys, time
 import torch, stretto

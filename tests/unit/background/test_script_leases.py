@@ -1,0 +1,202 @@
+"""Leases of a script that knows nothing of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from stretto.background.lease import Background
+from stretto.background.script_leases import ScriptLeases
+from stretto.cli.run import command
+from stretto.errors import SpecError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
+@pytest.fixture
+def background(tmp_path, monkeypatch):
+    monkeypatch.setenv("STRETTO_RUNTIME_DIR", str(tmp_path / "run"))
+    with Background("cpu:6", isolates=False) as made:
+        yield made
+
+
+@pytest.fixture
+def words(background, monkeypatch):
+    found = []
+    wait, end = background.wait, background.end_task
+
+    def noted_wait(label="", **options):
+        found.append(label)
+        return wait(label, **options)
+
+    def noted_end():
+        if background._is_open:
+            found.append("end")
+        end()
+
+    monkeypatch.setattr(background, "wait", noted_wait)
+    monkeypatch.setattr(background, "end_task", noted_end)
+    return found
+
+
+@pytest.fixture
+def leases(background, words):
+    made = []
+
+    def make(segments):
+        made.append(ScriptLeases(background, segments=segments))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def model_and_optimizer():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(model, optimizer, micro_batches=1):
+    optimizer.zero_grad()
+    for i in range(micro_batches):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(i))
+        model(x).square().mean().backward()
+    optimizer.step()
+
+
+def test_a_micro_batch_is_one_lease(leases, words):
+    leases("micro-batch")
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    assert words == ["Sequential", "end"]
+    words.clear()
+    step(model, optimizer, micro_batches=2)
+    assert words == ["Sequential", "Sequential", "end", "end"]
+
+
+def test_a_forward_without_gradients_ends_its_lease(leases, words):
+    leases("micro-batch")
+    model, _ = model_and_optimizer()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert words == ["Sequential without gradients", "end"]
+
+
+def test_a_layer_is_a_lease_in_forward_and_in_backward(leases, words):
+    leases("layer")
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    waits = [word for word in words if word != "end"]
+    assert waits == [
+        "Sequential",
+        *(f"Sequential {i}" for i in (1, 2, 3)),
+        *(f"Sequential {i} backward" for i in (3, 2, 1)),
+    ]
+    assert words[-1] == "end"
+
+
+@pytest.mark.parametrize("segments", ["micro-batch", "layer"])
+def test_training_is_equal_bit_for_bit(leases, segments):
+    plain, optimizer = model_and_optimizer()
+    for _ in range(3):
+        step(plain, optimizer, micro_batches=2)
+    hooks = leases(segments)
+    leased, optimizer = model_and_optimizer()
+    for _ in range(3):
+        step(leased, optimizer, micro_batches=2)
+    hooks.close()
+    for one, two in zip(plain.parameters(), leased.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_an_error_in_forward_leaves_the_next_forward_a_lease(leases, words):
+    leases("micro-batch")
+    model, _ = model_and_optimizer()
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(2, 9))
+    model(torch.ones(2, 4))
+    assert [w for w in words if w != "end"] == ["Sequential", "Sequential"]
+
+
+def test_unknown_segments_are_refused(background):
+    with pytest.raises(SpecError, match="micro-batch or layer"):
+        ScriptLeases(background, segments="epoch")
+
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+model = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+print(float(model.weight.sum()).hex() if "sum" in sys.argv else "trained")
+"""
+
+
+def run(tmp_path, *options):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environment = {
+        **os.environ,
+        "STRETTO_RUNTIME_DIR": str(tmp_path / "run"),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "stretto", "run", *options, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment,
+    )
+
+
+def test_run_leases_each_step_of_a_script(tmp_path):
+    done = run(tmp_path, "--background", "exclusive:job", "--segments", "micro-batch")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "trained\n"
+    assert "background on exclusive:job: 5 tasks" in done.stderr
+
+
+def test_run_reports_a_device_that_has_a_background(tmp_path, monkeypatch):
+    monkeypatch.setenv("STRETTO_RUNTIME_DIR", str(tmp_path / "run"))
+    with Background("exclusive:job", isolates=False):
+        done = run(tmp_path, "--background", "exclusive:job")
+    assert done.returncode != 0
+    assert "has a background already, process" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--segments", "layer"], "--segments needs --background"),
+        (["--max-loss", "0.1"], "--max-loss needs --background"),
+        (["--foreground", "cpu", "--background", "cpu"], "either --foreground or"),
+        (["--background", "cpu", "--segments", "epoch"], "epoch"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    script = str(Path(__file__))
+    found = CliRunner().invoke(command, [*options, script])
+    assert found.exit_code == 2
+    assert message in found.output
+
+
+def test_a_loss_that_is_no_number_is_refused(tmp_path):
+    done = run(tmp_path, "--background", "cpu:6", "--max-loss", "much")
+    assert done.returncode != 0
+    assert "must be a number, got 'much'" in done.stderr
+    assert "Traceback" not in done.stderr
