@@ -7,6 +7,7 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -121,14 +122,18 @@ def test_a_command_line_names_commands_and_options_that_exist(text):
 @pytest.mark.parametrize("text", blocks("bash"))
 def test_a_documented_run_is_one_that_torchrun_can_start(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("plan.json", "train.py"):
+    for name in ("plan.json", "train.py", "other.py"):
         (tmp_path / name).touch()
     started = []
 
     def record(arguments, **_options):
         started.append(get_args_parser().parse_args(list(arguments)))
 
+    def record_here(arguments):
+        started.append(SimpleNamespace(training_script=arguments[0]))
+
     monkeypatch.setattr(run_command, "_launch", record)
+    monkeypatch.setattr(run_command, "_run_here", record_here)  # a background
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for variable in run_command.SETTINGS.values():
