@@ -26,6 +26,7 @@ from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from stretto.burst.tracing.build import Build
+    from stretto.burst.tracing.inner_calls import Mixing
 
 
 NORMS = (
@@ -298,13 +299,13 @@ def _row(traced: Traced, node: fx.Node, build: Build) -> None:
 
 def _require_apart_inside(node: fx.Node) -> None:
     """Require that what an operation calls reads no other samples."""
-    operator, found = node.meta.get("mixes", ("", ""))
-    if found:
-        inner = "it" if operator in node.name else f"{operator!r} in it"
+    found: Mixing | None = node.meta.get("mixes")
+    if found is not None:
+        inner = "it" if found.operator in node.name else f"{found.operator!r} in it"
         raise SpecError(
-            f"{source_line_of(node)}: {node.name!r} mixes samples: {inner} {found}, "
-            "and these may be on other ranks. Do it within each sample, or return what "
-            "it is computed from and do it in the loss"
+            f"{found.place or source_line_of(node)}: {node.name!r} mixes samples: "
+            f"{inner} {found.how}, and these may be on other ranks. Do it within each "
+            "sample, or return what it is computed from and do it in the loss"
         )
 
 

@@ -42,19 +42,24 @@ class InnerCall:
     by_mask: bool = False
     """Whether ``index_put`` writes where a mask is true."""
 
+    place: str = ""
+    """The line in user code inside the operation, if it has any."""
 
-def inner_call(operator: Any, args: Any, kwargs: Any, result: Any) -> InnerCall:
+
+def inner_call(
+    operator: Any, args: Any, kwargs: Any, result: Any, place: str = ""
+) -> InnerCall:
     """Return what is recorded of a call."""
     name = operator._opname.removesuffix("_")  # noqa: SLF001
     inputs = tuple(_shapes((*args, *kwargs.values())))
     outputs = tuple(_shapes((result,)))
     if name in _SCANS or name == "renorm":
         dim = args[2 if name == "renorm" else 1]
-        return InnerCall(name, inputs, outputs, dim=dim)
+        return InnerCall(name, inputs, outputs, dim=dim, place=place)
     if name == "index_put":
         by_mask = any(i is not None and i.dtype is torch.bool for i in args[1])
-        return InnerCall(name, inputs, outputs, by_mask=by_mask)
-    return InnerCall(name, inputs, outputs)
+        return InnerCall(name, inputs, outputs, by_mask=by_mask, place=place)
+    return InnerCall(name, inputs, outputs, place=place)
 
 
 def _shapes(values: Iterable[Any]) -> Iterator[Shape]:
@@ -65,23 +70,34 @@ def _shapes(values: Iterable[Any]) -> Iterator[Shape]:
             yield from _shapes(value)
 
 
-def mixing(one: Sequence[InnerCall], two: Sequence[InnerCall]) -> tuple[str, str]:
-    """Return the operator that reads other samples, and how, or empty texts.
+@final
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """An operator that reads other samples."""
+
+    operator: str
+    how: str
+    place: str = ""
+
+
+def mixing(one: Sequence[InnerCall], two: Sequence[InnerCall]) -> Mixing | None:
+    """Return the first operator in an operation that reads other samples.
 
     Args:
         one: its inner calls with one number of samples.
         two: the same with another number.
     """
     if [c.operator for c in one] != [c.operator for c in two]:
-        return "it", "calls other operators for another number of samples"
+        return Mixing("", "calls other operators for another number of samples")
     for first, second in zip(one, two, strict=True):
         inputs = _sides(first.inputs, second.inputs)
         outputs = _sides(first.outputs, second.outputs)
         if inputs is None or outputs is None:
-            return first.operator, "has other dimensions for more samples"
+            how = "has other dimensions for more samples"
+            return Mixing(first.operator, how, first.place)
         if any(inputs) and (found := _found(first, inputs, outputs)):
-            return first.operator, found
-    return "", ""
+            return Mixing(first.operator, found, first.place)
+    return None
 
 
 def _sides(ones: Sequence[Shape], twos: Sequence[Shape]) -> list[Sides] | None:
@@ -96,7 +112,10 @@ def _sides(ones: Sequence[Shape], twos: Sequence[Shape]) -> list[Sides] | None:
 def _found(call: InnerCall, inputs: list[Sides], outputs: list[Sides]) -> str:
     name = call.operator
     if name in _SCANS and _along(call, inputs):
-        return "sums or compares along a dimension with the samples"
+        return (
+            "sums or compares along a dimension with the samples, so that each sample "
+            "depends on those before it"
+        )
     reads = _READS.get(name)
     if reads is not None and reads(call, inputs):
         return "reads other samples, depending on values"

@@ -322,10 +322,12 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             named = (self._named(args, place), self._named(kwargs, place))
         self._draws, self._norms, self._keeps_state = 0, [], False
         self._inner: list[InnerCall] = []
+        self._has_own_lines = target is apply_function
         self._given = {storage_of(t) for _, t in _leaves((real_args, real_kwargs))}
         if kind == "call_module":
             part = self._root.get_submodule(target)
             self._given |= {storage_of(p) for p in part.parameters()}
+            self._has_own_lines = not type(part).__module__.startswith("torch.")
         self._borrowed = {}
         result = call(*real_args, **real_kwargs)
         self._refuse_unregistered(tensors, result, place)
@@ -617,7 +619,8 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
     def called(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record an operator that an operation calls."""
         if self._depth:
-            self._inner.append(inner_call(operator, args, kwargs, result))
+            place = source_line() if self._has_own_lines else ""
+            self._inner.append(inner_call(operator, args, kwargs, result, place))
 
     def lifted(self, tensor: Tensor, value: Tensor) -> None:
         """Record the value of a tensor that was made from data."""
