@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stretto.background.lease import Background
     from stretto.burst.executor import BurstParallel
     from stretto.burst.profiling.collective_profile import profile_layers
+    from stretto.gang.gang import Gang
     from stretto.measure import profile_model as profile
     from stretto.schema import Cluster, Plan, Timeline, Workload
     from stretto.schema.burst import BurstPlan, LayerProfile
@@ -37,6 +38,7 @@ __all__ = [
     "Cluster",
     "DistributedDataParallel",
     "Foreground",
+    "Gang",
     "LayerProfile",
     "Plan",
     "Timeline",
@@ -55,6 +57,7 @@ __all__ = [
 _HOMES = {
     "Background": "stretto.background.lease",
     "Foreground": "stretto.background.foreground",
+    "Gang": "stretto.gang.gang",
     "BurstParallel": "stretto.burst.executor",
     "BurstPlan": "stretto.schema.burst",
     "LayerProfile": "stretto.schema.burst",
