@@ -1,0 +1,227 @@
+"""Measure a burst foreground on four hosts with a background job beside each rank.
+
+    stretto lab run --hosts 4 --link 1gbit -- python benchmarks/background_burst.py
+
+VGG-11 is profiled, planned and trained as in `burst_run.py`. Each rank is the
+foreground of its own device ``cpu:RANK``, and starts a background that trains a small
+network on it, in tasks of some milliseconds. Blocks of steps alternate: the foreground
+alone, both, the backgrounds alone. Results are ratios within one cycle: the
+foreground's loss; each job's rate beside the other over its rate alone; and their sum,
+the throughput of the cluster over that of the foreground alone. Target: a loss of at
+most 5 %, a throughput of at least 1.5.
+
+Hosts share the machine's processors: with fewer processors than hosts, four devices are
+emulated by less than four, and backgrounds get the less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import os
+import select
+import subprocess
+import sys
+import time
+from statistics import fmean
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import stretto
+from _record import spread, store
+from burst_run import planned, profiled, task
+
+SETTLING_S = 1.5
+
+
+def run_background(device: str) -> None:
+    """Train while asked to; report the number of tasks at each request."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(512, 512),
+        nn.ReLU(),
+        nn.Linear(512, 512),
+        nn.ReLU(),
+        nn.Linear(512, 8),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(32, 512)
+    tasks, runs = 0, False
+    with stretto.Background(device) as background:
+        sys.stdout.write(f"{background.isolation}\n")
+        sys.stdout.flush()
+        while True:
+            asked = select.select([sys.stdin], [], [], 0.0 if runs else 0.5)[0]
+            if asked:
+                word = sys.stdin.readline().strip()
+                if not word:
+                    return
+                runs = word == "run"
+                if word == "count":
+                    runs = True
+                    sys.stdout.write(f"{tasks} {time.perf_counter()}\n")
+                    sys.stdout.flush()
+            if not runs or not background.wait(timeout_s=0.2):
+                continue
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            background.end_task()
+            tasks += 1
+
+
+class Beside:
+    """This rank's background, in a process of its own."""
+
+    def __init__(self, device: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--background", device],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.isolation = self._process.stdout.readline().strip()
+
+    def say(self, word: str) -> None:
+        self._process.stdin.write(f"{word}\n")
+        self._process.stdin.flush()
+
+    def count(self) -> tuple[int, float]:
+        self.say("count")
+        tasks, at_s = self._process.stdout.readline().split()
+        return int(tasks), float(at_s)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def gathered(value: float) -> list[float]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def main() -> None:
+    options = arguments()
+    if options.background:
+        run_background(options.background)
+        return
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, x, y = task(options, options.batch // ranks, rank)
+    cluster = stretto.probe(name="lab", budget_s=options.probe_s)
+    profile = profiled(options, model, x, ranks)
+    plan, _ = planned(options, profile, cluster, ranks)
+    burst = stretto.BurstParallel(copy.deepcopy(model), plan, example_inputs=(x[:2],))
+    optimizer = torch.optim.SGD(burst.parameters(), lr=0.01)
+    device = f"cpu:burst{rank}"
+    beside = Beside(device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(burst(x), y).backward()
+        optimizer.step()
+
+    def steps(count: int) -> float:
+        """Return the seconds of a step, the same on all ranks."""
+        for _ in range(3):
+            step()
+        dist.barrier()
+        begin_s = time.perf_counter()
+        for _ in range(count):
+            step()
+        return max(gathered((time.perf_counter() - begin_s) / count))
+
+    def rate(seconds: float | None, count: int) -> tuple[float, float]:
+        """Return the tasks a second of all backgrounds, and a step's seconds."""
+        before = beside.count()
+        step_s = 0.0
+        if seconds is None:
+            step_s = steps(count)
+        else:
+            time.sleep(seconds)
+        after = beside.count()
+        mine = (after[0] - before[0]) / (after[1] - before[1])
+        return sum(gathered(mine)), step_s
+
+    steps(5)
+    rows = []
+    for _ in range(options.cycles):
+        alone_before_s = steps(options.block)
+        with stretto.Foreground(device):
+            beside.say("run")
+            steps(options.block)  # windows, task lengths and limits are learned
+            together, step_s = rate(None, 2 * options.block)
+        beside.say("stop")
+        alone_after_s = steps(options.block)
+        dist.barrier()
+        beside.say("run")
+        time.sleep(SETTLING_S)
+        alone, _ = rate(options.alone_s, 0)
+        beside.say("stop")
+        dist.barrier()
+        alone_s = fmean((alone_before_s, alone_after_s))
+        rows.append(
+            {
+                "loss": step_s / alone_s - 1.0,
+                "background": together / alone,
+                "throughput": alone_s / step_s + together / alone,
+                "step_alone_s": alone_s,
+                "step_beside_s": step_s,
+                "tasks_per_s_alone": alone,
+            }
+        )
+    beside.close()
+    if rank == 0:
+        store(
+            options.store,
+            {
+                "what": f"VGG-{options.depth}, width {options.width}, batch "
+                f"{options.batch}, over {ranks} hosts on {os.cpu_count()} processors, "
+                "with a background beside each rank",
+                "reach": "loss at most 5 %; throughput at least 1.5 of alone",
+                "isolation": beside.isolation,
+                "load_before": os.getloadavg()[0],
+                "layers": {e.layer: [e.first_gpu, e.gpus] for e in plan.layers},
+                **{key: spread([row[key] for row in rows]) for key in rows[0]},
+                "cycles": rows,
+            },
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--depth", type=int, default=11)
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--dense", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--cycles", type=int, default=6)
+    parser.add_argument("--block", type=int, default=20, help="steps of one in a row")
+    parser.add_argument("--alone-s", type=float, default=3.0)
+    parser.add_argument("--probe-s", type=float, default=15.0)
+    parser.add_argument("--least-layer-s", type=float, default=50e-6)
+    parser.add_argument(
+        "--store", default="background_burst", help="name of the result"
+    )
+    parser.add_argument("--background", help=argparse.SUPPRESS)
+    found = parser.parse_args()
+    found.model = "vgg"
+    return found
+
+
+if __name__ == "__main__":
+    main()
