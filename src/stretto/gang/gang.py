@@ -92,7 +92,7 @@ class Gang:
         self._group = process_group or dist.distributed_c10d._get_default_group()  # noqa: SLF001
         self._ranks = ranks_of(self._group, timeout_s=timeout_s)
         self._agreement = Agreement(self._ranks)
-        self._failures = FailureReporter(self._ranks, _nothing)
+        self._failures = FailureReporter(self._ranks, _nothing, key=self._key)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         rows = [
             (n, tuple(p.shape), str(p.dtype), p.requires_grad)
@@ -107,7 +107,6 @@ class Gang:
             },
         )
         self._store = own_connection(self._ranks)
-        self._name = f"gang/{self._agreement.serial}"
         self.step = 0
         """Steps that have been reduced."""
 
@@ -118,6 +117,9 @@ class Gang:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 self._await(dist.broadcast(tensor, *self._root(), async_op=True))
+
+    def _key(self) -> str:
+        return f"gang/{self._agreement.serial}"
 
     def _root(self) -> tuple[int, dist.ProcessGroup]:
         return self._ranks.names[0], self._group
@@ -155,7 +157,7 @@ class Gang:
             yield from self._computed(claimed, claims)
 
     def _step_store(self, step: int) -> Any:
-        return PrefixStore(f"{self._name}/{step}", self._store)
+        return PrefixStore(f"{self._key()}/{step}", self._store)
 
     def _next(self, claims: Claims) -> int | None:
         """Return a claimed micro-batch, with the device; ``None`` at the step's end."""
