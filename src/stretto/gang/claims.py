@@ -4,7 +4,7 @@
 A rank claims the next micro-batch when it has its device. If it does not finish in
 time, another rank claims the micro-batch again. The first result that is entered
 counts; the other is dropped by the rank that made it, before any sum. So the sum over
-ranks has each micro-batch exactly once, whoever was slow.
+ranks has each micro-batch exactly once, whichever rank was slow.
 """
 
 from __future__ import annotations
