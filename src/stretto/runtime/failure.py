@@ -111,14 +111,26 @@ class FailureReporter:
         while True:
             try:
                 work.wait(_LOOK_EVERY)
-            except RuntimeError as exc:
+            except RuntimeError:
                 if work.is_completed():
-                    raise self.report(place, exc) from exc
+                    self._require_success(work, place)
+                    return
             else:
                 return
             why = self.others_failed()
             if why is not None:
                 raise self.report(place, RuntimeError(why))
+
+    def _require_success(self, work: Any, place: str) -> None:
+        """Raise the error of a collective that has ended, if it has failed.
+
+        The error of the last wait may be the end of that wait: the collective may have
+        ended just after it.
+        """
+        try:
+            work.wait()
+        except RuntimeError as exc:
+            raise self.report(place, exc) from exc
 
     def others_failed(self) -> str | None:
         """Return why a wait for other ranks can't succeed, or ``None`` if it may.

@@ -1,0 +1,50 @@
+"""Waits that end at the same moment as their collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from stretto.errors import CommTimeout
+from stretto.runtime.failure import FailureReporter
+from stretto.runtime.ranks import Ranks
+
+
+class EndsAfterALook:
+    """A work that ends between the end of a wait and the question whether it has."""
+
+    def __init__(self, error: str = "") -> None:
+        self.looks, self._error = 0, error
+
+    def wait(self, timeout: Any = None) -> None:
+        if timeout is not None:
+            self.looks += 1
+            raise RuntimeError("Operation timed out!")
+        if self._error:
+            raise RuntimeError(self._error)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def reporter() -> FailureReporter:
+    ranks = Ranks(
+        rank=0, size=1, names=(0,), store=dist.HashStore(), timeout_s=2.0, presence=None
+    )
+    return FailureReporter(ranks, lambda: None)
+
+
+def test_a_collective_that_ends_just_after_a_look_has_not_failed() -> None:
+    work, failures = EndsAfterALook(), reporter()
+    failures.wait(work, "an all-reduce")
+    assert work.looks == 1
+    assert failures.error is None
+
+
+def test_a_collective_that_fails_just_after_a_look_is_reported_with_its_error() -> None:
+    failures = reporter()
+    with pytest.raises(CommTimeout, match="an all-reduce lost its connection.*by peer"):
+        failures.wait(EndsAfterALook("Connection reset by peer"), "an all-reduce")
+    assert failures.error is not None
