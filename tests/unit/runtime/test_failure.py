@@ -45,6 +45,8 @@ def test_a_collective_that_ends_just_after_a_look_has_not_failed() -> None:
 
 def test_a_collective_that_fails_just_after_a_look_is_reported_with_its_error() -> None:
     failures = reporter()
-    with pytest.raises(CommTimeout, match=r"an all-reduce lost its connection.*by peer"):
+    with pytest.raises(
+        CommTimeout, match=r"an all-reduce lost its connection.*by peer"
+    ):
         failures.wait(EndsAfterALook("Connection reset by peer"), "an all-reduce")
     assert failures.error is not None
