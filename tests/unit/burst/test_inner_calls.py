@@ -187,3 +187,45 @@ class Distances(nn.Module):
 def test_nan_in_a_gradient_that_nothing_needs_hides_nothing(caplog):
     capture(Distances(), (torch.randn(6, 5, 3),))
     assert "NaN" not in caplog.text
+
+
+class Hooked(nn.Module):
+    """A hook takes a mean over all samples, and may give it back."""
+
+    def __init__(self, *, gives):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 2)
+        self.layer.register_forward_hook(self.look)
+        self.gives = gives
+
+    def look(self, _module, _args, output):
+        mean = output.square().mean()
+        return output + 0.0 * mean if self.gives else None
+
+    def forward(self, x):
+        return self.last(self.layer(x))
+
+
+def test_a_mean_in_a_hook_counts_if_it_reaches_the_modules_result():
+    capture(Hooked(gives=False), (torch.randn(6, 4),))
+    with pytest.raises(
+        SpecError, match=r"test_inner_calls.py:\d+: .*'mean' in it gives"
+    ):
+        capture(Hooked(gives=True), (torch.randn(6, 4),))
+
+
+class CastTwice(nn.Module):
+    """Autocast converts the weight in the first use only."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return (x @ self.weight).tanh() @ self.weight
+
+
+def test_operators_on_weights_may_differ_between_recordings():
+    capture(CastTwice(), (torch.randn(6, 4),))

@@ -146,7 +146,7 @@ class Build:
             "norms": tuple(n for n in one.norms if n not in self._tables),
             "keeps_state": one.keeps_state or self._updates_table(one),
             "borrowed": one.borrowed,
-            "mixes": None if one.norms else mixing(one.inner, two.inner),
+            "mixes": None if one.norms else mixing(one.inner, two.inner, BATCHES),
         }
         self._number += 1
         self._nodes[Ref(number)] = node

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from stretto.burst.tracing.fakes import storage_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -63,11 +65,44 @@ def inner_call(
 
 
 def _shapes(values: Iterable[Any]) -> Iterator[Shape]:
+    return (tuple(tensor.shape) for tensor in _tensors(values))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
-            yield tuple(value.shape)
+            yield value
         elif isinstance(value, (tuple, list)):
-            yield from _shapes(value)
+            yield from _tensors(value)
+
+
+@final
+class CallsOfModule:
+    """The inner calls of a module with code or hooks of the user's.
+
+    Such code may compute what no result of the module depends on, for instance a term
+    that a hook keeps for the loss. Tensors are kept until the module has ended, so that
+    no other one gets their memory.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[InnerCall, list[Tensor], list[Tensor]]] = []
+
+    def add(self, call: InnerCall, args: Any, kwargs: Any, result: Any) -> None:
+        """Add a call."""
+        read = list(_tensors((*args, *kwargs.values())))
+        self._rows.append((call, read, list(_tensors((result,)))))
+
+    def before(self, results: Iterable[Tensor]) -> list[InnerCall]:
+        """Return the calls on which results, or what is written, depend."""
+        needed = {storage_of(tensor) for tensor in results}
+        found = []
+        for call, read, made in reversed(self._rows):
+            if needed.isdisjoint(map(storage_of, made)):
+                continue
+            needed.update(map(storage_of, read))
+            found.append(call)
+        return found[::-1]
 
 
 @final
@@ -80,16 +115,22 @@ class Mixing:
     place: str = ""
 
 
-def mixing(one: Sequence[InnerCall], two: Sequence[InnerCall]) -> Mixing | None:
+def mixing(
+    one: Sequence[InnerCall], two: Sequence[InnerCall], batches: tuple[int, int]
+) -> Mixing | None:
     """Return the first operator in an operation that reads other samples.
 
     Args:
-        one: its inner calls with one number of samples.
-        two: the same with another number.
+        one: its inner calls with a number of samples.
+        two: the same with a larger number.
+        batches: these numbers.
     """
+    pairs: list[tuple[InnerCall, InnerCall]] | None = list(zip(one, two, strict=False))
     if [c.operator for c in one] != [c.operator for c in two]:
+        pairs = _paired(one, two, batches)
+    if pairs is None:
         return Mixing("", "calls other operators for another number of samples")
-    for first, second in zip(one, two, strict=True):
+    for first, second in pairs:
         inputs = _sides(first.inputs, second.inputs)
         outputs = _sides(first.outputs, second.outputs)
         if inputs is None or outputs is None:
@@ -98,6 +139,41 @@ def mixing(one: Sequence[InnerCall], two: Sequence[InnerCall]) -> Mixing | None:
         if any(inputs) and (found := _found(first, inputs, outputs)):
             return Mixing(first.operator, found, first.place)
     return None
+
+
+def _paired(
+    one: Sequence[InnerCall], two: Sequence[InnerCall], batches: tuple[int, int]
+) -> list[tuple[InnerCall, InnerCall]] | None:
+    """Return the calls that may have samples in pairs, in order, if there are any.
+
+    Others may differ: autocast converts a weight once for several operations.
+    """
+    large = batches[1]
+    left = iter(one)
+    pairs = []
+    for second in two:
+        if not any(size and size % large == 0 for s in second.inputs for size in s):
+            continue
+        first = next((c for c in left if _is_same_call(c, second, batches)), None)
+        if first is None:
+            return None
+        pairs.append((first, second))
+    return pairs
+
+
+def _is_same_call(
+    first: InnerCall, second: InnerCall, batches: tuple[int, int]
+) -> bool:
+    small, large = batches
+    return (
+        first.operator == second.operator
+        and len(first.inputs) == len(second.inputs)
+        and all(
+            len(a) == len(b)
+            and all(x == y or x * large == y * small for x, y in zip(a, b, strict=True))
+            for a, b in zip(first.inputs, second.inputs, strict=True)
+        )
+    )
 
 
 def _sides(ones: Sequence[Shape], twos: Sequence[Shape]) -> list[Sides] | None:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from stretto.burst.boundary import in_checkpoint
 from stretto.burst.tracing.fakes import AbstractRecorder, held_by, storage_of, swapped
-from stretto.burst.tracing.inner_calls import InnerCall, inner_call
+from stretto.burst.tracing.inner_calls import CallsOfModule, InnerCall, inner_call
 from stretto.burst.tracing.patching import patched
 from stretto.burst.tracing.records import SOURCE, Context, Fixed, Record, Recording, Ref
 from stretto.burst.tracing.source_lines import line_setting, source_line
@@ -323,17 +323,22 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         self._draws, self._norms, self._keeps_state = 0, [], False
         self._inner: list[InnerCall] = []
         self._has_own_lines = target is apply_function
+        self._of_module: CallsOfModule | None = None
         self._given = {storage_of(t) for _, t in _leaves((real_args, real_kwargs))}
         if kind == "call_module":
             part = self._root.get_submodule(target)
             self._given |= {storage_of(p) for p in part.parameters()}
-            self._has_own_lines = not type(part).__module__.startswith("torch.")
+            if not type(part).__module__.startswith("torch.") or _has_hooks(part):
+                self._has_own_lines, self._of_module = True, CallsOfModule()
         self._borrowed = {}
         result = call(*real_args, **real_kwargs)
         self._refuse_unregistered(tensors, result, place)
         written = [t for t, v in zip(tensors, before, strict=True) if _version(t) != v]
         if not written and not _holds(result):
             return result
+        if self._of_module is not None:
+            given = (t for _, t in _leaves(result) if isinstance(t, FakeTensor))
+            self._inner = self._of_module.before([*given, *written])
         record = Record(
             kind=kind,
             target=target,
@@ -620,7 +625,11 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         """Record an operator that an operation calls."""
         if self._depth:
             place = source_line() if self._has_own_lines else ""
-            self._inner.append(inner_call(operator, args, kwargs, result, place))
+            call = inner_call(operator, args, kwargs, result, place)
+            if self._of_module is None:
+                self._inner.append(call)
+            else:
+                self._of_module.add(call, args, kwargs, result)
 
     def lifted(self, tensor: Tensor, value: Tensor) -> None:
         """Record the value of a tensor that was made from data."""
@@ -658,6 +667,10 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         self.recording.output = output
         self.recording.refs = self._refs
         return self.recording
+
+
+def _has_hooks(part: nn.Module) -> bool:
+    return any(m._forward_hooks or m._forward_pre_hooks for m in part.modules())  # noqa: SLF001
 
 
 def apply_function(kind: Any, *args: Any, **kwargs: Any) -> Any:
