@@ -298,6 +298,91 @@ def test_a_sample_is_dropped_alike_whatever_the_plan(ranks: Any) -> None:
                 assert value < 1e-10, (kind, value)
 
 
+class Drops(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.drop = nn.Dropout(p)
+        self.p = p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.first(x)).tanh()
+        return self.last(nn.functional.dropout(hidden, self.p, self.training))
+
+
+def rank_that_sets_states(rank: int, size: int) -> Facts:
+    torch.set_default_dtype(torch.float64)
+    example = numbers(2, 0)[0]
+    shares = shares_of(7, size, "uneven")
+    x = part(numbers(7, 0)[0], shares, rank)
+    found: Facts = {}
+    for name, widths in (
+        ("wide", lambda _i: (0, size)),
+        ("apart", lambda i: (i % size, 1)),
+    ):
+        torch.manual_seed(2)
+        model = Drops(0.4)
+        plan = plan_of(model, example, widths, size)
+        burst = BurstParallel(model, plan, example_inputs=(example,))
+
+        def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+            return torch.equal(one, other)
+
+        # Gradient caching: forwards are repeated from saved states of the generator.
+        kept = []
+        for _ in range(3):
+            kept.append((torch.get_rng_state(), None))
+            with torch.no_grad():
+                kept[-1] = (kept[-1][0], burst(x))
+            torch.rand(rank + 1)  # of the program
+        after = torch.get_rng_state()
+        for number in (1, 0, 2):
+            with torch.random.fork_rng():
+                torch.set_rng_state(kept[number][0])
+                found[f"{name}, cached {number}"] = same(burst(x), kept[number][1])
+        found[f"{name}, a fork ends"] = torch.equal(torch.get_rng_state(), after)
+        found[f"{name}, other masks"] = len(x) == 0 or not same(kept[0][1], kept[1][1])
+        # Seeds, equal on all ranks or not.
+        for what, seed in (("equal", 5), ("own", 10 + rank)):
+            torch.manual_seed(seed)
+            one = burst(x)
+            two = burst(x)
+            torch.manual_seed(seed)
+            found[f"{name}, {what} seeds"] = same(burst(x), one)
+            found[f"{name}, {what} seeds go on"] = same(burst(x), two)
+            found[f"{name}, {what} seeds differ"] = len(x) == 0 or not same(one, two)
+            torch.manual_seed(seed + 100)
+            other = burst(x)
+            found[f"{name}, {what} other"] = len(x) == 0 or not same(other, one)
+        # Dropout in evaluation draws; a model that drops nothing draws nothing.
+        burst.eval()
+        model.drop.train()
+        torch.manual_seed(5)
+        one, two = burst(x), burst(x)
+        torch.manual_seed(5)
+        found[f"{name}, in evaluation"] = same(burst(x), one)
+        found[f"{name}, evaluations"] = len(x) == 0 or not same(one, two)
+        burst.eval()
+        state = torch.get_rng_state()
+        burst(x)
+        burst.train()
+        model.drop.p = 0.0
+        found[f"{name}, still"] = torch.equal(torch.get_rng_state(), state)
+        burst(x)
+        found[f"{name}, moved"] = not torch.equal(torch.get_rng_state(), state)
+        plain = BurstParallel(Drops(0.0), plan, example_inputs=(example,))
+        state = torch.get_rng_state()
+        plain(x)
+        found[f"{name}, none"] = torch.equal(torch.get_rng_state(), state)
+    return found
+
+
+def test_a_repeated_state_of_the_generator_repeats_masks(ranks: Any) -> None:
+    for found in ranks(rank_that_sets_states, 2, timeout_s=120, group_s=60):
+        assert found
+        assert not [what for what, value in found.items() if not value]
+
+
 def rank_with_new_plans(rank: int, size: int) -> Facts:
     torch.set_default_dtype(torch.float64)
     example = numbers(2, 0)[0]

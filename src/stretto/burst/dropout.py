@@ -4,12 +4,20 @@ A sample's mask comes from a generator seeded by the model's seed, the step, the
 and the sample's number in the global batch. So every plan and number of ranks drops the
 same values, and so does one process. The mask differs from that of
 ``torch.manual_seed``.
+
+# Note [A repeated state]
+A program that sets its generator to an earlier state and runs forward again, such as
+one that caches gradients, must get the earlier masks. So a forward that drops draws one
+number from each rank's default generator, which also moves the generator on. If all
+ranks draw the numbers of an earlier forward, its step is used again. Generators may
+differ by rank: a forward is repeated if every rank repeats its own state.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -20,7 +28,7 @@ from stretto.burst.tracing.torch_modules import Dropout
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from stretto.sim.sample_layout import Numbers
 
@@ -28,14 +36,26 @@ if TYPE_CHECKING:
 _ALPHA = -1.7580993408473766
 """Value to which self-normalizing networks drop (Klambauer et al., 2017)."""
 
+_LEAST_OFFSET = 4
+"""Step of the offset of a CUDA generator."""
+
+_KEPT = 2**16
+"""Number of forwards that a repeated state of the generator may repeat."""
+
 
 @final
 class Draws:
     """State from which the random numbers of a forward are derived."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
         self.step = 0
+        """Number of forwards so far that train or draw."""
+        self._device = device
+        self._repeated = 0
+        """The step whose numbers the running forward draws."""
+        self._steps: OrderedDict[int, int] = OrderedDict()
+        """By what ranks drew from their generators, see Note [A repeated state]."""
         self.samples: Numbers | None = None
         """The numbers of the running layer's samples on this rank."""
         self.is_still = False
@@ -50,10 +70,40 @@ class Draws:
         finally:
             self.step, self.is_still = step, False
 
+    def next_number(self, *, is_drawing: bool) -> int:
+        """Return this rank's number of the next forward, for `follow`.
+
+        Args:
+            is_drawing: whether the forward draws; the same on all ranks.
+        """
+        if not is_drawing or self.is_still:
+            return 0
+        if self._device.type == "cuda":
+            index = self._device.index
+            if index is None:
+                index = torch.cuda.current_device()
+            generator = torch.cuda.default_generators[index]
+            offset = generator.get_offset()
+            generator.set_offset(offset + _LEAST_OFFSET)
+            return hash((generator.initial_seed(), offset)) | 1
+        drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()
+        return int(drawn) or 1
+
+    def follow(self, numbers: Sequence[int]) -> None:
+        """Begin a forward with the numbers of all ranks; choose its step."""
+        self._repeated = self.step
+        if not any(numbers):
+            return
+        state = hash(tuple(numbers))
+        self._repeated = self._steps.pop(state, self.step)
+        self._steps[state] = self._repeated
+        if len(self._steps) > _KEPT:
+            self._steps.popitem(last=False)
+
     def seeds(self, name: str) -> list[int]:
         """Return one seed for each sample of the running layer."""
         assert self.samples is not None  # noqa: S101
-        text = f"{self.seed}/{self.step}/{name}"
+        text = f"{self.seed}/{self._repeated}/{name}"
         base = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
         # Generators on the CPU take 32 bits; an odd factor gives each sample its own.
         return [

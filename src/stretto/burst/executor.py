@@ -81,7 +81,8 @@ class BurstParallel(nn.Module):
             computation for every plan; running statistics are those of a layer's first
             rank.
         seed: dropout masks depend on it, the step, and a sample's number in the
-            global batch, whatever the plan.
+            global batch, whatever the plan. A forward from an earlier state of the
+            ranks' generators repeats that step's masks.
         timeout_s: how long to wait for another rank; ``None``: as the process group.
         bucket_bytes: bytes of gradients sent together.
         lanes: number of connections that send gradients at the same time.
@@ -283,7 +284,8 @@ class BurstParallel(nn.Module):
                 execution.graph,
                 batch,
                 is_training=self.module.training,
-                step=parts.forward.draws.step,
+                draws=parts.forward.draws,
+                is_drawing=parts.forward.draws_in(execution),
                 trained=number_of(bytes(self._follower.trained)),
                 trouble=trouble,
             )

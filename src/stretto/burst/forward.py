@@ -62,7 +62,8 @@ class Forward:
         self._activations = activations
         self._clock = clock
         self._device = device
-        self.draws = Draws(seed)
+        self.draws = Draws(seed, device)
+        self._dropouts: dict[LayerGraph, list[Any]] = {}
         self._norms: dict[LayerNode, list[NormSync]] = {}
         self._stands_for: dict[LayerGraph, dict[Any, Any]] = {}
         self._graph: LayerGraph | None = None
@@ -75,9 +76,11 @@ class Forward:
     ) -> None:
         """Prepare a graph's layers."""
         stands: dict[Any, Any] = {}
+        self._dropouts[graph] = []
         for node in graph.nodes:
             for name, part in dropouts_of(node.module):
                 stands[part] = DropoutDraw(part, name, self.draws)
+                self._dropouts[graph].append(part)
             self._norms[node] = []
             group = self._rank_groups.group(widths[node.name])
             made: dict[str, NormSync] = {}
@@ -100,9 +103,16 @@ class Forward:
 
     def forget(self, graph: LayerGraph) -> None:
         """Drop everything that `prepare` made for a graph."""
-        del self._stands_for[graph]
+        del self._stands_for[graph], self._dropouts[graph]
         for node in graph.nodes:
             del self._norms[node]
+
+    def draws_in(self, plan: ExecutionPlan) -> bool:
+        """Return whether a forward draws random numbers, as one process would."""
+        return plan.draws and (
+            any(part.training and part.p for part in self._dropouts[plan.graph])
+            or any(step.is_alone for step in plan.layers)
+        )
 
     def __call__(
         self,

@@ -19,6 +19,7 @@ from stretto.sim.sample_layout import Layouts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from stretto.burst.dropout import Draws
     from stretto.burst.rank_groups import RankGroups
     from stretto.burst.schedule import ExecutionPlan
     from stretto.burst.timings import StepClock
@@ -58,6 +59,9 @@ class ForwardState(NamedTuple):
 
     step: int
     """Training forwards so far."""
+
+    drawn: int
+    """What it drew from its generator of random numbers; 0: nothing."""
 
     trained: int
     """A number for the set of parameters that need a gradient."""
@@ -99,7 +103,8 @@ class ForwardExchange:
         batch: torch.Tensor,
         *,
         is_training: bool,
-        step: int,
+        draws: Draws,
+        is_drawing: bool,
         trained: int,
         trouble: StrettoError | None,
     ) -> tuple[Layouts, bool]:
@@ -109,7 +114,8 @@ class ForwardExchange:
             graph: the layers that run.
             batch: this rank's samples.
             is_training: the model's mode.
-            step: number of training forwards so far.
+            draws: what random numbers are derived from; begins this forward.
+            is_drawing: whether the layers draw random numbers.
             trained: a number for the set of parameters that need a gradient.
             trouble: the error that prevents this rank's forward; the other ranks are
                 informed.
@@ -130,7 +136,8 @@ class ForwardExchange:
             is_training=int(is_training),
             is_grad_enabled=int(torch.is_grad_enabled()),
             input_needs_grad=int(batch.requires_grad),
-            step=step,
+            step=draws.step,
+            drawn=draws.next_number(is_drawing=is_drawing),
             trained=trained,
             operations=graph.semantics_number,
         )
@@ -154,6 +161,7 @@ class ForwardExchange:
         shares = tuple(state.share for state in states)
         if not sum(shares):
             raise SpecError("the global batch has no sample on any rank")
+        draws.follow([state.drawn for state in states])
         needs_grad = any(state.input_needs_grad for state in states)
         return self._layouts_of(shares), needs_grad
 
