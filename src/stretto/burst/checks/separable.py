@@ -9,6 +9,12 @@ each half of them. If parameters are treated separately, all values are equal bi
 bit. Gradients keep their direction, so that estimates that grow with the distance from
 the start differ too, and are large in some steps.
 
+Many decisions over all parameters depend on rare values: no step if a gradient is not
+finite, or a smaller one if their norm exceeds a limit. So there are further rounds, see
+`_ROUNDS`, in which one half's gradients or values are far from the other half's: any
+limit between the two is exceeded by all parameters together, and not by one half alone.
+An optimizer that raises an error for such gradients ends its round.
+
 Other parameters of the copy have no gradient, and no memory if the step allows it. The
 chosen parameters depend on shapes only, so all ranks come to the same result.
 """
@@ -18,11 +24,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import random
 import types
 import weakref
 from collections import OrderedDict, defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +40,81 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-_SCALES = (*(1.0,) * 8, 1e3, 1.0, 1e3, 1e-3, 1.0, 1.0)
-"""By what the gradients of a trial's steps are multiplied."""
+
+class _Step(NamedTuple):
+    """By what the gradients of a step are multiplied."""
+
+    halves: tuple[float, float]
+
+    first: float | None = None
+    """For the first parameter, which belongs to the first half."""
+
+    is_signed: bool = False
+    """Whether all elements of a gradient have the factor's sign."""
+
+
+class _Round(NamedTuple):
+    """Some steps from the start."""
+
+    steps: tuple[_Step, ...]
+
+    values: tuple[float, float] = (1.0, 1.0)
+    """By what the parameters of each half are multiplied before."""
+
+    alone: tuple[int, ...] = (0, 1)
+    """The halves that take the same steps alone."""
+
+
+_ORDINARY = _Round(
+    tuple(
+        _Step((scale, scale)) for scale in (*(1.0,) * 8, 1e3, 1.0, 1e3, 1e-3, 1.0, 1.0)
+    )
+)
+
+_RATIO = 1e6
+"""Between the gradients of the halves; limits within it are found."""
+
+
+def _far_apart(scale: float) -> tuple[_Step, _Step]:
+    return _Step((scale * _RATIO, scale)), _Step((scale, scale * _RATIO))
+
+
+_ROUNDS = (
+    # From small to large: earlier steps must not hide the changes of later ones.
+    _Round(
+        (
+            *_far_apart(1e-12),
+            *_far_apart(1e-7),
+            _Step((0.0, 0.1)),
+            _Step((0.1, 0.0)),
+            _Step((10.0, -0.1), is_signed=True),
+            _Step((-0.1, 10.0), is_signed=True),
+            _Step((-10.0, 0.1), is_signed=True),
+            _Step((0.1, -10.0), is_signed=True),
+            *_far_apart(1e-2),
+            *_far_apart(1e3),
+        )
+    ),
+    # A first half without finite values stays so: only the second one is compared.
+    _Round(
+        (
+            _Step((1.0, 1.0)),
+            *(_Step((1.0, 1.0), first=math.nan),) * 2,
+            _Step((math.nan, 1.0)),
+        ),
+        values=(1e5, 1e-3),
+        alone=(1,),
+    ),
+    _Round(
+        (
+            _Step((1.0, 1.0)),
+            *(_Step((1.0, 1.0), first=math.inf),) * 2,
+            _Step((math.inf, 1.0)),
+        ),
+        values=(1e-5, 1.0),
+        alone=(1,),
+    ),
+)
 
 _MOST_STEPS = 48
 """Number of steps after which a trial that has changed nothing ends."""
@@ -43,6 +123,9 @@ _OF_A_KIND = 4
 """Number of parameters to try of each group and number of dimensions."""
 
 _MOST_PARAMETERS = 48
+
+_RARE_OF_A_KIND, _MOST_RARE = 2, 24
+"""The same for the rounds with rare values."""
 
 _LEAST_RATE = 1e-3
 """Replaces a learning rate of 0, as at the start of a warm-up."""
@@ -94,42 +177,93 @@ def _tried(
         return None
     name = type(optimizer).__name__
     with _own_draws(chosen[0].device):
-        _seed(chosen[0].device)
-        values = [_random_values(p) for p in chosen]
-        grads = [torch.randn_like(v) for v in values]
-
-        def run(part: Sequence[int], *, is_thin: bool) -> list[list[Tensor]]:
-            _seed(chosen[0].device)
-            trial = _Trial(optimizer, chosen, values, grads, part, is_thin=is_thin)
-            with _NoMessages():  # type: ignore[no-untyped-call]
-                return trial.run(args, kwargs)
-
-        every = range(len(chosen))
-        is_thin = True
-        try:
-            whole = run(every, is_thin=is_thin)
-        except Exception:  # noqa: BLE001 - some write to all parameters
-            is_thin = False
-            whole = run(every, is_thin=is_thin)
-        if _is_same(whole[-1], values):
+        usual = _Values(optimizer, chosen, args, kwargs)
+        whole = usual.first()
+        if _is_same(whole[-1], usual.values):
             return (
                 f"{name} changed none of some copied parameters in {_MOST_STEPS} "
                 "steps, so it is unknown whether it reads gradients of several layers "
                 "together"
             )
-        for part in (every[::2], every[1::2]):
-            alone = run(part, is_thin=is_thin)
-            same = len(alone) == len(whole) and all(
-                _is_same([ours[i] for i in part], [theirs[i] for i in part])
-                for ours, theirs in zip(whole, alone, strict=True)
+        is_alike = usual.are_halves_alike(_ORDINARY, whole)
+        if is_alike:
+            few = _chosen(optimizer, _RARE_OF_A_KIND, _MOST_RARE)
+            rare = _Values(optimizer, few, args, kwargs, is_thin=usual.is_thin)
+            is_alike = all(
+                rare.are_halves_alike(each, rare.run(each, range(len(few))))
+                for each in _ROUNDS
             )
-            if not same:
-                return (
-                    f"{name} reads the gradients of several parameters together (its "
-                    "step on some copied parameters differs from its step on half of "
-                    "them)"
-                )
-    return None
+    if is_alike:
+        return None
+    return (
+        f"{name} reads the gradients of several parameters together (its step on some "
+        "copied parameters differs from its step on half of them)"
+    )
+
+
+class _Values:
+    """Random values and gradients of some parameters, for trials of an optimizer."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        chosen: Sequence[Tensor],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        is_thin: bool = True,
+    ) -> None:
+        self._optimizer, self._chosen = optimizer, chosen
+        self._args, self._kwargs = args, kwargs
+        self.is_thin = is_thin
+        """Whether other parameters have no memory."""
+        _seed(chosen[0].device)
+        self.values = [_random_values(p) for p in chosen]
+        self._grads = [torch.randn_like(v) for v in self.values]
+
+    def first(self) -> list[list[Tensor]]:
+        """Return the ordinary round's values; find out if other parameters are thin."""
+        every = range(len(self._chosen))
+        try:
+            return self.run(_ORDINARY, every)
+        except Exception:  # noqa: BLE001 - some write to all parameters
+            self.is_thin = False
+            return self.run(_ORDINARY, every)
+
+    def run(self, each: _Round, part: Sequence[int]) -> list[list[Tensor]]:
+        """Return all values after each step of a round with gradients of a part."""
+        _seed(self._chosen[0].device)
+        trial = _Trial(
+            self._optimizer,
+            self._chosen,
+            [_multiplied(v, each.values[i % 2]) for i, v in enumerate(self.values)],
+            self._grads,
+            part,
+            is_thin=self.is_thin,
+        )
+        with _NoMessages():  # type: ignore[no-untyped-call]
+            return trial.run(each, self._args, self._kwargs)
+
+    def are_halves_alike(self, each: _Round, whole: Sequence[list[Tensor]]) -> bool:
+        """Return whether a round with one half gives the same values of this half."""
+        every = range(len(self._chosen))
+        parts = [every[half::2] for half in each.alone]
+        return all(_is_alike(each, whole, self.run(each, p), p) for p in parts)
+
+
+def _is_alike(
+    each: _Round,
+    whole: Sequence[list[Tensor]],
+    alone: Sequence[list[Tensor]],
+    part: Sequence[int],
+) -> bool:
+    """Return whether a half's values are the same after each step of a round."""
+    if each is _ORDINARY and len(alone) != len(whole):
+        return False
+    return all(
+        _is_same([ours[i] for i in part], [theirs[i] for i in part])
+        for ours, theirs in zip(whole, alone, strict=False)
+    )
 
 
 @contextlib.contextmanager
@@ -196,23 +330,31 @@ class _Trial:
             if isinstance(rate, (float, int, Tensor)) and not rate:
                 group["lr"] = rate + _LEAST_RATE
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[Tensor]]:
-        """Return all values after each step."""
+    def run(
+        self, each: _Round, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> list[list[Tensor]]:
+        """Return all values after each step, up to one that raises for rare values."""
         given = [self._closure if callable(arg) else arg for arg in args[1:]]
         named = {k: self._closure if callable(v) else v for k, v in kwargs.items()}
         found: list[list[Tensor]] = []
-        for step in range(_MOST_STEPS):
-            if step >= len(_SCALES) and not _is_same(found[-1], self._starts):
+        is_ordinary = each is _ORDINARY
+        for number in range(_MOST_STEPS if is_ordinary else len(each.steps)):
+            if number >= len(each.steps) and not _is_same(found[-1], self._starts):
                 break
-            self._scale = _SCALES[step % len(_SCALES)]
+            self._step = each.steps[number % len(each.steps)]
             self._closure()
-            self._optimizer.step(*given, **named)
+            try:
+                self._optimizer.step(*given, **named)
+            except Exception:
+                if is_ordinary:
+                    raise
+                break
             found.append([p.detach().clone() for p in self._parameters])
         return found
 
     def _closure(self) -> Tensor:
         for number, grad in self._grads.items():
-            self._parameters[number].grad = grad * self._scale
+            self._parameters[number].grad = _scaled(grad, number, self._step)
         return torch.ones((), requires_grad=True) * 1.0
 
 
@@ -228,10 +370,29 @@ class _NoMessages(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _scaled(grad: Tensor, number: int, step: _Step) -> Tensor:
+    """Return the gradient of a chosen parameter in a step."""
+    factor = step.halves[number % 2]
+    if number == 0 and step.first is not None:
+        factor = step.first
+    if step.is_signed and not grad.is_complex():
+        grad = grad.abs()
+    return _multiplied(grad, factor)
+
+
+def _multiplied(values: Tensor, factor: float) -> Tensor:
+    """Return finite values for a finite factor, also in a type of 16 bits."""
+    most = torch.finfo(values.dtype).max
+    found = values * factor
+    if not math.isfinite(factor) or most > _RATIO**2:
+        return found
+    return found.clamp(-most / 4, most / 4)
+
+
 def _is_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Return whether values are equal bit for bit, or not numbers in both."""
     return all(
-        torch.equal(a.nan_to_num(), b.nan_to_num())
+        torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
         for a, b in zip(some, others, strict=True)
     )
 
@@ -240,7 +401,9 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups)
 
 
-def _chosen(optimizer: Optimizer) -> list[Tensor]:
+def _chosen(
+    optimizer: Optimizer, of_a_kind: int = _OF_A_KIND, most: int = _MOST_PARAMETERS
+) -> list[Tensor]:
     """Return the smallest trained parameters of each group and number of dimensions."""
     rows = []
     for number, group in enumerate(optimizer.param_groups):
@@ -250,10 +413,10 @@ def _chosen(optimizer: Optimizer) -> list[Tensor]:
                 kinds.setdefault(parameter.dim(), []).append(parameter)
         for kind, some in sorted(kinds.items()):
             some.sort(key=lambda p: p.numel())  # stable, so equal on all ranks
-            rows += [(i, number, kind, p) for i, p in enumerate(some[:_OF_A_KIND])]
+            rows += [(i, number, kind, p) for i, p in enumerate(some[:of_a_kind])]
     # If there are many groups, the first of each come first.
     rows.sort(key=lambda row: row[0])
-    rows = sorted(rows[:_MOST_PARAMETERS], key=lambda row: row[1:3] + row[:1])
+    rows = sorted(rows[:most], key=lambda row: row[1:3] + row[:1])
     return [row[3] for row in rows]
 
 

@@ -88,8 +88,102 @@ def silent(_own: Any, _group: Any, _p: Any, _held: Any) -> Any:
     return 0.0
 
 
-SEPARATE = (alone, orthogonal, with_state)
+def by_own_values(_own: Any, _group: Any, p: Any, _held: Any) -> Any:
+    """Skip a parameter whose own gradient is rare."""
+    is_usual = bool(p.grad.isfinite().all()) and 1e-8 < float(p.grad.norm()) < 1e4
+    return float(is_usual)
+
+
+def by_factorization(own: Any, group: Any, p: Any, held: Any) -> Any:
+    """Raise an error for a gradient that is not finite."""
+    if p.dim() < 2:
+        return 1.0
+    values, vectors = torch.linalg.eigh(p.grad @ p.grad.T)
+    return (vectors @ vectors.T).sum() + values.sum() * 0
+
+
+def total_norm(held: Any) -> float:
+    return float(torch.stack([q.grad.norm() for q in held]).norm())
+
+
+def if_all_are_finite(_own: Any, _group: Any, _p: Any, held: Any) -> Any:
+    return float(all(bool(q.grad.isfinite().all()) for q in held))
+
+
+def if_none_is_nan(_own: Any, _group: Any, _p: Any, held: Any) -> Any:
+    return float(not any(bool(q.grad.isnan().any()) for q in held))
+
+
+def if_none_is_infinite(_own: Any, _group: Any, _p: Any, held: Any) -> Any:
+    return float(not any(bool(q.grad.isinf().any()) for q in held))
+
+
+def if_the_norm_is_finite(_own: Any, _group: Any, _p: Any, held: Any) -> Any:
+    return float(torch.tensor(total_norm(held)).isfinite())
+
+
+def if_most_is_finite(_own: Any, _group: Any, _p: Any, held: Any) -> Any:
+    bad = sum(int((~q.grad.isfinite()).sum()) for q in held)
+    return float(bad < 0.2 * sum(q.numel() for q in held))
+
+
+def if_below(limit: float) -> Any:
+    def rule(_own: Any, _group: Any, _p: Any, held: Any) -> Any:
+        return float(total_norm(held) <= limit)
+
+    return rule
+
+
+def if_above(limit: float) -> Any:
+    def rule(_own: Any, _group: Any, _p: Any, held: Any) -> Any:
+        return float(total_norm(held) >= limit)
+
+    return rule
+
+
+def by_largest(limit: float) -> Any:
+    def rule(_own: Any, _group: Any, _p: Any, held: Any) -> Any:
+        return 1.0 if max(float(q.grad.abs().max()) for q in held) < limit else 0.5
+
+    return rule
+
+
+def if_sum_is_positive(_own: Any, _group: Any, _p: Any, held: Any) -> Any:
+    return float(sum(float(q.grad.sum()) for q in held) > 0)
+
+
+def if_none_is_zero(_own: Any, _group: Any, _p: Any, held: Any) -> Any:
+    return float(all(bool(q.grad.any()) for q in held))
+
+
+def by_weights(limit: float) -> Any:
+    def rule(_own: Any, _group: Any, _p: Any, held: Any) -> Any:
+        return 0.5 if torch.stack([q.norm() for q in held]).norm() > limit else 1.0
+
+    return rule
+
+
+def if_smallest_weights(_own: Any, _group: Any, _p: Any, held: Any) -> Any:
+    return 0.5 if min(float(q.norm()) for q in held) < 1e-4 else 1.0
+
+
+SEPARATE = (alone, orthogonal, with_state, by_own_values, by_factorization)
 TOGETHER = (by_global_norm, by_a_high_limit, by_distance, by_first_size)
+RARE = {
+    "all finite": if_all_are_finite,
+    "no nan": if_none_is_nan,
+    "no infinity": if_none_is_infinite,
+    "finite norm": if_the_norm_is_finite,
+    "most finite": if_most_is_finite,
+    "sum": if_sum_is_positive,
+    "zero": if_none_is_zero,
+    "smallest weights": if_smallest_weights,
+    **{f"below {v:g}": if_below(v) for v in (0.1, 1.0, 10.0, 1e2, 1e4, 1e7)},
+    **{f"above {v:g}": if_above(v) for v in (1e-9, 1e-5, 1e-2, 1.0, 1e2)},
+    **{f"largest {v:g}": by_largest(v) for v in (1.0, 1e2, 1e3, 1e6)},
+    **{f"weights {v:g}": by_weights(v) for v in (0.1, 10.0, 1e3)},
+}
+"""Decisions that change nothing in usual steps."""
 
 
 @pytest.mark.parametrize("rule", SEPARATE)
@@ -109,6 +203,70 @@ def test_an_optimizer_that_reads_together_is_found(
     found = why_together(Own(held, rule, lr=rate))
     assert found is not None
     assert "Own reads the gradients of several parameters together" in found
+
+
+@pytest.mark.parametrize("rule", RARE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_decision_over_all_gradients_by_rare_values_is_found(
+    rule: str, dtype: torch.dtype
+) -> None:
+    held = [nn.Parameter(p.to(dtype)) for p in parameters()]
+    found = why_together(Own(held, RARE[rule]))
+    assert found is not None
+    assert "Own reads the gradients of several parameters together" in found
+
+
+class Guarded(torch.optim.SGD):
+    """Takes no step if a gradient is not finite."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        every = (p for group in self.param_groups for p in group["params"])
+        if all(p.grad is None or bool(p.grad.isfinite().all()) for p in every):
+            super().step(closure)
+
+
+def test_a_guard_around_a_known_optimizer_is_found() -> None:
+    found = why_together(Guarded(parameters(), lr=0.1, momentum=0.9))
+    assert "Guarded reads the gradients" in str(found)
+
+
+VARIANTS = [
+    ("ASGD", {}),
+    ("Adadelta", {"foreach": True}),
+    ("Adafactor", {}),
+    ("Adagrad", {"foreach": False}),
+    ("Adagrad", {"fused": True}),
+    ("Adam", {"amsgrad": True}),
+    ("Adam", {"fused": True}),
+    ("Adam", {"foreach": True, "weight_decay": 0.1}),
+    ("Adam", {"foreach": False, "maximize": True}),
+    ("AdamW", {"fused": True}),
+    ("Adamax", {"foreach": True}),
+    ("NAdam", {"decoupled_weight_decay": True}),
+    ("RAdam", {"foreach": True}),
+    ("RMSprop", {"centered": True, "momentum": 0.5, "foreach": True}),
+    ("Rprop", {"foreach": True}),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "foreach": True}),
+    ("SGD", {"fused": True, "weight_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_classes_of_pytorch_pass_a_trial(
+    name: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    base = getattr(torch.optim, name)
+    kind: Any = type(f"Own{name}", (base,), {"__module__": __name__})
+    held = [nn.Parameter(p.to(dtype)) for p in parameters()]
+    groups = [{"params": held[:3]}, {"params": held[3:], "lr": 0.05}]
+    assert why_together(kind(groups, lr=0.01, **options)) is None
+
+
+def test_muon_passes_a_trial() -> None:
+    kind: Any = type("OwnMuon", (torch.optim.Muon,), {"__module__": __name__})
+    held = [p for p in parameters() if p.dim() == 2]
+    assert why_together(kind(held, lr=0.01)) is None
 
 
 def test_a_trial_changes_nothing() -> None:
