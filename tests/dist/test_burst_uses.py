@@ -50,7 +50,54 @@ class Shorts(nn.Module):
         return x * self.scale.to(x.dtype)
 
 
+class Labeled(torch.Tensor):
+    """Results keep the class, as those of images with metadata."""
+
+
+class Image(torch.Tensor):
+    """Results are plain tensors."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Doubled(torch.Tensor):
+    """Linear layers return twice as much."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            return found * 2 if func is nn.functional.linear else found
+
+
 # Uses that are right.
+
+
+def inputs_with_a_class(side: Side) -> Any:
+    model = side.wrap(net(6, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step, kind in enumerate((Labeled, Image, torch.Tensor, Labeled)):
+        x, y = side.data(step)
+        x = x.requires_grad_()
+        optimizer.zero_grad()
+        cross(model(x.as_subclass(kind)), y).backward()
+        optimizer.step()
+        whole = torch.zeros(side.batch, 6)
+        start = sum(side.shares[: side.rank])
+        assert x.grad is not None
+        whole[start : start + len(x)] = x.grad
+        if side.size:
+            dist.all_reduce(whole)
+        found.append(whole)
+    return found, side.state(model)
 
 
 def chain(side: Side) -> Any:
@@ -829,6 +876,7 @@ def no_dropout_in_a_checkpoint(side: Side) -> Any:
 
 
 RIGHT = [
+    inputs_with_a_class,
     no_dropout_in_a_checkpoint,
     fused_on_one_rank,
     gradients_dropped_by_layer,
@@ -1398,7 +1446,13 @@ def stale_after_loading_a_part(side: Side) -> None:
     model.module(side.data(0)[0])
 
 
+def input_whose_class_computes(side: Side) -> Any:
+    model = side.wrap(net(6, 5))
+    model(side.data(0)[0].as_subclass(Doubled))
+
+
 REFUSED = {
+    input_whose_class_computes: "convert it to a plain tensor",
     two_models_with_one_encoder: "'0.weight' also belongs to another BurstParallel",
     nested: "pass the plain module to BurstParallel",
     inside_ddp: "call the burst model itself",

@@ -145,13 +145,36 @@ def in_checkpoint() -> bool:
     )
 
 
+def plain(rows: Tensor) -> Tensor:
+    """Return an input without its own class, such as one for images with metadata.
+
+    Gradients reach the input. Layers on other ranks get plain tensors anyway.
+
+    Raises:
+        StrettoError: its class holds other values than a plain tensor.
+    """
+    kind = type(rows)
+    if kind is Tensor or kind is nn.Parameter or hasattr(kind, "stretto_owner"):
+        return rows
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise StrettoError(
+            f"an input has the class {kind.__name__}, whose values are not those of a "
+            "plain tensor (it defines __torch_dispatch__): convert it to a plain "
+            "tensor before calling the burst model"
+        )
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        return rows.as_subclass(Tensor)
+
+
 def mark_input(rows: Tensor, ranks: int) -> Tensor:
-    """Return the input with the backward that its origin requires.
+    """Return the input, as a plain tensor with the backward that its origin requires.
 
     Raises:
         StrettoError: it mixes outputs of burst models with different shares, or
-            parameters of ordinary modules with such outputs where shares are uneven.
+            parameters of ordinary modules with such outputs where shares are uneven;
+            or its class is invalid, see `plain`.
     """
+    rows = plain(rows)
     if rows.grad_fn is None or not torch.is_grad_enabled():
         return rows
     shares, has_parameter = _origins(rows)

@@ -348,10 +348,18 @@ class BurstParallel(nn.Module):
         Each input tensor is marked separately: one may come from another burst model
         while another is a leaf.
         """
+        parts = self._parts
+        is_known = True
+
+        def taken(rows: Tensor) -> Tensor:
+            nonlocal is_known
+            is_known &= type(rows) in parts.input_classes.known
+            return mark_input(rows, parts.ranks.size)
+
         try:
-            marked = graph.arguments.mapped(
-                lambda rows: mark_input(rows, self._parts.ranks.size), args, kwargs
-            )
+            marked = graph.arguments.mapped(taken, args, kwargs)
+            if not is_known:
+                parts.input_classes.require_no_effect(graph, args, kwargs)
             return graph.arguments.pack(*marked), None
         except StrettoError as exc:
             return torch.zeros(()), exc

@@ -16,6 +16,7 @@ from stretto.burst.captures import Captures
 from stretto.burst.checks.changes import Changes
 from stretto.burst.checks.constant_buffers import ConstantBuffers
 from stretto.burst.checks.hook_use import HookUse
+from stretto.burst.checks.input_classes import InputClasses
 from stretto.burst.checks.optimizer_use import OptimizerUse
 from stretto.burst.checks.replicas import Replicas
 from stretto.burst.checks.stale_guard import StaleParameterGuard
@@ -101,6 +102,8 @@ class Parts:
     exchange: ForwardExchange
 
     hooks: HookUse
+
+    input_classes: InputClasses
 
     constants: ConstantBuffers
 
@@ -209,6 +212,7 @@ def parts_of(
             rank_groups, clock, checks=(hooks, constants, uses, replicas, changes)
         ),
         hooks=hooks,
+        input_classes=InputClasses(module, stale_guard),
         constants=constants,
         uses=uses,
         replicas=replicas,

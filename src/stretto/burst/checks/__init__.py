@@ -6,6 +6,7 @@ each refresh. Unless a line says otherwise, `burst.executor` owns what a file de
 The module and the program:
 
 - `structure`: notice replaced modules and parameters.
+- `input_classes`: classes of input tensors change no result.
 - `hook_use`: hooks that change something are on all ranks.
 - `constant_buffers`: buffers that forward only reads are the same.
 - `changes`: gradients and parameters are scaled equally on all ranks.
