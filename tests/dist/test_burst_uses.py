@@ -7,6 +7,7 @@ the whole batch. What it returns must be equal, or all ranks must raise the word
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import tempfile
@@ -1446,12 +1447,42 @@ def stale_after_loading_a_part(side: Side) -> None:
     model.module(side.data(0)[0])
 
 
+class Raising(torch.optim.Optimizer):
+    """Raises an error if a gradient is not finite."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        held = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        for p in held:
+            if not bool(p.grad.isfinite().all()):
+                raise FloatingPointError
+        for p in held:
+            p -= 0.1 * p.grad
+
+
+def step_that_raises_on_one_rank(side: Side) -> Any:
+    model = net()
+    model[2].weight.register_hook(lambda grad: grad * float("nan"))
+    wrapped = side.wrap(model)
+    optimizer = Raising(wrapped.parameters())
+    x, y = side.data(0)
+    for _ in range(2):
+        cross(wrapped(x), y).backward()
+        with contextlib.suppress(FloatingPointError):
+            optimizer.step()
+
+
 def input_whose_class_computes(side: Side) -> Any:
     model = side.wrap(net(6, 5))
     model(side.data(0)[0].as_subclass(Doubled))
 
 
 REFUSED = {
+    step_that_raises_on_one_rank: "steps of Raising, one of which did not end",
     input_whose_class_computes: "convert it to a plain tensor",
     two_models_with_one_encoder: "'0.weight' also belongs to another BurstParallel",
     nested: "pass the plain module to BurstParallel",

@@ -79,10 +79,7 @@ class Draws:
         if not is_drawing or self.is_still:
             return 0
         if self._device.type == "cuda":
-            index = self._device.index
-            if index is None:
-                index = torch.cuda.current_device()
-            generator = torch.cuda.default_generators[index]
+            generator = torch.cuda.default_generators[self._device.index]
             offset = generator.get_offset()
             generator.set_offset(offset + _LEAST_OFFSET)
             return hash((generator.initial_seed(), offset)) | 1

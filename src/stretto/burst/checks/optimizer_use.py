@@ -93,6 +93,12 @@ class _Use:
         self.kind = type(optimizer).__name__
         self.name = f"{[row[0] for row in self.groups]}"
 
+    def text(self) -> str:
+        """Return the steps since the last forward, for comparison."""
+        # A step whose closure calls the model has not ended either, on any rank.
+        unended = ", one of which did not end (an error?)" if self.is_in_step else ""
+        return f"{self.steps} steps of {self.kind}{unended}"
+
     def flags(self) -> int:
         """Return what became of the gradients as one number."""
         found = self.at_step
@@ -225,7 +231,7 @@ class OptimizerUse:
         for number, (_, use, _) in enumerate(rows[:_MOST]):
             flags |= use.flags() << (_BITS * number)
         self._stepped = [use for _, use, _ in rows]
-        self._steps = [f"{use.steps} steps of {use.kind}" for _, use, _ in rows]
+        self._steps = [use.text() for _, use, _ in rows]
         for _, use, _ in rows:
             use.start()
         names = number_of_words(row[0] for row in rows) | 1
