@@ -46,8 +46,8 @@ class _Step(NamedTuple):
 
     halves: tuple[float, float]
 
-    first: float | None = None
-    """For the first parameter, which belongs to the first half."""
+    one: tuple[int, float] | None = None
+    """The number of a parameter with another factor, and this factor."""
 
     is_signed: bool = False
     """Whether all elements of a gradient have the factor's sign."""
@@ -79,6 +79,22 @@ def _far_apart(scale: float) -> tuple[_Step, _Step]:
     return _Step((scale * _RATIO, scale)), _Step((scale, scale * _RATIO))
 
 
+def _not_finite(factor: float, half: int, values: tuple[float, float]) -> _Round:
+    """Return a round in which one parameter of a half, then all, are not finite.
+
+    They stay so, so that only the other half is compared. ``values`` are for this half
+    and the other one.
+    """
+
+    def by_half(this: float, other: float) -> tuple[float, float]:
+        return (other, this) if half else (this, other)
+
+    usual = _Step((1.0, 1.0))
+    rare = usual._replace(one=(half, factor))
+    every = _Step(by_half(factor, 1.0))
+    return _Round((usual, rare, rare, every), by_half(*values), alone=(1 - half,))
+
+
 _ROUNDS = (
     # From small to large: earlier steps must not hide the changes of later ones.
     _Round(
@@ -95,25 +111,8 @@ _ROUNDS = (
             *_far_apart(1e3),
         )
     ),
-    # A first half without finite values stays so: only the second one is compared.
-    _Round(
-        (
-            _Step((1.0, 1.0)),
-            *(_Step((1.0, 1.0), first=math.nan),) * 2,
-            _Step((math.nan, 1.0)),
-        ),
-        values=(1e5, 1e-3),
-        alone=(1,),
-    ),
-    _Round(
-        (
-            _Step((1.0, 1.0)),
-            *(_Step((1.0, 1.0), first=math.inf),) * 2,
-            _Step((math.inf, 1.0)),
-        ),
-        values=(1e-5, 1.0),
-        alone=(1,),
-    ),
+    *(_not_finite(math.nan, half, (1e5, 1e-3)) for half in (0, 1)),
+    *(_not_finite(math.inf, half, (1e-5, 1.0)) for half in (0, 1)),
 )
 
 _MOST_STEPS = 48
@@ -232,6 +231,15 @@ class _Values:
 
     def run(self, each: _Round, part: Sequence[int]) -> list[list[Tensor]]:
         """Return all values after each step of a round with gradients of a part."""
+        found = self._run(each, part, is_thin=self.is_thin)
+        if self.is_thin and len(found) < len(each.steps):
+            # Rare values may be what lets it write to all parameters.
+            found = self._run(each, part, is_thin=False)
+        return found
+
+    def _run(
+        self, each: _Round, part: Sequence[int], *, is_thin: bool
+    ) -> list[list[Tensor]]:
         _seed(self._chosen[0].device)
         trial = _Trial(
             self._optimizer,
@@ -239,7 +247,7 @@ class _Values:
             [_multiplied(v, each.values[i % 2]) for i, v in enumerate(self.values)],
             self._grads,
             part,
-            is_thin=self.is_thin,
+            is_thin=is_thin,
         )
         with _NoMessages():  # type: ignore[no-untyped-call]
             return trial.run(each, self._args, self._kwargs)
@@ -373,8 +381,8 @@ class _NoMessages(TorchDispatchMode):
 def _scaled(grad: Tensor, number: int, step: _Step) -> Tensor:
     """Return the gradient of a chosen parameter in a step."""
     factor = step.halves[number % 2]
-    if number == 0 and step.first is not None:
-        factor = step.first
+    if step.one is not None and step.one[0] == number:
+        factor = step.one[1]
     if step.is_signed and not grad.is_complex():
         grad = grad.abs()
     return _multiplied(grad, factor)

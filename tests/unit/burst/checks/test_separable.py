@@ -216,6 +216,36 @@ def test_a_decision_over_all_gradients_by_rare_values_is_found(
     assert "Own reads the gradients of several parameters together" in found
 
 
+@pytest.mark.parametrize("kind", [1, 2])
+def test_a_decision_by_one_kind_of_parameters_is_found(kind: int) -> None:
+    def rule(own: Any, _group: Any, _p: Any, _held: Any) -> Any:
+        every = (q for group in own.param_groups for q in group["params"])
+        some = [q.grad for q in every if q.grad is not None and q.dim() == kind]
+        return float(all(bool(grad.isfinite().all()) for grad in some))
+
+    held = parameters()
+    groups = [{"params": held[i : i + 2]} for i in (0, 2, 4)]
+    assert "Own reads the gradients" in str(why_together(Own(groups, rule)))
+
+
+class Restoring(torch.optim.SGD):
+    """Restores all parameters, also those without a gradient, after one not finite."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        every = [p for group in self.param_groups for p in group["params"]]
+        if all(p.grad is None or bool(p.grad.isfinite().all()) for p in every):
+            return super().step(closure)
+        with torch.no_grad():
+            for p in every:
+                p.zero_()
+        return None
+
+
+def test_an_optimizer_that_rarely_writes_to_all_parameters_is_found() -> None:
+    held = [nn.Parameter(torch.ones(3, 4)) for _ in range(9)]
+    assert "Restoring reads the gradients" in str(why_together(Restoring(held, lr=0.1)))
+
+
 class Guarded(torch.optim.SGD):
     """Takes no step if a gradient is not finite."""
 
