@@ -184,15 +184,15 @@ def _tried(
                 "steps, so it is unknown whether it reads gradients of several layers "
                 "together"
             )
-        is_alike = usual.are_halves_alike(_ORDINARY, whole)
-        if is_alike:
+        is_equal = usual.are_halves_equal(_ORDINARY, whole)
+        if is_equal:
             few = _chosen(optimizer, _RARE_OF_A_KIND, _MOST_RARE)
             rare = _Values(optimizer, few, args, kwargs, is_thin=usual.is_thin)
-            is_alike = all(
-                rare.are_halves_alike(each, rare.run(each, range(len(few))))
+            is_equal = all(
+                rare.are_halves_equal(each, rare.run(each, range(len(few))))
                 for each in _ROUNDS
             )
-    if is_alike:
+    if is_equal:
         return None
     return (
         f"{name} reads the gradients of several parameters together (its step on some "
@@ -252,14 +252,14 @@ class _Values:
         with _NoMessages():  # type: ignore[no-untyped-call]
             return trial.run(each, self._args, self._kwargs)
 
-    def are_halves_alike(self, each: _Round, whole: Sequence[list[Tensor]]) -> bool:
+    def are_halves_equal(self, each: _Round, whole: Sequence[list[Tensor]]) -> bool:
         """Return whether a round with one half gives the same values of this half."""
         every = range(len(self._chosen))
         parts = [every[half::2] for half in each.alone]
-        return all(_is_alike(each, whole, self.run(each, p), p) for p in parts)
+        return all(_is_equal(each, whole, self.run(each, p), p) for p in parts)
 
 
-def _is_alike(
+def _is_equal(
     each: _Round,
     whole: Sequence[list[Tensor]],
     alone: Sequence[list[Tensor]],
