@@ -22,6 +22,7 @@ from stretto.burst.boundary import require_values
 from stretto.burst.captures import Trained
 from stretto.burst.gradient_sync import GradientSync
 from stretto.burst.reach import Reached
+from stretto.burst.refusals import text_of
 from stretto.burst.shadows import MODEL_GONE
 from stretto.burst.tracing.packing import Results
 from stretto.errors import StrettoError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from stretto.burst.activation_transfer import ActivationTransfer
+    from stretto.burst.checks.backward_use import BackwardUse
     from stretto.burst.checks.changes import Changes
     from stretto.burst.checks.hook_use import HookUse
     from stretto.burst.checks.optimizer_use import OptimizerUse
@@ -79,6 +81,7 @@ class BackwardPass:
         stale_guard: learns that parameters are about to change.
         changes: what the program does to gradients.
         uses: how optimizers use gradients.
+        backwards: the backward passes that ranks compare.
         hooks: the program's hooks on parameters.
         timings: of steps that are measured.
         clock: the model's.
@@ -95,6 +98,7 @@ class BackwardPass:
         stale_guard: StaleParameterGuard,
         changes: Changes,
         uses: OptimizerUse,
+        backwards: BackwardUse,
         hooks: HookUse,
         timings: Timings,
         clock: StepClock,
@@ -107,6 +111,7 @@ class BackwardPass:
         self._stale_guard = stale_guard
         self._changes = changes
         self._uses = uses
+        self._backwards = backwards
         self._hooks = hooks
         self._timings = timings
         self._clock = clock
@@ -125,18 +130,19 @@ class BackwardPass:
         self._direct: list[tuple[nn.Parameter, Tensor]] = []
         """Gradients of the loss's own use of parameters, before the first output."""
         self._has_direct = False
-        self._has_other_shares = False
         self._is_sent_early = False
         """Whether the backward that runs is in `no_sync`, and sends for its hooks."""
         self.sync: GradientSync | None = None
         """Sends the gradients of the parameters that are trained now."""
         self.reached = Reached(())
+        seam.backward = weakref.ref(self)
 
     def follow(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Expect gradients of a model's parameters, which may be a later plan's."""
         self._plan += 1
         self._parameters = tuple(p for _, p in parameters)
         self.reached = Reached(parameters)
+        self._backwards.follow(name for name, _ in parameters)
         for handle in self._handles:
             handle.remove()
         # Also of frozen parameters: a forward may wait while they are unfrozen.
@@ -158,11 +164,15 @@ class BackwardPass:
             sync.is_on = self.sync.is_on
         self.sync = sync
         self._trained = trained
+        rows = zip(self._parameters, trained, strict=True)
+        runs = self._ownership.runs_parameter
+        self._backwards.holds_trained(any(is_on and runs(p) for p, is_on in rows))
 
     def forward_ended(self, results: Results, counts: tuple[int, ...]) -> EndedForward:
         """Return what the backward of a forward with these samples by rank needs."""
         assert self.sync is not None  # noqa: S101
         self._last_shares = tuple(count / sum(counts) for count in counts)
+        self._backwards.forward_ended(self._last_shares)
         return EndedForward(
             results=results,
             shares=self._last_shares,
@@ -202,6 +212,7 @@ class BackwardPass:
                 self._stale_guard.backward_begins()
             with self._rank_groups.inside_step():
                 self._require_none_left_over()
+                self._hooks.require_callable()
                 self._uses.backward_begins(self._changes.backward_begins())
             _queue_callback(self._ended)
 
@@ -224,6 +235,8 @@ class BackwardPass:
                 )
             forward.sync.is_on = True
         self._running = forward
+        if forward.results is not None:
+            self._note_shares(forward)
         self._is_sent_early = forward.is_hooked and not forward.sync.is_on
         forward.sync.is_on |= forward.is_hooked
         forward.sync.begin()
@@ -243,7 +256,7 @@ class BackwardPass:
                 "one backward of two forwards, between which parameters were frozen: "
                 "call backward() for each, or freeze after the last forward"
             )
-        self._has_other_shares |= forward.shares != first.shares
+        self._note_shares(forward)
 
     def _require_one_share(self) -> None:
         """Check it when backward ends: only the order differs between ranks.
@@ -251,7 +264,7 @@ class BackwardPass:
         Raises:
             StrettoError: a parameter's gradient has no one weight.
         """
-        if self._has_direct and self._has_other_shares:
+        if self._has_direct and len(self._shares_here()) > 1:
             raise StrettoError(
                 "the loss uses a parameter directly and outputs of two forwards in "
                 "which ranks have different parts of the batch, so the parameter's "
@@ -337,6 +350,7 @@ class BackwardPass:
             self._clock.marker.end_step()
             self.reached.reset()
         torch_calls.backward_ended(self._seam)
+        self._backwards.ended()
         if is_sent:
             self._changes.backward_ended(self.own_parameters())
             self._hooks.backward_ended()
@@ -349,7 +363,7 @@ class BackwardPass:
             self._run(
                 EndedForward(
                     results=None,
-                    shares=self._last_shares,
+                    shares=self._shares_without_output(),
                     trained=self._trained,
                     sync=self.sync,
                     plan=self._plan,
@@ -359,25 +373,65 @@ class BackwardPass:
         assert self._running is not None  # noqa: S101
         return self._running.sync
 
+    def _shares_without_output(self) -> tuple[float, ...]:
+        """Return the shares of a loss that uses parameters only.
+
+        See Note [A backward without an output] in `stretto.burst.checks.backward_use`.
+        """
+        known = self._shares_here()
+        numbers = {id(p): number for number, p in enumerate(self._parameters)}
+        self._backwards.used_without_output(
+            [(numbers[id(p)], grad) for p, grad in self._direct], is_known=bool(known)
+        )
+        return known[0] if known else self._last_shares
+
+    def _note_shares(self, forward: EndedForward) -> None:
+        torch_calls.note_shares(self._rank_groups.ranks, forward.shares)
+
+    def _shares_here(self) -> list[tuple[float, ...]]:
+        """Return the shares of all models' outputs that this backward has reached."""
+        return torch_calls.shares_of_backward(self._rank_groups.ranks)
+
     def _forget_running(self) -> None:
         self._is_sent_early = False
         self._running, self._direct = None, []
-        self._has_direct = self._has_other_shares = False
+        self._has_direct = False
+
+    def failed(self, error: BaseException, *, has_ended: bool) -> None:
+        """Inform the other ranks that an exception ended a backward.
+
+        ``has_ended`` says whether this model's part of it had ended.
+        """
+        if not has_ended and not self._queued:
+            return
+        self._backwards.failed(error, had_ended=has_ended)
+        failures, refusals = self._rank_groups.failures, self._rank_groups.refusals
+        if failures.error is None and not refusals.has_told(error):
+            text = f"its backward was ended by an exception: {text_of(error)}"
+            refusals.tell(StrettoError(text), inside=True)
+        if self._queued:
+            self._clear()
 
     def cut_short(self) -> None:
-        """Clear the state of a backward that an exception ended."""
-        if self._queued and self.sync is not None:
-            self._queued = False
-            if self._running is not None:
-                self._running.sync.reset()
-            self._forget_running()
+        """Clear the state of a backward whose end was not seen."""
+        if self._queued:
             error = StrettoError("its backward was ended by an exception")
+            self._backwards.failed(error, had_ended=False)
             self._rank_groups.refusals.tell(error, inside=True)
-            self.sync.reset()
-            self.reached.reset()
-            self._changes.reset()
-            self._uses.cut_short()
-            self._activations.drop()
+            self._clear()
+
+    def _clear(self) -> None:
+        """Clear the state of a backward that an exception ended."""
+        self._queued = False
+        if self._running is not None:
+            self._running.sync.reset()
+        self._forget_running()
+        assert self.sync is not None  # noqa: S101
+        self.sync.reset()
+        self.reached.reset()
+        self._changes.reset()
+        self._uses.cut_short()
+        self._activations.drop()
 
 
 @final

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
 import torch
 
+from stretto.burst.checks.backward_use import BackwardUse
 from stretto.burst.checks.changes import Changes
 from stretto.burst.checks.constant_buffers import ConstantBuffers
 from stretto.burst.checks.hook_use import HookUse
@@ -72,7 +73,14 @@ class ForwardState(NamedTuple):
 
 NUM_NUMBERS = len(ForwardState._fields) + sum(
     kind.num_values
-    for kind in (HookUse, ConstantBuffers, OptimizerUse, Replicas, Changes)
+    for kind in (
+        BackwardUse,
+        HookUse,
+        ConstantBuffers,
+        OptimizerUse,
+        Replicas,
+        Changes,
+    )
 )
 """Numbers that each rank sends."""
 

@@ -1,8 +1,18 @@
-"""Hooks of the program: the whole model's own ones, and those of parameters."""
+"""Hooks of the program: the whole model's own ones, and those of parameters.
+
+# Note [Hooks of nodes]
+A program may take a parameter's node from autograd and register a hook there, where no
+gradient of a burst model arrives. A node can't be asked for its hooks, but all of them
+share one dictionary, which the handle of one more hook refers to. As this is slow,
+nodes are asked only after a hook of some node was registered.
+"""
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -19,6 +29,58 @@ def post_hooks(parameter: Tensor) -> list[Any]:
     return list(
         (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
     )
+
+
+def is_of_several(hook: Any) -> bool:
+    """Return whether `torch.autograd.graph.register_multi_grad_hook` made a hook."""
+    code = getattr(hook, "__code__", None)
+    return code is not None and code.co_qualname.startswith("register_multi_grad_hook.")
+
+
+_counted = threading.Lock()
+_count = [0]
+
+
+def count_registered() -> None:
+    """Count hooks of autograd's nodes from now on."""
+    if _counted.acquire(blocking=False):  # never released: installed for good
+        node: Any = torch.autograd.Function
+        register = node._register_hook  # noqa: SLF001
+
+        def counted(held: Any, hook: Any) -> Any:
+            if hook is not _nothing and not _is_pytorchs(hook):
+                _count[0] += 1
+            return register(held, hook)
+
+        node._register_hook = staticmethod(counted)  # noqa: SLF001
+
+
+def _is_pytorchs(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
+
+
+def times_registered() -> int:
+    """Return how many hooks of nodes a program has registered."""
+    return _count[0]
+
+
+def hooks_of_node(parameter: Tensor) -> list[Any]:
+    """Return the hooks of a parameter's node in autograd, see Note [Hooks of nodes]."""
+    if not parameter.requires_grad or parameter.is_inference():
+        return []
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        view: Any = parameter.view_as(parameter)
+    node = view.grad_fn.next_functions[0][0]
+    found: list[Any] = []
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_nothing)
+        found += (h for h in handle.hooks_dict_ref().values() if h is not _nothing)
+        handle.remove()
+    return found
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 # The whole model's own forward hooks run on each rank's share.

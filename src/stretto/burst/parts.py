@@ -13,6 +13,7 @@ from torch import nn
 from stretto.burst.activation_transfer import ActivationTransfer
 from stretto.burst.backward_pass import BackwardPass
 from stretto.burst.captures import Captures
+from stretto.burst.checks.backward_use import BackwardUse
 from stretto.burst.checks.changes import Changes
 from stretto.burst.checks.constant_buffers import ConstantBuffers
 from stretto.burst.checks.hook_use import HookUse
@@ -101,6 +102,8 @@ class Parts:
 
     exchange: ForwardExchange
 
+    backwards: BackwardUse
+
     hooks: HookUse
 
     input_classes: InputClasses
@@ -158,6 +161,7 @@ def parts_of(
     timings = Timings(clock)
     ownership = Ownership(ranks)
     uses = OptimizerUse(ranks, texts_of("optimizers"))
+    backwards = BackwardUse(ranks, texts_of("backward passes"), rank_groups.end)
     hooks = HookUse(ranks, texts_of("hooks"))
     constants = ConstantBuffers(ranks, texts_of("buffers"))
     replicas, changes = Replicas(ranks), Changes(ranks)
@@ -181,6 +185,7 @@ def parts_of(
         stale_guard=stale_guard,
         changes=changes,
         uses=uses,
+        backwards=backwards,
         hooks=hooks,
         timings=timings,
         clock=clock,
@@ -209,8 +214,11 @@ def parts_of(
         clock=clock,
         timings=timings,
         exchange=ForwardExchange(
-            rank_groups, clock, checks=(hooks, constants, uses, replicas, changes)
+            rank_groups,
+            clock,
+            checks=(backwards, hooks, constants, uses, replicas, changes),
         ),
+        backwards=backwards,
         hooks=hooks,
         input_classes=InputClasses(module, stale_guard),
         constants=constants,

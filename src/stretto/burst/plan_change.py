@@ -97,6 +97,7 @@ class PlanChange:
         if parts.ranks.size == 1:
             return
         checks = (
+            (parts.backwards.next_values(), parts.backwards.require_equal),
             (parts.hooks.next_values(), parts.hooks.require_equal),
             (parts.constants.next_values(), parts.constants.require_equal),
             (parts.uses.next_values(), parts.uses.require_equal),

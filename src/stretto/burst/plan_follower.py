@@ -186,7 +186,7 @@ class PlanFollower:
     def execution_now(self) -> tuple[ExecutionPlan, StrettoError | None]:
         """Return the execution of the next forward, and the reason if it can't run."""
         captures = self._parts.captures
-        trouble = self._replaced()
+        trouble = self._replaced() or self._parts.hooks.refused()
         if trouble is None and (trained := self._structure.trained()) != self.trained:
             self._use_trained(trained)
         if trouble is None:

@@ -46,6 +46,8 @@ class Refusals:
         self._seen: dict[int, float] = {}
         self._ended = threading.Event()
         self._own = ""
+        self._inside = (-1, "")
+        """The step that an own error ended, and the error."""
         if ranks.size > 1:
             threading.Thread(
                 target=_watch,
@@ -60,15 +62,19 @@ class Refusals:
         """Publish an error to the other ranks; ``inside`` a step, it ends that step."""
         if self._ranks.size == 1:
             return
-        text = (str(error) or type(error).__name__).splitlines()[0]
-        self._own = f"{type(error).__name__}: {text}"
+        self._own = text_of(error)
         with contextlib.suppress(RuntimeError):  # without a store there is no job
             if inside:
+                self._inside = self._step, self._own
                 key = f"inside/{self._ranks.rank}"
                 self._store.set(key, f"{self._step} {self._own}")
             if not self._is_published:
                 self._store.set(f"outside/{self._ranks.rank}", self._own)
                 self._is_published = True
+
+    def has_told(self, error: BaseException | None) -> bool:
+        """Return whether the others know that this error ended the step."""
+        return error is not None and self._inside == (self._step, text_of(error))
 
     def withdraw(self) -> None:
         """Record that this rank continues."""
@@ -153,6 +159,12 @@ class Refusals:
     def close(self) -> None:
         """End the watch."""
         self._ended.set()
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's type and its first line."""
+    text = (str(error) or type(error).__name__).splitlines()[0]
+    return f"{type(error).__name__}: {text}"
 
 
 def _watch(refusals: weakref.ref[Refusals], ended: threading.Event) -> None:

@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from stretto.burst.hooks import count_registered
 from stretto.errors import SpecError
 from stretto.runtime.torch_compat import without_dynamo
 
@@ -34,15 +35,21 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stretto.burst.torch_seam import TorchSeam
+    from stretto.runtime.agreement import Ranks
 
 
 _models: weakref.WeakSet[TorchSeam] = weakref.WeakSet()
 _installed = threading.Lock()
-_looking = threading.Lock()
+_looking = threading.Event()
 _last = threading.local()
 _backwards: weakref.WeakKeyDictionary[TorchSeam, int] = weakref.WeakKeyDictionary()
 """Each model's last backward, numbered over all models."""
 _numbers = itertools.count(1)
+_shares: dict[int, list[tuple[Any, tuple[float, ...]]]] = {}
+"""By each backward, the shares of outputs that it has reached, with their ranks."""
+
+_BACKWARDS = 4
+"""Number of backward passes of which shares are kept: one may run inside another."""
 
 _OWN = -1
 """Key of this module's hooks among an optimizer's own, which PyTorch numbers from 0."""
@@ -62,14 +69,31 @@ def models() -> list[TorchSeam]:
 
 def look_before_backward() -> None:
     """Let models check the start of each backward, from now on."""
-    if _looking.acquire(blocking=False):  # never released, as above
-        autograd: Any = torch.autograd
-        autograd._engine_run_backward = _looked_at(autograd._engine_run_backward)  # noqa: SLF001
+    _looking.set()
 
 
 def backward_ended(model: TorchSeam) -> None:
     """Record that this model's backward is the last one."""
     _backwards[model] = next(_numbers)
+
+
+def note_shares(ranks: Ranks, shares: tuple[float, ...]) -> None:
+    """Record that the backward that runs has reached outputs with these shares."""
+    task = torch._C._current_graph_task_id()  # noqa: SLF001
+    if task not in _shares:
+        while len(_shares) >= _BACKWARDS:
+            del _shares[next(iter(_shares))]
+        _shares[task] = []
+    row = ((ranks.size, ranks.rank), shares)
+    if row not in _shares[task]:
+        _shares[task].append(row)
+
+
+def shares_of_backward(ranks: Ranks) -> list[tuple[float, ...]]:
+    """Return the different shares of the backward that runs, on as many ranks."""
+    task = torch._C._current_graph_task_id()  # noqa: SLF001
+    of = ranks.size, ranks.rank
+    return [shares for other, shares in _shares.get(task, ()) if other == of]
 
 
 def _models_of(parameters: Iterable[Tensor]) -> list[TorchSeam]:
@@ -85,8 +109,11 @@ def _of_optimizer(optimizer: Optimizer) -> list[TorchSeam]:
 
 
 def _install() -> None:
+    count_registered()
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+    autograd: Any = torch.autograd
+    autograd._engine_run_backward = _looked_at(autograd._engine_run_backward)  # noqa: SLF001
     scaler: Any = torch.amp.GradScaler
     scaler._unscale_grads_ = _joined_unscale(scaler._unscale_grads_)
     module: Any = clip_grad
@@ -170,9 +197,18 @@ def _after_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 def _looked_at(run: Any) -> Any:
     @functools.wraps(run)
     def looked_at(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        for model in models():
-            model.before_backward(t_outputs)
-        return run(t_outputs, *args, **kwargs)
+        if _looking.is_set():
+            for model in models():
+                model.before_backward(t_outputs)
+        first = next(_numbers)
+        try:
+            return run(t_outputs, *args, **kwargs)
+        except BaseException as exc:
+            if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - no outer one
+                for model in models():
+                    has_ended = _backwards.get(model, 0) > first
+                    model.backward_failed(exc, has_ended=has_ended)
+            raise
 
     return looked_at
 

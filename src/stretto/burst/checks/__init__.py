@@ -7,6 +7,7 @@ The module and the program:
 
 - `structure`: notice replaced modules and parameters.
 - `input_classes`: classes of input tensors change no result.
+- `backward_use`: the same backward passes end, and their gradients have known weights.
 - `hook_use`: hooks that change something are on all ranks.
 - `constant_buffers`: buffers that forward only reads are the same.
 - `changes`: gradients and parameters are scaled equally on all ranks.

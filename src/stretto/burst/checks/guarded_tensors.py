@@ -36,6 +36,7 @@ _FACTS = frozenset(
         *("is_signed", "is_set_to", "is_same_size", "is_shared", "is_inference"),
         *("is_conj", "is_neg", "_is_view", "has_names", "get_device", "data_ptr"),
         *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+        *("share_memory_", "_has_compatible_shallow_copy_type"),
         *("retain_grad", "__len__", "__hash__", "__repr__", "__str__", "__format__"),
         *("grad", "backward"),  # of autograd, see `boundary`
         *("new", "new_zeros", "new_empty", "new_ones", "new_full", "zeros_like"),
@@ -56,6 +57,17 @@ _IN_PLACE = frozenset(
         *("__ior__", "__ixor__", "__ilshift__", "__irshift__"),
     )
 )
+_CONVERSIONS = frozenset(
+    (
+        *("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16"),
+        *("contiguous", "resolve_conj", "resolve_neg"),
+    )
+)
+"""Return the tensor itself if it has the type and device already."""
+
+_ALIASES = frozenset(("view_as", "expand_as"))
+"""Of a tensor and itself they return another one, whose node is its own in autograd."""
+
 _CALLS = frozenset(("apply_", "map_", "map2_"))
 """Work in place, but pass values to a function of the program."""
 
@@ -87,6 +99,17 @@ def guards_of(owner: Owner) -> tuple[Any, Any]:
             owner = ref()
             if owner is not None:
                 owner.note_gradient(args[0], sys._getframe(1))  # noqa: SLF001
+        elif func.__name__ in _ALIASES and args[0] is args[-1]:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                alias = func(*args)
+            alias.__class__ = GuardedBuffer
+            return alias
+        elif func.__name__ in _CONVERSIONS:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                found = func(*args, **(kwargs or {}))
+            if found is not args[0]:
+                _require_allowed(func, types, args, kwargs)
+            return found
         elif func.__name__ != "__get__" or attribute in _READING:
             _require_allowed(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001

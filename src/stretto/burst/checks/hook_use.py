@@ -26,8 +26,14 @@ from torch.nn.modules import module as torch_modules
 from torch.utils import _pytree as pytree
 
 from stretto.burst.checks.numbers import number_of_words
-from stretto.burst.hooks import gradient_hooks, post_hooks
-from stretto.errors import RankDisagreement
+from stretto.burst.hooks import (
+    gradient_hooks,
+    hooks_of_node,
+    is_of_several,
+    post_hooks,
+    times_registered,
+)
+from stretto.errors import RankDisagreement, StrettoError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -69,6 +75,8 @@ class HookUse:
         """Whether any rank had hooks on parameters at the last forward."""
         self._differ = False
         """Whether ranks had different hooks at the last forward."""
+        self._registered = -1
+        """How many hooks nodes had got when those of the parameters had none."""
         self._elsewhere: dict[int, type] = {}
         """The types of modules and parameters that only other ranks run, by ids."""
         self._changed: set[str] = set()
@@ -91,6 +99,7 @@ class HookUse:
         ``layers`` are parts of the module, and whether this rank runs each.
         """
         self._parameters = list(parameters)
+        self._registered = -1
         self._names = {id(p): name for name, p in self._parameters}
         self._modules = [
             (name, vars(part), part) for name, part in module.named_modules()
@@ -122,12 +131,45 @@ class HookUse:
     def called_back(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
         """Return a gradient as the program's hooks on its parameter return it."""
         for hook in gradient_hooks(parameter):
+            if is_of_several(hook):
+                raise _of_several(self._names.get(id(parameter)))
             before = grad._version  # noqa: SLF001
             found = hook(grad)
             is_changed = grad._version != before or not (found is None or found is grad)  # noqa: SLF001
             self._note(self._key_of(parameter, hook), hook, grad.dim(), is_changed)
             grad = grad if found is None else found
         return grad
+
+    def refused(self) -> StrettoError | None:
+        """Return the error of a hook that can't be called as one process calls it."""
+        for parameter, hook in self._parameter_hooks():
+            if is_of_several(hook):
+                return _of_several(self._names.get(id(parameter)))
+        return self._refused_node()
+
+    def require_callable(self) -> None:
+        """Require that hooks since the forward can be called as one process does.
+
+        Raises:
+            StrettoError: one can't.
+        """
+        if (error := self.refused()) is not None:
+            raise error
+
+    def _refused_node(self) -> StrettoError | None:
+        if (now := times_registered()) == self._registered:
+            return None
+        for name, parameter in self._parameters:
+            found = hooks_of_node(parameter)
+            if found:
+                return StrettoError(
+                    f"{_name_of(found[0])} is a hook of the autograd node of parameter "
+                    f"{name!r}, which a burst model's gradients do not pass: use "
+                    "register_hook or register_post_accumulate_grad_hook of the "
+                    "parameter"
+                )
+        self._registered = now
+        return None
 
     def call_after(self, parameter: nn.Parameter) -> None:
         """Call the program's hooks that follow the accumulation of a gradient."""
@@ -300,6 +342,16 @@ class HookUse:
             "Register it in the same way on all ranks or, if it returns and writes "
             "nothing, on the ranks that run the layer"
         )
+
+
+def _of_several(name: str | None) -> StrettoError:
+    return StrettoError(
+        "torch.autograd.graph.register_multi_grad_hook was called with parameter "
+        f"{name!r}, but a rank has gradients only of the layers that it runs, and only "
+        "when backward has ended: use register_hook or "
+        "register_post_accumulate_grad_hook of each parameter, or do it after "
+        "backward()"
+    )
 
 
 @final
