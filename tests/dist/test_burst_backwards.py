@@ -179,6 +179,32 @@ def error_after_it_was_caught(side: Side) -> None:
     wrapped(x)
 
 
+class Picky(torch.optim.SGD):
+    """Rejects gradients of a tensor."""
+
+    picked: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p is self.picked and p.grad is not None:
+                    raise ValueError("bad gradient")
+        return super().step(closure)
+
+
+def exception_of_an_optimizer(side: Side) -> None:
+    model = deep()
+    wrapped = built(side, model, APART)
+    optimizer = Picky(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.picked = model[0].weight if step == 2 else None
+        x, y = side.data(step)
+        optimizer.zero_grad()
+        cross(wrapped(x), y).backward()
+        with contextlib.suppress(ValueError):
+            optimizer.step()
+
+
 def backward_left_out(side: Side) -> Any:
     """A rank has no samples and runs no layer, so no gradient of it is missing."""
     model = deep()
@@ -482,6 +508,7 @@ REFUSED = {
     exception_then_saved: OF_RANK_0,
     exception_of_another_models_hook: OF_RANK_0,
     error_after_it_was_caught: OF_RANK_0,
+    exception_of_an_optimizer: "rank 1 took an optimizer step with the last gradients",
     hook_of_all_gradients: SEVERAL,
     hook_of_all_gradients_before: SEVERAL,
     hook_of_any_gradient: SEVERAL,

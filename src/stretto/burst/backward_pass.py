@@ -135,7 +135,7 @@ class BackwardPass:
         self.sync: GradientSync | None = None
         """Sends the gradients of the parameters that are trained now."""
         self.reached = Reached(())
-        seam.backward = weakref.ref(self)
+        seam.backward_failed = weakref.WeakMethod(self.failed)
 
     def follow(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Expect gradients of a model's parameters, which may be a later plan's."""
@@ -406,7 +406,7 @@ class BackwardPass:
             return
         self._backwards.failed(error, had_ended=has_ended)
         failures, refusals = self._rank_groups.failures, self._rank_groups.refusals
-        if failures.error is None and not refusals.has_told(error):
+        if failures.error is None and not refusals.is_published(error):
             text = f"its backward was ended by an exception: {text_of(error)}"
             refusals.tell(StrettoError(text), inside=True)
         if self._queued:

@@ -72,7 +72,7 @@ class Refusals:
                 self._store.set(f"outside/{self._ranks.rank}", self._own)
                 self._is_published = True
 
-    def has_told(self, error: BaseException | None) -> bool:
+    def is_published(self, error: BaseException | None) -> bool:
         """Return whether the others know that this error ended the step."""
         return error is not None and self._inside == (self._step, text_of(error))
 

@@ -207,7 +207,7 @@ def _looked_at(run: Any) -> Any:
             if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - no outer one
                 for model in models():
                     has_ended = _backwards.get(model, 0) > first
-                    model.backward_failed(exc, has_ended=has_ended)
+                    model.report_failure(exc, has_ended=has_ended)
             raise
 
     return looked_at

@@ -10,12 +10,11 @@ from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from stretto.burst.backward_pass import BackwardPass
     from stretto.burst.checks.changes import Changes
     from stretto.burst.checks.optimizer_use import OptimizerUse
     from stretto.burst.checks.stale_guard import StaleParameterGuard
@@ -55,7 +54,8 @@ class TorchSeam:
         self._stale_guard = stale_guard
         self._changes = changes
         self._uses = uses
-        self.backward: weakref.ref[BackwardPass] | None = None
+        self.backward_failed: weakref.WeakMethod[Callable[..., None]] | None = None
+        """Called with an exception from a backward, see `report_failure`."""
         self._is_preparing = False
         """Whether the step that runs only makes an optimizer's state."""
 
@@ -121,11 +121,11 @@ class TorchSeam:
                     "the hook"
                 )
 
-    def backward_failed(self, error: BaseException, *, has_ended: bool) -> None:
+    def report_failure(self, error: BaseException, *, has_ended: bool) -> None:
         """Record an exception from a backward; whether this model's part had ended."""
-        backward = None if self.backward is None else self.backward()
-        if backward is not None:
-            backward.failed(error, has_ended=has_ended)
+        failed = None if self.backward_failed is None else self.backward_failed()
+        if failed is not None:
+            failed(error, has_ended=has_ended)
 
     def clips(self, most: float) -> None:
         """Record that gradients are clipped, by the norm or by value."""

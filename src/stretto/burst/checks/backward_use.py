@@ -3,9 +3,9 @@
 # Note [A backward that ended on some ranks]
 A rank calls the hooks of its own layers only, so an exception from one may end one
 rank's backward after the others have all that they need from it. Its program may catch
-the exception and skip the step, which in one process nobody would take. So with each
-forward, ranks compare how many backward passes have ended since the last one, and how
-many an exception ended. An exception on all ranks is right, and so is one where no
+the exception and skip the step; in one process, that skips it for all layers. So with
+each forward, ranks compare how many backward passes have ended since the last one, and
+how many an exception ended. An exception on all ranks is right, and so is one where no
 other rank holds trained parameters.
 
 # Note [A backward without an output]

@@ -279,6 +279,8 @@ class Changes:
         scales = [f for f in self._scaled.values() if f is not None]
         kind, scale = _summary(scales, tolerance, plain=1.0)
         move_kind, move = _summary(self._moved, _MOVE_TOLERANCE, plain=None)
+        if self._in_use:  # an exception ended the step, or its closure runs
+            self._state = _NOT_STEPPED
         flags = self._state + 3 * kind + 9 * move_kind
         self._state, self._scaled, self._moved, self._tolerance = _IDLE, {}, [], 0.0
         coarse = int(tolerance == OTHER_FACTORS)
