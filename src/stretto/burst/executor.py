@@ -360,9 +360,11 @@ class BurstParallel(nn.Module):
             marked = graph.arguments.mapped(taken, args, kwargs)
             if not is_known:
                 parts.input_classes.require_no_effect(graph, args, kwargs)
-            return graph.arguments.pack(*marked), None
+            batch = graph.arguments.pack(*marked)
+            graph.require_gradients_known(batch)
         except StrettoError as exc:
             return torch.zeros(()), exc
+        return batch, None
 
     def _output_backward(self, forward: EndedForward, grad: Tensor) -> None:
         """Begin a backward; a loss that waits for it keeps the model alive."""

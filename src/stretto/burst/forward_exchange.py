@@ -12,6 +12,7 @@ from stretto.burst.checks.changes import Changes
 from stretto.burst.checks.constant_buffers import ConstantBuffers
 from stretto.burst.checks.hook_use import HookUse
 from stretto.burst.checks.optimizer_use import OptimizerUse
+from stretto.burst.checks.recheck import Recheck
 from stretto.burst.checks.replicas import Replicas
 from stretto.burst.schedule import RankSchedule, schedule_of
 from stretto.errors import RankDisagreement, SpecError
@@ -80,6 +81,7 @@ NUM_NUMBERS = len(ForwardState._fields) + sum(
         OptimizerUse,
         Replicas,
         Changes,
+        Recheck,
     )
 )
 """Numbers that each rank sends."""

@@ -19,6 +19,7 @@ from stretto.burst.checks.constant_buffers import ConstantBuffers
 from stretto.burst.checks.hook_use import HookUse
 from stretto.burst.checks.input_classes import InputClasses
 from stretto.burst.checks.optimizer_use import OptimizerUse
+from stretto.burst.checks.recheck import Recheck
 from stretto.burst.checks.replicas import Replicas
 from stretto.burst.checks.stale_guard import StaleParameterGuard
 from stretto.burst.forward import Forward
@@ -116,6 +117,8 @@ class Parts:
 
     changes: Changes
 
+    recheck: Recheck
+
     stale_guard: StaleParameterGuard
 
     seam: TorchSeam
@@ -165,6 +168,7 @@ def parts_of(
     hooks = HookUse(ranks, texts_of("hooks"))
     constants = ConstantBuffers(ranks, texts_of("buffers"))
     replicas, changes = Replicas(ranks), Changes(ranks)
+    recheck = Recheck(module)
     stale_guard = StaleParameterGuard(
         module, ranks, rank_groups.refusals.tell, uses.zeroes
     )
@@ -216,7 +220,7 @@ def parts_of(
         exchange=ForwardExchange(
             rank_groups,
             clock,
-            checks=(backwards, hooks, constants, uses, replicas, changes),
+            checks=(backwards, hooks, constants, uses, replicas, changes, recheck),
         ),
         backwards=backwards,
         hooks=hooks,
@@ -225,6 +229,7 @@ def parts_of(
         uses=uses,
         replicas=replicas,
         changes=changes,
+        recheck=recheck,
         stale_guard=stale_guard,
         seam=seam,
     )

@@ -191,10 +191,19 @@ class PlanFollower:
             self._use_trained(trained)
         if trouble is None:
             try:
-                return captures.execution_plan(self.graph_now(), self.trained), None
+                graph = self.graph_now()
+                self._recheck(graph)
+                return captures.execution_plan(graph, self.trained), None
             except StrettoError as exc:
                 trouble = exc
         return self.planned_execution(), trouble
+
+    def _recheck(self, graph: LayerGraph) -> None:
+        """Compare a capture with what forward does now, if it is due."""
+        parts = self._parts
+        if not parts.timings.is_on:
+            with parts.stale_guard.opened():
+                parts.recheck(graph, parts.forward.draws.step)
 
     def planned_execution(self) -> ExecutionPlan:
         """Return the execution of the layers for which the plan was made."""

@@ -12,6 +12,7 @@ The module and the program:
 - `constant_buffers`: buffers that forward only reads are the same.
 - `changes`: gradients and parameters are scaled equally on all ranks.
 - `replicas`: ranks of a layer hold the same parameters.
+- `recheck`: forward still does what was captured (for `plan_follower`).
 - `verify_first_step`: a first step equals one process's (with ``verify=True``).
 
 Optimizers:

@@ -14,7 +14,8 @@ A recording:
 - `inner_calls`: operators in operations, and which of them read other samples.
 - `fakes`: these tensors, in place of parameters and buffers (for `recorder`).
 - `reads`: the plain state that forward reads, to detect a change of it.
-- `freezing`: copies of plain state that can be compared later (for `reads`).
+- `watching`: compare that state before each step (for `reads`).
+- `freezing`: copies of plain state that can be compared later (for `watching`).
 - `packing`: several inputs or outputs in one tensor.
 - `caches`: find and undo what forward keeps outside of the call (for `recordings`).
 - `cached_values`: compare what is cached later with what layers compute.

@@ -19,9 +19,10 @@ from stretto.burst.tracing.cached_values import CachedValues
 from stretto.burst.tracing.caches import Cache, restored
 from stretto.burst.tracing.comparing import BATCHES, Counts, follows
 from stretto.burst.tracing.packing import Arguments, Results
-from stretto.burst.tracing.reads import Ambient, Watch
+from stretto.burst.tracing.reads import Ambient
 from stretto.burst.tracing.recorder import set_item
 from stretto.burst.tracing.sample_positions import source_line_of
+from stretto.burst.tracing.watching import Watch
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -120,6 +121,9 @@ class Traced:
 
     cached: CachedValues | None = None
     """What it would keep there."""
+
+    without_gradient: str = ""
+    """The line that reads that a tensor needs no gradient, unless the input does."""
 
     semantics: list[tuple[str, str]] = field(default_factory=list)
     """For each operation a text with its constants, which is equal on all ranks, and

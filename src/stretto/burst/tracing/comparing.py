@@ -148,16 +148,27 @@ def _is_same_call(one: Record, two: Record) -> bool:
     return one.kind == two.kind and same_target and one.context == two.context
 
 
+@final
+class _Different(SpecError):
+    """Two recordings of a forward differ at an operation."""
+
+    def __init__(self, text: str, record: Record) -> None:
+        super().__init__(text)
+        self.record = record
+
+
 def _differs(one: Record, batches: tuple[int, int] | None) -> SpecError:
     if batches is not None:
-        return SpecError(
+        return _Different(
             f"{one.place}: what runs here depends on the number of samples: a layer "
-            "must compute each sample in the same way for any number of samples"
+            "must compute each sample in the same way for any number of samples",
+            one,
         )
-    return SpecError(
+    return _Different(
         f"{one.place}: what runs here differs from call to call (a counter, a "
         "schedule, or a random decision), and would stay as it was at capture: "
-        "pass it as an input tensor, or change the model outside of forward"
+        "pass it as an input tensor, or change the model outside of forward",
+        one,
     )
 
 
@@ -279,6 +290,29 @@ class Counts:
                 self._compare(way, count)
                 return
         self._compare(self._ways[-1], count)
+
+    def difference(self) -> str | None:
+        """Return the first operation that forward no longer does, or None.
+
+        It is recorded again with the first number of samples of the capture.
+
+        Raises:
+            SpecError: it can't be recorded now.
+        """
+        known, place = self._known[BATCHES[0]], None
+        for way in self._ways:
+            found = way(BATCHES[0])
+            try:
+                compare(known, found, None)
+            except _Different as exc:
+                target = exc.record.target
+                name = getattr(target, "__name__", target)
+                place = f"{exc.record.place} ran {name!r} at capture"
+            else:
+                if repr(known.output) == repr(found.output):
+                    return None
+                place = "it returns another tensor"
+        return place
 
     def _compare(self, again: Callable[[int], Recording], count: int) -> None:
         found = again(count)

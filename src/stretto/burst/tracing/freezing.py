@@ -5,7 +5,8 @@ Containers and objects are followed to any depth, objects only through attribute
 names the recorded functions contain: a model may hold its trainer, and through it all
 of a program. Where the user's own functions make names while they run, as in
 ``getattr(options, f"rate_{i}")``, all attributes are followed. The user's classes and
-modules are objects too, and a weak reference counts as its object. A value of more than
+modules are watched by their attributes, see `watching`, and a weak reference counts as
+its object. A value of more than
 `MOST_ITEMS` parts is compared by identity and length from there on, and an array of
 more than `MOST_BYTES` by a sample of its elements.
 """
@@ -19,6 +20,7 @@ import enum
 import functools
 import hashlib
 import itertools
+import logging
 import os
 import random
 import sys
@@ -34,7 +36,9 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
+
+LRU_CACHE: Any = type(functools.lru_cache(lambda: None))
 
 ATOMS = (
     type(None),
@@ -56,18 +60,23 @@ _MOST_KEPT = 1 << 12
 """Bytes of an array that are kept as they are; of longer ones a digest."""
 
 _OPAQUE = (types.BuiltinFunctionType, enum.Enum)
-_SPACES = (type, types.ModuleType)
-"""Hold values under names, and code that is not compared."""
-_NOT_COMPARED = (
-    *_SPACES,
-    types.FunctionType,
-    types.BuiltinFunctionType,
+SPACES = (type, types.ModuleType)
+"""Hold values under names, and code."""
+CODE = (*SPACES, types.BuiltinFunctionType)
+"""Are compared by identity."""
+DESCRIPTORS = (
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
     classmethod,
     staticmethod,
     property,
+    functools.cached_property,
 )
+"""Are compared by identity; what they call is a function."""
+_NOT_COMPARED = (*CODE, *DESCRIPTORS, types.FunctionType)
+_WHOLE = frozenset(("collections", "configparser", "weakref"))
+"""Modules of the standard library whose objects keep the user's values under names of
+their own."""
 NOT_USERS = frozenset(("torch", "stretto", *sys.stdlib_module_names)) - {"__main__"}
 """Packages whose code reads no state of the user's; names of top-level modules."""
 
@@ -102,6 +111,23 @@ class _Same:
 
 
 @final
+class _Calls:
+    """The calls of an ``lru_cache``, equal to fewer: it was not cleared since."""
+
+    __slots__ = ("count",)
+
+    def __init__(self, cache: Any) -> None:
+        info = cache.cache_info()
+        self.count = info.hits + info.misses
+
+    def __eq__(self, before: object) -> bool:
+        return isinstance(before, _Calls) and self.count >= before.count
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@final
 class Freezer:
     """Makes copies of values that can be compared with later ones."""
 
@@ -122,10 +148,17 @@ class Freezer:
         self._names = names
         self._known = known
         self._tensors = tensors
+        self.spaces: dict[int, Any] = {}
+        """The classes of copied objects, and classes and modules among them, by id."""
 
     def __call__(self, value: Any) -> Any:
         """Return a copy of a value."""
-        return _Freeze(self._names, self._known, tensors=self._tensors).of(value)
+        copy = _Freeze(self._names, self._known, self.meet, tensors=self._tensors)
+        return copy.of(value)
+
+    def meet(self, space: Any) -> None:
+        """Note a class or module."""
+        self.spaces[id(space)] = space
 
     def is_by_identity(self, value: Any) -> bool:
         """Return whether a value equals itself, whatever is written into it."""
@@ -137,10 +170,16 @@ class _Freeze:
     """One copy in the making."""
 
     def __init__(
-        self, names: Collection[str] | None, known: Collection[int], *, tensors: bool
+        self,
+        names: Collection[str] | None,
+        known: Collection[int],
+        meet: Callable[[Any], None],
+        *,
+        tensors: bool,
     ) -> None:
         self._names = names
         self._known = known
+        self._meet = meet
         self._tensors = tensors
         self._path: dict[int, int] = {}
         self._left = MOST_ITEMS
@@ -151,6 +190,9 @@ class _Freeze:
             return type(value), value
         if isinstance(value, Tensor):
             return _Same(value) if self._tensors else Tensor
+        if isinstance(value, SPACES):
+            self._meet(value)
+            return _Same(value)
         if _is_by_identity(value, self._known):
             return _Same(value)
         if (depth := self._path.get(id(value))) is not None:
@@ -165,19 +207,22 @@ class _Freeze:
             del self._path[id(value)]
 
     def _parts(self, value: Any) -> Any:
+        if isinstance(value, _Calls):
+            return value
         if isinstance(value, weakref.ReferenceType):
             referent = value()  # must not be kept alive
             return None if referent is None else (id(referent), self._fields(referent))
+        if type(value).__module__ != "builtins":
+            self._meet(type(value))
         fields = self._fields(value)
-        if isinstance(value, _SPACES):
-            return _Same(value), fields
+        # Copied first: reading one value may add others.
         if isinstance(value, _MAPPINGS):
-            items = ((self.of(key), self.of(inner)) for key, inner in value.items())
-            return tuple(items), fields
+            items = list(value.items())
+            return tuple((self.of(key), self.of(inner)) for key, inner in items), fields
         if isinstance(value, (set, frozenset)):
-            return frozenset(self.of(inner) for inner in value), fields
+            return frozenset(self.of(inner) for inner in list(value)), fields
         if isinstance(value, _SEQUENCES):
-            return tuple(self.of(inner) for inner in value), fields
+            return tuple(self.of(inner) for inner in list(value)), fields
         if (found := _bytes_of(value)) is not None:
             return found
         if (state := _state_of(value)) is not None:
@@ -195,10 +240,11 @@ class _Freeze:
 
     def _fields(self, value: Any) -> tuple[Any, ...]:
         """Return copies of an object's own attributes."""
+        names = None if type(value).__module__ in _WHOLE else self._names
         found = [
             (key, self.of(inner))
             for key, inner in _attributes(value)
-            if self._names is None or key in self._names
+            if names is None or key in names
         ]
         return tuple(found)
 
@@ -216,9 +262,7 @@ class _Freeze:
 
 
 def _is_by_identity(value: Any, known: Collection[int]) -> bool:
-    if isinstance(value, _OPAQUE) or id(value) in known:
-        return True
-    return isinstance(value, _SPACES) and not is_users(value)
+    return isinstance(value, (*_OPAQUE, *SPACES)) or id(value) in known
 
 
 def may_read_users(name: object) -> bool:
@@ -245,7 +289,7 @@ def _is_own_file(module: types.ModuleType | None) -> bool:
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes that an object itself holds."""
-    if isinstance(value, _SPACES):
+    if isinstance(value, SPACES):  # by a weak reference
         kinds = value.__mro__ if isinstance(value, type) else (value,)
         for kind in kinds:
             if isinstance(kind, types.ModuleType) or is_users(kind):
@@ -255,7 +299,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
         return
     held = getattr(value, "__dict__", None)
     if isinstance(held, dict):
-        yield from held.items()
+        yield from list(held.items())
     yield from attributes_in_slots(value)
 
 
@@ -299,6 +343,11 @@ def _state_of(value: Any) -> Any:
         return value.bit_generator.state
     if isinstance(value, np.random.BitGenerator):
         return value.state
+    if isinstance(value, logging.Logger):
+        level = value.getEffectiveLevel()
+        return level, value.disabled, value.manager.disable
+    if isinstance(value, LRU_CACHE):
+        return value.__wrapped__, _Calls(value)
     if isinstance(value, functools.partial):
         return value.func, value.args, value.keywords
     if isinstance(value, types.MethodType):

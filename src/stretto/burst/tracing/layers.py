@@ -14,7 +14,7 @@ from stretto.burst.tracing import grouping
 from stretto.burst.tracing.caches import restored
 from stretto.burst.tracing.classify import Traced
 from stretto.burst.tracing.torch_modules import BatchNorm
-from stretto.errors import PlanMismatch
+from stretto.errors import PlanMismatch, SpecError
 from stretto.schema.burst import digest_of
 
 if TYPE_CHECKING:
@@ -147,6 +147,28 @@ class LayerGraph:
     def caches_restored(self) -> AbstractContextManager[None]:
         """Begin with caches of constants as at capture, and restore them afterwards."""
         return restored(self._traced.caches)
+
+    def difference(self) -> str | None:
+        """Return where forward now does something else than at capture, or None.
+
+        Raises:
+            SpecError: it can't be recorded now.
+        """
+        return self._traced.counts_known.difference()
+
+    def require_gradients_known(self, batch: torch.Tensor) -> None:
+        """Require that an input needs no gradient if forward acts on it.
+
+        Raises:
+            SpecError: it does; the message names the line.
+        """
+        place = self._traced.without_gradient
+        if place and batch.requires_grad:
+            raise SpecError(
+                f"{place}: reads whether a tensor needs a gradient, and the input "
+                "needs one, unlike at capture: decide by an attribute or an argument "
+                "of forward, or call the model with an input that needs none"
+            )
 
     def require_count(self, count: int) -> None:
         """Require that the forward does the same for a number of samples in all.

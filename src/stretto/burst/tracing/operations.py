@@ -50,6 +50,7 @@ def trace(
             prevents it.
     """
     _refuse_scripted(module)
+    _refuse_compiled(module)
     _refuse_reserved(module)
     _refuse_sparse(module)
     arguments = Arguments(tuple(example_inputs), dict(kwargs or {}), module.forward)
@@ -92,8 +93,15 @@ def trace(
     # Outputs' types follow autocast, and ranks must agree on the types they send.
     semantics.append((f"autocast {Ambient.now(arguments.device).autocast}", "autocast"))
     traced = classify(
-        module, build, semantics, arguments, found[0], reads.watch(), counts
+        module,
+        build,
+        semantics,
+        arguments,
+        found[0],
+        reads.watch(trained=first.asks_for_gradients),
+        counts,
     )
+    traced.without_gradient = first.without_gradient
     traced.caches = caches
     nodes = {
         entry: [build.known(ref) for ref in refs]
@@ -123,6 +131,19 @@ def _refuse_scripted(module: nn.Module) -> None:
                 f"{line}{what} was made by torch.jit.script or torch.jit.trace, whose "
                 "layers and parameters are not visible: use the module from "
                 "which it was made"
+            )
+
+
+def _refuse_compiled(module: nn.Module) -> None:
+    """Reject modules of torch.compile, whose operations can't be recorded."""
+    for name, part in module.named_modules():
+        is_whole = type(part).__module__.startswith("torch._dynamo")
+        if is_whole or (name and part._compiled_call_impl is not None):  # noqa: SLF001
+            what = f"module {name!r}" if name else "the model"
+            raise SpecError(
+                f"{what} was compiled by torch.compile, and can't be recorded: build "
+                "the burst model from the module as it was before, and compile the "
+                "loss or other code outside of it"
             )
 
 

@@ -14,11 +14,11 @@ import ast
 import contextlib
 import gc
 import inspect
+import logging
 import os
 import sys
 import textwrap
 import types
-from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -26,10 +26,16 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from stretto.burst.tracing.freezing import ATOMS, INSTALLED, Freezer, may_read_users
+from stretto.burst.tracing.freezing import (
+    INSTALLED,
+    LRU_CACHE,
+    SPACES,
+    may_read_users,
+)
+from stretto.burst.tracing.watching import MISSING, Cell, Rows, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 HOOKS = (
@@ -40,8 +46,6 @@ HOOKS = (
 )
 _OF_LAYERS = ("training", "p", "dropout")
 """Attributes that change the meaning of torch's own modules, which run as they are."""
-
-_MISSING = object()
 
 
 @contextlib.contextmanager
@@ -97,90 +101,20 @@ class Ambient:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Row:
-    held: Any
-    """Place of the value: the ``__dict__`` of a module, class or file."""
-
-    key: str
-
-    value: Any
-
-    frozen: Any
-    """``None`` if identity decides."""
-
-    name: str
-
-    freeze: Freezer
-
-    is_quickly_same: Any
-    """Whether the same object has kept its content, as far as that shows without a
-    copy; otherwise the content is compared."""
-
-    def holds(self) -> bool:
-        value = self.held.get(self.key, _MISSING)
-        if self.frozen is None:
-            return value is self.value
-        if value is self.value and self.is_quickly_same(value):
-            return True
-        return bool(self.freeze(value) == self.frozen)
-
-
-def _quick_test(value: Any, freeze: Freezer) -> Callable[[Any], bool]:
-    """Return a test of the same object that is True only if its content is as now."""
-    if isinstance(value, ATOMS) or freeze.is_by_identity(value):
-        return _always
-    if type(value) in _CONTAINERS and _is_empty(value):
-        return _is_empty
-    if type(value) is types.FunctionType and not value.__dict__:
-        return _has_no_fields
-    return _never
-
-
-_CONTAINERS = (dict, list, set, OrderedDict)
-
-
-def _always(_value: Any) -> bool:
-    return True
-
-
-def _never(_value: Any) -> bool:
-    return False
-
-
-def _is_empty(value: Any) -> bool:
-    return not value and not getattr(value, "__dict__", None)
-
-
-def _has_no_fields(function: Any) -> bool:
-    return not function.__dict__
-
-
-@final
-class Watch:
-    """Values that forward read, as they were when it was recorded."""
-
-    def __init__(self, rows: list[_Row]) -> None:
-        self._rows = rows
-
-    def changed(self) -> str | None:
-        """Return the name of a value that has changed, or None."""
-        for row in self._rows:
-            if not row.holds():
-                return row.name
-        return None
-
-
-@final
 class Reads:
     """Records which attributes of a model's modules are read."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._modules = {id(part): (name, part) for name, part in root.named_modules()}
-        self._found: dict[tuple[int, str], None] = {}
+        self._found: dict[tuple[int, str], bool] = {}
+        """Attributes that are read; whether by code other than torch's."""
         self._codes: dict[int, types.CodeType] = {}
         self._helpers: list[tuple[types.CodeType, dict[str, Any]]] = []
+        self._cached: list[tuple[types.CodeType, dict[str, Any]]] = []
+        """Functions behind an ``lru_cache``, which may answer without a call."""
+        self._functions: list[types.FunctionType] = []
+        self._searched = 0
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -189,12 +123,15 @@ class Reads:
         read = object.__getattribute__
 
         def note(module: nn.Module, name: str) -> Any:
-            if name not in _INTERNAL and name[:2] != "__" and id(module) in known:
-                found[id(module), name] = None
-            elif name == "__dict__" and id(module) in known:
-                caller = sys._getframe(1)  # noqa: SLF001 - vars() and self.__dict__
-                if may_read_users(caller.f_globals.get("__name__")):
-                    found.update(((id(module), key), None) for key in vars_of(module))
+            number = id(module)
+            if number not in known or name in _INTERNAL:
+                return read(module, name)
+            caller = sys._getframe(1)  # noqa: SLF001 - also of getattr() and vars()
+            is_users = may_read_users(caller.f_globals.get("__name__"))
+            if name[:2] != "__":
+                found[number, name] = is_users or found.get((number, name), False)
+            elif name == "__dict__" and is_users:
+                found.update(((number, key), True) for key in vars_of(module))
             return read(module, name)
 
         def vars_of(module: nn.Module) -> list[str]:
@@ -228,73 +165,77 @@ class Reads:
         if may_read_users(frame.f_globals.get("__name__")):
             self._helpers.append((code, frame.f_globals))
 
-    def watch(self, *, is_between: bool = True) -> Watch:
+    def watch(self, *, is_between: bool = True, trained: bool = False) -> Watch:
         """Return all values as they are now.
 
         They are for a comparison between steps, or else with what one forward changes:
-        then tensors and the state of installed packages do not count.
+        then tensors and the state of installed packages do not count. ``trained``:
+        whether they include which parameters need a gradient.
         """
-        tensors = is_between
-        rows: dict[tuple[int, str], _Row] = {}
-        deep: set[int] = set()
-        freeze = Freezer(self._names(), self._modules.keys(), tensors=tensors)
-
-        def add(held: Any, key: str, name: str) -> None:
-            value = held.get(key, _MISSING)
-            frozen = None
-            if isinstance(value, ATOMS) or (
-                value is not _MISSING and id(value) not in deep
-            ):
-                deep.add(id(value))
-                frozen = freeze(value)
-            elif not tensors:
-                return
-            quick = _quick_test(value, freeze)
-            rows[id(held), key] = _Row(held, key, value, frozen, name, freeze, quick)
-
-        for number, key in self._found:
-            prefix, part = self._modules[number]
-            name = f"{prefix}.{key}" if prefix else key
-            if _is_layer(part):
-                if key in _OF_LAYERS:
-                    add(vars(part), key, name)
-                continue
-            if key in part._parameters or key in part._modules:  # noqa: SLF001
-                continue  # see `Structure`
-            if key in part._buffers:  # noqa: SLF001
-                add(part._buffers, key, name)  # noqa: SLF001
-                continue
-            add(vars(part), key, name)
-            if key not in vars(part):
-                for kind in type(part).__mro__:
-                    if key in vars(kind) and _is_value(vars(kind)[key]):
-                        add(vars(kind), key, name)
-                        break
+        self._find_functions()
+        helpers = self._helpers + self._cached
+        in_code = {name for code, _ in helpers for name in code.co_names}
+        rows = Rows(
+            _names(helpers),
+            in_code,
+            self._modules.keys(),
+            self._is_called,
+            tensors=is_between,
+        )
+        for (number, key), is_users in self._found.items():
+            self._add_read(rows, number, key, is_users=is_users)
         for prefix, part in self._modules.values():
             for key in HOOKS[2:] if part is self._root else HOOKS:
                 if part is self._root or not _is_layer(part):
-                    add(vars(part), key, f"the hooks of {prefix or 'the model'}")
-        self._add_globals(add)
-        self._add_helpers(add, installed=is_between)
-        return Watch(list(rows.values()))
+                    rows.add(vars(part), key, f"the hooks of {prefix or 'the model'}")
+        self._add_globals(rows)
+        for code, held in helpers:
+            is_users = INSTALLED.isdisjoint(_folders(code))
+            if is_users or is_between:
+                _add_helper(rows, code, held, is_users=is_users)
+        for function in self._functions:
+            code = function.__code__
+            if is_between or INSTALLED.isdisjoint(_folders(code)):
+                _add_function(rows, function)
+        self._add_tests(rows, trained=trained)
+        return rows.watch()
 
-    def _names(self) -> set[str] | None:
-        """Return the names that functions called by forward contain.
+    def _add_read(self, rows: Rows, number: int, key: str, *, is_users: bool) -> None:
+        """Add an attribute that was read of a module, by the user's code or torch's."""
+        prefix, part = self._modules[number]
+        name = f"{prefix}.{key}" if prefix else key
+        if _is_layer(part) and not is_users and key not in _OF_LAYERS:
+            return
+        if key in part._parameters or key in part._modules:  # noqa: SLF001
+            return  # see `Structure`
+        if key in part._buffers:  # noqa: SLF001
+            if is_users or not _is_layer(part):
+                rows.add(part._buffers, key, name)  # noqa: SLF001
+            return
+        rows.add(vars(part), key, name)
+        if key not in vars(part):
+            rows.add_member(type(part), key)
 
-        None if functions of the user's make names while they run.
-        """
-        if any(
-            INSTALLED.isdisjoint(_folders(code)) and _makes_names(code)
-            for code, _ in self._helpers
-        ):
-            return None
-        names: set[str] = set()
-        for code, _ in self._helpers:
-            names.update(code.co_names)
-            names.update(c for c in code.co_consts if isinstance(c, str))
-        return names
+    def _add_tests(self, rows: Rows, *, trained: bool) -> None:
+        """Add the modules' classes and what is not a value under a name."""
+        parts = [part for _, part in self._modules.values()]
+        kinds = [type(part) for part in parts]
+        rows.add_test(lambda: list(map(type, parts)) == kinds, "the class of a module")
+        dtype = torch.get_default_dtype()
+        rows.add_test(
+            lambda: torch.get_default_dtype() is dtype, "torch.get_default_dtype()"
+        )
+        if trained:
+            parameters = list(self._root.parameters())
+            known = [p.requires_grad for p in parameters]
 
-    def _add_globals(self, add: Any) -> None:
+            def is_same() -> bool:
+                with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                    return [p.requires_grad for p in parameters] == known
+
+            rows.add_test(is_same, "requires_grad")
+
+    def _add_globals(self, rows: Rows) -> None:
         """Add plain globals that the modules' own functions name."""
         kinds = {
             kind
@@ -303,104 +244,116 @@ class Reads:
             if not kind.__module__.startswith("torch.")
         }
         for kind in sorted(kinds, key=lambda k: (k.__module__, k.__qualname__)):
-            for method, function in vars(kind).items():
+            for method, function in list(vars(kind).items()):
                 if not isinstance(function, types.FunctionType):
                     continue
                 if self._is_called(function):
-                    add(vars(kind), method, f"{kind.__qualname__}.{method}")
-                    self._add_defaults(add, function)
+                    rows.add(vars(kind), method, f"{kind.__qualname__}.{method}")
                 held = function.__globals__
                 for key in function.__code__.co_names:
                     if isinstance(held.get(key), (bool, int, float, str)):
-                        add(held, key, f"{function.__module__}.{key}")
+                        rows.add(held, key, f"{function.__module__}.{key}")
 
-    def _add_helpers(self, add: Any, *, installed: bool) -> None:
-        """Add names from outside that functions called by forward use.
+    def _find_functions(self) -> None:
+        """Find the functions that have the code that forward called.
 
-        These are globals, attributes of imported modules and of classes, and values
-        that a function closes over, if they are plain; of installed packages only
-        numbers and texts. Cells are found by the functions that have the code.
+        Code does not refer to its function, so this visits every object of the process.
+        Functions behind an ``lru_cache`` may have been called earlier.
         """
-        for code, held in self._helpers:
-            if not _READ_ENVIRONMENT.isdisjoint(code.co_names):
-                add(vars(os), "environ", "os.environ")
-            is_users = INSTALLED.isdisjoint(_folders(code))
-            if not is_users and not installed:
-                continue
-            is_state = _is_state if is_users else _is_plain
-            for key in code.co_names:
-                value = held.get(key, _MISSING)
-                if isinstance(value, (types.ModuleType, type)):
-                    name = getattr(value, "__module__", value.__name__)
-                    if not may_read_users(name):
-                        continue
-                    for inner in code.co_names:
-                        if is_state(vars(value).get(inner, _MISSING)):
-                            add(vars(value), inner, f"{value.__name__}.{inner}")
-                elif is_state(value) or self._is_called(value):
-                    add(held, key, f"{held.get('__name__')}.{key}")
-                    self._add_defaults(add, value)
-        closing = [
-            code
-            for code, _ in self._helpers
-            if code.co_freevars and (installed or INSTALLED.isdisjoint(_folders(code)))
-        ]
-        # One search for all: it visits every object of the process.
-        for function in gc.get_referrers(*closing) if closing else ():
-            if not isinstance(function, types.FunctionType):
-                continue
-            code = function.__code__
-            cells = function.__closure__ or ()
-            for key, cell in zip(code.co_freevars, cells, strict=True):
-                found = _Cell(cell)
-                if _is_state(found.get("", _MISSING)):
-                    add(found, "", f"{key!r} in {function.__qualname__}")
-
-    @staticmethod
-    def _add_defaults(add: Any, function: Any) -> None:
-        """Add a function's default values, if one may be written into."""
-        if not isinstance(function, types.FunctionType):
+        if self._searched == len(self._codes):
             return
-        values = (
-            *(function.__defaults__ or ()),
-            *(function.__kwdefaults__ or {}).values(),
-        )
-        if any(not isinstance(value, ATOMS) and _is_value(value) for value in values):
-            name = f"the default arguments of {function.__qualname__}"
-            add(_Defaults(function), "", name)
+        self._searched = len(self._codes)
+        called = {id(code) for code, _ in self._helpers}
+        names = {name for code, _ in self._helpers for name in code.co_names}
+        self._functions, self._cached = [], []
+        for one in gc.get_objects():
+            kind = type(one)
+            if kind is LRU_CACHE:
+                inner = inspect.unwrap(one)
+                if (
+                    isinstance(inner, types.FunctionType)
+                    and inner.__name__ in names
+                    and id(inner.__code__) not in self._codes
+                    and may_read_users(inner.__module__)
+                ):
+                    self._functions.append(inner)
+                    self._cached.append((inner.__code__, inner.__globals__))
+            elif kind is types.FunctionType and id(one.__code__) in called:
+                self._functions.append(one)
 
     def _is_called(self, value: Any) -> bool:
-        """Return whether it is a function that forward calls."""
+        """Return whether it is a function, or a method, that forward calls."""
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
         return isinstance(value, types.FunctionType) and (
             id(value.__code__) in self._codes
         )
 
 
-@final
-class _Cell:
-    """A variable that a function closes over, read like a dictionary."""
+def _names(helpers: list[tuple[types.CodeType, dict[str, Any]]]) -> set[str] | None:
+    """Return the names that functions called by forward contain.
 
-    def __init__(self, cell: types.CellType) -> None:
-        self._cell = cell
+    None if functions of the user's make names while they run.
+    """
+    if any(
+        INSTALLED.isdisjoint(_folders(code)) and _makes_names(code)
+        for code, _ in helpers
+    ):
+        return None
+    names: set[str] = set()
+    for code, _ in helpers:
+        names.update(code.co_names)
+        names.update(c for c in code.co_consts if isinstance(c, str))
+    return names
 
-    def get(self, _key: str, missing: Any = None) -> Any:
-        """Return the content of the cell."""
-        try:
-            return self._cell.cell_contents
-        except ValueError:  # not set yet
-            return missing
+
+def _add_helper(
+    rows: Rows, code: types.CodeType, held: dict[str, Any], *, is_users: bool
+) -> None:
+    """Add globals that a function uses, and attributes of classes and modules in them.
+
+    Of installed packages only numbers, texts and functions.
+    """
+    if not _READ_ENVIRONMENT.isdisjoint(code.co_names):
+        rows.add(vars(os), "environ", "os.environ")
+    seen: set[int] = set()
+    left: list[tuple[Any, str]] = [(held, str(held.get("__name__")))]
+    while left:
+        at, where = left.pop()
+        is_torch = at is not held and not may_read_users(where)
+        if is_torch and not is_users:
+            continue
+        for key in code.co_names:
+            value, name = at.get(key, MISSING), f"{where}.{key}"
+            if value is MISSING:
+                continue
+            if isinstance(value, SPACES):
+                if is_users:
+                    rows.add(at, key, name)
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    left.append((vars(value), _place_of(value)))
+            elif isinstance(value, _FUNCTIONS):
+                if is_users or isinstance(value, types.FunctionType):
+                    rows.add(at, key, name)
+            elif not is_torch and (_is_state if is_users else _is_plain)(value):
+                rows.add(at, key, name)
 
 
-@final
-class _Defaults:
-    """A function's default values, read like a dictionary."""
+def _place_of(space: Any) -> str:
+    return space.__name__ if isinstance(space, types.ModuleType) else space.__module__
 
-    def __init__(self, function: types.FunctionType) -> None:
-        self._function = function
 
-    def get(self, _key: str, _missing: Any = None) -> Any:
-        """Return the values."""
-        return self._function.__defaults__, self._function.__kwdefaults__
+def _add_function(rows: Rows, function: types.FunctionType) -> None:
+    """Add a function's own values, and the variables that it closes over."""
+    rows.add_function(function)
+    cells = function.__closure__ or ()
+    for key, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        found = Cell(cell)
+        if _is_state(found.get("", MISSING)):
+            rows.add(found, "", f"{key!r} in {function.__qualname__}")
 
 
 _MAKES_NAMES = frozenset(
@@ -412,7 +365,8 @@ _MAKES_NAMES = frozenset(
 """Functions by which code reads attributes whose names it does not contain."""
 
 _READ_ENVIRONMENT = frozenset(("environ", "getenv"))
-_CODE = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_CODE = (*SPACES, *_FUNCTIONS)
 
 
 def _makes_names(code: types.CodeType) -> bool:
@@ -441,18 +395,13 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _is_value(value: Any) -> bool:
-    """Return whether a class attribute is a value and neither code nor a descriptor."""
-    return isinstance(value, ATOMS) or (
-        _is_state(value) and not hasattr(type(value), "__get__")
-    )
-
-
 def _is_state(value: Any) -> bool:
     """Return whether a value may hold what a decision depends on."""
-    if value is _MISSING or isinstance(value, _CODE):
+    if value is MISSING or isinstance(value, _CODE):
         return False
     if isinstance(value, (Tensor, torch.Generator)):
+        return True
+    if isinstance(value, logging.Logger):
         return True
     return not type(value).__module__.startswith(("logging", "torch.", "typing"))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from stretto.burst.boundary import in_checkpoint
 from stretto.burst.tracing.fakes import AbstractRecorder, held_by, storage_of, swapped
+from stretto.burst.tracing.freezing import may_read_users
 from stretto.burst.tracing.inner_calls import CallsOfModule, InnerCall, inner_call
 from stretto.burst.tracing.patching import patched
 from stretto.burst.tracing.records import SOURCE, Context, Fixed, Record, Recording, Ref
@@ -30,6 +32,7 @@ from stretto.burst.tracing.torch_modules import BatchNorm, Dropout
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Callable, Collection, Iterable, Iterator
 
     from stretto.burst.tracing.fakes import Fakes
@@ -281,6 +284,8 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
     def _property(self, func: Any, args: Any) -> Any:
         name = func.__self__.__name__
         value = func(*args)
+        if name in ("requires_grad", "is_leaf"):
+            self._note_gradient_read(args[0], sys._getframe(2))  # noqa: SLF001
         if not isinstance(value, Tensor) or not isinstance(args[0], Tensor):
             return value
         if name in ("grad", "_grad", "_base"):
@@ -289,6 +294,17 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
                 "known when layers run on other ranks: compute it outside of the model"
             )
         return self.operation("call_function", getattr, _attribute, (args[0], name), {})
+
+    def _note_gradient_read(self, tensor: Tensor, caller: types.FrameType) -> None:
+        """Note that the user's code reads whether a tensor needs a gradient."""
+        if not may_read_users(caller.f_globals.get("__name__")):
+            return
+        self.recording.asks_for_gradients = True
+        ref = self._refs.get(id(tensor))
+        may_need = tensor.is_floating_point() or tensor.is_complex()
+        if may_need and not isinstance(ref, Fixed) and not tensor.requires_grad:
+            place = self.recording.without_gradient or source_line()
+            self.recording.without_gradient = place
 
     def operation(
         self,

@@ -34,7 +34,7 @@ from stretto.burst.tracing.caches import (
 )
 from stretto.burst.tracing.comparing import BATCHES, compare, require_like
 from stretto.burst.tracing.fakes import Fakes, without_log
-from stretto.burst.tracing.reads import HOOKS, Reads, Watch
+from stretto.burst.tracing.reads import HOOKS, Reads
 from stretto.burst.tracing.recorder import UnseenTensor, record
 from stretto.burst.tracing.records import Fixed, Recording, Ref
 from stretto.burst.tracing.source_lines import is_user, line_setting, source_line_in
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from stretto.burst.tracing.packing import Arguments
     from stretto.burst.tracing.tables import NormInputs
+    from stretto.burst.tracing.watching import Watch
 
 _WAYS = {
     "TorchScript": (

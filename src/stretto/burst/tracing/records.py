@@ -100,6 +100,12 @@ class Recording:
         self.constants: dict[str, Any] = {}
         """Tensors and other objects that belong to no module, by a generated name."""
 
+        self.asks_for_gradients = False
+        """Whether the user's code reads which tensors need a gradient."""
+
+        self.without_gradient = ""
+        """The line that found so of a tensor that needs none unless the input does."""
+
         self.output: Any = None
         """The forward's result, with `Ref` for tensors."""
 

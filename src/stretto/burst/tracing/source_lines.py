@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent.parent)
+_STANDARD = sysconfig.get_path("stdlib")
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 def source_line_in(error: BaseException, otherwise: str) -> str:
@@ -27,8 +30,11 @@ def source_line_in(error: BaseException, otherwise: str) -> str:
 
 
 def is_user(file: str) -> bool:
-    """Return whether a file is neither PyTorch's nor stretto's."""
-    return not file.startswith((_TORCH, _OWN, "<")) and "contextlib" not in file
+    """Return whether a file is not PyTorch's, stretto's or the standard library's."""
+    if file.startswith((_TORCH, _OWN, "<")):
+        return False
+    # Packages may be installed within the standard library's folder.
+    return not file.startswith(_STANDARD) or any(part in file for part in _INSTALLED)
 
 
 def line_setting(module: nn.Module, name: str) -> str:

@@ -1,0 +1,151 @@
+"""State that forward reads and a program changes between steps, on all ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from stretto.errors import StrettoError
+from support.burst_sides import Alone, Side, cross, worst_of
+
+if TYPE_CHECKING:
+    from stretto.burst.executor import BurstParallel
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+
+class Options:
+    class Inner:
+        rate = 1.0
+
+    rate = 1.0
+
+
+def scaled(h: torch.Tensor, rate: float = 1.0) -> torch.Tensor:
+    return h * rate
+
+
+activation: Any = torch.tanh
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.a.rate = 1.0  # type: ignore[assignment]
+        self.options = Options()
+
+    @property
+    def gain(self) -> float:
+        return 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = scaled(activation(self.a(x)), self.options.rate * Options.Inner.rate)
+        h = h * self.a.rate * self.gain
+        return self.b(h * 2 if self.a.weight.requires_grad else h)
+
+
+def change(model: nn.Module, step: int, side: int) -> None:
+    """Change something else before each step; ``side`` makes names unique."""
+    globals()["activation"] = torch.sin if step == 1 else torch.tanh
+    Options.rate = 2.0 if step == 2 else 1.0
+    Options.Inner.rate = 2.0 if step == 3 else 1.0
+    model.a.rate = 2.0 if step == 4 else 1.0  # type: ignore[union-attr,assignment]
+    Net.gain = property(lambda _: 2.0 if step == 5 else 1.0)  # type: ignore[assignment,method-assign,misc]
+    scaled.__defaults__ = (float(side),)
+    model.a.weight.requires_grad_(step != 6)  # type: ignore[union-attr,operator]
+
+
+def trained(side: Side) -> list[torch.Tensor]:
+    model = Net()
+    change(model, 0, 1)
+    wrapped = side.wrap(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for step in range(8):
+        change(model, step, 1)
+        x, y = side.data(step)
+        optimizer.zero_grad()
+        cross(wrapped(x), y).backward()
+        optimizer.step()
+    return side.state(wrapped)
+
+
+def rank_of_changes(rank: int, size: int) -> float:
+    torch.set_default_dtype(torch.float64)
+    found = trained(Side(rank, size, [(0, 2), (1, 1)], "even"))
+    return worst_of(found, trained(Alone()))
+
+
+def test_changes_of_what_forward_reads_train_as_one_process(ranks: Any) -> None:
+    for worst in ranks(rank_of_changes, 2, timeout_s=120, group_s=60):
+        assert worst < 1e-9
+
+
+class ReadsFile(Net):
+    path = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        word = Path(self.path).read_text()
+        return self.b(h.sin() if word == "sin" else h.tanh())
+
+
+def rank_of_a_file(rank: int, size: int) -> list[str]:
+    model = ReadsFile()
+    with tempfile.NamedTemporaryFile("w") as file:
+        model.path = file.name
+        side = Side(rank, size, [(0, 2), (1, 1)], "even")
+        wrapped: BurstParallel = side.wrap(model)
+        found = []
+        for step in range(11):
+            if step == 6:
+                Path(file.name).write_text("sin")
+            x, y = side.data(step)
+            try:
+                functional.cross_entropy(wrapped(x), y).backward()
+            except StrettoError as exc:
+                found.append(f"{step} {exc}")
+    return found
+
+
+def test_a_change_that_no_value_shows_stops_all_ranks(ranks: Any) -> None:
+    for found in ranks(rank_of_a_file, 2, timeout_s=120, group_s=60):
+        assert [text.split()[0] for text in found] == ["8", "9", "10"]
+        for text in found:
+            assert "since some step between 4 and 8: " in text
+            assert "test_burst_reads.py:" in text
+
+
+class Branches(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        return self.b(h * 2 if x.requires_grad else h)
+
+
+def rank_of_an_input(rank: int, size: int) -> list[str]:
+    side = Side(rank, size, [(0, 2), (1, 1)], "even")
+    wrapped = side.wrap(Branches())
+    found = []
+    for step, needs in enumerate((False, rank == 0, False)):
+        x, y = side.data(step)
+        try:
+            cross(wrapped(x.requires_grad_(needs)), y).backward()
+        except StrettoError as exc:
+            found.append(str(exc))
+    return found
+
+
+def test_an_input_that_needs_a_gradient_is_refused_where_forward_asks(
+    ranks: Any,
+) -> None:
+    first, second = ranks(rank_of_an_input, 2, timeout_s=120, group_s=60)
+    assert len(first) == len(second) == 1
+    assert "reads whether a tensor needs a gradient" in first[0]
+    assert "can't continue" in second[0]

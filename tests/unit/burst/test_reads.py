@@ -1,0 +1,317 @@
+"""Places from which forward reads state: a change in any of them ends a capture."""
+
+from __future__ import annotations
+
+import collections
+import configparser
+import functools
+import logging
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from stretto.burst.graph import capture
+
+activation = torch.tanh
+gated = functional.silu
+factor = 1.0
+logger = logging.getLogger("stretto_test_reads")
+package = types.ModuleType("package")
+package.inner = types.ModuleType("package.inner")
+package.inner.rate = 1.0
+package.inner.table = {"a": 1.0}
+
+
+class Base:
+    inherited = 1.0
+
+
+class Options(Base):
+    rate = 1.0
+
+    class Inner:
+        rate = 1.0
+        table = {"a": 1.0}  # noqa: RUF012
+
+    def __call__(self, h):
+        return h * self.rate
+
+    @property
+    def gain(self):
+        return 1.0
+
+    @classmethod
+    def made(cls):
+        return cls.rate
+
+
+class OtherOptions(Options):
+    def __call__(self, h):
+        return h * 2
+
+
+class Chooses:
+    """Has a method that only its class's base defines."""
+
+    def __init__(self):
+        self.options = Options()
+
+
+options = Options()
+chooses = [Chooses()]
+chained = collections.ChainMap({"a": 1.0})
+parsed = configparser.ConfigParser()
+parsed.read_string("[a]\nrate = 1.0")
+functions = {"a": lambda h: h * 1.0}
+
+
+def noted(h):
+    return h * noted.rate
+
+
+noted.rate = 1.0
+
+
+def scaled(h, rate=1.0, *, more=1.0):
+    return h * rate * more
+
+
+def twice(h, rate=1.0, *, more=1.0):
+    return h * 2 * rate * more
+
+
+@functools.lru_cache
+def cached(number):
+    return factor * number
+
+
+partial = functools.partial(scaled, rate=1.0)
+
+
+class Net(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.a.rate = 1.0
+        self.options, self.read = Options(), read
+        self.activation = torch.tanh
+
+    @staticmethod
+    def static(h):
+        return h
+
+    @property
+    def gain(self):
+        return 1.0
+
+    def extra(self, h):
+        return h
+
+    def forward(self, x):
+        return self.b(self.read(self, self.a(x)))
+
+
+class OtherNet(Net):
+    def extra(self, h):
+        return h * 2
+
+
+def doubles(_self, h):
+    return h * 2
+
+
+two = property(lambda _: 2.0)
+CASES = {
+    "an attribute of a layer": (
+        lambda m, h: h * m.a.rate,
+        lambda m, p: p.setattr(m.a, "rate", 2.0),
+    ),
+    "a missing attribute of a layer": (
+        lambda m, h: h * getattr(m.a, "more", 1.0),
+        lambda m, p: p.setattr(m.a, "more", 2.0, raising=False),
+    ),
+    "a size of a layer": (
+        lambda m, h: h * m.a.in_features,
+        lambda m, p: p.setattr(m.a, "in_features", 2),
+    ),
+    "the class of an object": (
+        lambda m, h: h * m.options.rate,
+        lambda m, p: p.setattr(Options, "rate", 2.0),
+    ),
+    "a base of the class of an object": (
+        lambda m, h: h * m.options.inherited,
+        lambda m, p: p.setattr(Base, "inherited", 2.0),
+    ),
+    "what hides a base's attribute": (
+        lambda m, h: h * m.options.inherited,
+        lambda m, p: p.setattr(Options, "inherited", 2.0, raising=False),
+    ),
+    "the class of a global": (
+        lambda m, h: h * options.rate,
+        lambda m, p: p.setattr(Options, "rate", 2.0),
+    ),
+    "the class of an object in an object": (
+        lambda m, h: h * chooses[0].options.rate,
+        lambda m, p: p.setattr(Options, "rate", 2.0),
+    ),
+    "a class method": (
+        lambda m, h: h * Options.made(),
+        lambda m, p: p.setattr(Options, "made", classmethod(lambda _: 2.0)),
+    ),
+    "a class's value by a class method": (
+        lambda m, h: h * m.options.made(),
+        lambda m, p: p.setattr(Options, "rate", 2.0),
+    ),
+    "a module in a module": (
+        lambda m, h: h * package.inner.rate,
+        lambda m, p: p.setattr(package.inner, "rate", 2.0),
+    ),
+    "a table in a module in a module": (
+        lambda m, h: h * package.inner.table["a"],
+        lambda m, p: p.setitem(package.inner.table, "a", 2.0),
+    ),
+    "a class in a class": (
+        lambda m, h: h * Options.Inner.rate,
+        lambda m, p: p.setattr(Options.Inner, "rate", 2.0),
+    ),
+    "a table in a class in a class": (
+        lambda m, h: h * Options.Inner.table["a"],
+        lambda m, p: p.setitem(Options.Inner.table, "a", 2.0),
+    ),
+    "a base's attribute by the class": (
+        lambda m, h: h * Options.inherited,
+        lambda m, p: p.setattr(Base, "inherited", 2.0),
+    ),
+    "an attribute of a function": (
+        lambda m, h: noted(h),
+        lambda m, p: p.setattr(noted, "rate", 2.0),
+    ),
+    "defaults": (
+        lambda m, h: scaled(h),
+        lambda m, p: p.setattr(scaled, "__defaults__", (2.0,)),
+    ),
+    "defaults by keyword": (
+        lambda m, h: scaled(h),
+        lambda m, p: p.setitem(scaled.__kwdefaults__, "more", 2.0),
+    ),
+    "other defaults by keyword": (
+        lambda m, h: scaled(h),
+        lambda m, p: p.setattr(scaled, "__kwdefaults__", {"more": 2.0}),
+    ),
+    "the code of a function": (
+        lambda m, h: scaled(h),
+        lambda m, p: p.setattr(scaled, "__code__", twice.__code__),
+    ),
+    "the code of a method": (
+        lambda m, h: m.extra(h),
+        lambda m, p: p.setattr(Net.extra, "__code__", doubles.__code__),
+    ),
+    "the code of a function in a table": (
+        lambda m, h: functions["a"](h),
+        lambda m, p: p.setattr(functions["a"], "__code__", (lambda h: h * 2).__code__),
+    ),
+    "a global torch function": (
+        lambda m, h: activation(h),
+        lambda m, p: p.setitem(globals(), "activation", torch.sin),
+    ),
+    "a global Python function of torch": (
+        lambda m, h: gated(h),
+        lambda m, p: p.setitem(globals(), "gated", functional.gelu),
+    ),
+    "a torch function in an attribute": (
+        lambda m, h: m.activation(h),
+        lambda m, p: p.setattr(m, "activation", torch.sin),
+    ),
+    "a torch function in a module": (
+        lambda m, h: functional.silu(h),
+        lambda m, p: p.setattr(functional, "silu", torch.sin),
+    ),
+    "a static method": (
+        lambda m, h: m.static(h),
+        lambda m, p: p.setattr(Net, "static", staticmethod(lambda h: h * 2)),
+    ),
+    "a property": (
+        lambda m, h: h * m.gain,
+        lambda m, p: p.setattr(Net, "gain", two),
+    ),
+    "a property of an object": (
+        lambda m, h: h * m.options.gain,
+        lambda m, p: p.setattr(Options, "gain", two),
+    ),
+    "the call of an object": (
+        lambda m, h: m.options(h),
+        lambda m, p: p.setattr(Options, "__call__", doubles),
+    ),
+    "the call of a global object": (
+        lambda m, h: options(h),
+        lambda m, p: p.setattr(Options, "__call__", doubles),
+    ),
+    "the class of the model": (
+        lambda m, h: m.extra(h),
+        lambda m, p: p.setattr(m, "__class__", OtherNet),
+    ),
+    "the class of a layer": (
+        lambda m, h: h,
+        lambda m, p: p.setattr(m.a, "__class__", nn.Bilinear),
+    ),
+    "the class of a held object": (
+        lambda m, h: m.options(h),
+        lambda m, p: p.setattr(m.options, "__class__", OtherOptions),
+    ),
+    "a chain of tables": (
+        lambda m, h: h * chained["a"],
+        lambda m, p: p.setitem(chained.maps[0], "a", 2.0),
+    ),
+    "a parsed configuration": (
+        lambda m, h: h * parsed.getfloat("a", "rate"),
+        lambda m, p: p.setitem(parsed["a"], "rate", "2.0"),
+    ),
+    "a cached function": (
+        lambda m, h: h * cached(2),
+        lambda m, p: (p.setitem(globals(), "factor", 2.0), cached.cache_clear()),
+    ),
+    "a partial function": (
+        lambda m, h: partial(h),
+        lambda m, p: p.setitem(partial.keywords, "rate", 2.0),
+    ),
+    "a level of a logger": (
+        lambda m, h: h * (2 if logger.isEnabledFor(10) else 1),
+        lambda m, p: p.setattr(logger, "level", 5),
+    ),
+    "a frozen parameter": (
+        lambda m, h: h * (2 if m.a.weight.requires_grad else 1),
+        lambda m, p: m.a.weight.requires_grad_(requires_grad=False),
+    ),
+    "a frozen parameter behind a tensor": (
+        lambda m, h: h * (2 if h.requires_grad else 1),
+        lambda m, p: m.a.requires_grad_(requires_grad=False),
+    ),
+    "the default type": (
+        lambda m, h: h * torch.ones(3).element_size(),
+        lambda m, p: torch.set_default_dtype(torch.float64),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _same_default_type():
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+    cached.cache_clear()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_change_ends_a_capture(name, monkeypatch):
+    read, change = CASES[name]
+    model = Net(read)
+    model(torch.randn(2, 3))  # fills caches
+    graph = capture(model, (torch.randn(2, 3),), verify=False)
+    assert graph.outdated() is None
+    model(torch.randn(2, 3))
+    assert graph.outdated() is None
+    change(model, monkeypatch)
+    assert graph.outdated() is not None
