@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import inspect
+import random
 
 import numpy as np
 import pytest
@@ -605,3 +607,44 @@ def test_a_hook_that_reads_a_parameter_of_a_module_that_is_not_called_is_refused
 def test_constructors_whose_values_are_unknown_are_refused(function, message):
     with pytest.raises(SpecError, match=rf"test_capture.py:\d+: .*{message}"):
         capture(Between(function), (torch.randn(3, 4),))
+
+
+def compiled_whole(model):
+    return torch.compile(model, backend="eager")
+
+
+def compiled_part(model):
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+def compiled_by_its_method(model):
+    model[0].compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "compiled", [compiled_whole, compiled_part, compiled_by_its_method]
+)
+def test_a_compiled_module_is_refused_by_name(compiled):
+    model = compiled(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    for _ in range(4):  # each time in the same words
+        with pytest.raises(SpecError, match=r"was compiled by torch\.compile"):
+            capture(model, (torch.randn(2, 3),))
+
+
+class DrawsWithoutTorch(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.linear, self.draw = nn.Linear(3, 3), draw
+
+    def forward(self, x):
+        h = self.linear(x)
+        return h * self.draw()
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_without_torch_name_the_users_line(draw):
+    line = inspect.getsourcelines(DrawsWithoutTorch.forward)[1] + 2
+    with pytest.raises(SpecError, match=rf"test_capture\.py:{line}: forward draws"):
+        capture(DrawsWithoutTorch(draw), (torch.randn(2, 3),))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import collections
 import configparser
+import ctypes
 import functools
 import logging
+import multiprocessing
+import sys
 import types
 
 import pytest
@@ -19,10 +22,12 @@ activation = torch.tanh
 gated = functional.silu
 factor = 1.0
 logger = logging.getLogger("stretto_test_reads")
-package = types.ModuleType("package")
-package.inner = types.ModuleType("package.inner")
+package = types.ModuleType("test_reads_package")
+package.inner = types.ModuleType("test_reads_package.inner")
 package.inner.rate = 1.0
 package.inner.table = {"a": 1.0}
+sys.modules["test_reads_package"] = package
+sys.modules["test_reads_package.inner"] = package.inner
 
 
 class Base:
@@ -88,6 +93,14 @@ def cached(number):
     return factor * number
 
 
+def imports_within(_self, h):
+    from test_reads_package.inner import rate
+
+    return h * rate
+
+
+shared = multiprocessing.Value("d", 1.0)
+numbers = (ctypes.c_double * 2)(1.0, 1.0)
 partial = functools.partial(scaled, rate=1.0)
 
 
@@ -288,6 +301,22 @@ CASES = {
     "a frozen parameter behind a tensor": (
         lambda m, h: h * (2 if h.requires_grad else 1),
         lambda m, p: m.a.requires_grad_(requires_grad=False),
+    ),
+    "a module imported in forward": (
+        imports_within,
+        lambda m, p: p.setattr(package.inner, "rate", 2.0),
+    ),
+    "a name of globals": (
+        lambda m, h: h * globals()["factor"],
+        lambda m, p: p.setitem(globals(), "factor", 2.0),
+    ),
+    "a number in shared memory": (
+        lambda m, h: h * shared.value,
+        lambda m, p: p.setattr(shared, "value", 2.0),
+    ),
+    "an array of C": (
+        lambda m, h: h * numbers[0],
+        lambda m, p: numbers.__setitem__(0, 2.0),
     ),
     "the default type": (
         lambda m, h: h * torch.ones(3).element_size(),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from stretto.burst.checks import recheck
 from stretto.burst.checks.recheck import Recheck
@@ -53,11 +54,8 @@ def made(model):
     return capture(model, (torch.randn(4, 3),)), Recheck(model)
 
 
-@pytest.mark.parametrize(
-    ("word", "what"),
-    [("sin", "'tanh'"), ("other input", "'tanh'"), ("unrecordable", "test_recheck.py")],
-)
-def test_a_change_that_no_value_shows_is_an_error_with_its_steps(model, word, what):
+@pytest.mark.parametrize("word", ["sin", "other input", "unrecordable"])
+def test_a_change_that_no_value_shows_is_an_error_with_its_steps(model, word):
     graph, check = made(model)
     for step in range(6):
         check(graph, step)
@@ -69,7 +67,6 @@ def test_a_change_that_no_value_shows_is_an_error_with_its_steps(model, word, wh
         with pytest.raises(StrettoError, match="between 4 and 8: ") as found:
             check(graph, step)
         assert "test_recheck.py:" in str(found.value)
-        assert what in str(found.value)
 
 
 def test_an_unchanged_model_stays_as_it_is(model, monkeypatch):
@@ -107,6 +104,14 @@ def test_hooks_never_see_a_recording(model):
     check._is_due = True
     with pytest.raises(StrettoError, match="between 0 and 20"):
         check(graph, 20)
+
+
+def test_a_replaced_forward_of_a_layer_runs_as_it_is(model):
+    graph, check = made(model)
+    model.a.forward = lambda x: functional.linear(x, model.a.weight) * 2
+    assert graph.outdated() is None
+    for step in range(5):
+        check(graph, step)
 
 
 def test_a_forward_that_was_never_recorded_again_is_left_alone(model, caplog):

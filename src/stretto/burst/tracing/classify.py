@@ -122,6 +122,9 @@ class Traced:
     cached: CachedValues | None = None
     """What it would keep there."""
 
+    leaves: list[bool] = field(default_factory=list)
+    """Which modules ran as one operation."""
+
     without_gradient: str = ""
     """The line that reads that a tensor needs no gradient, unless the input does."""
 

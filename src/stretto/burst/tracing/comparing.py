@@ -148,27 +148,19 @@ def _is_same_call(one: Record, two: Record) -> bool:
     return one.kind == two.kind and same_target and one.context == two.context
 
 
-@final
-class _Different(SpecError):
-    """Two recordings of a forward differ at an operation."""
-
-    def __init__(self, text: str, record: Record) -> None:
-        super().__init__(text)
-        self.record = record
+_FROM_CALL = ": what runs here differs from call to call"
 
 
 def _differs(one: Record, batches: tuple[int, int] | None) -> SpecError:
     if batches is not None:
-        return _Different(
+        return SpecError(
             f"{one.place}: what runs here depends on the number of samples: a layer "
-            "must compute each sample in the same way for any number of samples",
-            one,
+            "must compute each sample in the same way for any number of samples"
         )
-    return _Different(
-        f"{one.place}: what runs here differs from call to call (a counter, a "
-        "schedule, or a random decision), and would stay as it was at capture: "
-        "pass it as an input tensor, or change the model outside of forward",
-        one,
+    return SpecError(
+        f"{one.place}{_FROM_CALL} (a counter, a schedule, or a random decision), and "
+        "would stay as it was at capture: pass it as an input tensor, or change the "
+        "model outside of forward"
     )
 
 
@@ -292,26 +284,22 @@ class Counts:
         self._compare(self._ways[-1], count)
 
     def difference(self) -> str | None:
-        """Return the first operation that forward no longer does, or None.
+        """Return the first line that forward no longer runs as it did, or None.
 
         It is recorded again with the first number of samples of the capture.
 
         Raises:
             SpecError: it can't be recorded now.
         """
-        known, place = self._known[BATCHES[0]], None
+        place = None
         for way in self._ways:
             found = way(BATCHES[0])
             try:
-                compare(known, found, None)
-            except _Different as exc:
-                target = exc.record.target
-                name = getattr(target, "__name__", target)
-                place = f"{exc.record.place} ran {name!r} at capture"
+                compare(self._known[BATCHES[0]], found, None)
+            except SpecError as exc:
+                place = str(exc).partition(_FROM_CALL)[0]
             else:
-                if repr(known.output) == repr(found.output):
-                    return None
-                place = "it returns another tensor"
+                return None
         return place
 
     def _compare(self, again: Callable[[int], Recording], count: int) -> None:

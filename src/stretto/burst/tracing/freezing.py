@@ -16,6 +16,7 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
+import ctypes
 import enum
 import functools
 import hashlib
@@ -74,7 +75,9 @@ DESCRIPTORS = (
 )
 """Are compared by identity; what they call is a function."""
 _NOT_COMPARED = (*CODE, *DESCRIPTORS, types.FunctionType)
-_WHOLE = frozenset(("collections", "configparser", "weakref"))
+_WHOLE = frozenset(
+    ("collections", "configparser", "weakref", "multiprocessing.sharedctypes")
+)
 """Modules of the standard library whose objects keep the user's values under names of
 their own."""
 NOT_USERS = frozenset(("torch", "stretto", *sys.stdlib_module_names)) - {"__main__"}
@@ -90,6 +93,8 @@ _MAPPINGS = (
     collections.UserDict,
 )
 _SEQUENCES = (list, tuple, collections.deque, collections.UserList)
+_C: Any = ctypes.c_int.__mro__[-2]
+"""The base of all objects of `ctypes`."""
 _COUNTS = (itertools.count, itertools.repeat)
 """Iterators whose text contains their state."""
 
@@ -318,7 +323,7 @@ def _bytes_of(value: Any) -> Any:
     """Return the content of an array, or None."""
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
-    if isinstance(value, (bytearray, array.array)):
+    if isinstance(value, (bytearray, array.array, _C)):
         return bytes(value)
     if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.hasobject:
         return None

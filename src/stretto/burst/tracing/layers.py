@@ -13,7 +13,9 @@ from torch import fx, nn
 from stretto.burst.tracing import grouping
 from stretto.burst.tracing.caches import restored
 from stretto.burst.tracing.classify import Traced
+from stretto.burst.tracing.recorder import leaves_of
 from stretto.burst.tracing.torch_modules import BatchNorm
+from stretto.errors import PlanMismatch, SpecError
 from stretto.errors import PlanMismatch, SpecError
 from stretto.schema.burst import digest_of
 
@@ -151,9 +153,14 @@ class LayerGraph:
     def difference(self) -> str | None:
         """Return where forward now does something else than at capture, or None.
 
+        A module of torch that runs as one operation runs as it is, also with another
+        forward, which would be recorded as several.
+
         Raises:
             SpecError: it can't be recorded now.
         """
+        if leaves_of(self._traced.module) != self._traced.leaves:
+            return None
         return self._traced.counts_known.difference()
 
     def require_gradients_known(self, batch: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from stretto.burst.tracing.overlap import shared_with
 from stretto.burst.tracing.packing import Arguments, Results
 from stretto.burst.tracing.patching import note_inputs
 from stretto.burst.tracing.reads import Ambient, Reads
+from stretto.burst.tracing.recorder import leaves_of
 from stretto.burst.tracing.recordings import record_again, record_both
 from stretto.burst.tracing.records import Fixed, Record, Recording
 from stretto.burst.tracing.sample_positions import sample_positions_in
@@ -102,6 +103,7 @@ def trace(
         counts,
     )
     traced.without_gradient = first.without_gradient
+    traced.leaves = leaves_of(module)
     traced.caches = caches
     nodes = {
         entry: [build.known(ref) for ref in refs]

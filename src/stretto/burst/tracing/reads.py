@@ -32,6 +32,7 @@ from stretto.burst.tracing.freezing import (
     SPACES,
     may_read_users,
 )
+from stretto.burst.tracing.freezing import is_users as is_own
 from stretto.burst.tracing.watching import MISSING, Cell, Rows, Watch
 
 if TYPE_CHECKING:
@@ -320,12 +321,15 @@ def _add_helper(
         rows.add(vars(os), "environ", "os.environ")
     seen: set[int] = set()
     left: list[tuple[Any, str]] = [(held, str(held.get("__name__")))]
+    if is_users:
+        left += [(vars(space), _place_of(space)) for space in _imported(code, held)]
+    keys = (*code.co_names, *_texts(code))
     while left:
         at, where = left.pop()
         is_torch = at is not held and not may_read_users(where)
         if is_torch and not is_users:
             continue
-        for key in code.co_names:
+        for key in keys:
             value, name = at.get(key, MISSING), f"{where}.{key}"
             if value is MISSING:
                 continue
@@ -340,6 +344,21 @@ def _add_helper(
                     rows.add(at, key, name)
             elif not is_torch and (_is_state if is_users else _is_plain)(value):
                 rows.add(at, key, name)
+
+
+def _texts(code: types.CodeType) -> tuple[str, ...]:
+    """Return texts by which code may read globals."""
+    if "globals" not in code.co_names:
+        return ()
+    return tuple(text for text in code.co_consts if isinstance(text, str))
+
+
+def _imported(code: types.CodeType, held: dict[str, Any]) -> list[types.ModuleType]:
+    """Return the user's modules that a function itself imports."""
+    package = str(held.get("__package__") or "")
+    names = [n for key in code.co_names for n in (key, f"{package}.{key}")]
+    found = [sys.modules.get(name) for name in names]
+    return [m for m in found if isinstance(m, types.ModuleType) and is_own(m)]
 
 
 def _place_of(space: Any) -> str:

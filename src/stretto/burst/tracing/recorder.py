@@ -71,6 +71,11 @@ def is_leaf(module: nn.Module, root: nn.Module) -> bool:
     )
 
 
+def leaves_of(root: nn.Module) -> list[bool]:
+    """Return which modules are one operation."""
+    return [is_leaf(part, root) for part in root.modules()]
+
+
 _SEED = 0x5EED_0FF0_57E7
 
 
@@ -284,7 +289,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
     def _property(self, func: Any, args: Any) -> Any:
         name = func.__self__.__name__
         value = func(*args)
-        if name in ("requires_grad", "is_leaf"):
+        if name in ("requires_grad", "is_leaf", "grad_fn"):
             self._note_gradient_read(args[0], sys._getframe(2))  # noqa: SLF001
         if not isinstance(value, Tensor) or not isinstance(args[0], Tensor):
             return value
