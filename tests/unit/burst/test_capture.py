@@ -643,7 +643,7 @@ class DrawsWithoutTorch(nn.Module):
         return h * self.draw()
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])  # noqa: TID251
 def test_random_numbers_without_torch_name_the_users_line(draw):
     line = inspect.getsourcelines(DrawsWithoutTorch.forward)[1] + 2
     with pytest.raises(SpecError, match=rf"test_capture\.py:{line}: forward draws"):
