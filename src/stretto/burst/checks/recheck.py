@@ -75,7 +75,7 @@ class Recheck:
         elapsed_s = time.monotonic() - self._begin_s
         return [int(self._spent_s + self._last_s <= _SHARE * elapsed_s)]
 
-    def require_alike(self, rows: Sequence[Sequence[int]]) -> None:
+    def require_equal(self, rows: Sequence[Sequence[int]]) -> None:
         """Follow the first rank."""
         self._is_due = bool(rows[0][0])
 

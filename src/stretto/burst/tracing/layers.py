@@ -16,7 +16,6 @@ from stretto.burst.tracing.classify import Traced
 from stretto.burst.tracing.recorder import leaves_of
 from stretto.burst.tracing.torch_modules import BatchNorm
 from stretto.errors import PlanMismatch, SpecError
-from stretto.errors import PlanMismatch, SpecError
 from stretto.schema.burst import digest_of
 
 if TYPE_CHECKING:
