@@ -36,7 +36,7 @@ from stretto.burst.tracing.freezing import is_users as is_own
 from stretto.burst.tracing.watching import MISSING, Cell, Rows, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 HOOKS = (
@@ -193,7 +193,7 @@ class Reads:
         for code, held in helpers:
             is_users = INSTALLED.isdisjoint(_folders(code))
             if is_users or is_between:
-                _add_helper(rows, code, held, is_users=is_users)
+                _add_helper(rows, code, held, self._is_called, is_users=is_users)
         for function in self._functions:
             code = function.__code__
             if is_between or INSTALLED.isdisjoint(_folders(code)):
@@ -311,11 +311,17 @@ def _names(helpers: list[tuple[types.CodeType, dict[str, Any]]]) -> set[str] | N
 
 
 def _add_helper(
-    rows: Rows, code: types.CodeType, held: dict[str, Any], *, is_users: bool
+    rows: Rows,
+    code: types.CodeType,
+    held: dict[str, Any],
+    is_called: Callable[[Any], bool],
+    *,
+    is_users: bool,
 ) -> None:
     """Add globals that a function uses, and attributes of classes and modules in them.
 
-    Of installed packages only numbers, texts and functions.
+    Of installed packages only numbers, texts and functions that forward calls, also of
+    classes and modules that they name.
     """
     if not _READ_ENVIRONMENT.isdisjoint(code.co_names):
         rows.add(vars(os), "environ", "os.environ")
@@ -336,11 +342,11 @@ def _add_helper(
             if isinstance(value, SPACES):
                 if is_users:
                     rows.add(at, key, name)
-                if id(value) not in seen:
+                if id(value) not in seen and (is_users or at is held):
                     seen.add(id(value))
                     left.append((vars(value), _place_of(value)))
             elif isinstance(value, _FUNCTIONS):
-                if is_users or isinstance(value, types.FunctionType):
+                if is_users or is_called(value):
                     rows.add(at, key, name)
             elif not is_torch and (_is_state if is_users else _is_plain)(value):
                 rows.add(at, key, name)

@@ -132,7 +132,12 @@ class Watch:
             for row in rows
             if row.frozen is None or row.is_quickly_same is _always
         ]
-        quick = {id(row) for *_, row in self._quick}
+        self._empty = [
+            (row.get, row.key, row.value, row)
+            for row in rows
+            if row.frozen is not None and row.is_quickly_same is _is_empty
+        ]
+        quick = {id(row) for *_, row in (*self._quick, *self._empty)}
         self._rows = [row for row in rows if id(row) not in quick]
         self._tests = list(tests)
 
@@ -140,6 +145,9 @@ class Watch:
         """Return the name of a value that has changed, or None."""
         for get, key, value, row in self._quick:
             if get(key, MISSING) is not value and not row.holds():
+                return row.name
+        for get, key, value, row in self._empty:
+            if (value or get(key, MISSING) is not value) and not row.holds():
                 return row.name
         for row in self._rows:
             if not row.holds():
@@ -197,7 +205,9 @@ class Rows:
         value = held.get(key, MISSING)
         frozen = None
         is_new = value is not MISSING and id(value) not in self._deep
-        if isinstance(value, (*CODE, *DESCRIPTORS)):
+        if self._is_called(value):
+            pass  # see `add_function`
+        elif isinstance(value, (*CODE, *DESCRIPTORS)):
             if isinstance(value, type):
                 self._freeze.meet(value)
         elif isinstance(value, ATOMS) or is_new:
@@ -282,7 +292,9 @@ def _function_test(function: types.FunctionType, freeze: Freezer) -> Any:
     frozen = freeze((values, named))
     known = named and dict(named)
     every = (*(values or ()), *(named or {}).values())
-    is_plain = all(isinstance(value, ATOMS) for value in every)
+    is_plain = all(
+        isinstance(value, (*ATOMS, *CODE, types.FunctionType)) for value in every
+    )
 
     def holds() -> bool:
         at = held()
