@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from stretto.units import parse_rate_bytes_per_s
 
+if TYPE_CHECKING:
+    from stretto.demo.settings import DemoSettings
+    from stretto.lab import LabSpec, Mode
+
 
 @click.command()
+@click.argument(
+    "job", type=click.Choice(["main", "background"]), default="main", required=False
+)
 @click.option(
     "--model",
     type=click.Choice(["convnet", "transformer"]),
@@ -56,6 +64,7 @@ from stretto.units import parse_rate_bytes_per_s
     "--json", "as_json", is_flag=True, help=("Print results.json instead of a table.")
 )
 def command(
+    job: str,
     model: str,
     hosts: int,
     ranks_per_host: int,
@@ -76,6 +85,10 @@ def command(
     Real training of a real model over an emulated cloud cluster: five methods, each
     predicted and measured. Writes report.html, trace.json, results.json, the workload,
     the cluster and the plans into OUT. Takes under 5 minutes on 2 cores.
+
+    With JOB `background` it trains one foreground on all hosts and a background job in
+    each host's idle time, and compares with each job alone and with a static partition
+    of the hosts. Writes background.html and background.json.
     """
     from stretto.demo.driver import run_demo
     from stretto.demo.settings import DemoSettings
@@ -102,6 +115,9 @@ def command(
         probe_budget_s=6.0 if quick else 25.0,
         seed=seed,
     )
+    if job == "background":
+        _background(settings, spec, Mode(mode), timeout, as_json=as_json)
+        return
     report = run_demo(settings, spec, mode=Mode(mode), timeout_s=timeout)
     if as_json:
         click.echo(json.dumps(results_json(report)))
@@ -115,3 +131,25 @@ def command(
         f"{Path(out) / 'trace.json'} in ui.perfetto.dev. Took {minutes} min {seconds} "
         "s."
     )
+
+
+def _background(
+    settings: DemoSettings,
+    spec: LabSpec,
+    mode: Mode,
+    timeout_s: float,
+    *,
+    as_json: bool,
+) -> None:
+    from stretto.demo.background import run_background_demo
+    from stretto.report.background import arrangements_table
+
+    rows, notes = run_background_demo(settings, spec, mode=mode, timeout_s=timeout_s)
+    out = Path(settings.out)
+    if as_json:
+        click.echo((out / "background.json").read_text(), nl=False)
+        return
+    click.echo(arrangements_table(rows))
+    for note in notes:
+        click.echo(f"* {note}")
+    click.echo(f"\nOpen {out / 'background.html'} for a picture.")

@@ -44,17 +44,10 @@ def run_demo(
         MissingPackage: the convnet's data needs scikit-learn.
         SpecError: the folder cannot be written.
     """
-    if settings.model == "convnet" and importlib.util.find_spec("sklearn") is None:
-        raise MissingPackage(
-            "the convnet trains on scikit-learn's digits: "
-            'pip install "stretto[demo]", or choose --model transformer'
-        )
+    require_data(settings)
     out = Path(settings.out)
     for folder in (out, out / "plans"):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as exc:
-            raise SpecError(f"{folder}: cannot be created: {exc.strerror}") from exc
+        make_folder(folder)
     load = OthersLoad()
     with tempfile.TemporaryDirectory(prefix="stretto-demo-") as scratch:
         settings.save(Path(scratch) / SETTINGS_FILE)
@@ -77,6 +70,31 @@ def run_demo(
     save_trace(out / "trace.json", report)
     save_page(out / "report.html", report)
     return report
+
+
+def require_data(settings: DemoSettings) -> None:
+    """Require the package that has the model's data.
+
+    Raises:
+        MissingPackage: the convnet's data needs scikit-learn.
+    """
+    if settings.model == "convnet" and importlib.util.find_spec("sklearn") is None:
+        raise MissingPackage(
+            "the convnet trains on scikit-learn's digits: "
+            'pip install "stretto[demo]", or choose --model transformer'
+        )
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder for results.
+
+    Raises:
+        SpecError: it cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise SpecError(f"{folder}: cannot be created: {exc.strerror}") from exc
 
 
 def plan_file(out: Path, method: str) -> Path:

@@ -142,6 +142,16 @@ def plan_table(plan: Plan, workload: Workload, *, width: int = 100) -> str:
     return _text(table, width)
 
 
+def plain_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 100
+) -> str:
+    """Return rows of cells as a table."""
+    table = _table(*heads)
+    for row in rows:
+        table.add_row(*row)
+    return _text(table, width)
+
+
 def _table(first: str, *others: str) -> Table:
     # rich takes longer to import than the rest of a command: import it only to print.
     from rich import box

@@ -1,0 +1,158 @@
+"""The demo of background jobs: start the lab, then show what each arrangement gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stretto.demo.driver import SETTINGS_FILE, make_folder, require_data
+from stretto.errors import LabError
+from stretto.lab import LabSpec, Mode, run_lab
+from stretto.measure.others import OthersLoad, busy_note
+from stretto.report.background import Arrangement, save_background
+
+if TYPE_CHECKING:
+    from stretto.demo.settings import DemoSettings
+
+OUTCOME_FILE = "background.json"
+
+ALONE, BACKGROUND, PARTITION, TOGETHER = (
+    "foreground alone",
+    "background alone",
+    "static partition",
+    "together",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Samples a second of both jobs in one arrangement."""
+
+    foreground: float
+    background: float
+    """Of all hosts together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackgroundOutcome:
+    """Results of the ranks: written by rank 0, read by the command."""
+
+    cycles: list[dict[str, Measured]]
+    """By arrangement."""
+
+    isolation: str
+    final_loss: float
+
+    def save(self, path: Path) -> None:
+        """Write the outcome."""
+        path.write_bytes(msgspec.json.encode(self))
+
+    @classmethod
+    def load(cls, path: Path) -> BackgroundOutcome:
+        """Return the outcome that `save` wrote."""
+        return msgspec.json.decode(path.read_bytes(), type=cls)
+
+
+def run_background_demo(
+    settings: DemoSettings,
+    spec: LabSpec,
+    *,
+    mode: Mode = Mode.AUTO,
+    timeout_s: float = 900.0,
+) -> tuple[list[Arrangement], tuple[str, ...]]:
+    """Run the demo; return arrangements and notes, and write its files.
+
+    Raises:
+        LabError: the lab is unavailable, or the training in it failed.
+        MissingPackage: the convnet's data needs scikit-learn.
+        SpecError: the folder cannot be written.
+    """
+    require_data(settings)
+    out = Path(settings.out)
+    make_folder(out)
+    load = OthersLoad()
+    with tempfile.TemporaryDirectory(prefix="stretto-demo-") as scratch:
+        settings.save(Path(scratch) / SETTINGS_FILE)
+        status = run_lab(
+            spec,
+            [sys.executable, "-m", "stretto.demo.background_worker", scratch],
+            mode=mode,
+            timeout_s=timeout_s,
+        )
+        if status:
+            raise LabError(
+                f"the training in the lab ended with status {status}; see its own "
+                "message above"
+            )
+        outcome = BackgroundOutcome.load(Path(scratch) / OUTCOME_FILE)
+    rows = arrangements(outcome, spec.hosts)
+    busy = busy_note(load.cores())
+    notes = (*_notes(outcome, spec), *([] if busy is None else [busy]))
+    title = f"{settings.model} on {spec.hosts} hosts with background jobs"
+    save_background(out / "background.html", title=title, rows=rows, notes=notes)
+    found = {
+        "title": title,
+        "arrangements": [msgspec.to_builtins(row) for row in rows],
+        "notes": notes,
+        "isolation": outcome.isolation,
+        "final_loss": outcome.final_loss,
+    }
+    (out / "background.json").write_text(json.dumps(found, indent=1) + "\n")
+    return rows, notes
+
+
+def arrangements(outcome: BackgroundOutcome, hosts: int) -> list[Arrangement]:
+    """Return each arrangement's rates over those of the jobs alone, as medians."""
+    words = {
+        ALONE: f"on {hosts} hosts",
+        BACKGROUND: f"one job on each of {hosts} hosts",
+        PARTITION: f"foreground on {hosts - 1} hosts, background on 1",
+        TOGETHER: f"both on {hosts} hosts, the background in idle time",
+    }
+    found = []
+    for name, description in words.items():
+        rows = [
+            (
+                cycle[name].foreground / cycle[ALONE].foreground,
+                cycle[name].background / cycle[BACKGROUND].background,
+            )
+            for cycle in outcome.cycles
+        ]
+        totals = [one + two for one, two in rows]
+        found.append(
+            Arrangement(
+                name=name,
+                description=description,
+                foreground=statistics.median(one for one, _ in rows),
+                background=statistics.median(two for _, two in rows),
+                total=statistics.median(totals),
+                least_total=min(totals),
+                most_total=max(totals),
+            )
+        )
+    return found
+
+
+def _notes(outcome: BackgroundOutcome, spec: LabSpec) -> tuple[str, ...]:
+    cores = len(os.sched_getaffinity(0))
+    how = (
+        "Rates are samples a second over those of the same job alone; the total is "
+        "their sum. Each arrangement is measured once per cycle; medians of "
+        f"{len(outcome.cycles)} cycles, with the smallest and largest total."
+    )
+    notes = [how, f"Priority: {outcome.isolation}."]
+    if cores < spec.hosts:
+        notes.append(
+            f"{spec.hosts} hosts share {cores} processors here, so idle time of one "
+            "host is partly used by the others, and backgrounds get less than on "
+            "hosts with processors of their own."
+        )
+    return tuple(notes)

@@ -1,0 +1,117 @@
+"""A background job of the demo: ``python -m stretto.demo.background_job DEVICE``.
+
+It trains a small network on the digits, one lease for each step, while the rank that
+started it asks for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import subprocess
+import sys
+import time
+from typing import final
+
+import torch
+from torch import nn
+
+from stretto.background.lease import Background
+
+BATCH = 32
+_IDLE_S = 0.5
+_LEASE_S = 0.2
+
+
+@final
+class BackgroundJob:
+    """The rank's side: a background job in a process of its own."""
+
+    def __init__(self, device: str) -> None:
+        """Start the job; it waits until `run` is called."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, device],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.isolation = self._line()
+        """How its processor time is kept behind the foreground's."""
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None  # noqa: S101
+        return self._process.stdout.readline().strip()
+
+    def _ask(self, word: str) -> None:
+        assert self._process.stdin is not None  # noqa: S101
+        self._process.stdin.write(f"{word}\n")
+        self._process.stdin.flush()
+
+    def run(self) -> None:
+        """Let it train."""
+        self._ask("run")
+
+    def stop(self) -> None:
+        """Let it wait."""
+        self._ask("stop")
+
+    def progress(self) -> tuple[int, float]:
+        """Return its training steps so far, and the time of this count in seconds."""
+        self._ask("count")
+        steps, at_s = self._line().split()
+        return int(steps), float(at_s)
+
+    def close(self) -> None:
+        """End it."""
+        with contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        try:
+            self._process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()),
+        nn.Linear(512, 10),
+    )
+
+
+def main() -> None:
+    """Train while asked to, until the input ends."""
+    torch.set_num_threads(1)
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    draw = torch.Generator().manual_seed(1)
+    steps, runs = 0, False
+    with Background(sys.argv[1]) as background:
+        sys.stdout.write(f"{background.isolation}\n")
+        sys.stdout.flush()
+        while True:
+            if select.select([sys.stdin], [], [], 0.0 if runs else _IDLE_S)[0]:
+                word = sys.stdin.readline().strip()
+                if not word:
+                    return
+                if word == "count":
+                    sys.stdout.write(f"{steps} {time.perf_counter()}\n")
+                    sys.stdout.flush()
+                else:
+                    runs = word == "run"
+            if not runs or not background.wait(timeout_s=_LEASE_S):
+                continue
+            optimizer.zero_grad()
+            x = torch.randn(BATCH, 512, generator=draw)
+            y = x[:, :10].argmax(1)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            background.end_task()
+            steps += 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""A page about a foreground and background jobs on the same hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from stretto.report.page import _section, _table, framed
+from stretto.report.svg import _svg, _tag, _text, ticks
+from stretto.report.tables import plain_table
+from stretto.schema import codec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+_LEFT, _RIGHT, _ROW, _BAR = 170.0, 700.0, 36.0, 20.0
+_HEADS = ["arrangement", "foreground", "its loss", "background", "total", "range"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """One way to place both jobs: rates over those of each job alone."""
+
+    name: str
+    description: str
+    foreground: float
+    background: float
+    total: float
+    """The sum of both."""
+
+    least_total: float
+    most_total: float
+
+
+def arrangements_table(rows: Sequence[Arrangement]) -> str:
+    """Return the arrangements as a table for a terminal."""
+    return plain_table(_HEADS, [[row.name, *_figures(row)] for row in rows])
+
+
+def save_background(
+    path: str | Path,
+    *,
+    title: str,
+    rows: Sequence[Arrangement],
+    notes: Sequence[str],
+) -> None:
+    """Write the page atomically.
+
+    Raises:
+        SpecError: the file cannot be written.
+    """
+    best = max(rows, key=lambda row: row.total)
+    cells = [([row.name, *_figures(row)], row.description, row is best) for row in rows]
+    body = (
+        f"<h1>{escape(title)}</h1>"
+        + _section(
+            "Throughput of both jobs",
+            "The foreground's rate over its rate alone, and after it the background's.",
+            totals_svg(rows),
+        )
+        + _section("Figures", "", _table(_HEADS, cells))
+        + "".join(f"<p>{escape(note)}</p>" for note in notes)
+    )
+    codec.write_atomically(path, framed(title, body).encode())
+
+
+def totals_svg(rows: Sequence[Arrangement]) -> str:
+    """Draw both jobs' rates as one bar per arrangement."""
+    reach = max(*(row.foreground + row.background for row in rows), 1.0)
+    scale = (_RIGHT - _LEFT) / reach
+    bottom = 4 + _ROW * len(rows)
+    parts = []
+    for value in ticks(reach, 5):
+        at = _LEFT + scale * value
+        parts.append(_tag("line", x1=at, x2=at, y1=0.0, y2=bottom, class_="grid"))
+        parts.append(
+            _text(at, bottom + 17, f"{value:g}", class_="tick", text_anchor="middle")
+        )
+    for i, row in enumerate(rows):
+        y = 4 + _ROW * i + (_ROW - _BAR) / 2
+        parts.append(_text(_LEFT - 10, y + 15, row.name, text_anchor="end"))
+        begin = _LEFT
+        for kind, rate in (("best", row.foreground), ("", row.background)):
+            if rate:
+                parts.append(
+                    _tag(
+                        "rect",
+                        x=begin,
+                        y=y,
+                        width=scale * rate,
+                        height=_BAR,
+                        class_=f"bar {kind}".strip(),
+                    )
+                )
+                begin += scale * rate
+        parts.append(_text(begin + 8, y + 15, f"{row.total:.2f}", class_="figure"))
+    return _svg(parts, bottom + 26, "Throughput of both jobs by arrangement")
+
+
+def _figures(row: Arrangement) -> list[str]:
+    loss = f"{1.0 - row.foreground:.1%}" if row.foreground else "-"
+    return [
+        f"{row.foreground:.2f}",
+        loss,
+        f"{row.background:.2f}",
+        f"{row.total:.2f}",
+        f"{row.least_total:.2f} to {row.most_total:.2f}",
+    ]
