@@ -206,9 +206,8 @@ class Background:
             self._is_open = False
             self._device.end_task()
             self._collect()
-            if self._status.lease_begin_s:
-                self._status.lease_begin_s = 0.0
-                self._claimed().publish(self._status)
+            self._status.lease_begin_s = 0.0
+            self._claimed().publish(self._status)
 
     def _started(self, label: str) -> bool:
         """Start a task if the gate permits it and the device is free."""

@@ -93,6 +93,11 @@ def run_background_demo(
                 "message above"
             )
         outcome = BackgroundOutcome.load(Path(scratch) / OUTCOME_FILE)
+    if not all(cycle[BACKGROUND].background for cycle in outcome.cycles):
+        raise LabError(
+            "the background jobs got no processor time, even alone: run the demo on a "
+            "machine without other work"
+        )
     rows = arrangements(outcome, spec.hosts)
     busy = busy_note(load.cores())
     notes = (*_notes(outcome, spec), *([] if busy is None else [busy]))

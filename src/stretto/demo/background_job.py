@@ -16,6 +16,7 @@ from typing import final
 import torch
 from torch import nn
 
+from stretto.background.board import Board
 from stretto.background.lease import Background
 
 BATCH = 32
@@ -36,12 +37,10 @@ class BackgroundJob:
             text=True,
             start_new_session=True,
         )
-        self.isolation = self._line()
-        """How its processor time is kept behind the foreground's."""
-
-    def _line(self) -> str:
         assert self._process.stdout is not None  # noqa: S101
-        return self._process.stdout.readline().strip()
+        self.isolation = self._process.stdout.readline().strip()
+        """How its processor time is kept behind the foreground's."""
+        self._board = Board(device)
 
     def _ask(self, word: str) -> None:
         assert self._process.stdin is not None  # noqa: S101
@@ -57,13 +56,16 @@ class BackgroundJob:
         self._ask("stop")
 
     def progress(self) -> tuple[int, float]:
-        """Return its training steps so far, and the time of this count in seconds."""
-        self._ask("count")
-        steps, at_s = self._line().split()
-        return int(steps), float(at_s)
+        """Return its training steps so far, and the time of this count in seconds.
+
+        Read from the board: the job itself may get no processor time to answer.
+        """
+        found = self._board.background()
+        return (0 if found is None else found[1].tasks), time.perf_counter()
 
     def close(self) -> None:
         """End it."""
+        self._board.close()
         with contextlib.suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -88,7 +90,7 @@ def main() -> None:
     model = _network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     draw = torch.Generator().manual_seed(1)
-    steps, runs = 0, False
+    runs = False
     with Background(sys.argv[1]) as background:
         sys.stdout.write(f"{background.isolation}\n")
         sys.stdout.flush()
@@ -97,11 +99,7 @@ def main() -> None:
                 word = sys.stdin.readline().strip()
                 if not word:
                     return
-                if word == "count":
-                    sys.stdout.write(f"{steps} {time.perf_counter()}\n")
-                    sys.stdout.flush()
-                else:
-                    runs = word == "run"
+                runs = word == "run"
             if not runs or not background.wait(timeout_s=_LEASE_S):
                 continue
             optimizer.zero_grad()
@@ -110,7 +108,6 @@ def main() -> None:
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             background.end_task()
-            steps += 1
 
 
 if __name__ == "__main__":
