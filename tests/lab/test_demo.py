@@ -78,3 +78,31 @@ def test_a_demo_that_can_not_be_is_refused_before_it_starts(tmp_path):
     rate = demo("--link", "fast", "--out", tmp_path / "out")
     assert rate.returncode == 2
     assert "'fast'" in rate.stderr
+
+
+def test_the_demo_of_background_jobs_compares_four_arrangements(tmp_path):
+    network = ("--hosts", 2, "--link", "200mbit", "--flow", "60mbit")
+    sizes = ("--width", 16, "--batch", 4, "--steps", 6)
+    out = tmp_path / "out"
+    done = demo("background", *network, *sizes, "--out", out, "--json")
+    if done.returncode and "got no processor time, even alone" in done.stderr:
+        pytest.skip("other programs take all processor time, before any background")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert results == json.loads((out / "background.json").read_text())
+    rows = {row["name"]: row for row in results["arrangements"]}
+    assert list(rows) == [
+        "foreground alone",
+        "background alone",
+        "static partition",
+        "together",
+    ]
+    assert rows["foreground alone"]["foreground"] == 1.0
+    assert rows["background alone"]["background"] == 1.0
+    for name in ("static partition", "together"):
+        row = rows[name]
+        assert row["foreground"] > 0.0
+        assert row["least_total"] <= row["total"] <= row["most_total"]
+    page = (out / "background.html").read_text()
+    assert all(name in page for name in rows)
+    assert "<svg" in page

@@ -22,17 +22,18 @@ from stretto.demo.background import (
     BACKGROUND,
     OUTCOME_FILE,
     PARTITION,
-    SETTINGS_FILE,
     TOGETHER,
     BackgroundOutcome,
     Measured,
 )
 from stretto.demo.background_job import BATCH, BackgroundJob
+from stretto.demo.driver import SETTINGS_FILE
 from stretto.demo.settings import DemoSettings
 from stretto.demo.worker import SAME_START, Task, Trainee, say
 from stretto.runtime import DistributedDataParallel
 
-CYCLES = 4
+CYCLES, QUICK_CYCLES = 4, 2
+_QUICK_STEPS = 6
 ALONE_S = 2.0
 """How long the background jobs are measured without a foreground."""
 
@@ -170,9 +171,10 @@ def main() -> None:
     try:
         arrangements.whole.train(3)
         arrangements.part.train(3)
+        count = CYCLES if settings.steps > _QUICK_STEPS else QUICK_CYCLES
         cycles = []
-        for cycle in range(CYCLES):
-            say(f"cycle {cycle + 1} of {CYCLES}: {', '.join(ways)}")
+        for cycle in range(count):
+            say(f"cycle {cycle + 1} of {count}: {', '.join(ways)}")
             cycles.append({name: measure() for name, measure in ways.items()})
     finally:
         arrangements.job.close()

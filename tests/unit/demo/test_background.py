@@ -1,0 +1,52 @@
+"""What the demo of background jobs computes from the ranks' rates."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.demo.background import (
+    ALONE,
+    BACKGROUND,
+    PARTITION,
+    TOGETHER,
+    BackgroundOutcome,
+    Measured,
+    arrangements,
+)
+from stretto.report.background import arrangements_table, totals_svg
+
+
+def cycle(speed: float, together: float) -> dict[str, Measured]:
+    return {
+        ALONE: Measured(foreground=100.0 * speed, background=0.0),
+        BACKGROUND: Measured(foreground=0.0, background=400.0 * speed),
+        PARTITION: Measured(foreground=75.0 * speed, background=100.0 * speed),
+        TOGETHER: Measured(foreground=95.0 * speed, background=together * speed),
+    }
+
+
+def rows_of(*cycles: dict[str, Measured]):
+    outcome = BackgroundOutcome(cycles=list(cycles), isolation="none", final_loss=1.0)
+    return {row.name: row for row in arrangements(outcome, 4)}
+
+
+def test_rates_are_over_those_alone_in_the_same_cycle():
+    rows = rows_of(cycle(1.0, 240.0), cycle(3.0, 240.0), cycle(0.5, 200.0))
+    assert rows[ALONE].total == rows[BACKGROUND].total == pytest.approx(1.0)
+    assert rows[PARTITION].foreground == pytest.approx(0.75)
+    assert rows[PARTITION].background == pytest.approx(0.25)
+    assert rows[TOGETHER].foreground == pytest.approx(0.95)
+    assert rows[TOGETHER].background == pytest.approx(0.6)
+    assert rows[TOGETHER].total == pytest.approx(1.55)
+    assert rows[TOGETHER].least_total == pytest.approx(1.45)
+    assert rows[TOGETHER].most_total == pytest.approx(1.55)
+
+
+def test_the_table_and_the_drawing_show_every_arrangement():
+    rows = list(rows_of(cycle(1.0, 240.0)).values())
+    table, drawing = arrangements_table(rows), totals_svg(rows)
+    for row in rows:
+        assert row.name in table
+        assert row.name in drawing
+    assert "5.0%" in table
+    assert drawing.count("<rect") == 6
