@@ -508,7 +508,7 @@ REFUSED = {
     exception_then_saved: OF_RANK_0,
     exception_of_another_models_hook: OF_RANK_0,
     error_after_it_was_caught: OF_RANK_0,
-    exception_of_an_optimizer: "one of which did not end (an error?) since the last forward",
+    exception_of_an_optimizer: "one of which did not end (an error?)",
     hook_of_all_gradients: SEVERAL,
     hook_of_all_gradients_before: SEVERAL,
     hook_of_any_gradient: SEVERAL,
