@@ -17,12 +17,8 @@ emulated by less than four, and backgrounds get the less.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import os
-import select
-import subprocess
-import sys
 import time
 from statistics import fmean
 
@@ -33,77 +29,9 @@ from torch import nn
 import stretto
 from _record import spread, store
 from burst_run import planned, profiled, task
+from stretto.demo.background_job import BackgroundJob
 
 SETTLING_S = 1.5
-
-
-def run_background(device: str) -> None:
-    """Train while asked to; report the number of tasks at each request."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(512, 512),
-        nn.ReLU(),
-        nn.Linear(512, 512),
-        nn.ReLU(),
-        nn.Linear(512, 8),
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x = torch.randn(32, 512)
-    tasks, runs = 0, False
-    with stretto.Background(device) as background:
-        sys.stdout.write(f"{background.isolation}\n")
-        sys.stdout.flush()
-        while True:
-            asked = select.select([sys.stdin], [], [], 0.0 if runs else 0.5)[0]
-            if asked:
-                word = sys.stdin.readline().strip()
-                if not word:
-                    return
-                runs = word == "run"
-                if word == "count":
-                    runs = True
-                    sys.stdout.write(f"{tasks} {time.perf_counter()}\n")
-                    sys.stdout.flush()
-            if not runs or not background.wait(timeout_s=0.2):
-                continue
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-            background.end_task()
-            tasks += 1
-
-
-class Beside:
-    """This rank's background, in a process of its own."""
-
-    def __init__(self, device: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--background", device],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.isolation = self._process.stdout.readline().strip()
-
-    def say(self, word: str) -> None:
-        self._process.stdin.write(f"{word}\n")
-        self._process.stdin.flush()
-
-    def count(self) -> tuple[int, float]:
-        self.say("count")
-        tasks, at_s = self._process.stdout.readline().split()
-        return int(tasks), float(at_s)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(10.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 def gathered(value: float) -> list[float]:
@@ -114,9 +42,6 @@ def gathered(value: float) -> list[float]:
 
 def main() -> None:
     options = arguments()
-    if options.background:
-        run_background(options.background)
-        return
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -127,7 +52,7 @@ def main() -> None:
     burst = stretto.BurstParallel(copy.deepcopy(model), plan, example_inputs=(x[:2],))
     optimizer = torch.optim.SGD(burst.parameters(), lr=0.01)
     device = f"cpu:burst{rank}"
-    beside = Beside(device)
+    beside = BackgroundJob(device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -146,13 +71,13 @@ def main() -> None:
 
     def rate(seconds: float | None, count: int) -> tuple[float, float]:
         """Return the tasks a second of all backgrounds, and a step's seconds."""
-        before = beside.count()
+        before = beside.progress()
         step_s = 0.0
         if seconds is None:
             step_s = steps(count)
         else:
             time.sleep(seconds)
-        after = beside.count()
+        after = beside.progress()
         mine = (after[0] - before[0]) / (after[1] - before[1])
         return sum(gathered(mine)), step_s
 
@@ -161,16 +86,16 @@ def main() -> None:
     for _ in range(options.cycles):
         alone_before_s = steps(options.block)
         with stretto.Foreground(device):
-            beside.say("run")
+            beside.run()
             steps(options.block)  # windows, task lengths and limits are learned
             together, step_s = rate(None, 2 * options.block)
-        beside.say("stop")
+        beside.stop()
         alone_after_s = steps(options.block)
         dist.barrier()
-        beside.say("run")
+        beside.run()
         time.sleep(SETTLING_S)
         alone, _ = rate(options.alone_s, 0)
-        beside.say("stop")
+        beside.stop()
         dist.barrier()
         alone_s = fmean((alone_before_s, alone_after_s))
         rows.append(
@@ -217,7 +142,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--store", default="background_burst", help="name of the result"
     )
-    parser.add_argument("--background", help=argparse.SUPPRESS)
     found = parser.parse_args()
     found.model = "vgg"
     return found
