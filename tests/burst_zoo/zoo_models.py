@@ -2528,7 +2528,7 @@ def norm_used_in_evaluation_alone() -> nn.Module:
     return Model()
 
 
-@refused(vectors(6), "'mean' in it gives one result for all samples")
+@refused(vectors(6), "writes into the buffer 'mean' of another")
 def hook_that_writes_another_modules_buffer() -> nn.Module:
     model = Guarded()
 

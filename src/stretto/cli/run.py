@@ -168,12 +168,12 @@ def command(arguments: tuple[str, ...], convert: bool, **settings: str | None) -
     there is no GPU, unless --nproc-per-node is given.
     """
     _check_files(settings)
+    _check_background(settings)
     for option, variable in SETTINGS.items():
         if (value := settings[option]) is not None:
             os.environ[variable] = value
     if convert:
         os.environ["STRETTO_CONVERT"] = "1"
-    _check_background(settings)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys() or settings["background"]:
         _run_here(arguments)
     else:

@@ -149,7 +149,7 @@ def run(tmp_path, *options):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     environment = {
-        **os.environ,
+        **{k: v for k, v in os.environ.items() if not k.startswith("STRETTO_")},
         "STRETTO_RUNTIME_DIR": str(tmp_path / "run"),
         "OMP_NUM_THREADS": "1",
     }
