@@ -28,7 +28,7 @@ from torch import nn
 
 import stretto
 from _record import spread, store
-from burst_run import planned, profiled, task
+from burst_run import start
 from stretto.demo.background_job import BackgroundJob
 
 SETTLING_S = 1.5
@@ -42,13 +42,8 @@ def gathered(value: float) -> list[float]:
 
 def main() -> None:
     options = arguments()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    model, x, y, _, plan = start(options)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model, x, y = task(options, options.batch // ranks, rank)
-    cluster = stretto.probe(name="lab", budget_s=options.probe_s)
-    profile = profiled(options, model, x, ranks)
-    plan, _ = planned(options, profile, cluster, ranks)
     burst = stretto.BurstParallel(copy.deepcopy(model), plan, example_inputs=(x[:2],))
     optimizer = torch.optim.SGD(burst.parameters(), lr=0.01)
     device = f"cpu:burst{rank}"

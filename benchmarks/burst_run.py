@@ -44,8 +44,8 @@ memory are then the other's. The first took up to 70 ms more.
 """
 
 
-def main() -> None:
-    options = arguments()
+def start(options: argparse.Namespace) -> tuple[Any, ...]:
+    """Return this rank's model, samples and labels, the cluster, and a plan."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -53,6 +53,13 @@ def main() -> None:
     cluster = stretto.probe(name="lab", budget_s=options.probe_s)
     profile = profiled(options, model, x, ranks)
     plan, _ = planned(options, profile, cluster, ranks)
+    return model, x, y, cluster, plan
+
+
+def main() -> None:
+    options = arguments()
+    model, x, y, cluster, plan = start(options)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     variants = {
         "ddp": nn.parallel.DistributedDataParallel(copy.deepcopy(model)),
         "stretto": stretto.DistributedDataParallel(copy.deepcopy(model), plan="auto"),

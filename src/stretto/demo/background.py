@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stretto.demo.driver import SETTINGS_FILE, make_folder, require_data
+from stretto.demo.driver import make_folder, require_data, run_ranks
+from stretto.demo.settings import Exchanged
 from stretto.errors import LabError
-from stretto.lab import LabSpec, Mode, run_lab
+from stretto.lab import LabSpec, Mode
 from stretto.measure.others import OthersLoad, busy_note
 from stretto.report.background import Arrangement, save_background
 
@@ -42,7 +42,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackgroundOutcome:
+class BackgroundOutcome(Exchanged):
     """Results of the ranks: written by rank 0, read by the command."""
 
     cycles: list[dict[str, Measured]]
@@ -50,15 +50,6 @@ class BackgroundOutcome:
 
     isolation: str
     final_loss: float
-
-    def save(self, path: Path) -> None:
-        """Write the outcome."""
-        path.write_bytes(msgspec.json.encode(self))
-
-    @classmethod
-    def load(cls, path: Path) -> BackgroundOutcome:
-        """Return the outcome that `save` wrote."""
-        return msgspec.json.decode(path.read_bytes(), type=cls)
 
 
 def run_background_demo(
@@ -80,18 +71,9 @@ def run_background_demo(
     make_folder(out)
     load = OthersLoad()
     with tempfile.TemporaryDirectory(prefix="stretto-demo-") as scratch:
-        settings.save(Path(scratch) / SETTINGS_FILE)
-        status = run_lab(
-            spec,
-            [sys.executable, "-m", "stretto.demo.background_worker", scratch],
-            mode=mode,
-            timeout_s=timeout_s,
+        run_ranks(
+            "stretto.demo.background_worker", settings, spec, scratch, mode, timeout_s
         )
-        if status:
-            raise LabError(
-                f"the training in the lab ended with status {status}; see its own "
-                "message above"
-            )
         outcome = BackgroundOutcome.load(Path(scratch) / OUTCOME_FILE)
     if not all(cycle[BACKGROUND].background for cycle in outcome.cycles):
         raise LabError(

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from stretto.background.foreground import Foreground
-from stretto.demo import data
 from stretto.demo.background import (
     ALONE,
     BACKGROUND,
@@ -42,12 +41,11 @@ class _Foreground:
     """The foreground on some of the hosts."""
 
     def __init__(self, settings: DemoSettings, hosts: int) -> None:
-        self.rank, self.hosts = dist.get_rank(), hosts
         self.group = dist.new_group(list(range(hosts)))
         self.batch = settings.batch_per_rank * hosts
         self._trainee: Trainee | None = None
-        if self.rank < hosts:
-            task = _task(settings, self.rank, hosts)
+        if dist.get_rank() < hosts:
+            task = Task.of(settings, ranks=hosts)
             model = DistributedDataParallel(
                 task.model(), process_group=self.group, **SAME_START
             )
@@ -69,22 +67,6 @@ class _Foreground:
     def losses(self) -> list[float]:
         """The losses of all steps on this rank."""
         return [] if self._trainee is None else self._trainee.losses
-
-
-def _task(settings: DemoSettings, rank: int, ranks: int) -> Task:
-    if settings.model == "convnet":
-        inputs, targets = data.digits()
-    else:
-        inputs, targets = data.text(32)
-    batches = data.Batches(
-        inputs,
-        targets,
-        batch_per_rank=settings.batch_per_rank,
-        rank=rank,
-        ranks=ranks,
-        seed=settings.seed,
-    )
-    return Task(settings=settings, batches=batches)
 
 
 class _Arrangements:

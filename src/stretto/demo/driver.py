@@ -50,18 +50,7 @@ def run_demo(
         make_folder(folder)
     load = OthersLoad()
     with tempfile.TemporaryDirectory(prefix="stretto-demo-") as scratch:
-        settings.save(Path(scratch) / SETTINGS_FILE)
-        status = run_lab(
-            spec,
-            [sys.executable, "-m", "stretto.demo.worker", scratch],
-            mode=mode,
-            timeout_s=timeout_s,
-        )
-        if status:
-            raise LabError(
-                f"the training in the lab ended with status {status}; see its own "
-                "message above"
-            )
+        run_ranks("stretto.demo.worker", settings, spec, scratch, mode, timeout_s)
         note = busy_note(load.cores())
         if note is not None:
             sys.stderr.write(f"stretto: {note}\n")
@@ -70,6 +59,33 @@ def run_demo(
     save_trace(out / "trace.json", report)
     save_page(out / "report.html", report)
     return report
+
+
+def run_ranks(
+    program: str,
+    settings: DemoSettings,
+    spec: LabSpec,
+    scratch: str,
+    mode: Mode,
+    timeout_s: float,
+) -> None:
+    """Run a module as every rank of the lab, with the settings in a scratch folder.
+
+    Raises:
+        LabError: the lab is unavailable, or the training in it failed.
+    """
+    settings.save(Path(scratch) / SETTINGS_FILE)
+    status = run_lab(
+        spec,
+        [sys.executable, "-m", program, scratch],
+        mode=mode,
+        timeout_s=timeout_s,
+    )
+    if status:
+        raise LabError(
+            f"the training in the lab ended with status {status}; see its own message "
+            "above"
+        )
 
 
 def require_data(settings: DemoSettings) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -23,8 +23,23 @@ def size_label(size_mib: float | None) -> str:
     return "default" if size_mib is None else f"{size_mib:g} MiB"
 
 
+class Exchanged:
+    """What the command and the ranks exchange by a file."""
+
+    __slots__ = ()
+
+    def save(self, path: Path) -> None:
+        """Write it."""
+        path.write_bytes(msgspec.json.encode(self))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Return what `save` wrote."""
+        return msgspec.json.decode(path.read_bytes(), type=cls)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoSettings:
+class DemoSettings(Exchanged):
     """Options of one demo."""
 
     out: str
@@ -65,15 +80,6 @@ class DemoSettings:
         if self.steps < 6:
             raise SpecError(f"steps must be >= 6, with 2 as warm-up, got {self.steps}")
 
-    def save(self, path: Path) -> None:
-        """Write the settings for the ranks."""
-        path.write_bytes(msgspec.json.encode(self))
-
-    @classmethod
-    def load(cls, path: Path) -> DemoSettings:
-        """Return the settings that `save` wrote."""
-        return msgspec.json.decode(path.read_bytes(), type=cls)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodOutcome:
@@ -87,7 +93,7 @@ class MethodOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(Exchanged):
     """Results of the ranks: written by rank 0, read by the command."""
 
     methods: list[MethodOutcome]
@@ -102,12 +108,3 @@ class Outcome:
     parameters: int
     ranks: int
     environment: dict[str, str]
-
-    def save(self, path: Path) -> None:
-        """Write the outcome."""
-        path.write_bytes(msgspec.json.encode(self))
-
-    @classmethod
-    def load(cls, path: Path) -> Outcome:
-        """Return the outcome that `save` wrote."""
-        return msgspec.json.decode(path.read_bytes(), type=cls)

@@ -73,8 +73,11 @@ class Task:
     batches: data.Batches
 
     @classmethod
-    def of(cls, settings: DemoSettings) -> Self:
-        """Return the task that the settings describe, for this rank."""
+    def of(cls, settings: DemoSettings, *, ranks: int | None = None) -> Self:
+        """Return the task that the settings describe, for this rank.
+
+        ``ranks`` is how many of the first ranks share it; all of them if ``None``.
+        """
         if settings.model == "convnet":
             inputs, targets = data.digits()
         else:
@@ -84,7 +87,7 @@ class Task:
             targets,
             batch_per_rank=settings.batch_per_rank,
             rank=dist.get_rank(),
-            ranks=dist.get_world_size(),
+            ranks=ranks or dist.get_world_size(),
             seed=settings.seed,
         )
         return cls(settings=settings, batches=batches)
