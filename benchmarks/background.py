@@ -90,13 +90,14 @@ def run_job(how: dict) -> None:
         job = stretto.Foreground(how["device"])
         say(ready=True)
         while True:
-            begin_s = time.perf_counter()
+            begin_s, cpu_s = time.perf_counter(), time.process_time()
             job.step()
             for compute_s, wait_s in how["segments"]:
                 work(compute_s)
                 with job.waiting("network"):
                     time.sleep(wait_s)
-            say(s=time.perf_counter() - begin_s, read=job.is_read)
+            row = {"begin_s": begin_s, "s": time.perf_counter() - begin_s}
+            say(**row, cpu_s=time.process_time() - cpu_s, read=job.is_read)
     policy = how["policy"] and Policy[how["policy"]]
     options = how.get("options", {})
     job = stretto.Background(how["device"], policy=policy, **options)
@@ -152,14 +153,24 @@ def steps_beside(
 ) -> tuple[list[float], dict]:
     """Return steps beside a new background, after the first ones, and its totals."""
     with job_of(role="background", **how) as beside:
-        while not rows(foreground, 1)[0]["read"]:
+        ready_s = time.perf_counter()  # rows of earlier steps are in the pipe
+        while (row := rows(foreground, 1)[0])["begin_s"] < ready_s or not row["read"]:
             pass
         rows(foreground, first)
         found = [row["s"] for row in rows(foreground, steps)]
         totals = last_row(beside) | {"isolation": beside.ready["isolation"]}
-    while rows(foreground, 1)[0]["read"]:  # until the ended reader is cleared
+    killed_s = time.perf_counter()  # until the ended reader is cleared
+    while (row := rows(foreground, 1)[0])["begin_s"] < killed_s or row["read"]:
         pass
     return found, totals
+
+
+def tasks_per_s_alone(task_s: float, rate: float, seconds: float = 2.0) -> float:
+    """Return the rate of a background that computes on a device of its own."""
+    how = {"device": "cpu:alone", "computes": True, "rate": rate, "task_s": task_s}
+    with job_of(role="background", policy=None, seconds=seconds, **how) as job:
+        totals = json.loads(job.stdout.readlines()[-1])
+    return totals["tasks"] / totals["s"]
 
 
 def cpu_row(options: argparse.Namespace, rate: float) -> dict:
@@ -167,10 +178,11 @@ def cpu_row(options: argparse.Namespace, rate: float) -> dict:
     for name, (segments, task_s) in CPU_CASES.items():
         device = {"device": "cpu:bench", "computes": True, "rate": rate}
         losses, shares, isolation = [], [], ""
-        idle = sum(w for _, w in segments) / sum(c + w for c, w in segments)
         with job_of(role="foreground", segments=segments, **device) as foreground:
             for _ in range(options.blocks):
-                alone = [r["s"] for r in rows(foreground, options.steps)]
+                steps = rows(foreground, options.steps)
+                alone = [r["s"] for r in steps]
+                idle = 1 - sum(r["cpu_s"] for r in steps) / sum(alone)
                 beside, totals = steps_beside(
                     foreground,
                     4,
@@ -180,9 +192,9 @@ def cpu_row(options: argparse.Namespace, rate: float) -> dict:
                     **device,
                 )
                 losses.append(statistics.median(beside) / statistics.median(alone) - 1)
-                with_s = totals["tasks"] / totals["s"]
                 isolation = totals["isolation"]
-                shares.append(with_s * task_s / idle)
+                by_itself = tasks_per_s_alone(task_s, rate)
+                shares.append(totals["tasks"] / totals["s"] / by_itself / idle)
         result[name] = {
             "loss": spread(losses),
             "share_over_idle": spread(shares),
