@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import importlib
 import importlib.metadata
 import inspect
@@ -27,6 +28,20 @@ MACHINE_PATHS = re.compile(
     r"(?<![\w./-])/(?:work|root|home/\w+|Users/\w+)/[\w.-]|file:///"
 )
 """Places of one machine, which mean nothing on another."""
+
+
+def test_pytest_enters_every_folder_of_tests(pytestconfig):
+    """Its default list of folders to leave out has every one named dist."""
+    left_out = pytestconfig.getini("norecursedirs")
+    assert pytestconfig.getini("testpaths") == ["tests"]
+    for file in tracked():
+        path = file.relative_to(ROOT)
+        if path.parts[0] == "tests" and file.name.startswith("test_"):
+            assert not any(
+                fnmatch.fnmatch(part, pattern)
+                for part in path.parts[:-1]
+                for pattern in left_out
+            ), path
 
 
 def tracked():

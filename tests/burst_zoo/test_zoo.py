@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import zlib
 from pathlib import Path
@@ -22,7 +23,9 @@ def test_a_model_trains_as_one_process_or_is_refused(name: str, pool: Any) -> No
     size = 2 + seed % 3
     runs = [(size, case.shares[0]), (2 + (size - 1) % 3, case.shares[1])]
     if case.refused is not None:
-        runs = runs[:1]
+        runs = [(2, case.shares[0])]
+    elif "STRETTO_TEST_ALL" not in os.environ:
+        runs = runs[seed // 3 % 2 :][:1]
     for ranks, shares in runs:
         found = pool("zoo_check", "train", name, ranks, seed, shares)
         for rank, (kind, value) in enumerate(found[:ranks]):

@@ -92,7 +92,7 @@ def rank_of_a_death_in_replanning(rank: int, size: int, when: str) -> list[Any]:
     if rank == 1 and when == "while lanes open":
         LanePool.open = lambda *_: os._exit(9)  # type: ignore[method-assign]
     if rank == 1 and when == "before all agree":
-        ddp.all_took = lambda *_: os._exit(9)
+        ddp.require_plan_applied = lambda *_: os._exit(9)  # type: ignore[attr-defined]
     found = ending(lambda: model.apply_plan(plan_for(size, 3)))
     if rank == 0:
         time.sleep(8.0)  # it holds the store, which the others still ask
