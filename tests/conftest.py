@@ -1,4 +1,7 @@
-"""For all tests: nothing of this machine's earlier runs is remembered."""
+"""For all tests: nothing of this machine's earlier runs is remembered.
+
+Tests marked ``repeat`` run with ``STRETTO_TEST_ALL=1`` only.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,15 @@ settings.load_profile("no-deadline")
 os.environ["STRETTO_MEMORY"] = "off"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+ALL = "STRETTO_TEST_ALL" in os.environ
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Begin with the tests that take minutes: nothing runs beside the last one."""
+    repeated = [item for item in items if item.get_closest_marker("repeat")]
+    if repeated and not ALL:
+        config.hook.pytest_deselected(items=repeated)
+        items[:] = [item for item in items if item not in repeated]
     items.sort(key=lambda item: item.path.parent.name != "conformance")
