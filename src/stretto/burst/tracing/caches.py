@@ -232,12 +232,21 @@ class Holders:
             self._queue.append((kind, kind.__qualname__))
         files = {kind.__module__ for kind in kinds}
         loaded: dict[str, Any] = dict(sys.modules)  # programs put other objects there
-        for name, file in loaded.items():
-            if not isinstance(file, types.ModuleType):
-                continue
-            if name in files or is_users(file):
-                self._add(vars(file), name, is_space=True)
-        while self._queue and self._left > 0:
+        spaces = {
+            name: file
+            for name, file in loaded.items()
+            if isinstance(file, types.ModuleType) and (name in files or is_users(file))
+        }
+        # The files of the model's classes first: a large program may exceed the limit.
+        for name in sorted(spaces, key=lambda name: name not in files):
+            if name not in files:
+                self._search(MOST_ITEMS // 2)
+            self._add(vars(spaces[name]), name, is_space=True)
+        self._search(0)
+
+    def _search(self, least_left: int) -> None:
+        """Visit what is queued, while more than so many visits are left."""
+        while self._queue and self._left > least_left:
             self._left -= 1
             with contextlib.suppress(Exception):  # of objects that pose as others
                 self._visit(*self._queue.popleft())

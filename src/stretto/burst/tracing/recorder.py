@@ -12,6 +12,7 @@ samples, see ``operations``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from typing import TYPE_CHECKING, Any, final
@@ -699,6 +700,7 @@ def apply_function(kind: Any, *args: Any, **kwargs: Any) -> Any:
     return kind.apply(*args, **kwargs)
 
 
+@functools.cache
 def _method_of(func: Any) -> str | None:
     """Return the name under which ``torch.Tensor`` has a function as a method.
 
