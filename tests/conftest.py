@@ -1,17 +1,22 @@
 """For all tests: nothing of this machine's earlier runs is remembered.
 
-Tests marked ``repeat`` run with ``STRETTO_TEST_ALL=1`` only.
+``make test`` sets ``STRETTO_TEST_TURN`` to a number made of the commit. Then those
+marked ``repeat`` do not run, and of those marked ``turns(n)`` every n-th of a file:
+which ones depends on the number, so that commits in turn run all of them. Without the
+variable, and with ``STRETTO_TEST_ALL=1 make test``, every test that is named runs.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Iterator
 
 # A busy machine is not a defect: no example has a time limit of its own.
 settings.register_profile("no-deadline", deadline=None)
@@ -20,15 +25,43 @@ settings.load_profile("no-deadline")
 os.environ["STRETTO_MEMORY"] = "off"
 
 
-ALL = "STRETTO_TEST_ALL" in os.environ
-
-
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Begin with the tests that take minutes: nothing runs beside the last one."""
-    repeated = [item for item in items if item.get_closest_marker("repeat")]
-    if repeated and not ALL:
-        config.hook.pytest_deselected(items=repeated)
-        items[:] = [item for item in items if item not in repeated]
+    """Choose this turn's tests; begin with those that take minutes."""
+    turn = os.environ.get("STRETTO_TEST_TURN")
+    if turn is not None:
+        kept = this_turn(items, int(turn))
+        left_out = set(items) - set(kept)
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = kept
     items.sort(key=lambda item: item.path.parent.name != "conformance")
+
+
+def this_turn(items: list[pytest.Item], turn: int) -> list[pytest.Item]:
+    """Return the tests that run in this turn, in their order."""
+    kept = []
+    seen: Counter[tuple[str, int]] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("turns")
+        if item.get_closest_marker("repeat"):
+            continue
+        if mark is not None:
+            (every,) = mark.args
+            group = (str(item.path), every)
+            seen[group] += 1
+            if (seen[group] + turn) % every:
+                continue
+        kept.append(item)
+    return kept
+
+
+@pytest.fixture(autouse=True)
+def _variables_are_restored() -> Iterator[None]:
+    """Commands called in this process set variables for the ranks they start."""
+    before = {k: v for k, v in os.environ.items() if k.startswith("STRETTO_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("STRETTO_")]:
+        if name not in before:
+            del os.environ[name]
+    os.environ.update(before)

@@ -21,6 +21,6 @@ def test_losses_are_ddps_and_nothing_grows(ranks: Any) -> None:
         assert found["plans"] == 20
         assert found["first difference"] is None
         # Plans repeat after a quarter of the steps: all lanes are open by then.
-        assert found["sockets"][-1] == found["sockets"][1]
-        assert found["threads"][-1] == found["threads"][1]
+        assert found["sockets"][-1] <= found["sockets"][1]
+        assert found["threads"][-1] <= found["threads"][1]
         assert found["resident_bytes"][-1] - found["resident_bytes"][1] < 8 * 2**20

@@ -22,6 +22,7 @@ import contextlib
 import copy
 import functools
 import gc
+import operator
 import queue
 import sys
 import threading
@@ -73,6 +74,16 @@ _HOOKS = (
 )
 """Attributes of modules with hooks: what these keep is not forward's."""
 
+_LEFT_OUT = frozenset((*_OF_MODULES, *_HOOKS))
+
+_LEAVES = (*ATOMS, Tensor)
+
+_MOST_LATE = MOST_ITEMS // 10
+"""Limit of visits to objects of installed packages that files, not the model, hold.
+
+They come last: a test runner or a logger leads to most objects of a program.
+"""
+
 _MOST_INSIDE = 1000
 """Limit of values that are searched for tensors in one new entry."""
 
@@ -113,8 +124,13 @@ class Holder:
         if isinstance(self.of, _LruCache):
             found = _tensors_in(gc.get_referents(self.of), FakeTensor)
             return {"": found} if found else {}
-        kept = {}
-        for key, value in _entries(self.of).items():
+        kept: dict[Any, list[Tensor]] = {}
+        now = _entries(self.of)
+        if len(now) == len(self.before) and all(
+            map(operator.is_, now.values(), self.before.values())
+        ):
+            return kept
+        for key, value in now.items():
             if value is not self.before.get(key, _MISSING):
                 found = _tensors_in(value, FakeTensor)
                 if found:
@@ -190,7 +206,7 @@ def _tensors_in(value: Any, kind: type[Tensor]) -> list[Tensor]:
         at = left.pop()
         if isinstance(at, kind):
             found.append(at)
-        if id(at) in seen or isinstance(at, (*ATOMS, Tensor, nn.Module, *_CODE)):
+        if id(at) in seen or isinstance(at, _NOT_INSIDE):
             continue
         seen[id(at)] = at
         if isinstance(at, dict):
@@ -206,7 +222,7 @@ def _tensors_in(value: Any, kind: type[Tensor]) -> list[Tensor]:
     return found
 
 
-_CODE = (types.ModuleType, type, types.BuiltinFunctionType)
+_NOT_INSIDE = (*_LEAVES, nn.Module, types.ModuleType, type, types.BuiltinFunctionType)
 
 
 @final
@@ -219,6 +235,7 @@ class Holders:
         self._found: dict[int, Holder] = {}
         self._seen: dict[int, Any] = {}
         self._queue: deque[tuple[Any, str]] = deque()
+        self._late: deque[tuple[Any, str]] | None = None
         self._left = MOST_ITEMS
         kinds = {
             kind
@@ -230,22 +247,31 @@ class Holders:
             self._add_part(part, name)
         for kind in kinds:
             self._queue.append((kind, kind.__qualname__))
-        files = {kind.__module__ for kind in kinds}
+        self._search()
+        self._late = deque()
+        self._search_files({kind.__module__ for kind in kinds})
+        self._queue, self._late = self._late, None
+        self._left = min(self._left, _MOST_LATE)
+        self._search()
+
+    def _search_files(self, of_model: set[str]) -> None:
+        """Search the files of the model's classes, then the user's other files."""
         loaded: dict[str, Any] = dict(sys.modules)  # programs put other objects there
-        spaces = {
+        files = {
             name: file
             for name, file in loaded.items()
-            if isinstance(file, types.ModuleType) and (name in files or is_users(file))
+            if isinstance(file, types.ModuleType)
+            and (name in of_model or is_users(file))
         }
-        # The files of the model's classes first: a large program may exceed the limit.
-        for name in sorted(spaces, key=lambda name: name not in files):
-            if name not in files:
+        # A large program may exceed the limit.
+        for name in sorted(files, key=lambda name: name not in of_model):
+            if name not in of_model:
                 self._search(MOST_ITEMS // 2)
-            self._add(vars(spaces[name]), name, is_space=True)
-        self._search(0)
+            self._add(vars(files[name]), name, is_space=True)
+        self._search()
 
-    def _search(self, least_left: int) -> None:
-        """Visit what is queued, while more than so many visits are left."""
+    def _search(self, least_left: int = 0) -> None:
+        """Visit what is queued, while more than ``least_left`` visits are left."""
         while self._queue and self._left > least_left:
             self._left -= 1
             with contextlib.suppress(Exception):  # of objects that pose as others
@@ -272,7 +298,7 @@ class Holders:
         if len(holder.before) > MOST_ITEMS:
             return
         for key, value in holder.before.items():
-            if isinstance(value, (*ATOMS, Tensor)) or key in (*_OF_MODULES, *_HOOKS):
+            if isinstance(value, _LEAVES) or (type(key) is str and key in _LEFT_OUT):
                 continue
             self._queue.append((value, holder.name_of(key)))
 
@@ -295,6 +321,10 @@ class Holders:
             for path, part in value.named_modules(prefix=name):
                 self._add_part(part, path)
         elif may_read_users(type(value).__module__) or isinstance(value, _STANDARD):
+            if self._late is not None and not _is_users_object(value):
+                del self._seen[id(value)]
+                self._late.append((value, name))
+                return
             if isinstance(getattr(value, "__dict__", None), dict):
                 self._add(value.__dict__, name, is_space=True)
             if next(iter(attributes_in_slots(value)), None) is not None:
@@ -309,6 +339,10 @@ class Holders:
         for held in (function.__defaults__, function.__kwdefaults__):
             self._queue.append((held or (), name))
         self._add(function.__dict__, function.__qualname__, is_space=True)
+
+
+def _is_users_object(value: Any) -> bool:
+    return isinstance(value, _STANDARD) or is_users(type(value))
 
 
 def _parts(value: Any) -> tuple[Any, ...] | None:

@@ -310,13 +310,28 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 def attributes_in_slots(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes that an object holds in slots."""
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
+    kind: Any = type(value)
+    try:
+        keys = _slots_of(kind)
+    except TypeError:  # a class whose metaclass has no hash
+        keys = _slots_of.__wrapped__(kind)
+    for key in keys:
+        if hasattr(value, key):
+            yield key, getattr(value, key)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Return the names of a class's slots, as code names them."""
+    found = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
         for key in (slots,) if isinstance(slots, str) else slots:
             if key.startswith("__") and not key.endswith("__"):
-                key = f"_{kind.__name__.lstrip('_')}{key}"  # as code names it
-            if key != "__dict__" and hasattr(value, key):
-                yield key, getattr(value, key)
+                found.append(f"_{base.__name__.lstrip('_')}{key}")
+            elif key != "__dict__":
+                found.append(key)
+    return tuple(found)
 
 
 def _bytes_of(value: Any) -> Any:

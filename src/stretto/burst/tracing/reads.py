@@ -50,6 +50,7 @@ HOOKS = (
 _OF_LAYERS = ("training", "p", "dropout")
 """Attributes that change the meaning of torch's own modules, which run as they are."""
 
+
 @contextlib.contextmanager
 def normal_tensors() -> Iterator[None]:
     """Leave `torch.inference_mode`, with the grad mode unchanged.
@@ -299,9 +300,7 @@ class Reads:
 
 
 def _of_kind(kind: type, objects: list[Any], kinds: list[type]) -> Iterator[Any]:
-    return itertools.compress(
-        objects, map(operator.is_, kinds, itertools.repeat(kind))
-    )
+    return itertools.compress(objects, map(operator.is_, kinds, itertools.repeat(kind)))
 
 
 def _names(helpers: list[tuple[types.CodeType, dict[str, Any]]]) -> set[str] | None:
