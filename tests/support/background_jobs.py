@@ -12,6 +12,7 @@ import os
 import select
 import sys
 import time
+from dataclasses import asdict
 
 import stretto
 from stretto.background.pacing import Policy
@@ -40,8 +41,8 @@ def foreground(device, segments, steps, die_after=None):
     say(done=True)
 
 
-def background(device, task_s, hang_after=None, **options):
-    """Run tasks until the input ends; print the totals."""
+def background(device, task_s, hang_after=None, pair=False, **options):
+    """Run tasks until the input ends; print the pair if asked for, and the totals."""
     if "policy" in options:
         options["policy"] = Policy[options["policy"]]
     job = stretto.Background(device, isolates=False, **options)
@@ -55,6 +56,8 @@ def background(device, task_s, hang_after=None, **options):
         time.sleep(task_s)
         job.end_task()
     found = job.statistics
+    if pair:
+        say(pair=asdict(job.measured_pair("first", "second")))
     job.close()
     say(tasks=found.tasks, running_s=found.running_s, loss=found.loss)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.cost.burst import DEEPPOOL, BurstNetwork
 from stretto.cost.burst_times import updated as updated
 from stretto.errors import SpecError
+from stretto.planners.burst import collocated as collocated
 from stretto.planners.burst import plan as planning
 from stretto.planners.burst.problem import BurstProblem
 from stretto.planners.burst.scaling import scaling

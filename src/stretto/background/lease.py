@@ -19,6 +19,7 @@ from stretto.background.pacing import (
     Policy,
     Reason,
 )
+from stretto.background.pair_measurement import PairMeasurement
 from stretto.errors import SpecError
 from stretto.logs import get_logger
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from stretto.background.devices.base import EndedTask
     from stretto.background.priority import Isolation
+    from stretto.schema.collocation import CollocatedPair
 
 _log = get_logger(__name__)
 
@@ -142,6 +144,7 @@ class Background:
             self._step_ended,
             idles_in_communication=self._device.idles_in_communication,
         )
+        self._measurement = PairMeasurement()
         self._foreground = 0
         self._usual_s: dict[str, float] = {}
         self._too_long: dict[str, int] = {}
@@ -246,6 +249,7 @@ class Background:
         for _ in range(self._device.outstanding):
             self._view.task_began(perf_counter())
         self._controller.reset()
+        self._measurement.begin_foreground()
         self._gate.is_control = self._adapts
         self._unfit_steps = 0
 
@@ -269,6 +273,12 @@ class Background:
         self._usual_s[task.label] = usual_s
         if self._foreground:
             self._view.task_ended(task.end_s)
+        self._measurement.add_task(
+            task.end_s,
+            task.length_s,
+            has_foreground=bool(self._foreground),
+            depth=1 + self._device.outstanding,
+        )
         status = self._status
         status.usual_s = max(status.usual_s, usual_s)
         status.tasks += 1
@@ -278,7 +288,11 @@ class Background:
 
     def _step_ended(self, step: Any) -> None:
         if self._adapts:
-            self._controller.add(step)
+            limits = self._gate.policy, self._gate.depth
+            if self._controller.add(step):
+                self._measurement.end_block(
+                    perf_counter(), limits, *self._controller.last_block
+                )
             self._status.loss = self._controller.loss
         if self._controller.closings > self._closings:
             if not self._closings:
@@ -338,6 +352,24 @@ class Background:
             isolation="not asked for"
             if self.isolation is None
             else str(self.isolation),
+        )
+
+    def measured_pair(self, foreground: str, background: str) -> CollocatedPair:
+        """Return what this background cost its last foreground, and what it got.
+
+        Args:
+            foreground: the foreground's name, such as its model.
+            background: this job's name.
+
+        Raises:
+            SpecError: too little was measured; the message says what is missing.
+        """
+        return self._measurement.pair(
+            foreground=foreground,
+            background=background,
+            device=self._device.name.partition(":")[0],
+            gate=self._gate,
+            windows=self._view.windows,
         )
 
     def close(self) -> None:

@@ -227,6 +227,10 @@ class Controller:
         self.closings = 0
         """How often the background has been closed because of its loss."""
 
+        self.last_block: tuple[float | None, float] = (None, 0.0)
+        """Loss of the block that the last control step ended, and the step without
+        background, in seconds; ``None`` if there is no such block."""
+
         self.keep_first()
         self._control: StepRecord | None = None
         self._steps: list[StepRecord] = []
@@ -240,18 +244,20 @@ class Controller:
         """Make the gate's limits those that `reset` restores."""
         self._first = dataclasses.replace(self.gate, banned=set())
 
-    def add(self, step: StepRecord) -> None:
-        """Add the foreground's next step."""
+    def add(self, step: StepRecord) -> bool:
+        """Add the foreground's next step; return whether a control step has ended."""
         if self.gate.is_closed:
             self._wait_closed()
         elif self.gate.is_control:
             if not step.had_task:
                 self._end_block(step)
+                return True
         else:
             if step.had_task:
                 self._steps.append(step)
             if len(self._steps) >= (BLOCK if self._good >= 2 else SHORT_BLOCK):
                 self.gate.is_control = True
+        return False
 
     def reset(self) -> None:
         """Start again, for another foreground."""
@@ -269,11 +275,13 @@ class Controller:
         before, self._control = self._control, control
         steps, self._steps = self._steps, []
         self.gate.is_control = False
+        self.last_block = (None, 0.0)
         if before is None or not steps:
             return
         self._end_bans()
         base_s = (before.duration_s + control.duration_s) / 2
         loss = statistics.median(s.duration_s for s in steps) / base_s - 1.0
+        self.last_block = (loss, base_s)
         self._losses = [*self._losses[-7:], loss]
         self.loss = statistics.fmean(self._losses)
         if self.loss - self._error() > self.max_loss:

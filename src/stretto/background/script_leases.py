@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -30,6 +31,7 @@ from stretto.background.lease import Background
 from stretto.background.named_device import device_name
 from stretto.errors import SpecError
 from stretto.logs import get_logger
+from stretto.schema.collocation import Collocation
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -41,6 +43,13 @@ VARIABLE = "STRETTO_BACKGROUND"
 
 SEGMENTS_VARIABLE = "STRETTO_BACKGROUND_SEGMENTS"
 MAX_LOSS_VARIABLE = "STRETTO_BACKGROUND_MAX_LOSS"
+COLLOCATION_VARIABLE = "STRETTO_BACKGROUND_COLLOCATION"
+"""File that gets what the pair of jobs has measured; see `Collocation`."""
+
+NAMES_VARIABLE = "STRETTO_BACKGROUND_NAMES"
+"""Names of foreground and background in that file, as FOREGROUND:BACKGROUND."""
+
+_NAMES = "foreground:background"
 
 MICRO_BATCH, LAYER = "micro-batch", "layer"
 SEGMENTS = (MICRO_BATCH, LAYER)
@@ -162,6 +171,10 @@ def lease_script() -> None:
         max_loss = float(text)
     except ValueError:
         raise SpecError(f"{MAX_LOSS_VARIABLE} must be a number, got {text!r}") from None
+    names_of(os.environ.get(NAMES_VARIABLE) or _NAMES)
+    path = os.environ.get(COLLOCATION_VARIABLE)
+    if path and Path(path).exists():
+        Collocation.load(path)  # not only at the end
     background = Background(device_name(named), max_loss=max_loss)
     leases = ScriptLeases(
         background, segments=os.environ.get(SEGMENTS_VARIABLE) or MICRO_BATCH
@@ -169,10 +182,46 @@ def lease_script() -> None:
     atexit.register(_end, leases, background, os.getpid())
 
 
+def names_of(text: str) -> tuple[str, str]:
+    """Return the names of foreground and background from FOREGROUND:BACKGROUND.
+
+    Raises:
+        SpecError: the text has another form.
+    """
+    foreground, colon, background = text.partition(":")
+    if not (foreground and colon and background):
+        raise SpecError(f"names must be FOREGROUND:BACKGROUND, got {text!r}")
+    return foreground, background
+
+
+def _save_pair(background: Background, path: str) -> None:
+    """Add the measured pair to a file, which is created if needed."""
+    names = names_of(os.environ.get(NAMES_VARIABLE) or _NAMES)
+    try:
+        pair = background.measured_pair(*names)
+        if Path(path).exists():
+            found = Collocation.load(path).with_row(pair)
+        else:
+            found = Collocation(rows=(pair,))
+        found.save(path)
+    except (SpecError, OSError) as error:
+        _log.warning("no pair is written to %s: %s", path, error)
+        return
+    _log.info(
+        "%s: %s, loss %.1f %%, share %.2f",
+        path,
+        pair.title,
+        100 * pair.loss_ratio,
+        pair.share_ratio,
+    )
+
+
 def _end(leases: ScriptLeases, background: Background, owner: int) -> None:
     if os.getpid() != owner:
         return
     leases.close()
+    if path := os.environ.get(COLLOCATION_VARIABLE):
+        _save_pair(background, path)
     found = background.statistics
     background.close()
     _log.info(

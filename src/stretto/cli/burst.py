@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stretto.cli import _burst_profile, _burst_scale, _planning
+from stretto.cli import (
+    _burst_background,
+    _burst_profile,
+    _burst_scale,
+    _planning,
+)
 from stretto.cli._outputs import writable
 from stretto.units import format_s
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.planners.burst.problem import BurstProblem
+    from stretto.schema import Cluster, CollocatedPair
     from stretto.schema.burst import BurstPlan
 
 
@@ -84,6 +93,20 @@ command.add_command(_burst_scale.scale_command)
     help="Numbers of GPUs that a layer may get: powers, divisors, all, or 1,2,4.",
 )
 @click.option(
+    "--background",
+    "background_file",
+    metavar="COLLOCATION",
+    help="Add a background job beside each rank: measured pairs, from `stretto run "
+    "--collocation`. Needs --cluster.",
+)
+@click.option(
+    "--report",
+    "page",
+    callback=writable,
+    metavar="HTML",
+    help="With --front and --background: write a page with the plot.",
+)
+@click.option(
     "-o",
     "--output",
     callback=writable,
@@ -100,6 +123,8 @@ def plan_command(
     cluster_file: str | None,
     cores: float | None,
     widths: str | tuple[int, ...],
+    background_file: str | None,
+    page: str | None,
     output: str | None,
     as_json: bool,
 ) -> None:
@@ -109,58 +134,105 @@ def plan_command(
     the meantime; --amp-limit limits the GPU time that a faster layer may cost. With a
     cluster of up to 64 ranks the step is simulated, including synchronization under
     backward and waiting. Otherwise it is the sum of the published model.
+
+    With --background it shows the step beside a background job on each rank and the
+    background's rate; with --front too, the front of both over amplification limits.
     """
     from stretto._api import burst
     from stretto.schema import Cluster
     from stretto.schema.burst import LayerProfile
 
+    _check_options(front=front, background=background_file, page=page, output=output)
+    profile = LayerProfile.load(profile_file)
+    cluster = None if cluster_file is None else Cluster.load(cluster_file)
+    pairs: tuple[CollocatedPair, ...] = ()
+    if background_file is not None:
+        cluster = _burst_background.require_cluster(cluster, gpus)
+        pairs = _burst_background.load(background_file, profile.name)
+    problem = burst.problem(
+        profile,
+        gpus=gpus,
+        batch=batch,
+        amplification_limit=limit,
+        widths=widths,
+        cluster=cluster,
+    )
+    if front and pairs and cluster is not None:
+        _burst_background.show_front(
+            problem, cluster, pairs, cores=cores, page=page, as_json=as_json
+        )
+        return
+    _show(problem, cluster, pairs, cores, front=front, output=output, as_json=as_json)
+
+
+def _check_options(
+    *, front: bool, background: str | None, page: str | None, output: str | None
+) -> None:
     if front and output is not None:
         raise click.UsageError(
             "-o writes one plan, but --front gives several: choose one of them"
         )
-    profile = LayerProfile.load(profile_file)
-    cluster = None if cluster_file is None else Cluster.load(cluster_file)
-    idle_s: tuple[float, ...] | None = None
+    if page is not None and not (front and background is not None):
+        raise click.UsageError("--report needs --front and --background")
+
+
+def _show(
+    problem: BurstProblem,
+    cluster: Cluster | None,
+    pairs: Sequence[CollocatedPair],
+    cores: float | None,
+    *,
+    front: bool,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Plan and print, with what one plan gives beside each pair's background."""
+    from stretto._api import burst
+
+    profile, gpus = problem.profile, problem.gpus
+    by_rank: dict[str, Any] = {}
     with _planning.progress(f"planning {profile.name}"):
         begin_s = time.perf_counter()
-        problem = burst.problem(
-            profile,
-            gpus=gpus,
-            batch=batch,
-            amplification_limit=limit,
-            widths=widths,
-            cluster=cluster,
-        )
         if front:
             plans = burst.front(problem)
         elif cluster is None or gpus > burst.MOST_SIMULATED:
             plans = [burst.plan(problem)]
         else:
             found, step = burst.plan_on(problem, cluster, cores=cores)
-            plans, idle_s = [found], step.idle_s
+            plans = [found]
+            by_rank["idle_s_by_rank"] = step.idle_s
+            if pairs:
+                by_rank["beside"] = _burst_background.plan_rows(
+                    problem, cluster, pairs, found, step, cores
+                )
         search_s = time.perf_counter() - begin_s
     if output is not None:
         plans[0].save(output)
     rows = [_row_of(plan) for plan in plans]
     if as_json:
-        about = {"profile": profile.name, "gpus": gpus, "batch": batch}
+        about = {"profile": profile.name, "gpus": gpus, "batch": problem.batch}
         timed = {"search_s": search_s}
         chosen = {"front": rows} if front else rows[0]
-        by_rank = {} if idle_s is None else {"idle_s_by_rank": idle_s}
         click.echo(_planning.json_text(about | chosen | by_rank | timed))
-        return
-    if front:
+    elif front:
         for row in rows:
             click.echo(_summary(row))
-        return
-    for entry in plans[0].layers:
+    else:
+        _print_plan(plans[0], rows[0], by_rank)
+
+
+def _print_plan(plan: BurstPlan, row: dict[str, Any], by_rank: dict[str, Any]) -> None:
+    for entry in plan.layers:
         click.echo(f"{entry.gpus:>6}  {_where(entry.first_gpu)}{entry.layer}")
-    click.echo(_summary(rows[0]))
-    click.echo(_against(rows[0]))
-    if idle_s is not None:
+    click.echo(_summary(row))
+    click.echo(_against(row))
+    if "idle_s_by_rank" in by_rank:
+        idle_s = by_rank["idle_s_by_rank"]
         shown = ", ".join(format_s(seconds) for seconds in idle_s[:16])
         more = " ..." if len(idle_s) > 16 else ""
         click.echo(f"idle by rank: {shown}{more}")
+    if "beside" in by_rank:
+        click.echo(_burst_background.plan_text(by_rank["beside"]))
 
 
 def _where(first_gpu: int) -> str:

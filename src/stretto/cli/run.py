@@ -31,6 +31,8 @@ SETTINGS = {
     "background": "STRETTO_BACKGROUND",
     "segments": "STRETTO_BACKGROUND_SEGMENTS",
     "max_loss": "STRETTO_BACKGROUND_MAX_LOSS",
+    "collocation": "STRETTO_BACKGROUND_COLLOCATION",
+    "names": "STRETTO_BACKGROUND_NAMES",
 }
 """Options, and the environment variables that pass them to ranks."""
 
@@ -142,6 +144,17 @@ def _torchrun_options() -> dict[str, argparse.Action]:
     "--max-loss",
     metavar="SHARE",
     help="With --background: permitted loss of the foreground.  [default: 0.05]",
+)
+@click.option(
+    "--collocation",
+    metavar="FILE",
+    help="With --background: add what both jobs lose and get to this file, for "
+    "`stretto burst plan --background FILE`.",
+)
+@click.option(
+    "--names",
+    metavar="FOREGROUND:BACKGROUND",
+    help="With --collocation: the jobs' names.  [default: foreground:background]",
 )
 @click.option(
     "--convert",
@@ -257,8 +270,10 @@ def _all_local_ranks(parsed: Any, arguments: tuple[str, ...]) -> None:
 
 
 def _check_background(settings: dict[str, str | None]) -> None:
+    if settings["names"] is not None and settings["collocation"] is None:
+        raise click.UsageError("--names needs --collocation FILE")
     if settings["background"] is None:
-        for option in ("segments", "max_loss"):
+        for option in ("segments", "max_loss", "collocation"):
             if settings[option] is not None:
                 name = f"--{option.replace('_', '-')}"
                 raise click.UsageError(f"{name} needs --background DEVICE")
@@ -272,7 +287,15 @@ def _check_files(settings: dict[str, str | None]) -> None:
         raise click.BadParameter(
             f"{plan!r} is neither auto, ddp nor a file", param_hint="--plan"
         )
-    for option in ("save_plan", "profile", "cluster", "trace", "report", "tuning"):
+    for option in (
+        "save_plan",
+        "profile",
+        "cluster",
+        "trace",
+        "report",
+        "tuning",
+        "collocation",
+    ):
         value = settings[option]
         if value is not None and not Path(value).absolute().parent.is_dir():
             raise click.BadParameter(

@@ -1,4 +1,4 @@
-"""A page that compares four ways to use more GPUs."""
+"""Pages about burst plans: four ways to use more GPUs, and plans beside backgrounds."""
 
 from __future__ import annotations
 
@@ -123,3 +123,118 @@ def _cell(way: Mapping[str, Any] | None) -> str:
         return "–"
     step = format_s(way["iteration_s"])
     return f"{way['speedup']:.2f}x, {way['batch']}, {step}"
+
+
+def save_collocation(
+    path: str | Path, *, found: Mapping[str, Any], network: str
+) -> None:
+    """Write the page about a front of plans with background jobs atomically.
+
+    ``found`` has ``profile``, ``gpus``, ``batch``, ``alone_s``, ``pairs`` (each with
+    ``background``, ``measured`` and the rows of its ``front``) and the rows of
+    ``partitions``.
+
+    Raises:
+        SpecError: the file cannot be written.
+    """
+    codec.write_atomically(path, render_collocation(found, network).encode())
+
+
+def render_collocation(found: Mapping[str, Any], network: str) -> str:
+    """Return the page as HTML text."""
+    title = f"{found['profile']} with background jobs"
+    fronts = {pair["background"]: pair["front"] for pair in found["pairs"]}
+    drawing = charts_svg(
+        [_front_chart({**fronts, "static partition": found["partitions"]})],
+        title,
+        standalone=False,
+    )
+    body = (
+        f'<h1>{escape(title)}</h1><p class="why">Predicted steps of {found["batch"]} '
+        f"samples on {found['gpus']} GPUs; network: {escape(network)}. Rates are over "
+        "those of each job alone; the foreground's step alone is "
+        f"{format_s(found['alone_s'])}.</p>"
+    )
+    body += _section(
+        "Foreground and background",
+        "Each point is a burst plan: a lower amplification limit makes the foreground "
+        "slower and leaves more idle time. In a static partition the foreground is "
+        "data parallel on some GPUs and each other GPU runs a background alone.",
+        drawing,
+    )
+    for pair in found["pairs"]:
+        heads, cells = front_cells(pair["front"])
+        body += _section(
+            escape(pair["background"]),
+            _measured(pair["measured"]),
+            _table(heads, [(row, "", False) for row in cells]),
+        )
+    heads, cells = front_cells(found["partitions"])
+    body += _section(
+        "Static partition", "", _table(heads, [(row, "", False) for row in cells])
+    )
+    return framed(title, body)
+
+
+def front_cells(
+    rows: Sequence[Mapping[str, Any]],
+) -> tuple[list[str], list[list[str]]]:
+    """Return heads and cells of a table of a front's plans, or of partitions."""
+    heads = ["step", "foreground", "background", "total"]
+    cells = [
+        [
+            format_s(row["iteration_s"]),
+            *(f"{row[f'{job}_rate']:.2f}" for job in ("foreground", "background")),
+            f"{row['total']:.2f}",
+        ]
+        for row in rows
+    ]
+    if "gpus" in rows[0]:
+        names = [_gpus(row["gpus"]) for row in rows]
+        return (
+            ["foreground on", *heads],
+            [[name, *row] for name, row in zip(names, cells, strict=True)],
+        )
+    limits = [_limit(row["amplification_limit"]) for row in rows]
+    alone = [format_s(row["alone_s"]) for row in rows]
+    return (
+        ["limit", "alone", *heads],
+        [
+            list(row)
+            for row in zip(limits, alone, *zip(*cells, strict=True), strict=True)
+        ],
+    )
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def _limit(limit: float | None) -> str:
+    return "none" if limit is None else f"{limit:g}"
+
+
+def _measured(pair: Mapping[str, Any]) -> str:
+    return (
+        f"Measured in {pair['pairs']} pairs of blocks: loss {pair['loss_ratio']:.1%}, "
+        f"share {pair['share_ratio']:.2f} where {pair['usable_ratio']:.2f} of the step "
+        f"was usable; tasks of {format_s(pair['task_s'])}, policy "
+        f"{escape(pair['policy'])}, depth {pair['depth']}."
+    )
+
+
+def _front_chart(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Chart:
+    rates = sorted({row["background_rate"] for rows in curves.values() for row in rows})
+    columns = {}
+    for name, rows in curves.items():
+        steps = {row["background_rate"]: 1e3 * row["iteration_s"] for row in rows}
+        columns[name] = [steps.get(rate, math.nan) for rate in rates]
+    return Chart(
+        title="Foreground's step",
+        axis="background's rate over its rate alone",
+        unit="ms",
+        x=rates,
+        columns=columns,
+        wide=True,
+        linear=True,
+    )

@@ -1,10 +1,10 @@
-"""Curves over numbers of ranks, as SVG text."""
+"""Curves over numbers of ranks, or over rates, as SVG text."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stretto.report.svg import (
@@ -28,7 +28,7 @@ _HEIGHT = 250.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Several curves over one axis of powers of two."""
+    """Several curves over one axis, of powers of two or linear from 0."""
 
     title: str
 
@@ -36,7 +36,7 @@ class Chart:
 
     unit: str
 
-    x: Sequence[int]
+    x: Sequence[float]
 
     columns: Mapping[str, Sequence[float]]
 
@@ -45,6 +45,9 @@ class Chart:
 
     wide: bool = False
     """The axis of values is logarithmic if they span more than a factor of ten."""
+
+    linear: bool = False
+    """The other axis is linear from 0, not one of powers of two."""
 
 
 def charts_svg(charts: Sequence[Chart], label: str, *, standalone: bool = True) -> str:
@@ -87,12 +90,8 @@ def _chart(chart: Chart, top: float) -> list[str]:
     room = 1.05 * (high - low) or 1.0
     logarithmic = chart.wide and 0 < 10 * low < high
     marks = _decade_ticks(low, high) if logarithmic else _ticks_between(low, high, room)
-    first, last = math.log2(chart.x[0]), math.log2(chart.x[-1])
+    x = _across(chart)
     begin, bottom = top + 26.0, top + 26.0 + _HEIGHT
-
-    def x(value: int) -> float:
-        share = (math.log2(value) - first) / ((last - first) or 1.0)
-        return _LEFT + (_RIGHT - _LEFT) * share
 
     def y(value: float) -> float:
         share = (value - low) / room
@@ -107,14 +106,18 @@ def _chart(chart: Chart, top: float) -> list[str]:
         out.append(_tag("line", x1=_LEFT, x2=_RIGHT, y1=at, y2=at, class_="grid"))
         out.append(_text(_LEFT - 8, at + 4, text, class_="tick", text_anchor="end"))
     free = math.inf
-    for value in reversed(chart.x):
-        half = len(f"{value}") * 11.5 * _CHAR / 2
+    for value in ticks(chart.x[-1], 8)[::-1] if chart.linear else chart.x[::-1]:
+        half = len(_number(value)) * 11.5 * _CHAR / 2
         if x(value) + half + 6 > free:
             continue
         free = x(value) - half
         out.append(
             _text(
-                x(value), bottom + 18, f"{value}", class_="tick", text_anchor="middle"
+                x(value),
+                bottom + 18,
+                _number(value),
+                class_="tick",
+                text_anchor="middle",
             )
         )
     middle = (_LEFT + _RIGHT) / 2
@@ -142,6 +145,23 @@ def _chart(chart: Chart, top: float) -> list[str]:
         label = f"{name} {chart.ends[name]}" if name in chart.ends else name
         out.append(_text(_RIGHT + 10, at, label, class_=style))
     return out
+
+
+def _number(value: float) -> str:
+    return f"{value}" if isinstance(value, int) else f"{value:g}"
+
+
+def _across(chart: Chart) -> Callable[[float], float]:
+    """Return the position of values of the horizontal axis."""
+    first, last = 0.0, float(chart.x[-1])
+    if not chart.linear:
+        first, last = math.log2(chart.x[0]), math.log2(chart.x[-1])
+
+    def position(value: float) -> float:
+        at = value if chart.linear else math.log2(value)
+        return _LEFT + (_RIGHT - _LEFT) * (at - first) / ((last - first) or 1.0)
+
+    return position
 
 
 def _ticks_between(low: float, high: float, room: float) -> list[float]:

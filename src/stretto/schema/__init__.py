@@ -10,6 +10,7 @@ from stretto.schema.cluster import (
     Link,
     RateCurve,
 )
+from stretto.schema.collocation import CollocatedPair, Collocation
 from stretto.schema.plan import NARROWER, Bucket, Plan, Prediction, slice_bounds
 from stretto.schema.samples import CollectiveSample, ContentionSample
 from stretto.schema.timeline import Span, Timeline
@@ -21,6 +22,8 @@ __all__ = [
     "Bucket",
     "Cluster",
     "CollectiveSample",
+    "CollocatedPair",
+    "Collocation",
     "ComputeContention",
     "Concurrency",
     "Contention",

@@ -13,7 +13,8 @@ Both share links by `fair`. Tests compare each with the other, and with
 `stretto.testing.libra_stages` for one lane.
 
 Beside them: `bounds`, `certificate` and `scope` (what no plan can beat), `scaling`
-(steps over numbers of ranks), and `burst` with `_burst_script` (steps of burst plans).
+(steps over numbers of ranks), `burst` with `_burst_script` (steps of burst plans), and
+`collocation` (such a step with a background job beside each rank).
 """
 
 from stretto.sim.bounds import LowerBound, lower_bound

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
+from stretto.background.windows import windows_of
 from stretto.cost.burst import ring_of
 from stretto.cost.contention import compute_rate
 from stretto.errors import SpecError
@@ -34,6 +35,7 @@ from stretto.sim._burst_script import (
 from stretto.sim.fair import max_min_rates
 
 if TYPE_CHECKING:
+    from stretto.background.windows import Window
     from stretto.schema import Cluster
     from stretto.schema.burst import BurstPlan, LayerProfile
     from stretto.schema.burst_host import HostCosts
@@ -60,6 +62,13 @@ class BurstStep:
 
     timeline: Timeline
     """Tracks ``rank0``, ... for computation and ``rank0 network``, ... for sending."""
+
+    @property
+    def windows(self) -> tuple[tuple[Window, ...], ...]:
+        """By rank: begin, length and kind of each idle window; they sum to `idle_s`."""
+        return tuple(
+            windows_of(self.timeline, rank) for rank in range(len(self.idle_s))
+        )
 
 
 def simulate_burst(

@@ -254,3 +254,21 @@ def test_a_background_that_hangs_in_its_lease_is_reported_and_then_ended(jobs):
         _, errors = foreground.communicate()
     assert errors.count("is in one lease for") == 1
     assert f"process {job.process.pid}: it ignores its lease" in errors
+
+
+@times
+def test_a_pair_is_measured_by_a_background_that_began_alone(jobs):
+    second = jobs("background", device=DEVICE, task_s=0.01, pair=True, margin=0.1)
+    time.sleep(0.5)
+    first = jobs("foreground", device=DEVICE, segments=[[0.02, 0.05]], steps=60)
+    assert first.rows()[-1] == {"done": True}
+    second.process.stdin.close()
+    (pair, _) = second.rows()
+    row = pair["pair"]
+    assert row["policy"] == "fits"
+    assert row["task_s"] == pytest.approx(0.01, rel=0.2)
+    # Three or four tasks of 10 ms in each window of 50 ms, none in control steps.
+    assert 0.4 <= row["usable_ratio"] <= 0.75
+    assert 0.3 <= row["share_ratio"] <= row["usable_ratio"] * 1.1
+    assert abs(row["loss_ratio"]) < 0.1
+    assert row["pairs"] >= 4

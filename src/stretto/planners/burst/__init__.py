@@ -9,4 +9,5 @@
   `edges` (relaxation over one edge), `sharing` (GPUs among branches) and `front` (the
   Pareto front of time against GPU time). `crossing` plans graphs whose branches cross,
   with layers joined by `cuts`.
+- `collocated` gives plans over amplification limits with a background job beside them.
 """

@@ -1,0 +1,66 @@
+"""A predicted burst step with a background job beside each rank.
+
+# Note [What a measured pair says about another plan]
+A pair's loss lengthens the step by the same ratio. Its rate in usable time is the same:
+the measured share over the part of the step that was usable then. So with u seconds of
+a plan's step of t seconds usable, the background has share / usable_ratio * u / t of
+its rate alone, and for the plan that was measured this is the measured share. On a rank
+that computes nothing in the step, the background has its rate alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from stretto.background.windows import usable_s
+from stretto.schema.collocation import FITS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.background.windows import Window
+    from stretto.schema import CollocatedPair
+    from stretto.sim.burst import BurstStep
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollocatedStep:
+    """One step of a burst plan with a background job beside each rank."""
+
+    iteration_s: float
+    """With the pair's loss."""
+
+    background_by_rank: tuple[float, ...]
+    """Each background's rate over its rate alone."""
+
+    @property
+    def background(self) -> float:
+        """All backgrounds' rate over that of one on each rank alone."""
+        return sum(self.background_by_rank) / len(self.background_by_rank)
+
+
+def collocate(step: BurstStep, pair: CollocatedPair) -> CollocatedStep:
+    """Return a step beside the pair's background, see Note.
+
+    A negative loss is noise and counts as none. There is no loss where no task fits.
+    """
+    rates = tuple(_rate(windows, step.iteration_s, pair) for windows in step.windows)
+    runs = pair.policy != FITS or any(0.0 < rate < 1.0 for rate in rates)
+    loss = max(0.0, pair.loss_ratio) if runs else 0.0
+    return CollocatedStep(
+        iteration_s=step.iteration_s * (1.0 + loss), background_by_rank=rates
+    )
+
+
+def _rate(windows: Sequence[Window], iteration_s: float, pair: CollocatedPair) -> float:
+    if sum(window.length_s for window in windows) > (1.0 - 1e-9) * iteration_s:
+        return 1.0
+    return min(1.0, pair.use_ratio * _usable_s(windows, pair) / iteration_s)
+
+
+def _usable_s(windows: Sequence[Window], pair: CollocatedPair) -> float:
+    if pair.policy == FITS:
+        return usable_s(windows, pair.task_s)
+    return sum(window.length_s for window in windows)
