@@ -1,8 +1,9 @@
 """For all tests: nothing of this machine's earlier runs is remembered.
 
 ``make test`` sets ``STRETTO_TEST_TURN`` to a number made of the commit. Then those
-marked ``repeat`` do not run, and of those marked ``turns(n)`` every n-th of a file:
-which ones depends on the number, so that commits in turn run all of them. Without the
+marked ``repeat`` do not run, and of those marked ``turns(n)``, or in a file of
+`TAKE_TURNS`, every n-th of a file: which ones depends on the number, so that commits in
+turn run all of them. Without the
 variable, and with ``STRETTO_TEST_ALL=1 make test``, every test that is named runs.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,6 +25,28 @@ settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
 
 os.environ["STRETTO_MEMORY"] = "off"
+
+TAKE_TURNS = {
+    "convert/test_run_convert.py": 2,
+    "dist/test_auto.py": 2,
+    "dist/test_burst_by_hand.py": 2,
+    "dist/test_burst_faults.py": 2,
+    "dist/test_burst_features.py": 2,
+    "dist/test_burst_outputs.py": 2,
+    "dist/test_burst_uses.py": 2,
+    "dist/test_burst_waiting.py": 2,
+    "dist/test_exit.py": 2,
+    "dist/test_faults_replanning.py": 2,
+    "dist/test_horovod_ops_start.py": 2,
+    "lab/test_burst.py": 2,
+    "lab/test_demo.py": 2,
+    "unit/burst/test_cache_places.py": 3,
+    "unit/burst/test_caches.py": 3,
+    "unit/burst/test_capture.py": 2,
+    "unit/burst/test_reads.py": 2,
+    "unit/cli/test_run.py": 2,
+}
+"""Files all of whose tests take turns, and how many commits run all of them."""
 
 
 def pytest_collection_modifyitems(
@@ -43,6 +67,9 @@ def this_turn(items: list[pytest.Item], turn: int) -> list[pytest.Item]:
     kept = []
     seen: Counter[tuple[str, int]] = Counter()
     for item in items:
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        if file in TAKE_TURNS:
+            item.add_marker(pytest.mark.turns(TAKE_TURNS[file]), append=False)
         mark = item.get_closest_marker("turns")
         if item.get_closest_marker("repeat"):
             continue

@@ -26,7 +26,7 @@ def passed(found: dict[str, dict[str, list[str]]], form: str) -> set[str]:
     return {name for name, row in found.items() if row[form][0] == "passed"}
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_passes_with_ddp_passes_with_ours(part: int, tmp_path: Path) -> None:
     """All but what ``known.json`` gives a reason for, which the command checks."""

@@ -240,7 +240,7 @@ def test_a_broken_memory_costs_one_warning_on_one_rank(ranks, tmp_path):
 def refuses(rank: int, size: int) -> dict[str, Any]:
     """Plans with several lanes do not fit into this rank's memory."""
     options = TuneOptions(
-        steps=40,
+        steps=200,
         lost_ratio=1e6,
         model=False,  # without a bound to end it early, the grid comes to several lanes
         techniques=("grid",),

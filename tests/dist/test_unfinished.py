@@ -172,6 +172,7 @@ def test_the_next_run_goes_on_from_the_best_plan_of_a_run_that_was_too_short(
 
 
 SCRIPT = """
+import sys
 import time
 import torch
 import torch.distributed as dist
@@ -184,6 +185,8 @@ model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 300), nn.Linear(300,
 for step in range(200):
     model(torch.randn(8, 64)).square().mean().backward()
     time.sleep(0.02)
+    if model._auto is None:  # the measurements of a busy machine fit no model
+        sys.exit(7)
     # The first trial is still under way, however long its beginning took.
     search = model._auto._known.search
     enough = search is not None and len(search.trials[0].steps_s) == 3
@@ -200,21 +203,28 @@ def test_a_script_that_ends_in_an_error_keeps_what_is_known(tmp_path: Path) -> N
     script.write_text(SCRIPT)
     memory = tmp_path / "plans.sqlite"
     options = ["--save-plan", str(plan), "--memory", str(memory), "--standalone"]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "stretto", "run", *options),
-            *("--nproc-per-node", "2", str(script)),
-        ],
-        env={
-            **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        },
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    for _ in range(4):
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "stretto", "run", *options),
+                *("--nproc-per-node", "2", str(script)),
+            ],
+            env={
+                **{
+                    k: v
+                    for k, v in os.environ.items()
+                    if k not in ("RANK", "WORLD_SIZE")
+                },
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        if "cannot make a plan" not in done.stderr:
+            break
     assert done.returncode == 1, done.stderr
     assert "RuntimeError: the disk is full" in done.stderr
     told = [line for line in done.stderr.splitlines() if "had not settled" in line]

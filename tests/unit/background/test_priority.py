@@ -21,6 +21,7 @@ from stretto.background.priority import (
 )
 
 pytestmark = [
+    pytest.mark.alone,  # an idle class gets no time while others compute
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="Linux only"),
 ]
@@ -54,7 +55,12 @@ def lowered(methods, *, foreground=0, session=True, keep=False):
     if keep:
         row = json.loads(process.stdout.readline())
         return row, process
-    out, errors = process.communicate(timeout=100)
+    try:
+        out, errors = process.communicate(timeout=100)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
     assert process.returncode == 0, errors
     return json.loads(out)
 
