@@ -1,77 +1,20 @@
-"""A gang's training against one process, with ranks of other speeds and faults."""
+"""A gang's training against one process, with ranks of other speeds."""
 
 from __future__ import annotations
 
 import os
-import signal
 import time
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import stretto
-from stretto.errors import CommTimeout, RankDisagreement, SpecError
+from stretto.errors import RankDisagreement, SpecError
+from support.gangs import COUNT, difference, loss_of, model_of, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
-
-COUNT, SAMPLES = 7, 4
-
-
-def model_of(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(6, 8), nn.LayerNorm(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 3)
-    )
-
-
-def data_of(step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(100 * step + index)
-    return (
-        torch.randn(SAMPLES, 6, generator=draw),
-        torch.randint(0, 3, (SAMPLES,), generator=draw),
-    )
-
-
-def loss_of(model: nn.Module, step: int, index: int) -> torch.Tensor:
-    x, y = data_of(step, index)
-    return nn.functional.cross_entropy(model(x), y)
-
-
-def train(gang: Any, model: nn.Module, steps: int, slow_s: float = 0.0) -> list[int]:
-    """Return how many micro-batches this rank computed in each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    found = []
-    for step in range(steps):
-        own = 0
-        for index in gang.claims():
-            loss_of(model, step, index).backward()
-            time.sleep(slow_s)
-            own += 1
-        gang.reduce()
-        optimizer.step()
-        found.append(own)
-    return found
-
-
-def alone(steps: int, seed: int = 3) -> list[torch.Tensor]:
-    """Train in one process with the gradients of all micro-batches."""
-    from stretto.gang.gang import Gang
-
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    seeds = Gang.__new__(Gang)
-    seeds._seed = seed
-    for step in range(steps):
-        optimizer.zero_grad()
-        seeds.step = step
-        for index in range(COUNT):
-            torch.manual_seed(seeds._seed_of(index))
-            (loss_of(model, step, index) / COUNT).backward()
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
 
 
 def rank_trains(rank: int, size: int, slow_s: list[float]) -> dict[str, Any]:
@@ -79,10 +22,7 @@ def rank_trains(rank: int, size: int, slow_s: list[float]) -> dict[str, Any]:
     model = model_of(rank)  # rank 0's values count
     gang = stretto.Gang(model, micro_batches=COUNT, seed=3, timeout_s=20.0)
     counts = train(gang, model, 4, slow_s[rank])
-    worst = max(
-        float((p - want).abs().max())
-        for p, want in zip(model.parameters(), alone(4), strict=True)
-    )
+    worst = difference(model, 4)
     return {"counts": counts, "worst": worst}
 
 
@@ -112,10 +52,7 @@ def rank_falls_asleep(rank: int, size: int) -> dict[str, Any]:
         own += 1
     gang.reduce()
     optimizer.step()
-    worst = max(
-        float((p - want).abs().max())
-        for p, want in zip(model.parameters(), alone(1), strict=True)
-    )
+    worst = difference(model, 1)
     return {"own": own, "done": len(gang._done), "worst": worst}
 
 
@@ -168,10 +105,7 @@ def rank_leaves_the_loop(rank: int, size: int) -> dict[str, Any]:
             break
     gang.reduce()
     torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9).step()
-    worst = max(
-        float((p - want).abs().max())
-        for p, want in zip(model.parameters(), alone(1), strict=True)
-    )
+    worst = difference(model, 1)
     return {"done": len(gang._done), "worst": worst}
 
 
@@ -179,32 +113,6 @@ def test_a_rank_that_leaves_its_loop_loses_nothing(ranks: Any) -> None:
     found = ranks(rank_leaves_the_loop, 2)
     assert found[1]["done"] == 0
     assert max(one["worst"] for one in found) < 1e-12
-
-
-def rank_loses_another(rank: int, size: int) -> tuple[str, str, float]:
-    model = model_of()
-    gang = stretto.Gang(model, micro_batches=COUNT, timeout_s=8.0)
-    dist.barrier()
-    began_s = time.perf_counter()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        for step in range(100):
-            for index in gang.claims():
-                loss_of(model, step, index).backward()
-            gang.reduce()
-    except CommTimeout as exc:
-        return type(exc).__name__, str(exc), time.perf_counter() - began_s
-    return "", "", 0.0
-
-
-def test_a_lost_member_is_named_in_time(ranks: Any) -> None:
-    found = ranks(rank_loses_another, 3, timeout_s=60, errors=True)
-    for rank in (0, 2):
-        kind, text, took_s = found[rank]
-        assert kind == "CommTimeout"
-        assert "rank 1" in text
-        assert took_s < 40.0
 
 
 def rank_disagrees(rank: int, size: int) -> str:
@@ -265,10 +173,7 @@ def rank_beside_a_foreground(rank: int, size: int, folder: str) -> dict[str, Any
             model, micro_batches=COUNT, seed=3, background=background, timeout_s=30.0
         )
         counts = train(gang, model, 2)
-    worst = max(
-        float((p - want).abs().max())
-        for p, want in zip(model.parameters(), alone(2), strict=True)
-    )
+    worst = difference(model, 2)
     return {"counts": counts, "worst": worst}
 
 

@@ -6,23 +6,30 @@ accumulates them, up to the order of summation. Data and random numbers belong t
 micro-batch, not to the rank: the loop chooses data by (step, index), and torch's
 generators are seeded by (seed, step, index). So the result does not depend on who had
 time. With the claims of a step (`Gang.state_dict`) it can be replayed bit for bit.
+
+# Note [A step survives its members]
+A member's gradients stay apart from the sum until all members have the sum and the step
+has ended (`membership.py`). If a member is lost before, the sum is dropped, the others
+compute its micro-batches, and sum again over connections without it. That is why the
+sum belongs to the iteration over claims: it may have to yield more of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import PrefixStore
 
-from stretto.errors import CommTimeout, SpecError
+from stretto.errors import SpecError
 from stretto.gang.claims import Claims
+from stretto.gang.membership import SILENT_S, GangStore, Membership
+from stretto.gang.sums import MemberSums, SumFailed
 from stretto.runtime.agreement import Agreement
 from stretto.runtime.failure import FailureReporter
 from stretto.runtime.store import own_connection, ranks_of
@@ -58,6 +65,9 @@ class Gang:
     does many of them and one with none does none. `claims` starts from no gradients,
     and `reduce` leaves the mean over all micro-batches in ``.grad``, equal on all
     ranks. Micro-batches of one step must have equally many samples.
+
+    If a rank is lost, the others compute its micro-batches of the step and continue
+    without it, unless it holds the store.
     """
 
     def __init__(
@@ -106,17 +116,29 @@ class Gang:
                 "parameters": hashlib.blake2b(repr(rows).encode()).hexdigest()[:16],
             },
         )
-        self._store = own_connection(self._ranks)
+        store = GangStore(own_connection(self._ranks), self._ranks, self._key())
+        self._membership = Membership(store, self._ranks)
         self.step = 0
         """Steps that have been reduced."""
 
         self._done: list[int] = []
-        self._replayed: list[int] | None = None
+        self._replayed: dict[int, list[int]] | None = None
         self._usual_s = 0.0
-        self._is_open = False
+        self._claims: Claims | None = None
+        self._last_claims: Claims | None = None
+        self._means: list[Tensor | None] | None = None
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 self._await(dist.broadcast(tensor, *self._root(), async_op=True))
+        self._sums: MemberSums | None = None
+        self._sums_epoch = 0
+        with self._following_failures():
+            self._connected()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Global ranks that have not been lost, in their order."""
+        return tuple(self._ranks.names[m] for m in self._membership.members)
 
     def _key(self) -> str:
         return f"gang/{self._agreement.serial}"
@@ -125,83 +147,99 @@ class Gang:
         return self._ranks.names[0], self._group
 
     def _await(self, work: Any) -> None:
-        self._failures.wait(work, "a sum of a gang")
+        self._failures.wait(work, "the broadcast of a gang's parameters")
 
     # claims
 
     def claims(self) -> Iterator[int]:
         """Yield the micro-batches of the step that this rank computes.
 
-        The iteration ends when all micro-batches of the step have been computed. What
-        the loop's body adds to ``.grad`` counts when the next index is asked for. If
-        the body raises an error or leaves the loop, another rank computes its
-        micro-batch.
+        The iteration ends when all micro-batches of the step have been computed and
+        their gradients are summed. What the loop's body adds to ``.grad`` counts when
+        the next index is asked for. If the body raises an error or leaves the loop,
+        another rank computes its micro-batch.
 
         Raises:
-            SpecError: a batch norm would use statistics that differ between ranks.
-            CommTimeout: another rank is lost.
+            SpecError: a batch norm would use statistics that differ between ranks, or
+                the last step has not ended with `reduce`.
+            CommTimeout: the store is lost, or the others have given this rank up.
         """
         self._require_no_statistics()
+        self._membership.require_open()
+        if self._claims is not None:
+            raise SpecError("claims() begins a step: call reduce() for the last one")
         for parameter in self._parameters:
             parameter.grad = None
-        self._done, self._is_open = [], True
-        if self._replayed is not None:
-            for index in self._replayed:
-                yield from self._computed(index, None)
-            self._replayed = None
-            return
-        claims = Claims(
-            self._step_store(self.step), rank=self._ranks.rank, count=self._count
+        self._done, self._means = [], None
+        self._claims = claims = Claims(
+            self._membership.claims_store, rank=self._ranks.rank, count=self._count
         )
-        while (claimed := self._next(claims)) is not None:
-            yield from self._computed(claimed, claims)
+        yield from self._computed_again(claims)
+        while self._means is None:
+            while (claimed := self._next(claims)) is not None:
+                yield from self._computed(claimed, claims)
+            self._sum_up(claims)
 
-    def _step_store(self, step: int) -> Any:
-        return PrefixStore(f"{self._key()}/{step}", self._store)
+    def _computed_again(self, claims: Claims) -> Iterator[int]:
+        """Yield what this rank has computed in the step that is replayed, if any."""
+        rows, self._replayed = self._replayed, None
+        if rows is None:
+            return
+        claims.assign({index: rank for rank, row in rows.items() for index in row})
+        for index in rows[self._ranks.rank]:
+            yield from self._computed(index, claims)
 
-    def _next(self, claims: Claims) -> int | None:
-        """Return a claimed micro-batch, with the device; ``None`` at the step's end."""
+    def _next(self, claims: Claims, *, computes: bool = True) -> int | None:
+        """Return a claimed micro-batch, with the device; ``None`` if all are computed.
+
+        Args:
+            claims: of this step.
+            computes: whether this rank claims any.
+        """
         waited_since_s = time.perf_counter()
         finished, pause_s = -1, _PAUSE_S
         while True:
-            if not claims.all_claimed and self._has_device():
+            self._look(claims)
+            if computes and not claims.all_claimed and self._has_device():
                 index = claims.claim()
                 if index is not None:
                     return index
                 self._leave_device()
-            index = self._take_over(claims)
+            index = self._take_over(claims) if computes else None
             if index is not None:
                 return index
             now_finished = claims.finished
-            if now_finished >= self._count:
+            if claims.is_complete:
                 return None
             if now_finished != finished:
                 finished, waited_since_s = now_finished, time.perf_counter()
-            self._require_others(time.perf_counter() - waited_since_s)
-            if claims.all_claimed:
+            if time.perf_counter() - waited_since_s > self._ranks.timeout_s:
+                self._membership.give_up(
+                    f"step {self.step} of a gang: no micro-batch was finished within "
+                    f"{self._ranks.timeout_s:g} s"
+                )
+                waited_since_s = time.perf_counter()
+            if claims.all_claimed or not computes:
                 time.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
+    def _look(self, claims: Claims) -> None:
+        """Return what members have claimed that are lost by now."""
+        self._membership.look()
+        lost = self._membership.lost_in_step - claims.lost
+        if lost:
+            claims.lose(lost)
+
+    def _overdue_s(self) -> float:
+        return max(_LEAST_OVERDUE_S, _OVERDUE * self._usual_s)
+
     def _take_over(self, claims: Claims) -> int | None:
-        limit_s = max(_LEAST_OVERDUE_S, _OVERDUE * self._usual_s)
-        index = claims.claim_overdue(limit_s)
+        index = claims.claim_overdue(self._overdue_s())
         while index is not None and not self._has_device():
+            self._look(claims)
             if claims.is_complete:
                 return None
         return index
-
-    def _require_others(self, waited_s: float) -> None:
-        """Require that no rank is lost while nothing is finished."""
-        if waited_s < _LEAST_OVERDUE_S:
-            return
-        why = self._failures.others_failed()
-        if why is None and waited_s > self._ranks.timeout_s:
-            why = f"no micro-batch was finished within {self._ranks.timeout_s:g} s"
-        if why is not None:
-            error: CommTimeout = self._failures.report(
-                f"step {self.step} of a gang", RuntimeError(f"timed out: {why}")
-            )
-            raise error
 
     def _has_device(self) -> bool:
         """Wait for the device a short time."""
@@ -213,7 +251,7 @@ class Gang:
         if self._background is not None:
             self._background.end_task()
 
-    def _computed(self, index: int, claims: Claims | None) -> Iterator[int]:
+    def _computed(self, index: int, claims: Claims) -> Iterator[int]:
         before = [p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -225,7 +263,7 @@ class Gang:
                 yield index
             self._leave_device()
             self._note_length(time.perf_counter() - began_s)
-            counts = claims is None or claims.finish(index)
+            counts = claims.finish(index)
         finally:
             self._leave_device()
             self._add(before, counts=counts)
@@ -278,51 +316,86 @@ class Gang:
 
         Raises:
             SpecError: `claims` has not been called for this step.
-            CommTimeout: another rank is lost; its part of the step is lost with it.
+            CommTimeout: the store is lost, or the others have given this rank up.
         """
-        if not self._is_open:
+        claims = self._claims
+        if claims is None:
             raise SpecError("reduce() ends a step: loop over claims() before it")
-        self._is_open = False
-        used = torch.tensor([float(p.grad is not None) for p in self._parameters])
-        if self._parameters:
-            used = used.to(self._parameters[0].device)
-            self._await(dist.all_reduce(used, group=self._group, async_op=True))
-        by_kind: dict[Any, list[Tensor]] = defaultdict(list)
-        for parameter, ranks in zip(self._parameters, used.tolist(), strict=True):
-            if ranks:
-                by_kind[parameter.dtype, parameter.device].append(parameter)
-        for parameters in by_kind.values():
-            self._sum(parameters)
-        if self._ranks.rank == 0 and self.step:
-            # All ranks have left the step before this one.
-            Claims(self._step_store(self.step - 1), rank=0, count=self._count).remove()
+        while self._means is None:  # the loop was left early
+            self._next(claims, computes=False)
+            self._sum_up(claims)
+        for parameter, mean in zip(self._parameters, self._means, strict=True):
+            parameter.grad = mean
+        self._claims = self._means = None
         self.step += 1
 
-    def _sum(self, parameters: Sequence[Tensor]) -> None:
-        rows = [
-            torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
-            for p in parameters
-        ]
-        flat = torch.cat([row.reshape(-1) for row in rows]).div_(self._count)
-        self._await(dist.all_reduce(flat, group=self._group, async_op=True))
-        sizes = [p.numel() for p in parameters]
-        for parameter, part in zip(parameters, flat.split(sizes), strict=True):
-            parameter.grad = part.view_as(parameter)
+    def _sum_up(self, claims: Claims) -> None:
+        """Sum over the members, and end the step unless one of them is lost."""
+        membership = self._membership
+        membership.patience_s = SILENT_S + self._overdue_s()
+        means = None
+        with self._following_failures():
+            if (sums := self._connected()) is not None:
+                means = sums.mean_gradients(
+                    self._parameters,
+                    count=self._count,
+                    is_in_vain=membership.has_trouble,
+                )
+        if means is not None and membership.end_step(json.dumps(self._done)):
+            self._means = means
+            if self._last_claims is not None:
+                self._last_claims.remove()
+            is_first = self._ranks.rank == membership.members[0]
+            self._last_claims = claims if is_first else None
+
+    @contextlib.contextmanager
+    def _following_failures(self) -> Iterator[None]:
+        """Follow what the members decide if a sum fails."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        except SumFailed as exc:
+            self._disconnect()
+            self._membership.fail(str(exc), began_s)
+
+    def _connected(self) -> MemberSums | None:
+        """Return the members' connections; ``None`` if one has been lost meanwhile.
+
+        Raises:
+            SumFailed: they can't connect.
+        """
+        membership = self._membership
+        if self._sums is None or self._sums_epoch != membership.epoch:
+            self._disconnect()
+            if not membership.meet("open"):
+                return None
+            self._sums_epoch = membership.epoch
+            self._sums = MemberSums(
+                self._ranks,
+                members=membership.members,
+                serial=f"{self._key()}/{membership.epoch}",
+            )
+        return self._sums
+
+    def _disconnect(self) -> None:
+        if self._sums is not None:
+            self._sums.close()
+            self._sums = None
 
     # checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs to go on, or to replay its last step.
 
-        Collective: every rank must call it, after `reduce`. It has the number of steps
-        and, for each rank, the micro-batches of the last step in their order.
+        Any member may call it after `reduce`; the others need not. It has the number of
+        steps and, for each member, the micro-batches of the last step in their order.
         """
-        rows = self._agreement.gather("save a gang", json.dumps(self._done))
+        notes = self._membership.last_notes()
         return {
             "step": self.step,
             "seed": self._seed,
             "micro_batches": self._count,
-            "last_claims": [json.loads(row) for row in rows],
+            "last_claims": [json.loads(note) if note else [] for note in notes],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -340,20 +413,22 @@ class Gang:
         """Compute a checkpoint's last step again, with the same claims.
 
         The next `claims` and `reduce` give its gradients bit for bit, if parameters and
-        data are those of that step and the ranks are as many.
+        data are those of that step and the members are as many.
 
         Raises:
-            SpecError: the checkpoint is of another number of ranks, or of no step.
+            SpecError: the checkpoint is of another number of members, or of no step.
         """
-        table = state["last_claims"]
-        if len(table) != self._ranks.size or not state["step"]:
+        table, members = state["last_claims"], self._membership.members
+        if len(table) != len(members) or not state["step"]:
             raise SpecError(
                 f"the checkpoint has claims of {len(table)} ranks after "
-                f"{state['step']} steps; this gang has {self._ranks.size} ranks"
+                f"{state['step']} steps; this gang has {len(members)} ranks"
             )
         self.load_state_dict(state)
         self.step -= 1
-        self._replayed = list(table[self._ranks.rank])
+        self._replayed = {
+            member: list(row) for member, row in zip(members, table, strict=True)
+        }
 
 
 def _nothing() -> None:

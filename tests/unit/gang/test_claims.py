@@ -78,3 +78,126 @@ def test_removed_keys_begin_again():
     (again,) = [Claims(one._store, rank=0, count=2)]
     assert again.finished == 0
     assert again.claim() == 0
+
+
+def test_what_a_lost_rank_has_claimed_is_claimed_again_at_once():
+    dead, one, two = claims_of(3, 4)
+    assert [dead.claim(), one.claim(), dead.claim(), two.claim()] == [0, 1, 2, 3]
+    assert dead.finish(0)
+    assert one.finish(1)
+    assert two.finish(3)
+    assert one.claim() is None
+    assert two.claim() is None
+    one.lose({0})
+    two.lose({0})
+    assert one.claim() == 0  # its result is lost with it
+    assert two.claim() == 2  # it did not finish this one
+    assert one.claim() is None
+    assert two.claim() is None
+    assert one.finish(0)
+    assert not one.is_complete
+    assert two.finish(2)
+    assert one.is_complete
+    assert two.is_complete
+
+
+def test_a_lost_rank_that_continues_changes_nothing():
+    stopped, one, two = claims_of(3, 2)
+    assert [stopped.claim(), one.claim()] == [0, 1]
+    assert one.finish(1)
+    one.lose({0})
+    two.lose({0})
+    assert two.claim() == 0
+    assert stopped.finish(0)  # its own view; no sum has it
+    assert not one.is_complete
+    assert two.finish(0)
+    assert one.is_complete
+    assert not stopped.finish(1)
+
+
+def test_a_returned_claim_that_its_next_rank_loses_too_is_returned_again():
+    first, second, third = claims_of(3, 1)
+    assert first.claim() == 0
+    second.lose({0})
+    third.lose({0})
+    assert second.claim() == 0
+    assert third.claim() is None
+    third.lose({1})
+    assert third.claim() == 0
+    assert third.finish(0)
+    assert third.is_complete
+
+
+def test_a_rank_may_learn_of_two_losses_at_once():
+    one, two, three, four = claims_of(4, 3)
+    assert [one.claim(), two.claim(), three.claim()] == [0, 1, 2]
+    three.lose({0})
+    assert three.finish(2)
+    assert three.claim() == 0
+    three.lose({1})
+    four.lose({0, 1})
+    assert four.claim() == 1
+    assert four.claim() is None  # three computes the other one
+    assert three.finish(0)
+    assert four.finish(1)
+    assert three.is_complete
+    assert four.is_complete
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ranks_that_remain_have_each_micro_batch_once_whoever_is_lost(seed):
+    rng = random.Random(seed)
+    clock, count, size = Clock(), rng.randrange(1, 12), rng.randrange(2, 6)
+    ranks = claims_of(size, count, clock)
+    losses, seen = [], [0] * size
+    gone, silent = set(), set()
+    counted = [set() for _ in ranks]
+    busy: list[int | None] = [None] * size
+
+    def act(rank):
+        one = ranks[rank]
+        if rank not in gone and seen[rank] < len(losses) and rng.random() < 0.5:
+            one.lose({losses[seen[rank]]})
+            seen[rank] += 1
+        elif busy[rank] is None:
+            busy[rank] = one.claim()
+            if busy[rank] is None:
+                busy[rank] = one.claim_overdue(5.0)
+        elif rng.random() < 0.5:
+            if one.finish(busy[rank]):
+                assert busy[rank] not in counted[rank]
+                counted[rank].add(busy[rank])
+            busy[rank] = None
+
+    for _ in range(5000):
+        clock.now_s += rng.random()
+        living = [r for r in range(size) if r not in silent]
+        act(rng.choice(living))
+        left = [r for r in range(size) if r not in gone]
+        if len(left) > 1 and rng.random() < 0.02:
+            lost = rng.choice(left)
+            losses.append(lost)
+            gone.add(lost)
+            if rng.random() < 0.5:  # others are only given up, and continue
+                silent.add(lost)
+        elif all(
+            seen[r] == len(losses) and busy[r] is None and ranks[r].is_complete
+            for r in left
+        ):
+            break
+    else:
+        pytest.fail("the step did not end")
+    assert sorted(i for r in left for i in counted[r]) == list(range(count))
+
+
+def test_assigned_micro_batches_stay_with_their_ranks_until_one_is_lost():
+    clock = Clock()
+    one, two = claims_of(2, 3, clock)
+    for rank in (one, two):
+        rank.assign({0: 0, 1: 1, 2: 0})
+    assert two.claim() is None
+    assert two.finish(1)
+    clock.now_s = 100.0
+    assert two.claim_overdue(5.0) is None
+    two.lose({0})
+    assert sorted([two.claim(), two.claim()]) == [0, 2]
