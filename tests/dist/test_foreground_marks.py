@@ -86,40 +86,6 @@ def test_ddp_marks_each_step_and_its_wait_for_gradients(ranks: Any, kind: str) -
         assert found == [STEP] * steps + [[], STEP]
 
 
-def rank_marks_horovod(rank: int, size: int, passes: int) -> list[list[str]]:
-    import stretto.horovod.torch as hvd
-
-    hvd.init()
-    module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        named_parameters=module.named_parameters(),
-        backward_passes_per_step=passes,
-    )
-    noted, found = Noted(), []
-    foreground_marks.set_current(noted)
-    for _ in range(3):
-        optimizer.zero_grad()
-        for _ in range(passes):
-            module(torch.randn(6, 4)).sum().backward()
-        optimizer.step()
-        found.append(noted.words)
-        noted.words = []
-    hvd.shutdown()
-    return found
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-def test_horovods_optimizer_marks_each_step_and_its_wait(
-    ranks: Any, passes: int
-) -> None:
-    waits = ["wait all-reduce", "end"]
-    for found in ranks(rank_marks_horovod, 2, passes):
-        assert found == [["step", *waits, "step"], [*waits, "step"], [*waits, "step"]]
-    (alone,) = ranks(rank_marks_horovod, 1, passes)
-    assert alone == [["step"]] * 3
-
-
 def rank_marks_burst(rank: int, size: int) -> list[list[str]]:
     torch.set_default_dtype(torch.float64)
     side = Side(rank, size, [(0, 2), (0, 1), (0, 2)], "even")

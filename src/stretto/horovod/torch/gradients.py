@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
-from stretto.background.named_device import open_named
 from stretto.errors import RankDisagreement, SpecError, StrettoError
-from stretto.foreground_marks import StepMarker
 from stretto.horovod import timeline
 from stretto.horovod.exceptions import HorovodInternalError
 from stretto.horovod.torch import world
@@ -66,8 +64,6 @@ class GradientReducer:
         self.passes = passes
         self._process_set = process_set
         world.current()  # raises if init() was not called
-        open_named()
-        self._marker = StepMarker()
         self._active = bool(process_set.included()) and (process_set.size() or 0) > 1
         self._created = next(_created)
         self._used = UsedOptimizer(self._created, frozenset(), 0)
@@ -142,7 +138,6 @@ class GradientReducer:
         if not self._came:
             self._require_engine()
             self._came = True
-            self._marker.begin_step()  # the first; others begin when one has ended
         self._left[i] -= 1
         if self._left[i]:
             return
@@ -241,7 +236,6 @@ class GradientReducer:
         ``groups`` are the optimizer's, to which parameters may have been added.
         """
         if not self._active:
-            self._next_step()
             return
         self._find_added(groups)
         self._hook()
@@ -253,19 +247,11 @@ class GradientReducer:
         except StrettoError as exc:
             error = exc
         if error is None:
-            error = self._marker.wait("all-reduce", self._received)
-        self._next_step()
+            error = self._share_layouts() or self._finish()
         self._begin()
         if error is not None:
             _raise_as_horovod(error)
         self._register()
-
-    def _received(self) -> StrettoError | None:
-        return self._share_layouts() or self._finish()
-
-    def _next_step(self) -> None:
-        self._marker.end_step()
-        self._marker.begin_step()
 
     def abandon(self, groups: Iterable[dict[str, Any]]) -> None:
         """End a partly submitted step on all ranks; after `shutdown`, drop it."""
