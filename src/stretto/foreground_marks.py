@@ -1,7 +1,8 @@
 """Report to a background on this process's device when steps begin and when they wait.
 
-`DistributedDataParallel` and `BurstParallel` call `StepMarker`, which passes the calls
-to the process's `ForegroundMarks`: those of a `stretto.Foreground`, or `NO_MARKS`.
+`DistributedDataParallel`, `BurstParallel` and Horovod's `DistributedOptimizer` call
+`StepMarker`, which passes the calls to the process's `ForegroundMarks`: those of a
+`stretto.Foreground`, or `NO_MARKS`.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ if hasattr(os, "register_at_fork"):
 class StepMarker:
     """Marks one model's steps: from its first forward to the end of the reduction.
 
-    Micro-steps whose gradients are not reduced belong to the step that reduces them.
+    An optimizer, which sees no forward, marks them from the first gradient. Micro-steps
+    whose gradients are not reduced belong to the step that reduces them.
     """
 
     __slots__ = ("__weakref__", "_in_step")

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
 import stretto
+import stretto.horovod.torch as hvd
 from stretto import foreground_marks
-from stretto.background.board import Board
+from stretto.background.board import COMPUTING, FREE, WAITING, Board
 from stretto.runtime import DistributedDataParallel
 from support.burst_sides import Side, cross, net
 from support.plans import plan_in_turn, reversed_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -115,18 +122,143 @@ def test_burst_marks_each_step_and_every_wait(ranks: Any) -> None:
         assert "step" not in found[3]
 
 
-def rank_beside_a_background(rank: int, size: int, folder: str) -> dict[str, Any]:
+def horovod_of(
+    module: nn.Module, parameters: Iterable[nn.Parameter] | None = None, **options: Any
+) -> Any:
+    """Horovod's optimizer for a module, or for some of its parameters."""
+    optimizer = torch.optim.SGD(parameters or module.parameters(), lr=0.1)
+    return hvd.DistributedOptimizer(optimizer, **options)
+
+
+def noted_in(noted: Noted, act: Callable[[], object]) -> list[str]:
+    """What is noted while something is done."""
+    noted.words = []
+    act()
+    return list(noted.words)
+
+
+def plain_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def rank_marks_horovod(rank: int, size: int) -> dict[str, Any]:
+    hvd.init()
+    module, x = plain_net(), torch.randn(6, 4)
+    noted = Noted()
+    foreground_marks.set_current(noted)
+
+    def backward() -> None:
+        module(x).sum().backward()
+
+    found: dict[str, Any] = {}
+    optimizer = horovod_of(module)
+
+    def step() -> None:
+        backward()
+        optimizer.step()
+
+    found["steps"] = [noted_in(noted, step) for _ in range(3)]
+    found["closure"] = noted_in(noted, lambda: optimizer.step(backward))
+    with torch.no_grad():
+        found["evaluation"] = noted_in(noted, lambda: module(x))
+    found["backward"] = noted_in(noted, backward)
+    found["synchronize"] = noted_in(noted, optimizer.synchronize)
+    with optimizer.skip_synchronize():
+        found["rest"] = noted_in(noted, optimizer.step)
+    found["two passes"] = []
+    del optimizer
+    optimizer = horovod_of(module, backward_passes_per_step=2)
+    for _ in range(2):
+        found["two passes"].append(noted_in(noted, backward))
+        found["two passes"].append(noted_in(noted, step))
+    del optimizer
+    optimizer = horovod_of(module, sparse_as_dense=True, num_groups=2)
+    found["groups"] = [noted_in(noted, step) for _ in range(2)]
+    used = list(module.parameters())[:2]
+    del optimizer
+    optimizer = horovod_of(module, used)
+    found["no gradient"] = [noted_in(noted, optimizer.step) for _ in range(2)]
+    backward()
+    found["abandoned"] = noted_in(
+        noted, lambda: optimizer.load_state_dict(optimizer.state_dict())
+    )
+    return found
+
+
+def test_horovods_optimizer_marks_each_step_and_its_wait(ranks: Any) -> None:
+    for found in ranks(rank_marks_horovod, 2):
+        assert found == {
+            "steps": [STEP] * 3,
+            "closure": STEP,
+            "evaluation": [],
+            "backward": STEP[:1],
+            "synchronize": STEP[1:],
+            "rest": [],
+            "two passes": [STEP[:1], STEP[1:]] * 2,
+            "groups": [STEP] * 2,
+            "no gradient": [STEP] * 2,
+            "abandoned": STEP[1:],
+        }
+
+
+def rank_alone_with_horovod(rank: int, size: int) -> list[list[str]]:
+    hvd.init()
+    module, noted = plain_net(), Noted()
+    foreground_marks.set_current(noted)
+    optimizer = horovod_of(module)
+
+    def step() -> None:
+        module(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    return [noted_in(noted, step) for _ in range(3)]
+
+
+def test_horovods_optimizer_marks_the_steps_of_one_rank(ranks: Any) -> None:
+    assert ranks(rank_alone_with_horovod, 1) == [[["step"]] * 3]
+
+
+def rank_fails_with_horovod(rank: int, size: int) -> list[list[str]]:
+    """Ranks have gradients of other shapes."""
+    hvd.init()
+    noted = Noted()
+    foreground_marks.set_current(noted)
+    module = nn.Linear(4, 3 + rank)
+    optimizer = horovod_of(module)
+
+    def step() -> None:
+        module(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(hvd.HorovodInternalError):
+            optimizer.step()
+
+    return [noted_in(noted, step)]
+
+
+def test_a_step_of_horovod_that_fails_ends_its_wait(ranks: Any) -> None:
+    assert ranks(rank_fails_with_horovod, 2) == [[STEP]] * 2
+
+
+def rank_beside_a_background(
+    rank: int, size: int, folder: str, kind: str
+) -> dict[str, Any]:
     """Train alone, then with marks that are read; compare bit for bit."""
     os.environ |= {
         "STRETTO_RUNTIME_DIR": folder,
         "STRETTO_FOREGROUND": "cpu:{rank}",
         "RANK": str(rank),
     }
+    if kind == "horovod":
+        hvd.init()
     found = []
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(rank))
     for reads in (False, True):
-        model = model_of("rule")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if kind == "horovod":
+            model = plain_net()
+            optimizer = horovod_of(model)
+        else:
+            model = model_of("rule")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         board = Board(f"cpu:{rank}")
         if reads:
             board.claim_background()
@@ -143,14 +275,65 @@ def rank_beside_a_background(rank: int, size: int, folder: str) -> dict[str, Any
     return {"alone": found[0][0], "beside": found[1][0], "steps": steps, "equal": equal}
 
 
+@pytest.mark.parametrize("kind", ["ddp", "horovod"])
 def test_the_named_foreground_writes_marks_only_while_they_are_read(
-    ranks: Any, tmp_path: Any
+    ranks: Any, tmp_path: Any, kind: str
 ) -> None:
-    for found in ranks(rank_beside_a_background, 2, str(tmp_path / "run")):
+    for found in ranks(rank_beside_a_background, 2, str(tmp_path / "run"), kind):
         assert found["alone"] == 0
         assert found["beside"] == 15  # a step, a wait and its end
         assert found["steps"] == [i for i in range(6, 11) for _ in range(3)]
         assert found["equal"]
+
+
+HOROVOD_SCRIPT = """
+import torch
+import stretto.horovod.torch as hvd
+
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4) * hvd.rank()).square().mean().backward()
+    optimizer.step()
+hvd.barrier()
+"""
+
+
+def test_run_marks_the_steps_of_a_horovod_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRETTO_RUNTIME_DIR", str(tmp_path / "run"))
+    boards = [Board(f"cpu:{rank}") for rank in range(2)]
+    for board in boards:
+        board.claim_background()
+    script = tmp_path / "train.py"
+    script.write_text(HOROVOD_SCRIPT)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "stretto", "run", "--nproc-per-node", "2"),
+            *("--foreground", "cpu:{local_rank}", str(script)),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for board in boards:
+        marks = board.marks_after(0)
+        board.release_background()
+        board.close()
+        assert [(mark.step, mark.state) for mark in marks] == [
+            (0, COMPUTING),  # it claims the device
+            *((i, s) for i in range(1, 6) for s in (COMPUTING, WAITING, COMPUTING)),
+            (0, FREE),
+        ]
+        waits = [mark.kind for mark in marks if mark.state == WAITING]
+        assert waits == ["all-reduce"] * 5
 
 
 def rank_without_a_device(rank: int, size: int, folder: str) -> float:

@@ -60,11 +60,11 @@ class Foreground:
                 with foreground.waiting("all-reduce"):
                     work.wait()
 
-    While it is open, `stretto.DistributedDataParallel` and `stretto.BurstParallel` mark
-    their steps and waits by themselves, so the loop only has to mark what else it waits
-    for. Marks are written only while a background reads them. A background that holds a
-    device without preemption much longer than usual is reported, and ended after
-    ``stop_after_s``.
+    While it is open, `stretto.DistributedDataParallel`, `stretto.BurstParallel` and
+    Horovod's `DistributedOptimizer` mark their steps and waits by themselves, so the
+    loop only has to mark what else it waits for. Marks are written only while a
+    background reads them. A background that holds a device without preemption much
+    longer than usual is reported, and ended after ``stop_after_s``.
     """
 
     def __init__(

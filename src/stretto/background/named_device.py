@@ -37,7 +37,12 @@ def open_named() -> None:
 
 
 def device_name(pattern: str) -> str:
-    """Return a device's name with ``{rank}`` and ``{local_rank}`` filled in."""
+    """Return a device's name with ``{rank}`` and ``{local_rank}`` filled in.
+
+    They are those of torchrun's variables, or else of Horovod's launchers.
+    """
+    prefix = "" if "RANK" in os.environ else "HOROVOD_"
     for name in ("rank", "local_rank"):
-        pattern = pattern.replace(f"{{{name}}}", os.environ.get(name.upper(), "0"))
+        value = os.environ.get(prefix + name.upper(), "0")
+        pattern = pattern.replace(f"{{{name}}}", value)
     return pattern

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
+from stretto.background.named_device import open_named
 from stretto.errors import RankDisagreement, SpecError, StrettoError
+from stretto.foreground_marks import StepMarker
 from stretto.horovod import timeline
 from stretto.horovod.exceptions import HorovodInternalError
 from stretto.horovod.torch import world
@@ -64,6 +66,7 @@ class GradientReducer:
         self.passes = passes
         self._process_set = process_set
         world.current()  # raises if init() was not called
+        open_named()
         self._active = bool(process_set.included()) and (process_set.size() or 0) > 1
         self._created = next(_created)
         self._used = UsedOptimizer(self._created, frozenset(), 0)
@@ -87,6 +90,7 @@ class GradientReducer:
         """Sparse dimensions of the gradients that are sparse on any rank."""
         self._hooked: set[int] = set()
         self._hooks: list[Any] = []
+        self._marker = StepMarker()
         self._begin()
         weakref.finalize(self, _remove, self._hooks)
         if self._active:
@@ -103,6 +107,7 @@ class GradientReducer:
         self._left = [passes] * len(self._parameters)
 
     def _begin(self) -> None:
+        self._marker.end_step()
         self._came = False
         self._left = [self.passes] * len(self._parameters)
         self._sent: dict[int, Callable[[], torch.Tensor]] = {}
@@ -138,6 +143,7 @@ class GradientReducer:
         if not self._came:
             self._require_engine()
             self._came = True
+            self._marker.begin_step()
         self._left[i] -= 1
         if self._left[i]:
             return
@@ -235,7 +241,9 @@ class GradientReducer:
 
         ``groups`` are the optimizer's, to which parameters may have been added.
         """
+        self._marker.begin_step()  # unless a gradient has begun it
         if not self._active:
+            self._marker.end_step()
             return
         self._find_added(groups)
         self._hook()
@@ -247,7 +255,7 @@ class GradientReducer:
         except StrettoError as exc:
             error = exc
         if error is None:
-            error = self._share_layouts() or self._finish()
+            error = self._finish()
         self._begin()
         if error is not None:
             _raise_as_horovod(error)
@@ -287,8 +295,19 @@ class GradientReducer:
         return None
 
     def _finish(self) -> StrettoError | None:
-        """Wait for all, even after a failure; return the first error."""
-        error: StrettoError | None = None
+        """Wait for the results and put them into place; return the first error."""
+        results: dict[int, torch.Tensor] = {}
+        with torch.no_grad():
+            error = self._marker.wait("all-reduce", partial(self._await, results))
+            for i, result in results.items():
+                self._put(i, result)
+        return error
+
+    def _await(self, results: dict[int, torch.Tensor]) -> StrettoError | None:
+        """Wait for all results, even after a failure; return the first error."""
+        error = self._share_layouts()
+        if error is not None:
+            return error
         for tensor_set in self._sets:
             try:
                 tensor_set.wait()
@@ -298,14 +317,11 @@ class GradientReducer:
         for i, since_s in self._since_s.items():
             name = self._requests[i].name
             timeline.tell(name, Kind.ALLREDUCE.value, since_s, perf_counter())
-        with torch.no_grad():
-            for i, result_of in self._sent.items():
-                try:
-                    result = result_of()
-                except StrettoError as exc:
-                    error = error or exc
-                    continue
-                self._put(i, result)
+        for i, result_of in self._sent.items():
+            try:
+                results[i] = result_of()
+            except StrettoError as exc:
+                error = error or exc
         return error
 
     def _put(self, i: int, result: torch.Tensor) -> None:
