@@ -208,11 +208,13 @@ def _save_pair(background: Background, path: str) -> None:
         _log.warning("no pair is written to %s: %s", path, error)
         return
     _log.info(
-        "%s: %s, loss %.1f %%, share %.2f",
+        "%s: %s, loss %.1f %% (quartiles %.1f points apart), share %.2f (%.2f apart)",
         path,
         pair.title,
         100 * pair.loss_ratio,
+        100 * pair.loss_spread_ratio,
         pair.share_ratio,
+        pair.share_spread_ratio,
     )
 
 

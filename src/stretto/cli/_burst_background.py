@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -77,6 +78,8 @@ def plan_rows(
 
 def plan_text(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows of `plan_rows` as text."""
+    from stretto.report.burst import measured_text
+
     lines = []
     for row in rows:
         by_rank = row["background_by_rank"]
@@ -84,6 +87,7 @@ def plan_text(rows: Sequence[dict[str, Any]]) -> str:
         more = " ..." if len(by_rank) > 16 else ""
         lines += [
             f"{row['background']}: {_totals(row)}",
+            measured_text(row["measured"]),
             f"background's rate over its rate alone by rank: {shown}{more}",
         ]
     return "\n".join(lines)
@@ -106,18 +110,17 @@ def show_front(
         alone_s = collocated.alone_s(problem, cluster, cores=cores)
         plans = collocated.plans_over_limits(problem, cluster, cores=cores)
         parts = collocated.partitions(problem, cluster, alone_s, cores=cores)
-    fronts = {
-        pair.title: collocated.front_of(collocated.beside(plans, pair, alone_s))
-        for pair in pairs
-    }
+    fronts = [
+        collocated.front_of(collocated.beside(plans, pair, alone_s)) for pair in pairs
+    ]
     found = {
         "profile": profile.name,
         "gpus": problem.gpus,
         "batch": problem.batch,
         "alone_s": alone_s,
         "pairs": [
-            _pair(pair) | {"front": [_row(plan) for plan in fronts[pair.title]]}
-            for pair in pairs
+            _pair(pair) | {"front": [_row(plan) for plan in front]}
+            for pair, front in zip(pairs, fronts, strict=True)
         ],
         "partitions": [_partition(part) for part in parts],
     }
@@ -131,18 +134,7 @@ def show_front(
 
 
 def _pair(pair: CollocatedPair) -> dict[str, Any]:
-    return {
-        "background": pair.title,
-        "measured": {
-            "policy": pair.policy,
-            "depth": pair.depth,
-            "task_s": pair.task_s,
-            "loss_ratio": pair.loss_ratio,
-            "share_ratio": pair.share_ratio,
-            "usable_ratio": pair.usable_ratio,
-            "pairs": pair.pairs,
-        },
-    }
+    return {"background": pair.title, "measured": asdict(pair)}
 
 
 def _row(found: CollocatedPlan) -> dict[str, Any]:
@@ -176,16 +168,17 @@ def _totals(row: dict[str, Any]) -> str:
 
 
 def _text(found: dict[str, Any]) -> str:
-    from stretto.report.burst import front_cells
+    from stretto.report.burst import front_cells, gpus_text, measured_text
     from stretto.report.tables import plain_table
 
     lines = []
     for pair in found["pairs"]:
-        lines += [pair["background"], plain_table(*front_cells(pair["front"])), ""]
+        lines += [pair["background"], measured_text(pair["measured"])]
+        lines += [plain_table(*front_cells(pair["front"])), ""]
     heads, cells = front_cells(found["partitions"])
     lines += ["static partition", plain_table(heads, cells), ""]
     lines.append(
         "Rates are over those of each job alone; the foreground's step alone is "
-        f"{format_s(found['alone_s'])} on {found['gpus']} GPUs."
+        f"{format_s(found['alone_s'])} on {gpus_text(found['gpus'])}."
     )
     return "\n".join(lines)

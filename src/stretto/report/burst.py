@@ -143,7 +143,10 @@ def save_collocation(
 def render_collocation(found: Mapping[str, Any], network: str) -> str:
     """Return the page as HTML text."""
     title = f"{found['profile']} with background jobs"
-    fronts = {pair["background"]: pair["front"] for pair in found["pairs"]}
+    names = _curve_names([pair["measured"] for pair in found["pairs"]])
+    fronts = {
+        name: pair["front"] for name, pair in zip(names, found["pairs"], strict=True)
+    }
     drawing = charts_svg(
         [_front_chart({**fronts, "static partition": found["partitions"]})],
         title,
@@ -151,8 +154,8 @@ def render_collocation(found: Mapping[str, Any], network: str) -> str:
     )
     body = (
         f'<h1>{escape(title)}</h1><p class="why">Predicted steps of {found["batch"]} '
-        f"samples on {found['gpus']} GPUs; network: {escape(network)}. Rates are over "
-        "those of each job alone; the foreground's step alone is "
+        f"samples on {gpus_text(found['gpus'])}; network: {escape(network)}. Rates are "
+        "over those of each job alone; the foreground's step alone is "
         f"{format_s(found['alone_s'])}.</p>"
     )
     body += _section(
@@ -166,7 +169,7 @@ def render_collocation(found: Mapping[str, Any], network: str) -> str:
         heads, cells = front_cells(pair["front"])
         body += _section(
             escape(pair["background"]),
-            _measured(pair["measured"]),
+            escape(measured_text(pair["measured"])),
             _table(heads, [(row, "", False) for row in cells]),
         )
     heads, cells = front_cells(found["partitions"])
@@ -190,7 +193,7 @@ def front_cells(
         for row in rows
     ]
     if "gpus" in rows[0]:
-        names = [_gpus(row["gpus"]) for row in rows]
+        names = [gpus_text(row["gpus"]) for row in rows]
         return (
             ["foreground on", *heads],
             [[name, *row] for name, row in zip(names, cells, strict=True)],
@@ -206,7 +209,8 @@ def front_cells(
     )
 
 
-def _gpus(count: int) -> str:
+def gpus_text(count: int) -> str:
+    """Return a number of GPUs in words."""
     return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
@@ -214,13 +218,39 @@ def _limit(limit: float | None) -> str:
     return "none" if limit is None else f"{limit:g}"
 
 
-def _measured(pair: Mapping[str, Any]) -> str:
+def measured_text(pair: Mapping[str, Any]) -> str:
+    """Return what was measured of a pair, a row of a collocation file, in a line."""
+    compared = "1 pair" if pair["pairs"] == 1 else f"{pair['pairs']} pairs"
     return (
-        f"Measured in {pair['pairs']} pairs of blocks: loss {pair['loss_ratio']:.1%}, "
-        f"share {pair['share_ratio']:.2f} where {pair['usable_ratio']:.2f} of the step "
-        f"was usable; tasks of {format_s(pair['task_s'])}, policy "
-        f"{escape(pair['policy'])}, depth {pair['depth']}."
+        f"measured in {compared} of blocks: loss {pair['loss_ratio']:.1%} (quartiles "
+        f"{100 * pair['loss_spread_ratio']:.1f} points apart), share "
+        f"{pair['share_ratio']:.2f} (quartiles {pair['share_spread_ratio']:.2f} apart) "
+        f"where {pair['usable_ratio']:.2f} of the step was usable; tasks of "
+        f"{format_s(pair['task_s'])}, policy {pair['policy']}, depth {pair['depth']}"
     )
+
+
+def _curve_names(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return short names: the background's, and in what else the pairs differ."""
+    parts = [
+        (
+            pair["background"],
+            f"beside {pair['foreground']}",
+            f"on {pair['device']}",
+            pair["policy"],
+            f"depth {pair['depth']}",
+        )
+        for pair in pairs
+    ]
+    differing = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
+    return [
+        ", ".join(
+            part
+            for i, (part, differs) in enumerate(zip(row, differing, strict=True))
+            if differs or i == 0
+        )
+        for row in parts
+    ]
 
 
 def _front_chart(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Chart:

@@ -46,18 +46,22 @@ def collocate(step: BurstStep, pair: CollocatedPair) -> CollocatedStep:
 
     A negative loss is noise and counts as none. There is no loss where no task fits.
     """
-    rates = tuple(_rate(windows, step.iteration_s, pair) for windows in step.windows)
-    runs = pair.policy != FITS or any(0.0 < rate < 1.0 for rate in rates)
-    loss = max(0.0, pair.loss_ratio) if runs else 0.0
-    return CollocatedStep(
-        iteration_s=step.iteration_s * (1.0 + loss), background_by_rank=rates
+    alone_s = step.iteration_s
+    usable = [
+        None if _is_free(windows, alone_s) else _usable_s(windows, pair)
+        for windows in step.windows
+    ]
+    rates = tuple(
+        1.0 if some_s is None else min(1.0, pair.use_ratio * some_s / alone_s)
+        for some_s in usable
     )
+    runs = pair.policy != FITS or any(usable)
+    loss = max(0.0, pair.loss_ratio) if runs else 0.0
+    return CollocatedStep(iteration_s=alone_s * (1.0 + loss), background_by_rank=rates)
 
 
-def _rate(windows: Sequence[Window], iteration_s: float, pair: CollocatedPair) -> float:
-    if sum(window.length_s for window in windows) > (1.0 - 1e-9) * iteration_s:
-        return 1.0
-    return min(1.0, pair.use_ratio * _usable_s(windows, pair) / iteration_s)
+def _is_free(windows: Sequence[Window], iteration_s: float) -> bool:
+    return sum(window.length_s for window in windows) > (1.0 - 1e-9) * iteration_s
 
 
 def _usable_s(windows: Sequence[Window], pair: CollocatedPair) -> float:

@@ -112,6 +112,17 @@ def test_a_step_without_fitting_windows_has_no_background_and_no_loss():
     assert found.iteration_s == STEP_S
 
 
+def test_a_background_at_its_full_rate_costs_what_was_measured():
+    measurement, gate = PairMeasurement(), Gate()
+    beside(measurement, alone(measurement), gate, tasks=30)
+    pair = measurement.pair(**NAMES, gate=gate, windows=WINDOWS)
+    assert pair.use_ratio > 1.0  # the jobs overlapped elsewhere too
+    long = [Window(begin_s=0.0, length_s=0.9 * STEP_S, kind="network")]
+    found = collocate(Step(long), pair)
+    assert found.background_by_rank == (1.0,)
+    assert found.iteration_s == pytest.approx(STEP_S * 1.02)
+
+
 def test_a_rank_without_layers_gives_the_background_its_rate_alone():
     measurement, gate = PairMeasurement(), Gate()
     beside(measurement, alone(measurement), gate)

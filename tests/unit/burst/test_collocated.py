@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from click.testing import CliRunner
@@ -162,8 +162,8 @@ def files(tmp_path, problem, network):
     return tmp_path
 
 
-def planned(files, *more, pairs="pairs.json"):
-    words = ["plan", str(files / "vgg.json"), "--gpus", "8", "--batch", "32"]
+def planned(files, *more, pairs="pairs.json", gpus=8):
+    words = ["plan", str(files / "vgg.json"), "--gpus", str(gpus), "--batch", "32"]
     words += ["--background", str(files / pairs), *more]
     if "--no-cluster" in words:
         words.remove("--no-cluster")
@@ -194,6 +194,32 @@ def test_a_front_has_text_json_and_a_page(files):
     steps = [row["iteration_s"] for row in pair["front"]]
     assert steps == sorted(steps)
     assert [row["gpus"] for row in found["partitions"]] == [1, 2, 4, 8]
+
+
+def test_pairs_of_the_same_jobs_keep_their_own_figures(files):
+    own = replace(PAIR, foreground="vgg16")
+    other = replace(own, policy="outstanding", depth=4, loss_ratio=0.3)
+    page = files / "front.html"
+    for row in (own, other):
+        Collocation(rows=(row,)).save(files / f"{row.policy}.json")
+    Collocation(rows=(own, other)).save(files / "both.json")
+    both = json.loads(planned(files, "--front", "--json", pairs="both.json").stdout)
+    for row, found in zip((own, other), both["pairs"], strict=True):
+        done = planned(files, "--front", "--json", pairs=f"{row.policy}.json")
+        assert [found] == json.loads(done.stdout)["pairs"]
+        assert found["measured"] == asdict(row)
+    text = planned(files, "--front", "--report", str(page), pairs="both.json").stdout
+    assert "loss 30.0% (quartiles 1.0 points apart)" in text
+    assert [
+        name in page.read_text()
+        for name in (">ResNet-50, fits, depth 1<", ">ResNet-50, outstanding, depth 4<")
+    ] == [True, True]
+
+
+def test_one_gpu_has_a_front_too(files):
+    done = planned(files, "--front", "--report", str(files / "x.html"), gpus=1)
+    assert done.exit_code == 0, done.output
+    assert "on 1 GPU." in done.stdout
 
 
 @pytest.mark.parametrize(
