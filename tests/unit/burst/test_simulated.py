@@ -82,6 +82,13 @@ def plan(of, gpus, batch, *places) -> BurstPlan:
     )
 
 
+def windows_as_rows(windows):
+    """Compare equal to rows of begin, length and kind, but for rounding."""
+    return [
+        (pytest.approx(w.begin_s), pytest.approx(w.length_s), w.kind) for w in windows
+    ]
+
+
 def test_on_one_rank_a_step_is_the_sum_of_all_times():
     some = profile(
         layer("a", update_s=5e-3, parameters=10**9), layer("b", "a", activation=10**9)
@@ -111,6 +118,11 @@ def test_one_layers_data_parallel_step_ends_with_its_all_reduce(size):
     counts_s = DELAY_S
     assert step.iteration_s == pytest.approx(counts_s + 2e-3 + sync_s, rel=1e-9)
     assert step.idle_s == tuple(pytest.approx(counts_s + sync_s) for _ in range(4))
+    wanted = [
+        (0.0, counts_s, "redistribution"),
+        (counts_s + 2e-3, sync_s, "synchronization"),
+    ]
+    assert [windows_as_rows(windows) for windows in step.windows] == [wanted] * 4
 
 
 def test_synchronization_is_under_the_backward_of_earlier_layers():
@@ -138,6 +150,22 @@ def test_samples_gathered_on_one_rank_take_what_its_link_takes():
     assert step.iteration_s == pytest.approx(expected_s, rel=1e-6)
     assert step.computing_s[0] == pytest.approx(1e-3)
     assert step.computing_s[1] == pytest.approx(2e-4)
+    # Rank 0 waits for the counts, six samples, its output's gradient, the last gradient
+    # of a; the others compute a's forward between two waits, and its backward at last.
+    forward_s, begin_s = 2e-4 / 3, DELAY_S + 2e-4 / 3
+    output_s = begin_s + move_s + 8e-4 / 3
+    last_s = step.iteration_s - 2 * forward_s
+    assert windows_as_rows(step.windows[0]) == [
+        (0.0, DELAY_S, "redistribution"),
+        (begin_s, move_s, "redistribution"),
+        (output_s, 2 * DELAY_S, "redistribution"),
+        (step.iteration_s - move_s, move_s, "redistribution"),
+    ]
+    for windows in step.windows[1:]:
+        assert windows_as_rows(windows) == [
+            (0.0, DELAY_S, "redistribution"),
+            (begin_s, last_s - begin_s, "redistribution"),
+        ]
 
 
 def test_calls_and_copies_count_where_they_were_measured():
@@ -271,6 +299,8 @@ def test_any_plan_is_between_its_bounds(seed):
     assert step.iteration_s >= max(busy)
     for computing_s, idle_s in zip(step.computing_s, step.idle_s, strict=True):
         assert computing_s + idle_s == pytest.approx(step.iteration_s)
+    for windows, idle_s in zip(step.windows, step.idle_s, strict=True):
+        assert sum(w.length_s for w in windows) == pytest.approx(idle_s, abs=1e-12)
     spans = step.timeline.spans
     assert max(span.end_s for span in spans) == pytest.approx(step.iteration_s)
     for rank in range(gpus):
