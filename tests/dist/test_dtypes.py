@@ -201,36 +201,45 @@ def test_plans_keep_gradients_of_every_type_as_ddp_has_them(
         assert wrong == []
 
 
-MOST_STEPS = 2000
+MOST_STEPS = 4000
 """Tuning has settled by then; steps last milliseconds."""
 
 
 def rank_tunes(rank: int, size: int) -> dict[str, Any]:
     found = {}
     for kind in KINDS:
-        settled: list[Any] = []
-        model = stretto.DDP(
-            net(kind),
-            on_settled=settled.append,
-            tune=TuneOptions(steps=12, lost_ratio=100.0, watch=False, memory=False),
-        )
-        deferred = deferred_plan(model).digest
-        plans: list[str] = []
-        model.register_forward_hook(
-            lambda model, *_, plans=plans: plans.append(
-                "" if model.plan is None else model.plan.digest
-            )
-        )
-        ours = train(model, rank, MOST_STEPS, settled)
-        expected = train(TorchDDP(net(kind)), rank, len(ours))
-        found[kind] = {
-            "wrong": differences(ours, expected, 0.0),
-            "profiled": deferred in plans,
-            "tried": len(set(plans) - {deferred, ""}),
-            "settled": len(settled),
-            "types": sorted({t.dtype for s in settled for t in s.workload.tensors}),
-        }
+        for _ in range(3):
+            found[kind], gave_up = tuned(kind, rank)
+            if not gave_up:  # as it does if a busy machine's measurements fit no model
+                break
     return found
+
+
+def tuned(kind: str, rank: int) -> tuple[dict[str, Any], bool]:
+    """Return what tuning did, and whether it ended without settling."""
+    settled: list[Any] = []
+    model = stretto.DDP(
+        net(kind),
+        on_settled=settled.append,
+        tune=TuneOptions(steps=12, lost_ratio=100.0, watch=False, memory=False),
+    )
+    deferred = deferred_plan(model).digest
+    plans: list[str] = []
+    model.register_forward_hook(
+        lambda model, *_, plans=plans: plans.append(
+            "" if model.plan is None else model.plan.digest
+        )
+    )
+    ours = train(model, rank, MOST_STEPS, settled)
+    expected = train(TorchDDP(net(kind)), rank, len(ours))
+    row = {
+        "wrong": differences(ours, expected, 0.0),
+        "profiled": deferred in plans,
+        "tried": len(set(plans) - {deferred, ""}),
+        "settled": len(settled),
+        "types": sorted({t.dtype for s in settled for t in s.workload.tensors}),
+    }
+    return row, not settled and model._auto is None and not row["wrong"]
 
 
 @pytest.mark.filterwarnings("ignore")
