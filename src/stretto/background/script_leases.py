@@ -216,6 +216,12 @@ def _save_pair(background: Background, path: str) -> None:
         pair.share_ratio,
         pair.share_spread_ratio,
     )
+    if pair.doubt:
+        _log.warning(
+            "%s: %s, so other work disturbed the run: measure again on a quiet machine",
+            path,
+            pair.doubt,
+        )
 
 
 def _end(leases: ScriptLeases, background: Background, owner: int) -> None:

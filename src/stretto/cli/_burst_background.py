@@ -33,6 +33,13 @@ def load(path: str, profile_name: str) -> tuple[CollocatedPair, ...]:
             f"and share are those of {names}",
             err=True,
         )
+    for pair in pairs:
+        if pair.doubt:
+            click.echo(
+                f"warning: {path}: {pair.title}: {pair.doubt}, so other work disturbed "
+                "the run. Measure again on a quiet machine",
+                err=True,
+            )
     return pairs
 
 
@@ -71,7 +78,13 @@ def plan_rows(
     rows = []
     for pair in pairs:
         (found,) = collocated.beside([one], pair, alone_s)
-        windows = {"windows_by_rank": [len(some) for some in step.windows]}
+        windows = {
+            "windows_by_rank": [len(some) for some in step.windows],
+            "longest_window_s": max(
+                (window.length_s for some in step.windows for window in some),
+                default=0.0,
+            ),
+        }
         rows.append(_pair(pair) | _row(found) | windows)
     return rows
 
@@ -90,7 +103,24 @@ def plan_text(rows: Sequence[dict[str, Any]]) -> str:
             measured_text(row["measured"]),
             f"background's rate over its rate alone by rank: {shown}{more}",
         ]
+        if (why := _no_window_text(row)) is not None:
+            lines.append(why)
     return "\n".join(lines)
+
+
+def _no_window_text(row: dict[str, Any]) -> str | None:
+    """Return why the background runs in none of the plan's windows, or None."""
+    from stretto.schema.collocation import FITS
+
+    measured = row["measured"]
+    longest_s = row["longest_window_s"]
+    if measured["policy"] != FITS or longest_s >= measured["task_s"]:
+        return None
+    return (
+        f"no window of this plan fits a task of {format_s(measured['task_s'])}: the "
+        f"longest is {format_s(longest_s)}. Use shorter tasks (`stretto run "
+        "--background ... --segments layer`) or a lower --amp-limit"
+    )
 
 
 def show_front(

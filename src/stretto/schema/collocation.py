@@ -15,6 +15,9 @@ FITS, OUTSTANDING = "fits", "outstanding"
 POLICIES = (FITS, OUTSTANDING)
 """When tasks may start: in windows that they fit, or at any time."""
 
+_HIGHEST_SHARE = 1.1
+_WIDEST_SPREAD = 0.2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollocatedPair:
@@ -80,6 +83,25 @@ class CollocatedPair:
     def use_ratio(self) -> float:
         """The background's rate in usable time, over its rate alone."""
         return self.share_ratio / self.usable_ratio
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the measurement cannot be trusted, or None.
+
+        A background cannot be faster beside a foreground than alone, and pairs of
+        blocks on a quiet machine agree.
+        """
+        if self.share_ratio > _HIGHEST_SHARE:
+            return (
+                f"the background was {self.share_ratio:.2f} times as fast beside the "
+                "foreground as alone"
+            )
+        if self.loss_spread_ratio > _WIDEST_SPREAD:
+            return (
+                "the quartiles of the foreground's loss are "
+                f"{100 * self.loss_spread_ratio:.0f} points apart"
+            )
+        return None
 
     @property
     def title(self) -> str:

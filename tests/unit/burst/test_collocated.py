@@ -151,6 +151,20 @@ def test_files_keep_each_pair_once(tmp_path):
         Collocation.load(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, None),
+        ({"loss_ratio": -0.02, "share_ratio": 1.05}, None),
+        ({"share_ratio": 1.3}, "1.30 times as fast beside"),
+        ({"loss_spread_ratio": 0.6}, "60 points apart"),
+    ],
+)
+def test_a_pair_of_a_disturbed_run_is_doubted(change, words):
+    doubt = replace(PAIR, **change).doubt
+    assert doubt is None if words is None else words in doubt
+
+
 @pytest.fixture
 def files(tmp_path, problem, network):
     problem.profile.save(tmp_path / "vgg.json")
@@ -242,3 +256,23 @@ def test_pairs_of_another_foreground_are_used_with_a_warning(files):
     assert done.exit_code == 0
     assert "has no pair with the foreground" in done.output
     assert "those of else" in done.output
+
+
+def test_doubtful_pairs_are_used_with_a_warning(files):
+    doubtful = replace(PAIR, foreground="vgg16", loss_spread_ratio=0.6)
+    Collocation(rows=(doubtful,)).save(files / "doubtful.json")
+    done = planned(files, pairs="doubtful.json")
+    assert done.exit_code == 0
+    assert "60 points apart, so other work disturbed the run" in done.output
+    assert "disturbed" not in planned(files).output
+
+
+def test_tasks_that_no_window_fits_are_named(files):
+    long = replace(PAIR, foreground="vgg16", task_s=10.0)
+    Collocation(rows=(long,)).save(files / "long.json")
+    text = planned(files, pairs="long.json").stdout
+    assert "no window of this plan fits a task of 10" in text
+    assert "no window" not in planned(files).stdout
+    outstanding = replace(long, policy="outstanding")
+    Collocation(rows=(outstanding,)).save(files / "long.json")
+    assert "no window" not in planned(files, pairs="long.json").stdout
