@@ -11,7 +11,9 @@ the throughput of the cluster over that of the foreground alone. Target: a loss 
 most 5 %, a throughput of at least 1.5.
 
 Hosts share the machine's processors: with fewer processors than hosts, four devices are
-emulated by less than four, and backgrounds get the less.
+emulated by less than four, and backgrounds get the less. With ``--sleep-ms 400`` each
+rank has an emulated device ``exclusive:RANK`` of its own instead: computation sleeps,
+400 ms for a step of VGG-11 on one device, and tasks sleep for ``--task-ms``.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     burst = stretto.BurstParallel(copy.deepcopy(model), plan, example_inputs=(x[:2],))
     optimizer = torch.optim.SGD(burst.parameters(), lr=0.01)
-    device = f"cpu:burst{rank}"
-    beside = BackgroundJob(device)
+    sleeps = bool(options.sleep_ms)
+    device = f"{'exclusive' if sleeps else 'cpu'}:burst{rank}"
+    beside = BackgroundJob(device, task_s=1e-3 * options.task_ms if sleeps else None)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -110,7 +113,13 @@ def main() -> None:
             {
                 "what": f"VGG-{options.depth}, width {options.width}, batch "
                 f"{options.batch}, over {ranks} hosts on {os.cpu_count()} processors, "
-                "with a background beside each rank",
+                "with a background beside each rank"
+                + (
+                    f"; devices emulated: {options.sleep_ms:g} ms for a step on one, "
+                    f"tasks of {options.task_ms:g} ms"
+                    if sleeps
+                    else ""
+                ),
                 "reach": "loss at most 5 %; throughput at least 1.5 of alone",
                 "isolation": beside.isolation,
                 "load_before": os.getloadavg()[0],
@@ -134,6 +143,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--alone-s", type=float, default=3.0)
     parser.add_argument("--probe-s", type=float, default=15.0)
     parser.add_argument("--least-layer-s", type=float, default=50e-6)
+    parser.add_argument("--sleep-ms", type=float, default=0.0)
+    parser.add_argument("--task-ms", type=float, default=2.0)
     parser.add_argument(
         "--store", default="background_burst", help="name of the result"
     )

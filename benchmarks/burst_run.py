@@ -38,7 +38,7 @@ do not.
 """
 
 
-SETTLING = 2
+SETTLING = 6
 """Steps of a variant that do not count after another variant's, because caches and
 memory are then the other's. The first took up to 70 ms more.
 """
@@ -131,10 +131,12 @@ def main() -> None:
             {
                 "seconds": seconds,
                 "idle": idle,
-                "predicted": predictions(plan, profile, cluster),
+                "predicted": predictions(options, plan, profile, cluster),
                 "drift": drift[0],
-                "at_speed": predictions(plan, at_speed(profile, drift[0]), cluster),
-                "fed_back": predictions(plan, fed, cluster),
+                "at_speed": predictions(
+                    options, plan, at_speed(profile, drift[0]), cluster
+                ),
+                "fed_back": predictions(options, plan, fed, cluster),
                 "data_parallel_s": planned(options, profile, cluster, ranks)[1],
                 "host": profile.host,
             }
@@ -161,8 +163,59 @@ def task(options, share, rank):
         classes=10,
         dropout=0.0,
     )
+    if options.sleep_ms:
+        emulate(model, 1e-3 * options.sleep_ms / options.batch)
     x = torch.randn(share, 3, 32, 32, generator=draw)
     return model, x, torch.randint(0, 10, (share,), generator=draw)
+
+
+class _Sleep(torch.autograd.Function):
+    """Sleep as long as a device needs for a layer's forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, each_s):
+        ctx.each_s = each_s
+        time.sleep(each_s * len(x))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(2.0 * ctx.each_s * len(gradient))
+        return gradient, None
+
+
+class Emulated(nn.Module):
+    """A layer on a device of its own: its computation sleeps."""
+
+    def __init__(self, layer: nn.Module, each_s: float) -> None:
+        super().__init__()
+        self.layer = layer
+        self.each_s = each_s
+
+    def forward(self, x):
+        return _Sleep.apply(self.layer(x), self.each_s)
+
+
+def emulate(model: VGG, sample_s: float) -> None:
+    """Let the layers sleep as VGG-11 computes: by their multiplications.
+
+    Args:
+        model: at any width; its own computation is added.
+        sample_s: forward and backward of one sample, all layers, in seconds.
+    """
+    side, work = 32, {}
+    for stack in (model.features, model.classifier):
+        for name, layer in stack.named_children():
+            if isinstance(layer, nn.MaxPool2d):
+                side //= 2
+            elif isinstance(layer, nn.Conv2d):
+                work[stack, name] = layer.weight.numel() * side**2
+            elif isinstance(layer, nn.Linear):
+                work[stack, name] = layer.weight.numel()
+    total = sum(work.values())
+    for (stack, name), count in work.items():
+        each_s = sample_s / 3.0 * count / total
+        setattr(stack, name, Emulated(getattr(stack, name), each_s))
 
 
 def profiled(options, model, x, ranks):
@@ -194,21 +247,23 @@ def at_speed(profile, drift):
     return replace(profile, layers=layers, outside_s=profile.outside_s * drift)
 
 
-def cores() -> float:
+def cores(options) -> float | None:
     """Return the cores, which ranks share as processes on one machine."""
-    return float(len(os.sched_getaffinity(0)))
+    return None if options.sleep_ms else float(len(os.sched_getaffinity(0)))
 
 
 def planned(options, profile, cluster, ranks):
     """Return the plan, the same on all ranks, and data parallel's predicted step."""
     problem = burst.problem(profile, gpus=ranks, batch=options.batch, cluster=cluster)
-    plan, _ = burst.plan_on(problem, cluster, bucket_bytes=BUCKET_BYTES, cores=cores())
+    plan, _ = burst.plan_on(
+        problem, cluster, bucket_bytes=BUCKET_BYTES, cores=cores(options)
+    )
     return plan, plan.predicted.data_parallel_s
 
 
-def predictions(plan, profile, cluster):
+def predictions(options, plan, profile, cluster):
     step = burst.simulate(
-        profile, plan, cluster, bucket_bytes=BUCKET_BYTES, cores=cores()
+        profile, plan, cluster, bucket_bytes=BUCKET_BYTES, cores=cores(options)
     )
     return {"iteration_s": step.iteration_s, "idle_s": list(step.idle_s)}
 
@@ -287,6 +342,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--probe-s", type=float, default=20.0)
     parser.add_argument("--least-layer-s", type=float, default=50e-6)
     parser.add_argument("--store", help="name of the result  [default: burst_run]")
+    parser.add_argument(
+        "--sleep-ms",
+        type=float,
+        default=0.0,
+        help="of a VGG's step on one device: its computation sleeps",
+    )
     parser.add_argument("--short", action="store_true", help="to see that it runs")
     found = parser.parse_args()
     if found.short:

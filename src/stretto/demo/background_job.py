@@ -1,23 +1,28 @@
 """A background job of the demo: ``python -m stretto.demo.background_job DEVICE``.
 
-It trains a small network on the digits, one lease for each step, while the rank that
-started it asks for that.
+It trains a small network on random samples, one lease for each step, while the rank
+that started it asks for that. With a second argument, seconds, each task sleeps that
+long instead: it computes on an emulated device, which no other job shares.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import select
 import subprocess
 import sys
 import time
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
 
 from stretto.background.board import Board
 from stretto.background.lease import Background
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BATCH = 32
 _IDLE_S = 0.5
@@ -28,10 +33,16 @@ _LEASE_S = 0.2
 class BackgroundJob:
     """The rank's side: a background job in a process of its own."""
 
-    def __init__(self, device: str) -> None:
-        """Start the job; it waits until `run` is called."""
+    def __init__(self, device: str, *, task_s: float | None = None) -> None:
+        """Start the job; it waits until `run` is called.
+
+        Args:
+            device: name of the device.
+            task_s: sleep that long in each task instead of training.
+        """
+        more = [] if task_s is None else [str(task_s)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, device],
+            [sys.executable, "-m", __name__, device, *more],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -84,12 +95,29 @@ def _network() -> nn.Module:
     )
 
 
-def main() -> None:
-    """Train while asked to, until the input ends."""
+def _training() -> Callable[[], None]:
+    """Return a training step."""
     torch.set_num_threads(1)
     model = _network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     draw = torch.Generator().manual_seed(1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        x = torch.randn(BATCH, 512, generator=draw)
+        y = x[:, :10].argmax(1)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def main() -> None:
+    """Run tasks while asked to, until the input ends."""
+    if len(sys.argv) > 2:
+        task = functools.partial(time.sleep, float(sys.argv[2]))
+    else:
+        task = _training()
     runs = False
     with Background(sys.argv[1]) as background:
         sys.stdout.write(f"{background.isolation}\n")
@@ -102,11 +130,7 @@ def main() -> None:
                 runs = word == "run"
             if not runs or not background.wait(timeout_s=_LEASE_S):
                 continue
-            optimizer.zero_grad()
-            x = torch.randn(BATCH, 512, generator=draw)
-            y = x[:, :10].argmax(1)
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            task()
             background.end_task()
 
 
