@@ -19,7 +19,7 @@ from stretto.burst.tracing.sample_positions import depends_on_position, source_l
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     Group = tuple[fx.Node, ...]
 
@@ -66,7 +66,8 @@ class _Joined:
         return [tuple(ops) for ops in found.values()]
 
 
-def _users(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
+def users_of(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
+    """Return for each operation those that read it."""
     users: dict[fx.Node, list[fx.Node]] = {op: [] for op in traced.ops}
     for op in traced.ops:
         for read in traced.before[op]:
@@ -80,7 +81,7 @@ def _regions(traced: Traced, joined: _Joined) -> None:
     All paths from such an operation to the output meet again at its immediate
     post-dominator; the first one with rows ends the layer. O(V E) in the worst case.
     """
-    users = _users(traced)
+    users = users_of(traced)
     order = {op: i for i, op in enumerate(traced.ops)}
     after = _after(traced, users)
     for op in traced.ops:
@@ -165,7 +166,7 @@ def _fixed_of(traced: Traced, op: fx.Node) -> Iterator[fx.Node]:
 def _join_each(traced: Traced, joined: _Joined, sets: list[list[fx.Node]]) -> None:
     if not sets:
         return
-    users = _users(traced)
+    users = users_of(traced)
     order = {op: i for i, op in enumerate(traced.ops)}
     after = _after(traced, users)
     for ops in sets:
@@ -375,13 +376,23 @@ def names_of(
     return names
 
 
-def output_of(traced: Traced, group: Group, name: str) -> fx.Node:
+def output_of(
+    traced: Traced,
+    group: Group,
+    name: str,
+    users: Mapping[fx.Node, Sequence[fx.Node]],
+) -> fx.Node:
     """Return the only operation of a layer that others read.
+
+    Args:
+        traced: the model.
+        group: the layer's operations.
+        name: the layer's, for messages.
+        users: from `users_of`.
 
     Raises:
         SpecError: there are several, or it has no row for each sample.
     """
-    users = _users(traced)
     inside = set(group)
     given = [
         op
@@ -401,15 +412,26 @@ def output_of(traced: Traced, group: Group, name: str) -> fx.Node:
     return given[0]
 
 
+def positions_of(traced: Traced) -> dict[fx.Node, int]:
+    """Return the place of each node in the recorded order."""
+    return {node: i for i, node in enumerate(traced.root.graph.nodes)}
+
+
 def module_of(
-    traced: Traced, group: Group, result: fx.Node
+    traced: Traced, group: Group, result: fx.Node, positions: Mapping[fx.Node, int]
 ) -> tuple[fx.GraphModule, list[fx.Node]]:
     """Return a layer as a module, and what it reads, in the order of arguments.
+
+    Args:
+        traced: the model.
+        group: the layer's operations.
+        result: the layer's output, from `output_of`.
+        positions: from `positions_of`.
 
     Raises:
         SpecError: a hook reads a parameter of a module that is not in the layer.
     """
-    module, reads = _Copy(traced, group).module(result)
+    module, reads = _Copy(traced, group, positions).module(result)
     held = {id(parameter) for parameter in module.parameters()}
     for node in (n for op in group for n in (op, *_fixed_of(traced, op))):
         for name in node.meta.get("borrowed", ()):
@@ -425,8 +447,10 @@ def module_of(
 class _Copy:
     """Copies a layer's operations, and the fixed ones that they need, to a graph."""
 
-    def __init__(self, traced: Traced, group: Group) -> None:
-        self._traced, self._group = traced, group
+    def __init__(
+        self, traced: Traced, group: Group, positions: Mapping[fx.Node, int]
+    ) -> None:
+        self._traced, self._group, self._positions = traced, group, positions
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, Any] = {}
         self._inside = set(group)
@@ -460,10 +484,8 @@ class _Copy:
 
         A fixed one may read a buffer that another operation then updates.
         """
-        traced = self._traced
-        needed = {node for op in self._group for node in _fixed_of(traced, op)}
-        needed |= self._inside
-        return [node for node in traced.root.graph.nodes if node in needed]
+        needed = {node for op in self._group for node in _fixed_of(self._traced, op)}
+        return sorted(needed | self._inside, key=self._positions.__getitem__)
 
     def _copy(self, op: fx.Node) -> fx.Node:
         self._out_of_place(op)

@@ -306,10 +306,11 @@ def layers_of(
     layers = grouping.ordered(traced, groups)
     of = grouping.names_of(traced, layers, names, reserved=INPUT)
     number = {op: i for i, group in enumerate(layers) for op in group}
+    users, positions = grouping.users_of(traced), grouping.positions_of(traced)
     nodes = []
     for i, group in enumerate(layers):
-        result = grouping.output_of(traced, group, of[i])
-        module, reads = grouping.module_of(traced, group, result)
+        result = grouping.output_of(traced, group, of[i], users)
+        module, reads = grouping.module_of(traced, group, result, positions)
         shape, dtype = traced.shapes[result]
         parameters = dict(module.named_parameters())
         nodes.append(
