@@ -114,6 +114,7 @@ def _training() -> Callable[[], None]:
 
 def main() -> None:
     """Run tasks while asked to, until the input ends."""
+    task: Callable[[], None]
     if len(sys.argv) > 2:
         task = functools.partial(time.sleep, float(sys.argv[2]))
     else:
