@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar, final
 
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from importlib.metadata import EntryPoint
+    from importlib.metadata import EntryPoint, EntryPoints
 
 
 class _Named(Protocol):
@@ -58,7 +57,7 @@ class ClassRegistry(Generic[_NamedClass]):
 
 def installed_names(group: str, *, besides: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the sorted names of a group's entry points, without some."""
-    return tuple(sorted(entry_points(group=group).names.difference(besides)))
+    return tuple(sorted(_entry_points(group).names.difference(besides)))
 
 
 def load_class(group: str, name: str, base: type[_Class]) -> type[_Class] | None:
@@ -73,7 +72,7 @@ def load_class(group: str, name: str, base: type[_Class]) -> type[_Class] | None
         SpecError: several packages have the entry point, it does not load, or it is
             not a concrete subclass of ``base`` of that name.
     """
-    found = list(entry_points(group=group, name=name))
+    found = list(_entry_points(group).select(name=name))
     if not found:
         return None
     if len(found) > 1:
@@ -100,6 +99,13 @@ def load_class(group: str, name: str, base: type[_Class]) -> type[_Class] | None
             f"{getattr(value, 'name', None)!r}"
         )
     return value
+
+
+def _entry_points(group: str) -> EntryPoints:
+    # Imported late: it would cost every command 15 ms, and few need installed classes.
+    from importlib.metadata import entry_points
+
+    return entry_points(group=group)
 
 
 def _package_of(entry: EntryPoint) -> str:
