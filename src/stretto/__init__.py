@@ -7,8 +7,6 @@ Names are loaded on first use, so that planning never loads torch.
 
 from __future__ import annotations
 
-import logging
-import sys
 from typing import TYPE_CHECKING
 
 from stretto._version import __version__
@@ -76,27 +74,6 @@ _HOMES = {
     "TuneOptions": "stretto.tune",
     "Workload": "stretto.schema",
 }
-
-
-class _LastResort(logging.Handler):
-    """Prints warnings and results as `logging.lastResort` does, with stretto's name.
-
-    Active only if the program has set up no logging.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        logger = logging.getLogger("stretto")
-        if logging.getLogger().handlers or logger.handlers != [self]:
-            return
-        try:
-            sys.stderr.write(f"stretto: {self.format(record)}\n")
-        except Exception:  # noqa: BLE001 - as every handler of logging
-            self.handleError(record)
-
-
-if not logging.getLogger("stretto").handlers:
-    logging.getLogger("stretto").addHandler(_LastResort(logging.INFO))
-
 
 __getattr__ = lazy_names("stretto", _HOMES)
 

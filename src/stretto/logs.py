@@ -13,6 +13,27 @@ from typing import Any, final
 
 
 @final
+class _LastResort(logging.Handler):
+    """Prints warnings and results as `logging.lastResort` does, with stretto's name.
+
+    Active only if the program has set up no logging.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger = logging.getLogger("stretto")
+        if logging.getLogger().handlers or logger.handlers != [self]:
+            return
+        try:
+            sys.stderr.write(f"stretto: {self.format(record)}\n")
+        except Exception:  # noqa: BLE001 - as every handler of logging
+            self.handleError(record)
+
+
+if not logging.getLogger("stretto").handlers:
+    logging.getLogger("stretto").addHandler(_LastResort(logging.INFO))
+
+
+@final
 class SafeLogger(logging.LoggerAdapter[logging.Logger]):
     """Writes a line to stderr if the program's logging raises."""
 

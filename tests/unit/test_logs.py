@@ -13,7 +13,7 @@ WARN = "logging.getLogger('stretto.tune.controller').warning('a plan')"
 def shown(before: str, line: str) -> str:
     """What a program that runs two lines after its imports writes to stderr."""
     found = subprocess.run(
-        [sys.executable, "-c", f"import logging, stretto\n{before}\n{line}"],
+        [sys.executable, "-c", f"import logging, stretto.logs\n{before}\n{line}"],
         check=True,
         capture_output=True,
         text=True,

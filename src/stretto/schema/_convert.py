@@ -8,12 +8,12 @@ import types
 import typing
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
-
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import msgspec
 
 _T = TypeVar("_T")
 
@@ -27,6 +27,8 @@ def convert(body: Any, value_type: type[_T], *, source: str, place: str = "$") -
     Raises:
         SpecError: naming ``source``, the place in it, the rule and the value.
     """
+    import msgspec  # late, as in `stretto.schema._json`
+
     for at, rule in _key_errors(body, value_type, place):
         raise SpecError(f"{source}: {at}: {rule}", place=at)
     try:
