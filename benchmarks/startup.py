@@ -4,8 +4,8 @@
     python benchmarks/startup.py --before /tmp/earlier/src
 
 Both versions run in turn with this environment's packages, each with a cache of
-compiled modules of its own. Processor time is compared rather than elapsed time, because
-other work on the machine lengthens the latter. Target: within 2 %.
+compiled modules of its own. Processor time is compared rather than elapsed time,
+because other work on the machine lengthens the latter. Target: within 2 %.
 """
 
 from __future__ import annotations
