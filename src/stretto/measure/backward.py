@@ -347,13 +347,17 @@ class StepObserver:
     # -- a step's record ---------------------------------------------------
 
     def _find_owners(self) -> list[tuple[str, ...]]:
-        """Return, for each parameter, the modules that own it under any name."""
+        """Return, for each parameter, the modules that own it under any name.
+
+        The root stands for a parameter that no module owns: forward may put it in
+        place for each call only, or it was replaced since the model was wrapped.
+        """
         owners: dict[int, list[str]] = {id(p): [] for p in self._parameters}
         for prefix, module in self.model.named_modules(remove_duplicate=True):
             for parameter in module.parameters(recurse=False):
                 if id(parameter) in owners:
                     owners[id(parameter)].append(prefix)
-        return [tuple(owners[id(p)]) for p in self._parameters]
+        return [tuple(owners[id(p)]) or ("",) for p in self._parameters]
 
     def _first_use_of(self, i: int) -> list[Any]:
         """Return an owner's earliest start, or that of its nearest called parent."""

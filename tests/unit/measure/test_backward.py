@@ -152,6 +152,27 @@ class _Tied(nn.Module):
         return self.decode(self.middle(self.encode(x)))
 
 
+def test_a_parameter_outside_the_module_tree_is_needed_when_forward_starts():
+    outside = nn.Parameter(torch.ones(4))
+
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before = Slow()
+
+        def forward(self, x):
+            return self.before(x) + outside
+
+    model = Adds()
+    parameters = [*model.named_parameters(), ("outside", outside)]
+    with StepObserver(model, parameters=parameters) as observer:
+        for _ in range(3):
+            model(torch.ones(3, 4)).sum().backward()
+            observer.end_step()
+    needed_s = [step.needed_s[-1] for step in observer.steps]
+    assert needed_s == [0.0] * 3
+
+
 def test_a_shared_parameter_is_needed_first_and_ready_last():
     workload = profiled(_Tied())
     tied = by_name(workload)["encode.weight"]
