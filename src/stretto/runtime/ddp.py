@@ -26,6 +26,7 @@ from stretto.runtime.negotiated.reducer import (
     refused,
 )
 from stretto.runtime.plan_binding import ignored_names, why_unplannable
+from stretto.runtime.read_only import shown_value
 from stretto.runtime.static_graph import unsupported
 from stretto.runtime.torch_compat import (
     arguments_of,
@@ -182,7 +183,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         if negotiates and self._ranks.size > 1:
             self._negotiate(lanes, unit_bytes)
         if record is not None:
-            self.observe(record)
+            self._observe(record)
 
     def _negotiate(self, lanes: int | None, unit_bytes: int | None) -> None:
         """Replace the Reducer by the negotiated engine."""
@@ -199,13 +200,17 @@ class DistributedDataParallel(ReplaceableReducerDDP):
 
     # Plans.
 
-    @property
+    @shown_value
     def plan(self) -> Plan | None:
         """The plan in use; ``None`` means PyTorch's own rule.
 
         A copied or unpickled model applies its plan in its first training step, which
         is the first operation that all ranks do with it together.
         """
+        return self._own_plan
+
+    @property
+    def _own_plan(self) -> Plan | None:
         return self._plan or self._waiting_plan
 
     def apply_plan(self, plan: Plan | None) -> None:
@@ -423,15 +428,15 @@ class DistributedDataParallel(ReplaceableReducerDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         observer = self._observer
-        self.observe(None)
+        self._observe(None)
         parent: Any = super()
         attributes: dict[str, Any] = parent.__getstate__()
         for name, value in attributes.items():
             if name.endswith("_hooks") and isinstance(value, dict):
                 attributes[name] = value.copy()  # without the observer's
         if observer is not None:
-            self.observe(observer)
-        attributes["_waiting_plan"] = self.plan
+            self._observe(observer)
+        attributes["_waiting_plan"] = self._own_plan
         for name in _NOT_COPIED:
             attributes.pop(name, None)
         return attributes

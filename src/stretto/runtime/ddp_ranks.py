@@ -22,6 +22,7 @@ from stretto.runtime.plan_binding import (
     sparse_parameters,
 )
 from stretto.runtime.presence import is_communication_error
+from stretto.runtime.read_only import shown_value
 from stretto.runtime.store import ranks_of
 from stretto.runtime.torch_compat import backend_of
 from stretto.runtime.weak_call import weakly
@@ -63,7 +64,7 @@ class RankedDDP(TorchDDP):
 
     # The model, as planners see it.
 
-    @property
+    @shown_value
     def backend(self) -> str:
         """The backend of the lanes: ``gloo``, ``nccl``, ``local`` or another one."""
         return self._lane_backend

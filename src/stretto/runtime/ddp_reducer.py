@@ -17,6 +17,7 @@ from stretto.runtime.after_backward import at_the_end
 from stretto.runtime.ddp_group import WatchedGroup
 from stretto.runtime.ddp_ranks import RankedDDP
 from stretto.runtime.planned_group import PlannedGroup
+from stretto.runtime.read_only import shown_value
 from stretto.runtime.recording.step import StepWatch
 from stretto.runtime.static_graph import GradientCounts
 from stretto.runtime.torch_compat import build_reducer
@@ -54,7 +55,7 @@ class ReplaceableReducerDDP(RankedDDP):
 
     # Observation.
 
-    @property
+    @shown_value
     def observed(self) -> bool:
         """Whether an observer receives every step."""
         return self._observer is not None
@@ -64,6 +65,11 @@ class ReplaceableReducerDDP(RankedDDP):
 
         Without an observer no hook is installed, so there is no cost.
         """
+        self._observe(observer)
+
+    # A subclass may use the public names for methods of its own.
+
+    def _observe(self, observer: AbstractStepObserver | None) -> None:
         if self._step_watch is not None:
             self._step_watch.remove()
             self._step_watch = None
@@ -259,7 +265,7 @@ class ReplaceableReducerDDP(RankedDDP):
         self._restore_reducer_state()
         self._keep_used_map(old)
         if self._observer is not None:
-            self.observe(self._observer)
+            self._observe(self._observer)
 
     def _retire(self, reducer: Any, logger: Any) -> None:
         """Take an old Reducer out of service; its logged iterations still count."""

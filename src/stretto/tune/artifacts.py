@@ -172,14 +172,15 @@ class RunArtifacts:
             ranks = ranks_of(model.process_group, timeout_s=None)
             self._gathering = RecordGathering(ranks)
             self._gathering.begin()
-            model.observe(self._recorder)
+            model._observe(self._recorder)  # noqa: SLF001
             return
         self._seen += 1
         if self._seen <= RECORDED_STEPS:
             return
-        model.observe(None)
+        model._observe(None)  # noqa: SLF001
         self.done = True
-        subject = _Subject(title=self._title, plan=model.plan, settled=self._settled)
+        plan = model._own_plan  # noqa: SLF001
+        subject = _Subject(title=self._title, plan=plan, settled=self._settled)
         gathered = partial(_keep, self._files, subject, self._recorder)
         self._gathering.finish(partial(_marks, self._recorder), gathered)
 

@@ -300,7 +300,7 @@ class AutoPlan:
         Raises:
             Refused: on all ranks, when one of them can't apply it; nothing has changed.
         """
-        now = self._model.plan
+        now = self._model._own_plan  # noqa: SLF001
         if now is None or now.digest != plan.digest:
             self._model._change_plan(plan, self._sync.agree)  # noqa: SLF001
 
@@ -358,7 +358,8 @@ class AutoPlan:
             ranks_per_host=self._sync.size // hosts,
             surroundings=(
                 f"stretto {__version__}, torch {torch.__version__}, "
-                f"{self._model.device_type}, {self._model.backend}, "
+                f"{self._model.device_type}, "
+                f"{self._model._lane_backend}, "  # noqa: SLF001
                 f"wire {self._wire_dtype}"
             ),
         )

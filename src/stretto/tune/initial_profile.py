@@ -74,7 +74,7 @@ class DeferredProfile:
 
     def start(self) -> None:
         """Start with the next step."""
-        self._model.observe(self._waits)
+        self._model._observe(self._waits)  # noqa: SLF001
         self.observer.__enter__()
 
     def begin_step(self) -> None:
@@ -102,7 +102,7 @@ class DeferredProfile:
     def stop(self) -> None:
         """Stop observing. The deferred plan stays in use until another is applied."""
         self.observer.close()
-        self._model.observe(None)
+        self._model._observe(None)  # noqa: SLF001
 
     def workload(
         self, *, name: str, warmup: int, max_spread_ratio: float = 0.35

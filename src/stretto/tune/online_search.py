@@ -191,7 +191,7 @@ class OnlineSearch:
                 return False
             encoded, recorded, self.ahead = offer
             plan = codec.decode(encoded, Plan)
-            now = self._model.plan
+            now = self._model._own_plan  # noqa: SLF001
             changes = now is None or now.digest != plan.digest
             trouble = self._apply(plan)
             if trouble is None:
@@ -216,17 +216,17 @@ class OnlineSearch:
         return None
 
     def _watch(self) -> None:
-        if self._model.observed:
+        if self._model._observer is not None:  # noqa: SLF001
             return
         device = next((p.device for p in self._model.parameters()), None)
         self._recorder = Recorder(keep=1, device=device)
         self._watching = True
-        self._model.observe(self._recorder)
+        self._model._observe(self._recorder)  # noqa: SLF001
 
     def _unwatch(self) -> None:
         if self._watching:
             self._watching = False
-            self._model.observe(None)
+            self._model._observe(None)  # noqa: SLF001
 
     def _learn(self, trial: Trial) -> None:
         """Report a block, and correct the model by what it showed."""
