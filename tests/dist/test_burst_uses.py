@@ -876,8 +876,52 @@ def no_dropout_in_a_checkpoint(side: Side) -> Any:
     return side.state(model)
 
 
+class Bounded(torch.optim.Optimizer):
+    """Limits each gradient; without a limit by default."""
+
+    def __init__(self, params: Any, most: float = float("inf")) -> None:
+        super().__init__(params, {"lr": 0.1, "most": most})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * p.grad.clamp(-group["most"], group["most"])
+
+
+def limits_of_infinity(side: Side) -> Any:
+    """Clipping to infinity returns the norm; an option may be infinite too."""
+    model = side.wrap(net())
+    norms = []
+
+    def norm() -> None:
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), float("inf")).clone())
+
+    train(side, model, Bounded(model.parameters()), after=norm)
+    return norms, side.state(model)
+
+
+def clip_held_gradients_in_groups(side: Side) -> Any:
+    """Each rank has the gradients of one group, and passes none of the other."""
+    module = nn.Sequential(*deep()[:3])
+    model = apart(side, module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    norms = []
+
+    def clip() -> None:
+        for layer in (module[0], module[2]):
+            norms.append(nn.utils.clip_grad_norm_(held(layer), 0.02).clone())
+
+    train(side, model, optimizer, after=clip)
+    return norms, side.state(model)
+
+
 RIGHT = [
     inputs_with_a_class,
+    clip_held_gradients_in_groups,
+    limits_of_infinity,
     no_dropout_in_a_checkpoint,
     fused_on_one_rank,
     gradients_dropped_by_layer,
@@ -1221,6 +1265,44 @@ def dropped_on_one_rank(side: Side) -> None:
     use_by_rank(side, "drop")
 
 
+def norm_of_each_gradient_that_a_rank_has(side: Side, kind: str = "clip") -> None:
+    """Each rank makes as many calls, for other parameters."""
+    model = apart(side, deep())
+    x, y = side.data(0)
+    cross(model(x), y).backward()
+    for p in held(model):
+        if kind == "clip":
+            nn.utils.clip_grad_norm_([p], 0.02)
+        else:
+            get_total_norm([p.grad])
+
+
+def norms_of_each_gradient_that_a_rank_has(side: Side) -> None:
+    norm_of_each_gradient_that_a_rank_has(side, "norm")
+
+
+def clip_on_one_rank_and_norm_on_another(side: Side) -> None:
+    model = apart(side, deep())
+    x, y = side.data(0)
+    cross(model(x), y).backward()
+    if side.rank:
+        model.grad_norm()
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.02)
+
+
+def scaler_steps_of_optimizers_with_gradients(side: Side) -> None:
+    module = nn.Sequential(*deep()[:3])
+    model = apart(side, module)
+    scaler = torch.amp.GradScaler("cpu")
+    x, y = side.data(0)
+    scaler.scale(cross(model(x), y % 2)).backward()
+    for layer in (module[0], module[2]):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        if held(layer):
+            scaler.unscale_(optimizer)
+
+
 def rate_by_rank(side: Side) -> None:
     model = side.wrap(net())
     train(side, model, torch.optim.SGD(model.parameters(), lr=0.1 + side.rank))
@@ -1482,6 +1564,10 @@ def input_whose_class_computes(side: Side) -> Any:
 
 
 REFUSED = {
+    norm_of_each_gradient_that_a_rank_has: "for parameter '0.weight' on rank 0 and",
+    norms_of_each_gradient_that_a_rank_has: "would join those of different gradients",
+    clip_on_one_rank_and_norm_on_another: "make the same calls on every rank",
+    scaler_steps_of_optimizers_with_gradients: "GradScaler for parameter '0.weight'",
     step_that_raises_on_one_rank: "steps of Raising, one of which did not end",
     input_whose_class_computes: "convert it to a plain tensor",
     two_models_with_one_encoder: "'0.weight' also belongs to another BurstParallel",

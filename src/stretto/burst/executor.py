@@ -23,6 +23,7 @@ from stretto.background.named_device import open_named
 from stretto.burst import hooks, torch_calls
 from stretto.burst.boundary import in_checkpoint, mark_input, mark_output
 from stretto.burst.captures import training
+from stretto.burst.checks.joined_calls import CLIP
 from stretto.burst.checks.numbers import number_of
 from stretto.burst.checks.verify_first_step import SEEDS, Trial
 from stretto.burst.held_activations import marked
@@ -434,7 +435,8 @@ class BurstParallel(nn.Module):
         held = list(self.module.parameters())
         self._parts.seam.look_at_gradients()
         self._parts.seam.clips(max_norm)
-        total = torch_calls.joint_norm(held, [self._parts.seam], float(norm_type))
+        seams = [self._parts.seam]
+        total = torch_calls.joint_norm(held, seams, float(norm_type), CLIP)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         self._parts.seam.scale_gradients(factor)
         return total

@@ -17,7 +17,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import (
@@ -25,6 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from stretto.burst.checks.joined_calls import CLIP, NORM, SCALER, call_for
 from stretto.burst.hooks import count_registered
 from stretto.errors import SpecError
 from stretto.runtime.torch_compat import without_dynamo
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from stretto.burst.checks.joined_calls import JoinedCall
     from stretto.burst.torch_seam import TorchSeam
     from stretto.runtime.agreement import Ranks
 
@@ -217,6 +218,7 @@ def _joined_unscale(unscale: Any) -> Any:
     @functools.wraps(unscale)
     def joined(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         models = _of_optimizer(optimizer)
+        given = [p for group in optimizer.param_groups for p in group["params"]]
         for model in models:
             model.look_at_gradients()
         found: dict[torch.device, Tensor] = unscale(self, optimizer, *args, **kwargs)
@@ -228,10 +230,11 @@ def _joined_unscale(unscale: Any) -> Any:
                 flags = [torch.zeros((), dtype=torch.float32, device=device)]
                 found[device] = flags[0]
             most = torch.stack([flag.to(flags[0].device) for flag in flags]).max()
-            most = most.reshape(1)
-            model.reduce_number(most, dist.ReduceOp.MAX, "joining the scaler's check")
+            call = call_for(SCALER, model.module, model.ownership, given)
+            place = "joining the scaler's check"
+            most = model.join(most, call, place, is_max=True)
             for flag in flags:
-                flag.fill_(most[0].to(flag.device))
+                flag.fill_(most.to(flag.device))
         return found
 
     return joined
@@ -293,7 +296,7 @@ def _joined_clip(get_norm: Any, clip: Any) -> Any:
             model.look_at_gradients()
             model.clips(max_norm)
         if models:
-            total = joint_norm(held, models, norm_type)
+            total = joint_norm(held, models, norm_type, CLIP)
             total_norm.copy_(total)
         if error_if_nonfinite and not bool(torch.isfinite(total_norm)):
             # PyTorch's own message.
@@ -335,6 +338,9 @@ def _joined_norm(get_norm: Any) -> Any:
             [
                 (
                     model,
+                    call_for(
+                        NORM, model.module, model.ownership, owned.values(), norm_type
+                    ),
                     [
                         t
                         for t in held
@@ -358,9 +364,8 @@ def _models_of_gradients(
 ) -> list[tuple[TorchSeam, dict[int, Tensor]]]:
     """Return the models whose gradients are among tensors, and these by their ids.
 
-    Only those whose ranks hold different gradients. A rank that runs no layer with a
-    gradient passes none; it takes part for the models of the last backward of which it
-    holds none.
+    Only those whose ranks hold different gradients. A rank that passes none takes part
+    for the model of the last backward: other ranks may pass that model's.
     """
     partial = sorted(
         (m for m in models() if not m.ownership.is_whole()),
@@ -375,7 +380,7 @@ def _models_of_gradients(
         owned = {key: p for key, p in grads.items() if key in given}
         if owned:
             found.append((model, owned))
-        elif not grads and model in _backwards:
+        elif model in _backwards:
             without.append(model)
     if not tensors and without:
         found.append((max(without, key=_backwards.__getitem__), {}))
@@ -384,7 +389,10 @@ def _models_of_gradients(
 
 @torch.no_grad()
 def joint_norm(
-    parameters: Sequence[Tensor], models: Sequence[TorchSeam], norm_type: float
+    parameters: Sequence[Tensor],
+    models: Sequence[TorchSeam],
+    norm_type: float,
+    kind: int = NORM,
 ) -> Tensor:
     r"""Return the norm of all gradients together, the same on all ranks. Collective.
 
@@ -395,9 +403,11 @@ def joint_norm(
         parameters: whose gradients count.
         models: the burst models that own some of them, in an order equal on all ranks.
         norm_type: above 0.
+        kind: of the call, see `JoinedCall`.
 
     Raises:
         SpecError: ``norm_type`` is invalid.
+        RankDisagreement: other ranks made another call.
         CommTimeout: a rank was lost.
     """
     grads = [(p, p.grad) for p in parameters if p.grad is not None]
@@ -405,7 +415,11 @@ def joint_norm(
     return _joined_over(
         [g for p, g in grads if not any(m.ownership.holds(p) for m in models)],
         [
-            (model, [g for p, g in grads if model.ownership.is_first(p)])
+            (
+                model,
+                call_for(kind, model.module, model.ownership, parameters, norm_type),
+                [g for p, g in grads if model.ownership.is_first(p)],
+            )
             for model in models
         ],
         norm_type,
@@ -416,7 +430,7 @@ def joint_norm(
 @torch.no_grad()
 def _joined_over(
     others: list[Tensor],
-    rows: Sequence[tuple[TorchSeam, list[Tensor]]],
+    rows: Sequence[tuple[TorchSeam, JoinedCall, list[Tensor]]],
     norm_type: float,
     device: torch.device,
 ) -> Tensor:
@@ -424,7 +438,6 @@ def _joined_over(
     if not norm_type > 0:
         raise SpecError(f"norm_type must be > 0, got {norm_type}")
     is_max = math.isinf(norm_type)
-    operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
 
     def part(some: list[Tensor]) -> Tensor:
         if not some:
@@ -434,9 +447,8 @@ def _joined_over(
         return (every.max() if is_max else every.pow(norm_type).sum()).reshape(1)
 
     parts = [part(others)]
-    for model, counted in rows:
-        mine = part(counted)
-        model.reduce_number(mine, operation, "the norm of all gradients")
-        parts.append(mine)
+    for model, call, counted in rows:
+        place = "the norm of all gradients"
+        parts.append(model.join(part(counted), call, place, is_max=is_max))
     every = torch.cat(parts)
     return every.max() if is_max else every.sum() ** (1.0 / norm_type)

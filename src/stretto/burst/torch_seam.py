@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
+import torch
+import torch.distributed as dist
+
+from stretto.burst.checks.joined_calls import (
+    NUM_VALUES,
+    combined,
+    require_same_call,
+)
 from stretto.burst.checks.separable import why_together
 from stretto.burst.held_activations import kept_behind
 from stretto.errors import StrettoError
@@ -16,6 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stretto.burst.checks.changes import Changes
+    from stretto.burst.checks.joined_calls import JoinedCall
     from stretto.burst.checks.optimizer_use import OptimizerUse
     from stretto.burst.checks.stale_guard import StaleParameterGuard
     from stretto.burst.ownership import Ownership
@@ -59,10 +68,28 @@ class TorchSeam:
         self._is_preparing = False
         """Whether the step that runs only makes an optimizer's state."""
 
-    def reduce_number(self, value: Tensor, operation: Any, place: str) -> None:
-        """All-reduce a number over the model's ranks in place. Collective."""
+    def join(
+        self, value: Tensor, call: JoinedCall, place: str, *, is_max: bool
+    ) -> Tensor:
+        """Return the ranks' values of one element combined. Collective.
+
+        Raises:
+            RankDisagreement: other ranks made another call.
+            CommTimeout: a rank was lost.
+        """
+        ranks = self._rank_groups.ranks
+        if ranks.size == 1:
+            return value
+        rows = torch.zeros(
+            (ranks.size, NUM_VALUES), dtype=torch.float64, device=value.device
+        )
+        rows[ranks.rank] = torch.tensor(call.row(float(value)), dtype=torch.float64)
         with self._rank_groups.guard(place):
-            self._rank_groups.reduce_number(value, operation)
+            self._rank_groups.reduce_number(rows, dist.ReduceOp.SUM)
+        found: list[list[float]] = rows.tolist()
+        require_same_call(found, ranks, self.module)
+        result = combined([row[0] for row in found], is_max=is_max)
+        return torch.full_like(value, result)
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

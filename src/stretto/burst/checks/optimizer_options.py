@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-9
 """Of options: ranks with other processors may round a schedule's rate differently."""
 
-_SMALLEST = 1e-30
+_SMALLEST, _LARGEST = 1e-30, 1e270
+"""Smaller and larger numbers, infinity among them, are not told apart."""
 
 _CONSTANT = frozenset((bool, int, float, str, type(None)))
 """Types of options whose digest is kept while they stay equal."""
@@ -125,5 +126,5 @@ def logarithm(value: float) -> float:
     """Return a number of moderate size that differs as values differ relatively."""
     if math.isnan(value):
         return -1.0
-    size = min(abs(value), 1e300)
+    size = min(abs(value), _LARGEST)
     return math.copysign(math.log1p(size / _SMALLEST), value) if size else 0.0
