@@ -51,7 +51,7 @@ FREE, COMPUTING, WAITING, COMMUNICATING = range(4)
 uses the device."""
 
 _MAGIC = b"strboard"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("=8sIIQQ")  # magic, version, size, boot, namespace of pids
 
 # Offsets in units of 8 bytes.
@@ -62,7 +62,7 @@ _FOREGROUND, _FOREGROUND_STARTED = 8, 9
 _BACKGROUND, _BACKGROUND_STARTED = 10, 11
 
 _STATUS_AT = 128
-_STATUS = struct.Struct("=QddQdddQ")  # number, BackgroundStatus, number
+_STATUS = struct.Struct("=QddQdddQQ")  # number, BackgroundStatus, number
 _KINDS_AT, _KIND_BYTES, _MOST_KINDS = 256, 32, 24
 _WINDOWS_AT, _MOST_WINDOWS = 1024, 120
 _WINDOW = struct.Struct("=ddQ")
@@ -103,12 +103,18 @@ class BackgroundStatus:
     loss: float = 0.0
     """What it costs the foreground, by its own measurement."""
 
+    is_preempted: bool = False
+    """Whether the foreground gets the device at once when it needs it."""
+
 
 def runtime_folder() -> Path:
-    """Return the user's folder of boards, which only the user may enter.
+    """Return the user's folder of boards, to which only the user writes.
+
+    A folder that the user has named is left as it is: its files are the user's alone.
 
     Raises:
-        BackgroundError: it cannot be created, or belongs to another user.
+        BackgroundError: it cannot be created, belongs to another user, or was named
+            and others may write to it.
     """
     folder = _folder_path()
     try:
@@ -124,7 +130,14 @@ def runtime_folder() -> Path:
             f"the folder of boards {folder} is not a folder of this user: remove it, "
             f"or set {FOLDER_VARIABLE} to another"
         )
-    if stat.S_IMODE(found.st_mode) & 0o077:
+    if os.environ.get(FOLDER_VARIABLE):
+        if found.st_mode & stat.S_IWOTH:
+            raise BackgroundError(
+                f"others may write to the folder of boards {folder}: set "
+                f"{FOLDER_VARIABLE} to a folder of your own, for instance "
+                f"{folder / f'stretto-{os.geteuid()}'}"
+            )
+    elif stat.S_IMODE(found.st_mode) & 0o077:
         folder.chmod(0o700)
     return folder
 
@@ -154,6 +167,22 @@ def file_of(device: str, ending: str) -> Path:
             f"got {device!r}"
         )
     return runtime_folder() / f"{device.replace(':', '@')}.{ending}"
+
+
+@contextlib.contextmanager
+def clear_errors(path: Path) -> Iterator[None]:
+    """Turn what the system refuses for a device's file into one clear error.
+
+    Raises:
+        BackgroundError: instead of an OSError.
+    """
+    try:
+        yield
+    except OSError as exc:
+        raise BackgroundError(
+            f"{path} cannot be used ({exc.strerror or exc}): set {FOLDER_VARIABLE} to "
+            "a folder in memory or on a local disk"
+        ) from exc
 
 
 def is_running(pid: int, started: int) -> bool:
@@ -197,13 +226,18 @@ class Board:
         """Map the board; create it if it is missing or left by ended processes.
 
         Raises:
-            BackgroundError: the file is no board, is not this user's, or is used by
-                processes that this one cannot see.
+            BackgroundError: the file is no board, is not this user's, is used by
+                processes that this one cannot see, or cannot be mapped or locked.
         """
         self.device = device
         self.path = file_of(device, "board")
-        self._descriptor = _opened(self.path)
-        self._map = mmap.mmap(self._descriptor, _SIZE)
+        with clear_errors(self.path):
+            self._descriptor = _opened(self.path)
+            try:
+                self._map = mmap.mmap(self._descriptor, _SIZE)
+            except BaseException:
+                os.close(self._descriptor)
+                raise
         self.words = memoryview(self._map).cast("Q")
         """The board in units of 8 bytes."""
         self._numbers = itertools.count(1)
@@ -237,6 +271,8 @@ class Board:
         """
         with self._locked():
             self._require_free(_FOREGROUND, "foreground")
+            # The table has no room for the kinds of every foreground since the boot.
+            self._map[_KINDS_AT:_WINDOWS_AT] = bytes(_WINDOWS_AT - _KINDS_AT)
             self._numbers = itertools.count(self.words[_LAST_MARK] + 1)
             self.mark(0, COMPUTING)
             self.words[_FOREGROUND_STARTED] = own_start()
@@ -404,6 +440,11 @@ class Board:
         held = bytes(self._map[at : at + _KIND_BYTES]).rstrip(b"\0")
         return held.decode(errors="replace")
 
+    @property
+    def windows_number(self) -> int:
+        """Changes whenever the foreground writes windows."""
+        return self.words[_WINDOWS_AT // 8]
+
     def windows(self) -> tuple[Window, ...]:
         """Return the windows that the foreground predicts; empty if it does not."""
         size = 16 + _MOST_WINDOWS * _WINDOW.size
@@ -432,6 +473,7 @@ class Board:
             status.running_s,
             status.waited_s,
             status.loss,
+            status.is_preempted,
             number,
         )
 
@@ -447,6 +489,7 @@ class Board:
                     running_s=row[4],
                     waited_s=row[5],
                     loss=row[6],
+                    is_preempted=bool(row[7]),
                 )
         return None
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 import weakref
 from time import perf_counter
 from typing import TYPE_CHECKING, final
@@ -43,6 +44,8 @@ _OVERRUN = 10.0
 
 _LEAST_OVERRUN_S = 1.0
 _KILL_AFTER_S = 5.0
+_BUSY = 0.05
+"""Share of a processor above which a process computes."""
 
 _OTHER_STEPS = 8
 """Steps of another model without one of the model that has marked steps so far, after
@@ -63,8 +66,9 @@ class Foreground:
     While it is open, `stretto.DistributedDataParallel`, `stretto.BurstParallel` and
     Horovod's `DistributedOptimizer` mark their steps and waits by themselves, so the
     loop only has to mark what else it waits for. Marks are written only while a
-    background reads them. A background that holds a device without preemption much
-    longer than usual is reported, and ended after ``stop_after_s``.
+    background reads them. A background that holds a device much longer than usual,
+    which the foreground can't take from it, is reported, and ended after
+    ``stop_after_s``.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class Foreground:
         self._look_at_s = 0.0
         self._reported: tuple[int, float] | None = None
         self._ended: tuple[int, float] | None = None
+        self._processor = 0, 0.0, 0.0
         self._waits = 0
         self._waits_lock = threading.Lock()
         self._takes = False
@@ -117,17 +122,18 @@ class Foreground:
 
     def set_windows(self, windows: Sequence[Window]) -> None:
         """Set the windows that a prediction gives each step from now on."""
-        self._board.set_windows(windows)
+        if not self._is_closed:
+            self._board.set_windows(windows)
 
     @property
     def is_read(self) -> bool:
         """Whether a background reads the marks."""
-        return self._board.is_read
+        return not self._is_closed and self._board.is_read
 
     @property
     def background(self) -> tuple[int, BackgroundStatus] | None:
         """The background's process id and what it published; ``None`` without one."""
-        return self._board.background()
+        return None if self._is_closed else self._board.background()
 
     def step(self, source: object = None) -> None:
         """Mark the begin of a step; the device computes from now on.
@@ -203,23 +209,28 @@ class Foreground:
             self.end_wait()
 
     def _take(self) -> None:
+        begin_s = perf_counter()
         while not self._device.take(patience_s=_LOOK_EVERY_S):
-            self._look(is_blocked=True)
+            self._look(blocked_since_s=begin_s)
 
-    def _look(self, *, is_blocked: bool = False) -> None:
+    def _look(self, *, blocked_since_s: float = 0.0) -> None:
         """Look for a background that has ended, or that ignores its lease."""
-        self._look_at_s = perf_counter() + _LOOK_EVERY_S
+        now_s = perf_counter()
+        self._look_at_s = now_s + _LOOK_EVERY_S
         self._board.clear_ended_reader()
-        found = None if self._device.may_preempt else self._board.background()
+        found = self._board.background()
         if found is None or not self._board.background_runs():
             return
         pid, status = found
-        if not status.lease_begin_s:
+        # A process that was stopped may hold the device without a lease.
+        begin_s = status.lease_begin_s or blocked_since_s
+        if status.is_preempted or not begin_s:
             return
-        held_s = perf_counter() - status.lease_begin_s
+        held_s = now_s - begin_s
+        computes = self._device.is_processor and self._computes(pid, now_s)
         if held_s < max(_OVERRUN * status.usual_s, _LEAST_OVERRUN_S):
             return
-        lease = (pid, status.lease_begin_s)
+        lease = (pid, begin_s)
         if self._reported != lease:
             self._reported = lease
             _log.warning(
@@ -231,8 +242,20 @@ class Foreground:
                 status.usual_s,
             )
         limit_s = self._stop_after_s
-        if is_blocked and limit_s is not None and held_s > limit_s:
+        keeps = computes or blocked_since_s
+        if keeps and limit_s is not None and held_s > limit_s:
             self._stop(lease)
+
+    def _computes(self, pid: int, now_s: float) -> bool:
+        """Return whether a process has computed since the last look."""
+        before_pid, before_s, before_used_s = self._processor
+        try:
+            # The processor time of another process, see clock_getcpuclockid(3).
+            used_s = time.clock_gettime((~pid << 3) | 2)
+        except OSError:
+            return False
+        self._processor = pid, now_s, used_s
+        return before_pid == pid and used_s - before_used_s > _BUSY * (now_s - before_s)
 
     def _stop(self, lease: tuple[int, float]) -> None:
         pid, now_s = lease[0], perf_counter()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.background.board import BackgroundStatus, Board
+from stretto.background.board import FREE, BackgroundStatus, Board
 from stretto.background.devices import open_device
 from stretto.background.foreground_view import ForegroundView
 from stretto.background.pacing import (
@@ -65,6 +65,9 @@ class BackgroundStatistics:
 
     loss: float
     """The foreground's loss, by paired steps; 0 before it is known."""
+
+    foregrounds: int
+    """How many foregrounds it has been beside."""
 
     isolation: str
     """How the foreground is kept first."""
@@ -133,11 +136,10 @@ class Background:
         self.isolation = self._isolated(isolates=isolates)
         """How the foreground is kept first."""
 
-        gate.policy = policy or (
-            Policy.OUTSTANDING
-            if self.isolation is not None and self._device.preempts(self.isolation)
-            else Policy.FITS
+        is_preempted = self.isolation is not None and self._device.preempts(
+            self.isolation
         )
+        gate.policy = policy or (Policy.OUTSTANDING if is_preempted else Policy.FITS)
         gate.closed_kinds = self._device.closed_kinds
         self._controller.keep_first()
         self._view = ForegroundView(
@@ -146,11 +148,13 @@ class Background:
         )
         self._measurement = PairMeasurement()
         self._foreground = 0
+        self._foregrounds = 0
+        self._windows_number = 0
         self._usual_s: dict[str, float] = {}
         self._too_long: dict[str, int] = {}
         self._measure_after: dict[str, int] = {}
         self._label = ""
-        self._status = BackgroundStatus()
+        self._status = BackgroundStatus(is_preempted=is_preempted)
         self._begin_s, self._look_at_s = perf_counter(), 0.0
         self._closings = 0
         self._unfit_steps = 0
@@ -199,8 +203,9 @@ class Background:
         self._status.waited_s += now_s - begin_s
         if self._foreground:
             self._view.task_began(now_s)
-            self._status.lease_begin_s = now_s
-            self._claimed().publish(self._status)
+        # Without a foreground too: one may begin, and need the device, in this task.
+        self._status.lease_begin_s = now_s
+        self._claimed().publish(self._status)
         return True
 
     def end_task(self) -> None:
@@ -236,7 +241,13 @@ class Background:
         if board.foreground_pid != self._foreground:
             self._meet(board)
         if board.last_number != self._view.last_number:
-            self._view.add(board.marks_after(self._view.last_number))
+            marks = board.marks_after(self._view.last_number)
+            if any(mark.state == FREE for mark in marks):
+                self._meet(board)  # another one in the same process
+            else:
+                self._view.add(marks)
+        if board.windows_number != self._windows_number:
+            self._predict(board)
         self._collect()
         situation = self._view.situation(now_s, self._device.outstanding)
         return self._gate.decide(situation, self._usual_s.get(label))
@@ -244,14 +255,19 @@ class Background:
     def _meet(self, board: Board) -> None:
         """Start to follow another foreground."""
         self._foreground = board.foreground_pid
+        self._foregrounds += 1
         self._view.forget(board.last_number)
-        self._view.predict(board.windows())
+        self._predict(board)
         for _ in range(self._device.outstanding):
             self._view.task_began(perf_counter())
         self._controller.reset()
         self._measurement.begin_foreground()
         self._gate.is_control = self._adapts
         self._unfit_steps = 0
+
+    def _predict(self, board: Board) -> None:
+        self._windows_number = board.windows_number
+        self._view.predict(board.windows())
 
     def _claimed(self) -> Board:
         if self._board is None:
@@ -349,6 +365,7 @@ class Background:
             waited_s=self._status.waited_s,
             elapsed_s=perf_counter() - self._begin_s,
             loss=self._status.loss,
+            foregrounds=self._foregrounds,
             isolation="not asked for"
             if self.isolation is None
             else str(self.isolation),
@@ -382,9 +399,11 @@ class Background:
                 self._device.end_task()
             board.release_background()
             board.close()
+        if self._owner != os.getpid():  # a forked child, which has no tasks
+            return
         self._device.close()
         isolation = getattr(self, "isolation", None)
-        if isolation is not None and self._owner == os.getpid():
+        if isolation is not None:
             isolation.restore()
 
     def __enter__(self) -> Background:

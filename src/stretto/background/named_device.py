@@ -32,7 +32,7 @@ def open_named() -> None:
 
     try:
         Foreground(device_name(os.environ[VARIABLE]))
-    except StrettoError as exc:
+    except (StrettoError, OSError) as exc:
         _log.warning("no background can run beside this process: %s", exc)
 
 

@@ -27,6 +27,8 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from stretto.autograd_engine import graph_task_id
+from stretto.background.board import runtime_folder
 from stretto.background.lease import Background
 from stretto.background.named_device import device_name
 from stretto.errors import SpecError
@@ -76,6 +78,7 @@ class ScriptLeases:
         self._thread = threading.get_ident()
         self._is_on = True
         self._has_looked = False
+        self._has_warned = False
         self._top: nn.Module | None = None
         self._layer = 0
         self._handles: list[RemovableHandle] = [
@@ -97,11 +100,20 @@ class ScriptLeases:
         self._is_on = False
 
     def _applies(self) -> bool:
-        return (
-            self._is_on
-            and threading.get_ident() == self._thread
-            and not torch.compiler.is_compiling()
-        )
+        if not self._is_on or torch.compiler.is_compiling():
+            return False
+        if threading.get_ident() == self._thread:
+            return True
+        # Within a forward or a backward, the main thread has the lease.
+        if not self._has_warned and self._top is None and graph_task_id() == -1:
+            self._has_warned = True
+            _log.warning(
+                "this background computes in thread %r without leases, whatever the "
+                "foreground does: only its main thread waits for the device. Compute "
+                "there",
+                threading.current_thread().name,
+            )
+        return False
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
         if not self._applies():
@@ -232,13 +244,17 @@ def _end(leases: ScriptLeases, background: Background, owner: int) -> None:
         _save_pair(background, path)
     found = background.statistics
     background.close()
+    beside = (
+        f"loss of the foreground {100 * found.loss:.1f} %, by its own measurement"
+        if found.foregrounds
+        else f"no foreground was seen in {runtime_folder()}"
+    )
     _log.info(
-        "background on %s: %d tasks, %.3g s of %.3g s (%.0f %%) on the device; loss of "
-        "the foreground %.1f %%, by its own measurement",
+        "background on %s: %d tasks, %.3g s of %.3g s (%.0f %%) on the device; %s",
         background.device_name,
         found.tasks,
         found.running_s,
         found.elapsed_s,
         100 * found.share,
-        100 * found.loss,
+        beside,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import struct
@@ -66,9 +67,40 @@ def start_of(pid):
 def test_the_folder_is_the_users_own(folder):
     assert runtime_folder() == folder
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_usual_folder_is_closed_to_others(tmp_path, monkeypatch):
+    monkeypatch.delenv("STRETTO_RUNTIME_DIR")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "stretto").mkdir(mode=0o755)
+    assert runtime_folder().stat().st_mode & 0o777 == 0o700
+
+
+def test_a_named_folder_is_left_as_it_is(folder):
+    folder.mkdir()
     folder.chmod(0o755)
-    runtime_folder()
-    assert folder.stat().st_mode & 0o777 == 0o700
+    Board("cpu").close()
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert file_of("cpu", "board").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_named_folder_to_which_others_write_is_refused_and_left_as_it_is(folder):
+    folder.mkdir()
+    folder.chmod(0o1777)
+    with pytest.raises(BackgroundError, match=r"others may write.*set STRETTO_RUN"):
+        Board("cpu")
+    assert folder.stat().st_mode & 0o7777 == 0o1777
+
+
+@pytest.mark.parametrize("module", ["mmap.mmap", "fcntl.flock"])
+def test_a_file_system_that_cannot_share_is_one_clear_error(monkeypatch, module):
+    def refuses(*_):
+        raise OSError(errno.ENODEV, "No such device")
+
+    package, _, name = module.partition(".")
+    monkeypatch.setattr(getattr(board_module, package), name, refuses)
+    with pytest.raises(BackgroundError, match=r"No such device\): set STRETTO_RUN"):
+        Board("cpu")
 
 
 def test_a_folder_that_is_a_link_or_a_file_is_refused(folder, tmp_path):
@@ -176,6 +208,18 @@ def test_more_kinds_than_there_is_room_for_become_one(boards):
     assert board.marks_after(board.last_number - 1)[0].kind == "other"
     long = "ä" * 40
     assert boards("cpu:1").kind_number(long) == 1
+
+
+def test_kinds_of_earlier_foregrounds_take_no_room(boards):
+    earlier = boards()
+    earlier.claim_foreground()
+    for i in range(40):
+        earlier.kind_number(f"batch {i}")
+    earlier.release_foreground()
+    writer, reader = boards(), boards()
+    writer.claim_foreground()
+    writer.mark(1, WAITING, writer.kind_number("all-reduce"))
+    assert reader.marks_after(reader.last_number - 1)[0].kind == "all-reduce"
 
 
 def test_windows_are_passed_on_the_longest_if_there_are_too_many(boards):

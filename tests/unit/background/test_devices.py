@@ -116,6 +116,16 @@ def test_the_device_of_a_process_that_has_ended_is_served_on(queues):
         time.sleep(0.01)
 
 
+def test_a_full_queue_never_stops_the_foreground(queues, monkeypatch):
+    monkeypatch.setattr(exclusive_module, "_TICKETS", 3)
+    foreground, background = queues(), queues()
+    background.start_task("a", waits=True, depth=3)
+    assert not foreground.take(patience_s=0.0)
+    background.end_task()
+    background.withdraw()
+    assert foreground.take()
+
+
 def test_a_file_that_is_no_queue_is_refused():
     from stretto.background.board import file_of
 

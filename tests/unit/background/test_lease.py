@@ -109,6 +109,54 @@ def test_calls_after_closing_do_nothing(foreground):
         foreground.end_wait()
 
 
+def test_a_closed_foreground_has_no_background(foreground):
+    with background():
+        foreground.step()
+        assert foreground.background is not None
+        foreground.close()
+        foreground.set_windows((Window(begin_s=0.0, length_s=1.0, kind="a"),))
+        assert foreground.background is None
+        assert not foreground.is_read
+
+
+def test_windows_that_are_predicted_later_reach_the_background(foreground):
+    with background(adapts=False) as job:
+        for _ in range(2):
+            job.wait(timeout_s=0.0)
+            foreground.step()
+        for length_s in (1000.0, 0.0):
+            window = Window(begin_s=0.0, length_s=length_s, kind="network")
+            foreground.set_windows((window,))
+            foreground.step()
+            job.wait(timeout_s=0.0)
+            with foreground.waiting("network"):
+                opens = job.wait(timeout_s=0.0)
+                job.end_task()
+            assert opens is (length_s > 0.0)
+
+
+def test_a_background_counts_the_foregrounds_that_it_was_beside():
+    with background() as job:
+        job.wait()
+        assert job.statistics.foregrounds == 0
+        for _ in range(2):
+            with stretto.Foreground(DEVICE):
+                job.wait(timeout_s=0.0)
+        assert job.statistics.foregrounds == 2
+
+
+def test_a_forked_child_ends_without_touching_the_device(monkeypatch):
+    with background() as job:
+        closed = []
+        monkeypatch.setattr(job._device, "close", lambda: closed.append(os.getpid()))
+        child = os.fork()
+        if child == 0:
+            job.close()
+            os._exit(len(closed))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert job.wait()
+
+
 def test_no_marks_accept_everything():
     NO_MARKS.step()
     NO_MARKS.begin_wait("network", uses_device=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,21 @@ def test_an_error_in_forward_leaves_the_next_forward_a_lease(leases, words):
     assert [w for w in words if w != "end"] == ["Sequential", "Sequential"]
 
 
+def test_another_thread_computes_without_leases_and_is_reported_once(
+    leases, words, caplog
+):
+    leases("micro-batch")
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    before = list(words)
+    for _ in range(2):
+        thread = threading.Thread(target=step, args=(model, optimizer), name="worker")
+        thread.start()
+        thread.join()
+    assert words == before
+    assert caplog.text.count("thread 'worker' without leases") == 1
+
+
 def test_unknown_segments_are_refused(background):
     with pytest.raises(SpecError, match="micro-batch or layer"):
         ScriptLeases(background, segments="epoch")
@@ -168,6 +184,7 @@ def test_run_leases_each_step_of_a_script(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout == "trained\n"
     assert "background on exclusive:job: 5 tasks" in done.stderr
+    assert f"no foreground was seen in {tmp_path / 'run'}" in done.stderr
 
 
 def test_run_reports_a_device_that_has_a_background(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+import stretto
 from stretto.background.board import Board
 from stretto.background.windows import Window, usable_s
 
@@ -225,7 +226,7 @@ import sys, time
 import stretto
 job = stretto.Foreground({device!r}, stop_after_s=2.0)
 print("ready", flush=True)
-for _ in range(100000):
+for _ in range(1000):
     job.step()
     time.sleep(0.01)
     with job.waiting("network"):
@@ -254,6 +255,60 @@ def test_a_background_that_hangs_in_its_lease_is_reported_and_then_ended(jobs):
         _, errors = foreground.communicate()
     assert errors.count("is in one lease for") == 1
     assert f"process {job.process.pid}: it ignores its lease" in errors
+
+
+# A lease that begins before the foreground does, and a background without priority.
+IN_A_LEASE = """
+import time
+import stretto
+job = stretto.Background({device!r}, isolates=False)
+with job.lease():
+    print("ready", flush=True)
+    while True:
+        {task}
+"""
+
+
+@contextlib.contextmanager
+def in_a_lease(device, task):
+    job = subprocess.Popen(
+        [sys.executable, "-c", IN_A_LEASE.format(device=device, task=task)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert job.stdout.readline() == "ready\n"
+        yield job
+    finally:
+        job.kill()
+        job.communicate()
+
+
+@pytest.mark.parametrize(
+    ("device", "task"), [(DEVICE, "time.sleep(1)"), ("cpu:test", "pass")]
+)
+def test_a_background_that_hung_before_its_foreground_began_is_ended(device, task):
+    with in_a_lease(device, task) as job:
+        with stretto.Foreground(device, stop_after_s=1.5) as foreground:
+            deadline = time.perf_counter() + 60
+            while job.poll() is None:
+                foreground.step()  # waits for the device
+                assert time.perf_counter() < deadline
+                time.sleep(0.01)
+        assert job.returncode == -signal.SIGTERM
+
+
+def test_a_background_that_only_sleeps_in_its_lease_keeps_no_processor(caplog):
+    with in_a_lease("cpu:test", "time.sleep(1)") as job:
+        with stretto.Foreground("cpu:test", stop_after_s=0.5) as foreground:
+            while "is in one lease for" not in caplog.text:
+                foreground.step()
+                time.sleep(0.01)
+            end_s = time.perf_counter() + 2.5  # two more looks
+            while time.perf_counter() < end_s:
+                foreground.step()
+                time.sleep(0.01)
+        assert job.poll() is None
 
 
 @times

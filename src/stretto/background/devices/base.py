@@ -30,8 +30,8 @@ class AbstractDevice(ABC):
     closed_kinds: ClassVar[frozenset[str]] = frozenset()
     """Kinds of waits in which no task may start unless measured to be harmless."""
 
-    may_preempt: ClassVar[bool] = False
-    """Whether a long task may be harmless, because the foreground interrupts it."""
+    is_processor: ClassVar[bool] = False
+    """Whether a process uses the device whenever it has processor time."""
 
     is_taken: ClassVar[bool] = False
     """Whether the foreground must get the device before it computes."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class CpuDevice(AbstractDevice):
     """Tasks run in the calling thread, and the kernel divides the processors."""
 
-    may_preempt: ClassVar[bool] = True
+    is_processor: ClassVar[bool] = True
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

@@ -21,7 +21,7 @@ from collections import deque
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar, final
 
-from stretto.background.board import file_of, is_running, own_start
+from stretto.background.board import clear_errors, file_of, is_running, own_start
 from stretto.background.devices.base import AbstractDevice, EndedTask
 from stretto.background.priority import Isolation
 from stretto.errors import BackgroundError
@@ -49,7 +49,7 @@ class ExclusiveDevice(AbstractDevice):
         """Open the queue.
 
         Raises:
-            BackgroundError: its file is another program's.
+            BackgroundError: its file is another program's, or cannot be used.
         """
         super().__init__(name)
         self._path = file_of(name, "queue")
@@ -64,7 +64,7 @@ class ExclusiveDevice(AbstractDevice):
         self._lock = threading.Lock()
         self._pid, self._started = os.getpid(), own_start()
         try:
-            with self._flock():
+            with clear_errors(self._path), self._flock():
                 self._words = self._mapped()
         except BaseException:
             os.close(self._descriptor)
@@ -201,8 +201,13 @@ class ExclusiveDevice(AbstractDevice):
 
     def take(self, *, patience_s: float = float("inf")) -> bool:
         """Get the device after what was launched before."""
-        if not self._tickets:
-            self._reserve()
+        try:
+            if not self._tickets:
+                self._reserve()
+        except BackgroundError:  # the foreground trains on whatever others do
+            self._look()
+            time.sleep(min(patience_s, _LOOK_EVERY_S))
+            return False
         return self._await(self._tickets[0], patience_s)
 
     def release(self) -> None:
