@@ -172,10 +172,10 @@ def _check_digest(
 
 
 def _check_supported(plan: Plan, kind: AbstractBackend, device: torch.device) -> None:
-    if plan.overlap == "forward":
+    if plan.overlap not in ("none", "backward"):
         raise PlanMismatch(
-            "this runtime does not support overlap 'forward' yet: plan with 'backward' "
-            "or 'none'."
+            f"this runtime does not support overlap {plan.overlap!r} yet: plan with "
+            "'backward' or 'none'."
         )
     for i, bucket in enumerate(plan.buckets):
         if bucket.algorithm != "ring":

@@ -11,11 +11,15 @@ from stretto.schema import _rules, codec
 from stretto.schema._convert import ADDED
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from stretto.schema.workload import Workload
 
-OVERLAPS = ("none", "backward", "forward")
+OVERLAPS = ("none", "backward", "forward", "halves")
+"""Where communication runs: after backward, under it, also under the next forward, or
+in two halves as in DeAR, one under backward and one under the next forward. The runtime
+does not send halves: they are simulated to compare with."""
 ALGORITHMS = (
     "ring",
     "halving_doubling",
@@ -110,9 +114,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Buckets in launch order on ``lanes`` lanes.
+    """Buckets in order of readiness on ``lanes`` lanes.
 
-    A bucket starts when its tensors are ready and its lane is free.
+    They launch in that order, or in ``launch``'s; a bucket starts when its tensors and
+    those of the buckets before it are ready and its lane is free.
     """
 
     planner: str
@@ -128,6 +133,13 @@ class Plan:
     buckets: tuple[Bucket, ...]
 
     predicted: Prediction | None = None
+
+    launch: tuple[int, ...] = field(default=(), metadata={ADDED: True})
+    """Indices of the buckets in the order in which they launch; empty: as listed.
+
+    Only with overlap ``forward``, where buckets that the next forward needs first may
+    launch before others that became ready earlier.
+    """
 
     def __post_init__(self) -> None:
         _rules.at_least(".ranks", self.ranks, 1)
@@ -151,6 +163,29 @@ class Plan:
                         place=f".buckets[{i}].tensors[{j}]",
                     )
                 seen[name] = i
+        self._check_launch()
+
+    def _check_launch(self) -> None:
+        if not self.launch:
+            return
+        if self.overlap != "forward":
+            raise SpecError(
+                f"overlap {self.overlap!r} launches buckets as listed, got a launch "
+                "order: leave it out, or use overlap 'forward'",
+                place=".launch",
+            )
+        number = len(self.buckets)
+        if sorted(self.launch) != list(range(number)):
+            raise SpecError(
+                f"launch must name each of the {number} buckets once, by its index from "
+                f"0 to {number - 1}, got {_shortened(self.launch)}",
+                place=".launch",
+            )
+
+    @property
+    def launch_order(self) -> tuple[int, ...]:
+        """Indices of the buckets in the order in which they launch."""
+        return self.launch or tuple(range(len(self.buckets)))
 
     @property
     def digest(self) -> str:
@@ -161,6 +196,8 @@ class Plan:
         for b in self.buckets:
             line = f"{b.lane}|{b.slices}|{b.resource}|{b.algorithm}|{b.wire_dtype}"
             sha.update("\0".join((line, *b.tensors, "")).encode())
+        if self.launch_order != tuple(range(len(self.buckets))):
+            sha.update(f"launch|{self.launch}".encode())
         return f"sha256:{sha.hexdigest()}"
 
     def check_matches(self, workload: Workload) -> None:
@@ -204,6 +241,12 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan atomically."""
         codec.save(path, self)
+
+
+def _shortened(numbers: Sequence[int]) -> str:
+    """Return the first numbers of a list as text."""
+    shown = ", ".join(map(str, numbers[:16]))
+    return f"[{shown}, ...] ({len(numbers)})" if len(numbers) > 16 else f"[{shown}]"
 
 
 def slice_bounds(elements: int, slices: int) -> tuple[tuple[int, int], ...]:

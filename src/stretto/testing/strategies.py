@@ -51,6 +51,7 @@ class Choice:
         *,
         overlap: str = "backward",
         algorithm: str = "ring",
+        launch: tuple[int, ...] = (),
     ) -> Plan:
         """Return the equivalent plan; gradients keep their type on the wire."""
         tensors = workload.tensors
@@ -73,6 +74,7 @@ class Choice:
             overlap=overlap,
             lanes=self.lanes,
             buckets=tuple(buckets),
+            launch=launch,
         )
 
 
@@ -247,7 +249,10 @@ def plans(
     overlaps: Sequence[str] = ("none", "backward"),
     algorithms: Sequence[str] = ("ring",),
 ) -> Plan:
-    """Generate plans with tensors in any order and any of the cluster's resources."""
+    """Generate plans with tensors in any order and any of the cluster's resources.
+
+    With overlap ``forward`` they launch in any order.
+    """
     order = draw(st.permutations(workload.tensors))
     choice = draw(choices(workload))
     levels: list[int | None] = [None]
@@ -269,11 +274,16 @@ def plans(
             strict=True,
         )
     ]
+    overlap = draw(st.sampled_from(overlaps))
+    launch: tuple[int, ...] = ()
+    if overlap == "forward":
+        launch = draw(st.just(()) | st.permutations(range(len(buckets))).map(tuple))
     return Plan(
         planner="drawn",
         workload_digest=workload.digest,
         ranks=cluster.ranks,
-        overlap=draw(st.sampled_from(overlaps)),
+        overlap=overlap,
         lanes=choice.lanes,
         buckets=tuple(buckets),
+        launch=launch,
     )

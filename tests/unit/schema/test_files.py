@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from stretto.errors import SpecError
 from stretto.schema import Cluster, Plan, Prediction, Span, Timeline, Workload, codec
+from stretto.schema.plan import OVERLAPS
 from stretto.schema.timeline import load_timelines, save_timelines, trace_events
 from stretto.testing import strategies as drawn
 
@@ -70,7 +71,7 @@ def clusters(draw):
 def plans(draw):
     workload, cluster = draw(workloads()), draw(clusters())
     plan = draw(
-        drawn.plans(workload, cluster, overlaps=("none", "backward", "forward"))
+        drawn.plans(workload, cluster, overlaps=OVERLAPS)
     )
     time_s = st.floats(0, 1e6)
     predicted = st.none() | st.builds(

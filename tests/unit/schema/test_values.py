@@ -61,6 +61,11 @@ def plan(*buckets, **other):
     return Plan(**(figures | other))
 
 
+def forward_plan(*launch, overlap="forward"):
+    buckets = [Bucket(tensors=(name,), wire_dtype="float32") for name in "abc"]
+    return plan(*buckets, overlap=overlap, launch=launch)
+
+
 LINK = {"latency_s": 0.0, "bandwidth_bytes_per_s": 1e9}
 CURVE = RateCurve(gamma1=2.0, gamma2=1.0, gamma3=0.1, gamma4=0.5)
 
@@ -139,6 +144,24 @@ BROKEN = {
     ),
     "no buckets": (lambda: plan(buckets=()), ".buckets"),
     "an unknown overlap": (lambda: plan(overlap="sideways"), ".overlap"),
+    "a launch order under backward alone": (
+        lambda: forward_plan(2, 1, 0, overlap="backward"),
+        ".launch",
+    ),
+    "a launch order of halves": (
+        lambda: forward_plan(2, 1, 0, overlap="halves"),
+        ".launch",
+    ),
+    "a launch order that repeats a bucket": (lambda: forward_plan(1, 1, 0), ".launch"),
+    "a launch order that leaves one out": (lambda: forward_plan(1, 0), ".launch"),
+    "a launch order beyond the last bucket": (
+        lambda: forward_plan(3, 0, 1),
+        ".launch",
+    ),
+    "a launch order below the first bucket": (
+        lambda: forward_plan(-1, 0, 1),
+        ".launch",
+    ),
     "a lane that the plan lacks": (
         lambda: plan(Bucket(tensors=("t",), lane=2, wire_dtype="float32")),
         ".buckets[0].lane",
@@ -195,6 +218,17 @@ def test_the_digest_is_of_the_model_and_not_of_times_or_order(data, one):
         (name, size_bytes, "int32"),
     ):
         assert model_digest([*rows[:i], other, *rows[i + 1 :]]) != one.digest
+
+
+def test_a_launch_order_is_part_of_the_digest():
+    orders = [forward_plan(), forward_plan(1, 0, 2), forward_plan(2, 0, 1)]
+    assert len({one.digest for one in orders}) == len(orders)
+
+
+def test_the_order_of_the_buckets_may_be_left_out():
+    left_out, given_too = forward_plan(), forward_plan(0, 1, 2)
+    assert left_out.launch_order == given_too.launch_order == (0, 1, 2)
+    assert left_out.digest == given_too.digest
 
 
 def test_a_plans_digest_is_of_what_it_does():
