@@ -69,7 +69,11 @@ _PLANNER_OPTIONS = {
         Size(),
         "ddp: limit of the first bucket.  [default: 1MiB, or --cap]",
     ),
-    "fusion_bytes": ("--fusion-buffer", Size(), "horovod: size of the fusion buffer."),
+    "fusion_bytes": (
+        "--fusion-buffer",
+        Size(),
+        "horovod, dear: size of the fusion buffer.",
+    ),
     "cycle_s": ("--cycle-ms", click.FLOAT, "horovod: milliseconds of a cycle."),
     "unit_bytes": ("--unit", Size(), "aiacc: size of a unit."),
     "lanes": ("--lanes", click.IntRange(min=1), "aiacc: number of lanes."),

@@ -91,6 +91,9 @@ class Draft:
     algorithms: tuple[str, ...] = ()
     """Algorithm of each bucket; empty: a ring for all."""
 
+    launch: tuple[int, ...] = ()
+    """With overlap ``forward``: order in which buckets launch; empty: as listed."""
+
     @classmethod
     def in_turn(
         cls,
@@ -127,6 +130,7 @@ class Draft:
             algorithms=tuple(b.algorithm for b in plan.buckets)
             if any(b.algorithm != "ring" for b in plan.buckets)
             else (),
+            launch=plan.launch,
         )
 
     @property
@@ -144,6 +148,7 @@ class Draft:
             self.resources,
             self.algorithms,
             self.overlap,
+            self.launch,
         )
 
 
@@ -193,6 +198,7 @@ def finish(
             overlap=draft.overlap,
             lanes=draft.lanes,
             buckets=buckets,
+            launch=draft.launch,
         ),
         workload,
         cluster,
@@ -252,6 +258,7 @@ def certified(
         or (cluster.contention is None and scope.max_lanes is None)
         or cluster.ranks == 1
         or scope.forward
+        or scope.halves
         or prediction.gap <= CERTIFY_GAP
     ):
         return plan
@@ -287,6 +294,7 @@ def scope_of(plan: Plan, cluster: Cluster) -> BoundScope:
     return BoundScope(
         algorithms=tuple(name for name in ALGORITHMS if name in algorithms),
         forward=plan.overlap == "forward",
+        halves=plan.overlap == "halves",
         resources=levels,
     )
 

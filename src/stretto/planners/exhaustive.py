@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, final
 
 from stretto.errors import Infeasible
+from stretto.planners._joint.launch import tidy
 from stretto.planners._joint.space import (
     RUNNABLE_DIMS,
     checked_dims,
@@ -42,8 +43,9 @@ class ExhaustivePlanner(AbstractPlanner):
     """The best of all contiguous fusions, on 1, 2, ... ``max_lanes`` lanes.
 
     Each bucket is whole on any lane or in 2, 3, ... parts of any first lane; with
-    ``dims`` as in `joint`, also every resource and algorithm for each bucket, and
-    sending nothing before backward has ended (`single`).
+    ``dims`` as in `joint`, also every resource and algorithm for each bucket, every
+    launch order with overlap ``forward``, and sending nothing before backward has ended
+    (`single`).
 
     Lanes are equal, so a bucket opens no lane beyond the first unused one. Rejects more
     than 8 tensors.
@@ -92,7 +94,6 @@ def _drafts(workload: Workload, space: Space) -> Iterator[Draft]:
     fusions = all_fusions(workload)
     if not space.fusion:
         fusions = iter([capped_ends(workload, FIRST_CAP_BYTES, CAP_BYTES)])
-    overlaps = ("backward", "forward") if space.forward else ("backward",)
     kinds = list(itertools.product(space.resources, space.algorithms))
     for ends in fusions:
         for lanes in range(1, space.max_lanes + 1):
@@ -100,7 +101,7 @@ def _drafts(workload: Workload, space: Space) -> Iterator[Draft]:
                 slices = tuple(parts for _, parts in sending)
                 if max(slices) > 1 and not space.slices:
                     continue
-                for overlap in overlaps:
+                for overlap, launch in _overlaps(len(ends), space):
                     for chosen in itertools.product(kinds, repeat=len(ends)):
                         yield Draft(
                             ends=ends,
@@ -110,7 +111,16 @@ def _drafts(workload: Workload, space: Space) -> Iterator[Draft]:
                             resources=tuple(resource for resource, _ in chosen),
                             algorithms=tuple(algorithm for _, algorithm in chosen),
                             overlap=overlap,
+                            launch=launch,
                         )
+
+
+def _overlaps(buckets: int, space: Space) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield overlap ``backward``, then ``forward`` in every launch order."""
+    yield "backward", ()
+    if space.forward:
+        for order in itertools.permutations(range(buckets)):
+            yield "forward", tidy(order)
 
 
 def all_fusions(workload: Workload) -> Iterator[tuple[int, ...]]:

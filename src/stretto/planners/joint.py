@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, final
 
 from stretto.planners._coarse import coarse
+from stretto.planners._joint.launch import PACES
 from stretto.planners._joint.neighborhood import has_few
 from stretto.planners._joint.search import (
     AGAIN,
@@ -82,7 +83,7 @@ class JointPlanner(AbstractPlanner):
     ``dims`` opens ``fusion``, ``lanes``, ``slices``, ``resource`` (the levels of the
     cluster's ``contention``) and ``algorithm`` (ring, halving-doubling, tree, and
     hierarchical where hosts have several ranks), each for every bucket separately, and
-    overlap ``forward`` for all buckets; ``"all"`` opens all. The default is the
+    overlap ``forward`` with a launch order; ``"all"`` opens all. The default is the
     dimensions that the runtime applies today. Without ``fusion`` the buckets are DDP's.
 
     The method is multi-start hill climbing. Starts: for every number of lanes ``k`` up
@@ -95,8 +96,12 @@ class JointPlanner(AbstractPlanner):
     algorithm changed, first improvement taken, within a fixed number of simulated
     collectives, and only until they reach the lower bound. If buckets may differ in
     resource or algorithm, simulated annealing from the best of them follows, with a
-    fixed seed and a fixed number of simulations. ``time_limit_s`` may end the climbing
-    earlier; then the plan depends on the machine's speed.
+    fixed seed and a fixed number of simulations. Overlap ``forward`` is searched last:
+    the best drafts so far and equal buckets of many sizes, each launched in the order
+    in which one pipe would send what forward needs first, at three rates of the pipe;
+    the best climb, where a bucket's place in the launch order may change too.
+    ``time_limit_s`` may end the climbing earlier; then the plan depends on the
+    machine's speed.
 
     A plan that is fastest for exact times can be fragile: its buckets become ready the
     moment a lane is free, and when backward takes half as long again beside the
@@ -158,22 +163,22 @@ class JointPlanner(AbstractPlanner):
     ) -> Plan:
         """Return the best plan from ``near``, DDP's, AIACC's and the families' optima.
 
-        Takes two thirds to three quarters of `plan`'s time. With resources, algorithms,
-        overlap ``forward`` or without fusion it is no faster than `plan`.
+        Takes two thirds to three quarters of `plan`'s time. With resources, algorithms
+        or without fusion it is no faster than `plan`.
         """
         view = workload
         if near and alternates(workload):
             view = _nearest_view(workload, cluster, near)
         search = self._search(view, cluster, AGAIN)
         space = search.space
-        if cluster.ranks == 1 or space.forward or space.mixed or not space.fusion:
+        if cluster.ranks == 1 or space.mixed or not space.fusion:
             return self.plan(workload, cluster)
         aiacc = AiaccPlanner(max_lanes=space.max_lanes)
         ddp = DdpPlanner().plan(workload, cluster)
         for plan in (ddp, aiacc.plan(view, cluster), *near):
             draft = replace(Draft.of(plan), resources=(), algorithms=())
             known = in_order(view, plan) and space.holds(draft)
-            if known and draft.overlap == "backward":
+            if known and draft.overlap != "none":
                 search.value_s(draft)
         found = self._found(search, search.best_s * (1.0 + GAIN_RATIO), workload)
         # Equal up to rounding is not slower.
@@ -228,18 +233,26 @@ class JointPlanner(AbstractPlanner):
         search.climb_on(effort.more_climbs)
         search.anneal()
         if space.forward:
-            leaders = search.leaders(2 * effort.climbs)
-            for draft in forward_starts(view, space, leaders):
-                search.value_s(draft)
-            for draft in search.leaders(effort.climbs // 2, "forward"):
-                search.climb(draft)
-            search.climb_on(1)
+            self._extend(search)
         # Climbing for a sturdy plan may find a faster one than all before.
         chosen = search.sturdiest(ceiling_s)
         if not self._sturdy:
             chosen = search.fastest()
         scope = self.scope(cluster)
         return finish(chosen, self.name, workload, cluster, scope, view=view)
+
+    def _extend(self, search: Search) -> None:
+        """Search drafts of which some buckets travel under the next forward."""
+        effort, orders = search.effort, search.orders
+        leaders = search.leaders(2 * effort.climbs)
+        for draft in forward_starts(search.workload, search.space, leaders):
+            search.value_s(orders.of(draft))
+        for draft in search.leaders(2 * effort.climbs, "forward"):
+            for pace in PACES:
+                search.value_s(orders.of(draft, pace))
+        for draft in search.leaders(effort.climbs, "forward"):
+            search.climb(draft)
+        search.climb_on(effort.more_climbs)
 
     def _search(self, workload: Workload, cluster: Cluster, effort: Effort) -> Search:
         """Return a search in the open dimensions without any drafts."""

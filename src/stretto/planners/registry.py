@@ -14,6 +14,7 @@ from stretto.planners.aiacc import AiaccPlanner
 from stretto.planners.asc_wfbp import AscWfbpPlanner
 from stretto.planners.base import AbstractPlanner
 from stretto.planners.ddp import DdpPlanner
+from stretto.planners.dear import DearPlanner
 from stretto.planners.exhaustive import ExhaustivePlanner
 from stretto.planners.fusion import FusionPlanner
 from stretto.planners.horovod import HorovodPlanner
@@ -36,6 +37,7 @@ _PLANNERS = ClassRegistry(
         WfbpPlanner,
         DdpPlanner,
         HorovodPlanner,
+        DearPlanner,
         MgWfbpPlanner,
         FusionPlanner,
         AscWfbpPlanner,

@@ -177,8 +177,8 @@ class Plan:
         number = len(self.buckets)
         if sorted(self.launch) != list(range(number)):
             raise SpecError(
-                f"launch must name each of the {number} buckets once, by its index from "
-                f"0 to {number - 1}, got {_shortened(self.launch)}",
+                f"launch must have each index of the {number} buckets, 0 to "
+                f"{number - 1}, once, got {_shortened(self.launch)}",
                 place=".launch",
             )
 

@@ -18,7 +18,7 @@ Beside them: `bounds`, `certificate` and `scope` (what no plan can beat), `scali
 """
 
 from stretto.sim.bounds import LowerBound, lower_bound
-from stretto.sim.forward import forward_bound_s
+from stretto.sim.forward_bounds import forward_bound_s
 from stretto.sim.step import StepResult, simulate_step
 from stretto.sim.step_model import StepModel
 

@@ -1,6 +1,7 @@
-"""Lower bounds that no plan can beat, in closed form.
+"""Lower bounds in closed form that no plan can beat whose step ends with its sends.
 
-Called by `stretto.sim.scope` for a family of plans, and by `stretto.sim.scaling`.
+Called by `stretto.sim.scope` for a family of plans, and by `stretto.sim.scaling`. Those
+of plans that send during the next forward are in `stretto.sim.forward_bounds`.
 """
 
 from __future__ import annotations
@@ -86,23 +87,19 @@ def lower_bound(
     costs = [collective_cost(cluster, algorithm) for algorithm in algorithms]
     startup_s = min(cost.least_startup_s for cost in costs)
     factor = min(cost.wire_factor for cost in costs)
-    rates = flow_rates(cluster)
-    flow_bytes_per_s = rates.alone_bytes_per_s
-    if (fastest := _fastest_flow(cluster)) is not None:
-        flow_bytes_per_s = min(flow_bytes_per_s, fastest)
-    best_bytes_per_s = most_bytes_per_s(cluster, flow_bytes_per_s, max_lanes)
+    bytes_per_s = best_bytes_per_s(cluster, max_lanes)
     cut_s = 0.0
     size_bytes = 0
     # Backward over the order of readiness: all tensors ready at or after each one.
     for tensor in reversed(sent):
         size_bytes += tensor.bytes
-        cut_s = max(cut_s, tensor.ready_s + factor * size_bytes / best_bytes_per_s)
+        cut_s = max(cut_s, tensor.ready_s + factor * size_bytes / bytes_per_s)
     cut_s += workload.forward_s + startup_s
     link_s = (
         workload.forward_s
         + sent[0].ready_s
         + startup_s
-        + factor * size_bytes / rates.link_bytes_per_s
+        + factor * size_bytes / flow_rates(cluster).link_bytes_per_s
     )
     interval_s = None
     if certificate == "lp":
@@ -116,6 +113,14 @@ def lower_bound(
         value_s=max(compute_s, cut_s, link_s, interval_s or 0.0),
         interval_s=interval_s,
     )
+
+
+def best_bytes_per_s(cluster: Cluster, max_lanes: int | None = None) -> float:
+    """Return the highest total rate of up to ``max_lanes`` flows; ``None``: any."""
+    flow_bytes_per_s = flow_rates(cluster).alone_bytes_per_s
+    if (fastest := _fastest_flow(cluster)) is not None:
+        flow_bytes_per_s = min(flow_bytes_per_s, fastest)
+    return most_bytes_per_s(cluster, flow_bytes_per_s, max_lanes)
 
 
 def _fastest_flow(cluster: Cluster) -> float | None:

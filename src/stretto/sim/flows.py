@@ -1,7 +1,7 @@
 """Convert a plan to flows for the event engine, and its outcome to spans.
 
-Called by `stretto.sim.step` and `stretto.sim.forward`, which run the engine, and by
-`stretto.sim.replay`, which keeps a plan's flows for the step model.
+Called by `stretto.sim.step`, `stretto.sim.forward` and `stretto.sim.halves`, which run
+the engine, and by `stretto.sim.replay`, which keeps a plan's flows for the step model.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def plan_flows(
     }
     tensors = {tensor.name: tensor for tensor in workload.tensors}
     ready_work_s = 0.0
-    for i, bucket in enumerate(plan.buckets):
+    for i in plan.launch_order:
+        bucket = plan.buckets[i]
         held = [tensors[name] for name in bucket.tensors]
         after_s = max(tensor.ready_s for tensor in held)
         if plan.overlap == "none":

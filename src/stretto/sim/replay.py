@@ -67,7 +67,7 @@ class PreparedPlan:
 def can_replay(plan: Plan) -> bool:
     """Return whether a plan has rings of one resource and overlaps backward at most."""
     return (
-        plan.overlap != "forward"
+        plan.overlap in ("none", "backward")
         and all(bucket.algorithm == "ring" for bucket in plan.buckets)
         and len({bucket.resource for bucket in plan.buckets}) <= 1
     )

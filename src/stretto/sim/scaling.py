@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from stretto.errors import SpecError
 from stretto.schema import Plan
 from stretto.sim.bounds import lower_bound
-from stretto.sim.forward import forward_bound_s
+from stretto.sim.forward_bounds import forward_bound_s, halves_bound_s
 from stretto.sim.step import simulate_step
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ def scaling(
         algorithms = tuple(dict.fromkeys(b.algorithm for b in here.buckets))
         if here.overlap == "forward":
             bound_s = forward_bound_s(workload, resized, algorithms=algorithms)
+        elif here.overlap == "halves":
+            bound_s = halves_bound_s(workload, resized, algorithms=algorithms)
         else:
             bound_s = lower_bound(workload, resized, algorithms=algorithms).value_s
         points.append(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from stretto.sim.bounds import lower_bound
-from stretto.sim.forward import forward_bound_s
+from stretto.sim.forward_bounds import forward_bound_s, halves_bound_s
 
 if TYPE_CHECKING:
     from stretto.schema import Cluster, Workload
@@ -22,7 +22,10 @@ class BoundScope:
     algorithms: tuple[str, ...] = ("ring",)
 
     forward: bool = False
-    """Whether plans may overlap all-gathers with the next forward too."""
+    """Whether plans may overlap all-reduces with the next forward too."""
+
+    halves: bool = False
+    """Whether plans send halves of all-reduces under backward and the next forward."""
 
     max_lanes: int | None = None
     """The most lanes of a plan; ``None``: any number."""
@@ -52,10 +55,15 @@ class BoundScope:
             certificate=certificate,
             max_lanes=self.max_lanes,
         ).value_s
+        algorithms = self.algorithms
         if self.forward:
-            bound_s = min(
-                bound_s, forward_bound_s(workload, cluster, algorithms=self.algorithms)
+            other_s = forward_bound_s(
+                workload, cluster, algorithms=algorithms, max_lanes=self.max_lanes
             )
+            bound_s = min(bound_s, other_s)
+        if self.halves:
+            other_s = halves_bound_s(workload, cluster, algorithms=algorithms)
+            bound_s = min(bound_s, other_s)
         return bound_s
 
     def proved(
@@ -87,6 +95,8 @@ class BoundScope:
         text += " all-reduces overlapped with backward"
         if self.forward:
             text += " or the next forward"
+        if self.halves:
+            text += " or in halves with backward and the next forward"
         if self.max_lanes is not None:
             lanes = "lane" if self.max_lanes == 1 else "lanes"
             text += f" on at most {self.max_lanes} {lanes}"

@@ -27,11 +27,15 @@ from stretto.schema import Span, Timeline
 from stretto.sim.engine import run
 from stretto.sim.flows import bottleneck_link, flow_spans, plan_flows
 from stretto.sim.forward import simulate_period
+from stretto.sim.halves import simulate_halves
 
 if TYPE_CHECKING:
     from stretto.schema import Cluster, Plan, Workload
     from stretto.sim.engine import Flow, Outcome
     from stretto.sim.flows import Slice
+
+_PERIODS = {"forward": simulate_period, "halves": simulate_halves}
+"""The simulators of overlaps that extend beyond backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +58,8 @@ def simulate_step(
 ) -> StepResult:
     """Simulate one step of a workload on a cluster under a plan.
 
-    With overlap ``forward``, the result is one of many such steps, with its timeline
-    from the start of backward: `stretto.sim.forward`.
+    With overlap ``forward`` or ``halves``, the result is one of many such steps, with
+    its timeline from the start of backward: `stretto.sim.forward`.
 
     ``startup`` says how a start-up counts: ``phase``, a time in which nothing is sent,
     or ``mixed``, LIBRA's reading (Eq. 9-11): spread evenly over the message, so that
@@ -72,8 +76,8 @@ def simulate_step(
             f"the plan needs {plan.ranks} ranks, but cluster {cluster.name!r} has "
             f"{cluster.ranks}: plan again for this cluster"
         )
-    if plan.overlap == "forward":
-        period = simulate_period(workload, cluster, plan, startup=startup)
+    if plan.overlap in _PERIODS:
+        period = _PERIODS[plan.overlap](workload, cluster, plan, startup=startup)
         return StepResult(
             iteration_s=period.period_s,
             backward_s=period.period_s - workload.forward_s,

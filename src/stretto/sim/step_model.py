@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, final
 
 from stretto.errors import SpecError
 from stretto.schema._rules import DTYPE_BYTES
-from stretto.sim.engine import Flow
-from stretto.sim.forward import run_halves, single_lane_period_s
+from stretto.sim.gated_lanes import GatedQueue, period_s
 from stretto.sim.lanes import run_lanes
 from stretto.sim.network import Network
 from stretto.sim.replay import BackwardTimes
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
     from stretto.schema import Cluster, Workload
     from stretto.sim.lanes import LaneFlow, Queue
     from stretto.sim.replay import PreparedPlan
+
+SEARCHED = ("none", "backward", "forward")
+"""The overlaps that drafts may have."""
 
 
 @final
@@ -49,7 +51,7 @@ class StepModel:
 
     It supports buckets of neighboring tensors in the order of readiness, in the
     gradients' own type, each with its own lane, slices, resource and algorithm, after
-    backward, under it or into the next forward.
+    backward, under it, or into the next forward in any launch order.
     """
 
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
@@ -98,6 +100,7 @@ class StepModel:
         resources: Sequence[int | None] = (),
         algorithms: Sequence[str] = (),
         overlap: str = "backward",
+        launch: Sequence[int] = (),
     ) -> float:
         """Return `simulate_step`'s ``iteration_s`` for these buckets.
 
@@ -110,10 +113,18 @@ class StepModel:
             resources: of each bucket; empty: the default for all.
             algorithms: of each bucket; empty: rings.
             overlap: ``none``, ``backward`` or ``forward``.
+            launch: with overlap ``forward``, the order in which buckets launch; empty:
+                as listed.
 
         Raises:
-            SpecError: the buckets omit tensors, or the cluster lacks a resource.
+            SpecError: the buckets omit tensors, the cluster lacks a resource, or the
+                overlap is another one.
         """
+        if overlap not in SEARCHED:
+            raise SpecError(
+                f"overlap must be one of {', '.join(SEARCHED)}, got {overlap!r}",
+                place=".overlap",
+            )
         if not ends or ends[-1] != self._num_tensors:
             raise SpecError(
                 f"ends must end with the number of tensors ({self._num_tensors}), got "
@@ -123,9 +134,9 @@ class StepModel:
         if self._silent:
             return self._work_s
         kinds = self._chosen(len(ends), lanes, resources, algorithms)
-        queues = self._queues(ends, lanes, bucket_lanes, slices, kinds)
         if overlap == "forward":
-            return self._period_s(ends, lanes, bucket_lanes, slices, kinds, queues)
+            return self._period_s(ends, lanes, bucket_lanes, slices, kinds, launch)
+        queues = self._queues(ends, lanes, bucket_lanes, slices, kinds)
         if overlap == "none":
             work_s = self._work_s
             queues = [
@@ -251,61 +262,46 @@ class StepModel:
         bucket_lanes: Sequence[int],
         slices: Sequence[int],
         kinds: Sequence[_Kind],
-        queues: Sequence[Queue],
+        launch: Sequence[int],
     ) -> float:
         """Return the step with overlap ``forward``, as `stretto.sim.forward` does."""
-        network, forward_s = self._network, self._forward_s
-        backward_s = self._backward_s * self._pace
-        if not queues:
-            return self._work_s
-        firsts = (0, *ends[:-1])
-        needed_s = [
-            min(self._needed_s[first:end], default=0.0)
-            for first, end in zip(firsts, ends, strict=True)
+        flows, needed_s = self._flows, self._needed_s
+        # What each lane sends: numbers of flows and their buckets.
+        queues: list[list[tuple[int, int]]] = [[] for _ in range(lanes)]
+        ready_s = 0.0
+        launched_s = [0.0] * len(ends)
+        for bucket in launch or range(len(ends)):
+            first = ends[bucket - 1] if bucket else 0
+            end, parts, kind = ends[bucket], slices[bucket], kinds[bucket]
+            numbers = kind.get((first, end, parts))
+            if numbers is None:
+                numbers = self._numbered(kind, first, end, parts)
+            ready_s = max(ready_s, self._pace * self._ready_s[end - 1])
+            launched_s[bucket] = ready_s
+            for lane, number in enumerate(numbers, start=bucket_lanes[bucket]):
+                queues[lane % lanes].append((number, bucket))
+        same: dict[tuple[tuple[int, int], ...], int] = {}
+        for queue in queues:
+            if queue:
+                key = tuple(queue)
+                same[key] = same.get(key, 0) + 1
+        bucket_needed_s = [
+            min(needed_s[first:end], default=0.0)
+            for first, end in zip((0, *ends), ends, strict=False)
         ]
-        of_buckets = [
-            kind[first, end, parts]
-            for first, end, parts, kind in zip(firsts, ends, slices, kinds, strict=True)
-        ]
-        queue, number = queues[0]
-        equal = number == lanes and all(parts == lanes for parts in slices)
-        if equal and not network.contended:
-            sent = zip(needed_s, of_buckets, strict=True)
-            return single_lane_period_s(
-                queue,
-                [at_s for at_s, numbers in sent if numbers],
-                network.at(0, lanes).rates[lanes],
-                backward_s=backward_s,
-                forward_s=forward_s,
-            )
-        scatters: list[Flow] = []
-        buckets: list[int] = []
-        for i, numbers in enumerate(of_buckets):
-            ready_s = self._pace * self._ready_s[ends[i] - 1]
-            for lane, k in enumerate(numbers, start=bucket_lanes[i]):
-                scatters.append(self._scatter(self._flows[k], lane % lanes, ready_s))
-                buckets.append(i)
-        return run_halves(
-            scatters,
-            buckets,
-            needed_s,
-            network.cluster,
-            backward_s=backward_s,
-            forward_s=forward_s,
-        ).outcome.work_end_s
-
-    def _scatter(self, flow: LaneFlow, lane: int, ready_s: float) -> Flow:
-        """Return an all-reduce's first half for the engine."""
-        _, startup_s, size, level = flow
-        cap, idle_cap = self._network.caps[level]
-        return Flow(
-            lane=lane,
-            ready_work_s=ready_s,
-            startup_s=startup_s / 2,
-            wire_bytes=size / 2,
-            cap_bytes_per_s=cap,
-            idle_cap_bytes_per_s=idle_cap,
-            load=self._network.loads[level],
+        return period_s(
+            [
+                GatedQueue(
+                    [(launched_s[bucket], *flows[k][1:]) for k, bucket in key],
+                    [bucket_needed_s[bucket] for _, bucket in key],
+                    number,
+                )
+                for key, number in same.items()
+            ],
+            self._network,
+            lanes=lanes,
+            backward_s=self._backward_s * self._pace,
+            forward_s=self._forward_s,
         )
 
     # plans

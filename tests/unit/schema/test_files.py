@@ -70,9 +70,7 @@ def clusters(draw):
 @st.composite
 def plans(draw):
     workload, cluster = draw(workloads()), draw(clusters())
-    plan = draw(
-        drawn.plans(workload, cluster, overlaps=OVERLAPS)
-    )
+    plan = draw(drawn.plans(workload, cluster, overlaps=OVERLAPS))
     time_s = st.floats(0, 1e6)
     predicted = st.none() | st.builds(
         Prediction,

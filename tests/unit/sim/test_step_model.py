@@ -32,7 +32,10 @@ def test_mixed_algorithms_and_resources_as_simulated(overlap, data):
             plan.buckets, resources, algorithms, strict=True
         )
     )
-    plan = replace(plan, buckets=buckets, overlap=overlap)
+    launch = ()
+    if overlap == "forward":
+        launch = tuple(data.draw(st.permutations(range(len(buckets)))))
+    plan = replace(plan, buckets=buckets, overlap=overlap, launch=launch)
     expected = simulate_step(work, on, plan).iteration_s
     fast = StepModel(work, on).iteration_s(
         choice.ends,
@@ -42,6 +45,7 @@ def test_mixed_algorithms_and_resources_as_simulated(overlap, data):
         resources,
         algorithms,
         overlap,
+        launch,
     )
     assert fast == pytest.approx(expected, rel=1e-9)
 
@@ -79,6 +83,29 @@ def test_another_cluster_and_pace_as_a_model_made_for_them(data):
         found = model.on(other, pace=pace).iteration_s(*args, overlap=overlap)
         assert found == pytest.approx(expected, rel=1e-12)
     assert model.iteration_s(*args) == before_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_needs_in_any_order_as_simulated(data):
+    work = data.draw(own.workloads())
+    needed_s = st.floats(0.0, work.forward_s)
+    tensors = tuple(replace(t, needed_s=data.draw(needed_s)) for t in work.tensors)
+    work = replace(work, tensors=tensors)
+    on = data.draw(own.clusters(min_hosts=2))
+    choice = data.draw(own.choices(work, max_lanes=4, max_slices=5))
+    launch = tuple(data.draw(st.permutations(range(len(choice.ends)))))
+    plan = choice.plan(work, on, overlap="forward", launch=launch)
+    args = (choice.ends, choice.lanes, choice.bucket_lanes, choice.slices)
+    fast = StepModel(work, on).iteration_s(*args, overlap="forward", launch=launch)
+    assert fast == pytest.approx(simulate_step(work, on, plan).iteration_s, rel=1e-9)
+
+
+@given(own.workloads(max_tensors=1), own.clusters())
+@settings(max_examples=1)
+def test_halves_are_no_draft(work, on):
+    with pytest.raises(SpecError, match="overlap must be one of none, backward, for"):
+        StepModel(work, on).iteration_s((1,), 1, (0,), (1,), overlap="halves")
 
 
 @given(own.workloads(), own.clusters(contended=True, min_hosts=2))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from stretto.planners._joint.launch import merged_order, split_order
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -16,9 +18,19 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-def plainness(draft: Draft) -> tuple[int, int, int, tuple[int, ...]]:
-    """Return collectives, then lanes, then buckets, then where they end."""
-    return (draft.collectives, draft.lanes, len(draft.ends), draft.ends)
+def plainness(draft: Draft) -> tuple[object, ...]:
+    """Return what makes a draft less plain than another, the most important first.
+
+    Overlap with forward, collectives, lanes, buckets, where they end, and their order.
+    """
+    return (
+        draft.overlap == "forward",
+        draft.collectives,
+        draft.lanes,
+        len(draft.ends),
+        draft.ends,
+        draft.launch,
+    )
 
 
 def plainer(draft: Draft, starts: tuple[int, ...]) -> Iterator[Draft]:
@@ -97,6 +109,7 @@ def merged(draft: Draft, bucket: int) -> Draft:
         bucket_lanes=without(draft.bucket_lanes, gone),
         resources=without(draft.resources, gone),
         algorithms=without(draft.algorithms, gone),
+        launch=merged_order(draft.launch, bucket),
     )
 
 
@@ -110,4 +123,5 @@ def split(draft: Draft, bucket: int, cut: int, lane: int) -> Draft:
         bucket_lanes=(*draft.bucket_lanes[:after], lane, *draft.bucket_lanes[after:]),
         resources=(*draft.resources[:after], *draft.resources[bucket:]),
         algorithms=(*draft.algorithms[:after], *draft.algorithms[bucket:]),
+        launch=split_order(draft.launch, bucket),
     )

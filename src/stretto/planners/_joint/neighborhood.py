@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, final
 
+from stretto.planners._joint.launch import other_orders
 from stretto.planners._joint.moves import (
     merged,
     split,
@@ -26,6 +27,7 @@ from stretto.planners.base import dtype_starts
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from stretto.planners._joint.launch import LaunchOrders
     from stretto.planners._joint.space import Space
     from stretto.planners.base import Draft
     from stretto.schema import Workload
@@ -43,9 +45,10 @@ def has_few(workload: Workload) -> bool:
 class Neighborhood:
     """The drafts one change away from a draft, within the open dimensions."""
 
-    def __init__(self, workload: Workload, space: Space) -> None:
+    def __init__(self, workload: Workload, space: Space, orders: LaunchOrders) -> None:
         tensors = workload.tensors
         self._space = space
+        self._orders = orders
         self._few = has_few(workload)
         self.dtype_starts = dtype_starts(workload)
         """By tensor: where its run of one type starts."""
@@ -65,7 +68,22 @@ class Neighborhood:
         return self._cuts[low:high]
 
     def of(self, draft: Draft, bucket: int) -> Iterator[Draft]:
-        """Yield drafts in which a bucket is cut, sent or reduced in another way."""
+        """Yield drafts in which a bucket is cut, sent or reduced in another way.
+
+        With overlap ``forward`` each has the launch order of the draft, then the one
+        that fits its own buckets; orders in which the bucket moves follow.
+        """
+        if draft.overlap != "forward":
+            yield from self._changes(draft, bucket)
+            return
+        for other in self._changes(draft, bucket):
+            yield other
+            ordered = self._orders.of(other)
+            if ordered.launch != other.launch:
+                yield ordered
+        yield from other_orders(draft, bucket, every=self._few)
+
+    def _changes(self, draft: Draft, bucket: int) -> Iterator[Draft]:
         if self._space.fusion:
             yield from self._other_cuts(draft, bucket)
         yield from self._other_sending(draft, bucket)

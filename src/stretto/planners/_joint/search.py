@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from stretto.planners._joint.anneal import Neighbors, annealed
+from stretto.planners._joint.launch import LaunchOrders
 from stretto.planners._joint.moves import plainer, plainness
 from stretto.planners._joint.neighborhood import Neighborhood
 from stretto.planners._joint.space import Space
@@ -29,8 +30,9 @@ EQUAL_RATIO = 1e-3
 OTHER_PACES = (0.8, 1.5)
 """Durations of backward, relative to the measured one, used in a plan's score."""
 
-_FORWARD_WORK = 16
-"""The event engine's time for a collective, relative to the step model's."""
+_FORWARD_WORK = 2
+"""Time to order and to simulate a collective that may travel under forward, relative to
+one that may not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,8 @@ class Search:
 
     _scores: dict[Draft, float] = field(default_factory=dict)
 
+    orders: LaunchOrders = field(init=False)
+
     _neighborhood: Neighborhood = field(init=False)
 
     _work: int = 0
@@ -129,7 +133,8 @@ class Search:
         self._paced_models = tuple(
             self._model.on(self.cluster, pace=pace) for pace in OTHER_PACES
         )
-        self._neighborhood = Neighborhood(self.workload, self.space)
+        self.orders = LaunchOrders(self.workload, self.cluster)
+        self._neighborhood = Neighborhood(self.workload, self.space, self.orders)
 
     def take(self, draft: Draft, iteration_s: float) -> None:
         """Store a draft whose value is known."""

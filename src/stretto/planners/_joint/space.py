@@ -41,7 +41,7 @@ class Space:
     algorithms: tuple[str, ...] = ("ring",)
 
     forward: bool = False
-    """Whether all-gathers may extend into the next forward, for all buckets or none."""
+    """Whether all-reduces may extend into the next forward, in any launch order."""
 
     @property
     def mixed(self) -> bool:
@@ -55,8 +55,11 @@ class Space:
             and (self.slices or max(draft.slices) == 1)
             and set(draft.resources).issubset((None, *self.resources))
             and set(draft.algorithms).issubset(self.algorithms)
-            and (self.forward or draft.overlap != "forward")
+            and (draft.overlap in ("none", "backward") or self._extends(draft))
         )
+
+    def _extends(self, draft: Draft) -> bool:
+        return self.forward and draft.overlap == "forward"
 
 
 def space_of(

@@ -22,24 +22,31 @@ if TYPE_CHECKING:
 
 _KINDS = 3
 _FUSED_TENSORS = 128
-_FORWARD_CAPS_MIB = (1, 4, 16, 64)
+_FORWARD_BUCKETS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 
 
 def forward_starts(
     workload: Workload, space: Space, drafts: Sequence[Draft]
 ) -> Iterator[Draft]:
-    """Return drafts with overlap ``forward``.
+    """Return drafts that will be ordered for overlap ``forward``.
 
-    They are the fastest without it, and equal buckets of several sizes on one lane, of
-    the fastest one's kind.
+    They are the fastest without it, and buckets of equal size, in several numbers, of
+    the fastest one's kind. More and smaller buckets than without are good: what forward
+    waits for at last is one bucket.
     """
-    for draft in drafts:
-        yield replace(draft, overlap="forward")
+    yield from drafts
     best = drafts[0]
     kind = (best.resources or (None,))[0], (best.algorithms or ("ring",))[0]
-    for mib in _FORWARD_CAPS_MIB if space.fusion else ():
-        draft = Draft.in_turn(capped_ends(workload, mib << 20, mib << 20))
-        yield replace(_of_kind(draft, *kind), overlap="forward")
+    total = sum(tensor.bytes for tensor in workload.tensors)
+    fusions = dict.fromkeys(
+        capped_ends(workload, cap, cap)
+        for cap in (-(-total // number) for number in _FORWARD_BUCKETS)
+        if cap and space.fusion
+    )
+    for lanes, slices in _families(space) if fusions else ():
+        for ends in fusions:
+            draft = Draft.in_turn(ends, lanes=lanes, slices=slices)
+            yield _of_kind(draft, *kind)
 
 
 def starts(
