@@ -42,7 +42,7 @@ def plans(kind: str, ranks: int) -> dict[str, Plan]:
     link = Link(latency_s=1e-4, bandwidth_bytes_per_s=4e7, stream_bytes_per_s=1e7)
     fit = AllReduceFit(startup_s=5e-4, s_per_byte=1e-7, ranks=ranks)
     cluster = one_link(link, hosts=ranks, allreduce=fit)
-    return {n: planners.get(n).plan(workload, cluster) for n in planners.NAMES}
+    return {n: planners.get(n).plan(workload, cluster) for n in RUNNABLE}
 
 
 def gradients(model: nn.Module, kind: str, rank: int) -> list[dict[str, torch.Tensor]]:
@@ -73,11 +73,11 @@ def differences(rank: int, size: int, kind: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", ["convnet", "transformer"])
 def test_on_two_ranks_every_planner_s_gradients_are_ddp_s_bit_for_bit(ranks, kind):
     for found in ranks(differences, 2, kind, timeout_s=120.0):
-        assert set(found) == set(planners.NAMES)
+        assert set(found) == set(RUNNABLE)
         assert found == dict.fromkeys(found, 0.0)
 
 
 def test_on_four_ranks_they_differ_by_rounding_alone(ranks):
     for found in ranks(differences, 4, "convnet", timeout_s=150.0):
-        assert set(found) == set(planners.NAMES)
+        assert set(found) == set(RUNNABLE)
         assert max(found.values()) <= 1e-6

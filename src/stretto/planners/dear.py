@@ -40,7 +40,7 @@ class DearPlanner(AbstractPlanner):
         self._sizes = SIZES_BYTES if fusion_bytes is None else (fusion_bytes,)
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """Return the fastest of the sizes, of equals the one with the fewest buckets."""
+        """Return the fastest of the sizes, the one with fewest buckets of equals."""
         fusions = dict.fromkeys(
             capped_ends(workload, size, size) for size in self._sizes
         )

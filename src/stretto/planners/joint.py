@@ -243,6 +243,8 @@ class JointPlanner(AbstractPlanner):
 
     def _extend(self, search: Search) -> None:
         """Search drafts of which some buckets travel under the next forward."""
+        if search.enough:
+            return
         effort, orders = search.effort, search.orders
         leaders = search.leaders(2 * effort.climbs)
         for draft in forward_starts(search.workload, search.space, leaders):
