@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": "make a plan for a workload on a cluster",
     "probe": "measure the process group's network, write a cluster file",
     "profile": "measure a job, write a workload file",
+    "replay": "execute a plan on the running ranks, with waiting as computation",
     "report": "draw measurements and predictions on an HTML page",
     "reproduce": "recompute the papers' tables, and list their errors",
     "run": "launch a script as torchrun does, with stretto's DDP",

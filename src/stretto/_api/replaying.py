@@ -1,0 +1,206 @@
+"""Wiring of replays: a plan's real communication beside emulated computation."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from stretto.errors import SpecError
+from stretto.measure.emulated import EmulatedModel
+from stretto.measure.network import device_of
+from stretto.runtime import DistributedDataParallel, Recorder
+from stretto.schema import Timeline
+from stretto.sim.step import simulate_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stretto.schema import Cluster, Plan, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketTimes:
+    """When one bucket travels, in seconds from the start of backward."""
+
+    bucket: int
+
+    bytes: int
+
+    predicted_launch_s: float
+    """When its gradients, and those that launch before it, are ready."""
+
+    measured_launch_s: float
+
+    predicted_end_s: float
+    """When its last slice has arrived."""
+
+    measured_end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A replayed plan: predicted times beside medians over the measured steps.
+
+    Each step counts as its slowest rank.
+    """
+
+    ranks: int
+
+    steps_s: tuple[float, ...]
+    """Each measured step."""
+
+    predicted_s: float
+
+    buckets: tuple[BucketTimes, ...]
+    """Those that send something."""
+
+    timeline: Timeline | None
+    """This rank's last step."""
+
+    @property
+    def measured_s(self) -> float:
+        """The median step."""
+        return statistics.median(self.steps_s)
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured step, minus 1."""
+        return self.predicted_s / self.measured_s - 1.0
+
+
+def replay(
+    workload: Workload,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    steps: int = 20,
+    warmup: int = 3,
+    progress: Callable[[int], None] | None = None,
+) -> Replay:
+    """Execute a plan on the default process group, with waiting as computation.
+
+    Call it on every rank; all get the same value. The prediction is that of the cluster
+    without contention, because waiting does not slow beside communication.
+
+    Args:
+        workload: gives the model's sizes and times.
+        plan: made for the workload and as many ranks as there are.
+        cluster: the network's figures, for the prediction.
+        steps: number of measured steps.
+        warmup: number of steps before them.
+        progress: called with the number of steps so far.
+
+    Raises:
+        PlanMismatch: the plan is for another model or number of ranks, or needs a
+            feature that the runtime does not support.
+        SpecError: there are too few steps.
+    """
+    if steps < 1 or warmup < 0:
+        raise SpecError(
+            f"a replay needs at least 1 step and 0 steps of warm-up, got {steps} and "
+            f"{warmup}"
+        )
+    predicted = _Predicted(workload, replace(cluster, contention=None), plan)
+    recorder = Recorder(keep=steps, name=f"{workload.name} replayed")
+    model = DistributedDataParallel(
+        EmulatedModel(workload).to(device_of(None)),
+        plan=plan,
+        record=recorder,
+        gradient_as_bucket_view=True,
+    )
+    dist.barrier()
+    starts_s = []
+    for step in range(warmup + steps):
+        starts_s.append(perf_counter())
+        model().backward()
+        if progress is not None:
+            progress(step + 1)
+    starts_s.append(perf_counter())
+    measured_s = [after - before for before, after in pairwise(starts_s)]
+    own = [_bucket_times(recorder, predicted.buckets), measured_s[warmup:]]
+    slowest = _slowest(own)
+    return Replay(
+        ranks=dist.get_world_size(),
+        steps_s=tuple(slowest[1]),
+        predicted_s=predicted.iteration_s,
+        buckets=predicted.beside(slowest[0]),
+        timeline=recorder.timeline,
+    )
+
+
+class _Predicted:
+    """Predicted times of a step and its buckets, from the start of backward."""
+
+    def __init__(self, workload: Workload, cluster: Cluster, plan: Plan) -> None:
+        result = simulate_step(workload, cluster, plan)
+        self.iteration_s = result.iteration_s
+        begins_s = 0.0 if plan.overlap == "forward" else workload.forward_s
+        self._launch_s: dict[int, float] = {}
+        self._end_s: dict[int, float] = {}
+        self._bytes: dict[int, int] = {}
+        for span in result.timeline.spans:
+            if span.args.get("kind") not in ("wait", "send"):
+                continue
+            bucket = int(span.args["bucket"])
+            start_s, end_s = span.start_s - begins_s, span.end_s - begins_s
+            self._launch_s[bucket] = min(self._launch_s.get(bucket, start_s), start_s)
+            if span.args["kind"] == "send":
+                self._end_s[bucket] = max(self._end_s.get(bucket, end_s), end_s)
+                size = int(span.args["bytes"])
+                self._bytes[bucket] = self._bytes.get(bucket, 0) + size
+        self.buckets = sorted(self._end_s)
+
+    def beside(self, measured_s: Sequence[float]) -> tuple[BucketTimes, ...]:
+        """Return the rows; ``measured_s`` has launch and end of each bucket."""
+        return tuple(
+            BucketTimes(
+                bucket=bucket,
+                bytes=self._bytes[bucket],
+                predicted_launch_s=self._launch_s[bucket],
+                measured_launch_s=measured_s[2 * i],
+                predicted_end_s=self._end_s[bucket],
+                measured_end_s=measured_s[2 * i + 1],
+            )
+            for i, bucket in enumerate(self.buckets)
+        )
+
+
+def _bucket_times(recorder: Recorder, buckets: Sequence[int]) -> list[float]:
+    """Return this rank's median launch and end of each bucket, one after the other."""
+    launches_s: dict[int, list[float]] = {bucket: [] for bucket in buckets}
+    ends_s: dict[int, list[float]] = {bucket: [] for bucket in buckets}
+    for step, _ in recorder.steps:
+        last_s: dict[int, float] = {}
+        for bucket, launch_s in step.launched:
+            if bucket in launches_s:
+                launches_s[bucket].append(launch_s - step.backward_s)
+        for bucket, _, end_s in step.finished:
+            last_s[bucket] = max(end_s, last_s.get(bucket, end_s))
+        for bucket, end_s in last_s.items():
+            if bucket in ends_s:
+                ends_s[bucket].append(end_s - step.backward_s)
+    return [
+        statistics.median(times_s) if times_s else float("nan")
+        for bucket in buckets
+        for times_s in (launches_s[bucket], ends_s[bucket])
+    ]
+
+
+def _slowest(values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return each value of the rank where it is largest."""
+    table = torch.tensor([v for row in values for v in row], dtype=torch.float64)
+    device = device_of(None)
+    table = table.to(device)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    flat: list[float] = table.tolist()
+    found = []
+    for row in values:
+        found.append(flat[: len(row)])
+        flat = flat[len(row) :]
+    return found
