@@ -19,6 +19,8 @@ from support.instances import one_link, workload_of_model
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 TorchDDP = nn.parallel.DistributedDataParallel
+RUNNABLE = [name for name in planners.NAMES if name != "dear"]
+"""The planners whose plans the runtime executes."""
 
 
 def model_of(kind: str) -> nn.Module:
