@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, final
 
 from stretto.planners._coarse import coarse
-from stretto.planners._joint.launch import PACES
+from stretto.planners._joint.launch import PACES, in_turn
 from stretto.planners._joint.neighborhood import has_few
 from stretto.planners._joint.search import (
     AGAIN,
@@ -248,10 +248,12 @@ class JointPlanner(AbstractPlanner):
         effort, orders = search.effort, search.orders
         leaders = search.leaders(2 * effort.climbs)
         for draft in forward_starts(search.workload, search.space, leaders):
-            search.value_s(orders.of(draft))
+            search.value_s(in_turn(orders.of(draft)))
         for draft in search.leaders(2 * effort.climbs, "forward"):
             for pace in PACES:
-                search.value_s(orders.of(draft, pace))
+                ordered = orders.of(draft, pace)
+                search.value_s(ordered)
+                search.value_s(in_turn(ordered))
         for draft in search.leaders(effort.climbs, "forward"):
             search.climb(draft)
         search.climb_on(effort.more_climbs)

@@ -90,6 +90,16 @@ class LaunchOrders:
         return replace(draft, overlap="forward", launch=tidy(order))
 
 
+def in_turn(draft: Draft) -> Draft:
+    """Return the draft with lanes taken in turn in launch order."""
+    lanes = list(draft.bucket_lanes)
+    lane = 0
+    for bucket in draft.launch or range(len(lanes)):
+        lanes[bucket] = lane
+        lane = (lane + draft.slices[bucket]) % draft.lanes
+    return replace(draft, bucket_lanes=tuple(lanes))
+
+
 def tidy(order: Sequence[int]) -> tuple[int, ...]:
     """Return a launch order, empty if it is that of the buckets."""
     order = tuple(order)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, final
 
-from stretto.planners._joint.launch import other_orders
+from stretto.planners._joint.launch import in_turn, other_orders
 from stretto.planners._joint.moves import (
     merged,
     split,
@@ -71,7 +71,8 @@ class Neighborhood:
         """Yield drafts in which a bucket is cut, sent or reduced in another way.
 
         With overlap ``forward`` each has the launch order of the draft, then the one
-        that fits its own buckets; orders in which the bucket moves follow.
+        that fits its own buckets; orders in which the bucket moves follow. Another
+        order is tried with the lanes as they are, and in turn.
         """
         if draft.overlap != "forward":
             yield from self._changes(draft, bucket)
@@ -80,8 +81,9 @@ class Neighborhood:
             yield other
             ordered = self._orders.of(other)
             if ordered.launch != other.launch:
-                yield ordered
-        yield from other_orders(draft, bucket, every=self._few)
+                yield from _on_other_lanes(ordered)
+        for ordered in other_orders(draft, bucket, every=self._few):
+            yield from _on_other_lanes(ordered)
 
     def _changes(self, draft: Draft, bucket: int) -> Iterator[Draft]:
         if self._space.fusion:
@@ -141,6 +143,14 @@ class Neighborhood:
         if bucket == number - 1 and draft.resources:
             for resource in self._space.resources:
                 yield replace(draft, resources=(resource,) * number)
+
+
+def _on_other_lanes(draft: Draft) -> Iterator[Draft]:
+    """Yield a draft, and with its lanes in turn in launch order."""
+    yield draft
+    turned_draft = in_turn(draft)
+    if turned_draft.bucket_lanes != draft.bucket_lanes:
+        yield turned_draft
 
 
 def _on_all_lanes(draft: Draft, bucket: int) -> Iterator[Draft]:
