@@ -90,7 +90,7 @@ def replay(
 
     Args:
         workload: gives the model's sizes and times.
-        plan: made for the workload and as many ranks as there are.
+        plan: made for the workload and this number of ranks.
         cluster: the network's figures, for the prediction.
         steps: number of measured steps.
         warmup: number of steps before them.

@@ -4,17 +4,18 @@ One model, two evaluations:
 
 - `engine` runs flows from event to event: the reference. `step` builds its flows from
   a plan (`flows`) and returns times and a timeline; `forward` does so for overlap with
-  the next forward.
+  the next forward, and `halves` for DeAR's.
 - `step_model` gives the same times to searches, some 20 to 80 times as fast, without
-  timelines. `network` holds a cluster's figures, `lanes` the loops, and `replay` plans
-  to be evaluated under many networks.
+  timelines. `network` holds a cluster's figures, `lanes` the loops, `gated_lanes` those
+  for overlap with the next forward, and `replay` plans to be evaluated under many
+  networks.
 
 Both share links by `fair`. Tests compare each with the other, and with
 `stretto.testing.libra_stages` for one lane.
 
-Beside them: `bounds`, `certificate` and `scope` (what no plan can beat), `scaling`
-(steps over numbers of ranks), `burst` with `_burst_script` (steps of burst plans), and
-`collocation` (such a step with a background job beside each rank).
+Beside them: `bounds`, `forward_bounds`, `certificate` and `scope` (what no plan can
+beat), `scaling` (steps over numbers of ranks), `burst` with `_burst_script` (steps of
+burst plans), and `collocation` (such a step with a background job beside each rank).
 """
 
 from stretto.sim.bounds import LowerBound, lower_bound

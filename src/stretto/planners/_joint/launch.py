@@ -1,6 +1,6 @@
 """Launch orders of drafts with overlap ``forward``.
 
-A static order serves every step alike, so it is made from the model: one pipe sends
+The order is the same in every step, so it is made from the model: one pipe sends
 bucket after bucket, each time the one of those ready that forward needs first (earliest
 deadline first: Liu and Layland, Journal of the ACM 20(1), 1973). On several lanes,
 where buckets travel at the same time, this is a start that climbing improves.
