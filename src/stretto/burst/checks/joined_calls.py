@@ -6,7 +6,7 @@ every other rank. A program that clips each parameter separately if it has a gra
 makes one call for each of its own parameters, so calls for different parameters meet.
 Therefore calls carry what they are for. All ranks may pass the same parameters, or
 those of all gradients that they hold. A rank that passes none shows that the program
-does not leave calls out. The last case can't be told from a call for one layer on each
+does not leave calls out. The last case looks the same as a call for one layer on each
 rank if no rank passes more than one layer; it is rejected.
 """
 

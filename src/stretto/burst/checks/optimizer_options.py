@@ -19,7 +19,7 @@ TOLERANCE = 1e-9
 """Of options: ranks with other processors may round a schedule's rate differently."""
 
 _SMALLEST, _LARGEST = 1e-30, 1e270
-"""Smaller and larger numbers, infinity among them, are not told apart."""
+"""Smaller and larger numbers, infinity among them, count as equal."""
 
 _CONSTANT = frozenset((bool, int, float, str, type(None)))
 """Types of options whose digest is kept while they stay equal."""
