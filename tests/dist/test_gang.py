@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from typing import Any
@@ -158,6 +159,25 @@ def test_what_cannot_be_exact_is_refused(ranks: Any) -> None:
             strict=True,
         ):
             assert part in text
+
+
+def rank_changes_buffers(rank: int, size: int) -> list[str]:
+    model = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), model_of()[1:]
+    )
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("stretto.gang.gang").addHandler(handler)
+    gang = stretto.Gang(model, micro_batches=COUNT, seed=3)
+    train(gang, model, 2)
+    return found
+
+
+def test_a_buffer_that_forward_changes_is_reported_once(ranks: Any) -> None:
+    (lines,) = ranks(rank_changes_buffers, 1)
+    (line,) = lines
+    assert "buffer 0.parametrizations.weight.0._u and 1 more" in line
 
 
 def rank_beside_a_foreground(rank: int, size: int, folder: str) -> dict[str, Any]:

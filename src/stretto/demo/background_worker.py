@@ -32,6 +32,8 @@ from stretto.demo.worker import SAME_START, Task, Trainee, say
 from stretto.runtime import DistributedDataParallel
 
 CYCLES, QUICK_CYCLES = 4, 2
+_CYCLES_S = 200.0
+"""How long cycles may take together; a busy machine measures fewer."""
 _QUICK_STEPS = 6
 ALONE_S = 2.0
 """How long the background jobs are measured without a foreground."""
@@ -123,6 +125,18 @@ class _Arrangements:
         return _gathered(samples, rate)
 
 
+def fits(elapsed_s: float, cycles: int) -> bool:
+    """Return whether there is time for another cycle, after some in a time."""
+    return not cycles or elapsed_s * (cycles + 1) / cycles <= _CYCLES_S
+
+
+def _agreed(own: bool) -> bool:  # noqa: FBT001
+    """Return rank 0's answer on all ranks."""
+    found = torch.tensor([own])
+    dist.broadcast(found, 0)
+    return bool(found)
+
+
 def _rate(before: tuple[int, float], after: tuple[int, float]) -> float:
     return BATCH * (after[0] - before[0]) / (after[1] - before[1])
 
@@ -154,9 +168,12 @@ def main() -> None:
         arrangements.whole.train(3)
         arrangements.part.train(3)
         count = CYCLES if settings.steps > _QUICK_STEPS else QUICK_CYCLES
-        cycles = []
-        for cycle in range(count):
-            say(f"cycle {cycle + 1} of {count}: {', '.join(ways)}")
+        cycles: list[dict[str, Measured]] = []
+        begin_s = perf_counter()
+        while len(cycles) < count and _agreed(
+            fits(perf_counter() - begin_s, len(cycles))
+        ):
+            say(f"cycle {len(cycles) + 1} of {count}: {', '.join(ways)}")
             cycles.append({name: measure() for name, measure in ways.items()})
     finally:
         arrangements.job.close()

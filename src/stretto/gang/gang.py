@@ -30,6 +30,7 @@ from stretto.errors import SpecError
 from stretto.gang.claims import Claims
 from stretto.gang.membership import SILENT_S, GangStore, Membership
 from stretto.gang.sums import MemberSums, SumFailed
+from stretto.logs import get_logger
 from stretto.runtime.agreement import Agreement
 from stretto.runtime.failure import FailureReporter
 from stretto.runtime.store import own_connection, ranks_of
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.background.lease import Background
+
+_log = get_logger(__name__)
 
 _OVERDUE = 3.0
 """Times the usual length after which a micro-batch is claimed again."""
@@ -124,6 +127,7 @@ class Gang:
         self._done: list[int] = []
         self._replayed: dict[int, list[int]] | None = None
         self._usual_s = 0.0
+        self._has_warned = False
         self._claims: Claims | None = None
         self._last_claims: Claims | None = None
         self._means: list[Tensor | None] | None = None
@@ -255,6 +259,7 @@ class Gang:
         before = [p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
+        buffers = _states(self._model)
         began_s = time.perf_counter()
         counts = False
         try:
@@ -262,6 +267,7 @@ class Gang:
                 torch.manual_seed(self._seed_of(index))
                 yield index
             self._leave_device()
+            self._look_at_buffers(buffers)
             self._note_length(time.perf_counter() - began_s)
             counts = claims.finish(index)
         finally:
@@ -306,6 +312,23 @@ class Gang:
                     "would depend on who computes which micro-batch: use GroupNorm or "
                     "LayerNorm, or call eval() on it"
                 )
+
+    def _look_at_buffers(self, before: Mapping[str, tuple[int, int]]) -> None:
+        """Warn once if a micro-batch has changed the model's buffers."""
+        if self._has_warned:
+            return
+        after = _states(self._model)
+        names = [name for name in after if after[name] != before.get(name)]
+        if names:
+            self._has_warned = True
+            _log.warning(
+                "%s: forward changes the buffer %s%s: its values depend on which rank "
+                "computes which micro-batch, so the gang may train another model than "
+                "one process",
+                self._ranks.name(self._ranks.rank),
+                names[0],
+                f" and {len(names) - 1} more" if names[1:] else "",
+            )
 
     # the sum
 
@@ -429,6 +452,14 @@ class Gang:
         self._replayed = {
             member: list(row) for member, row in zip(members, table, strict=True)
         }
+
+
+def _states(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return each buffer's identity and the number of changes in place."""
+    return {
+        name: (id(buffer), 0 if buffer.is_inference() else buffer._version)  # noqa: SLF001
+        for name, buffer in model.named_buffers()
+    }
 
 
 def _nothing() -> None:

@@ -13,6 +13,7 @@ from stretto.demo.background import (
     Measured,
     arrangements,
 )
+from stretto.demo.background_worker import fits
 from stretto.report.background import arrangements_table, totals_svg
 
 
@@ -50,3 +51,11 @@ def test_the_table_and_the_drawing_show_every_arrangement():
         assert row.name in drawing
     assert "5.0%" in table
     assert drawing.count("<rect") == 6
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "cycles", "fit"),
+    [(0.0, 0, True), (45.0, 1, True), (150.0, 3, True), (300.0, 1, False)],
+)
+def test_a_busy_machine_measures_fewer_cycles(elapsed_s, cycles, fit):
+    assert fits(elapsed_s, cycles) is fit
