@@ -117,6 +117,9 @@ class Foreground:
         self._is_closed = False
         self.set_windows(windows)
         atexit.register(self.close)
+        if hasattr(os, "register_at_fork"):
+            own = weakref.ref(self)
+            os.register_at_fork(after_in_child=lambda: _leave_to_parent(own()))
         if foreground_marks.current() is NO_MARKS:
             foreground_marks.set_current(self)
 
@@ -282,11 +285,23 @@ class Foreground:
         self._is_closed = True
         if foreground_marks.current() is self:
             foreground_marks.set_current(NO_MARKS)
-        self._takes = self._begins = False
+        self._ignore_marks()
         self._device.close()
         self._board.release_foreground()
-        self._words = memoryview(bytes(64)).cast("Q")  # later marks are ignored
         self._board.close()
+
+    def _ignore_marks(self) -> None:
+        """Do nothing from now on."""
+        self._takes = self._begins = False
+        self._words = memoryview(bytes(64)).cast("Q")
+
+    def leave_to_parent(self) -> None:
+        """Do nothing from now on: this is a forked child, and the device its parent's.
+
+        The device's queue knows the parent's launches only.
+        """
+        self._is_closed = True
+        self._ignore_marks()
 
     def __enter__(self) -> Foreground:
         """Return itself."""
@@ -300,6 +315,11 @@ class Foreground:
     ) -> None:
         """Leave the device to a background."""
         self.close()
+
+
+def _leave_to_parent(foreground: Foreground | None) -> None:
+    if foreground is not None:
+        foreground.leave_to_parent()
 
 
 _LOOP = object()

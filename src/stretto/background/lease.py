@@ -210,7 +210,7 @@ class Background:
 
     def end_task(self) -> None:
         """End the task of the last `wait`, if it has not ended."""
-        if self._is_open:
+        if self._is_open and self._owner == os.getpid():
             self._is_open = False
             self._device.end_task()
             self._collect()
@@ -272,6 +272,11 @@ class Background:
     def _claimed(self) -> Board:
         if self._board is None:
             raise SpecError("this background is closed")
+        if self._owner != os.getpid():
+            raise SpecError(
+                f"this background is process {self._owner}'s, which this one was "
+                "forked from: open one in the process that computes"
+            )
         return self._board
 
     def _collect(self) -> None:

@@ -145,6 +145,41 @@ def test_a_background_counts_the_foregrounds_that_it_was_beside():
         assert job.statistics.foregrounds == 2
 
 
+def in_a_child(call):
+    """Return the exit status of a forked child that makes a call."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(int(bool(call())))
+        except SpecError:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_leaves_the_queue_to_its_parent():
+    def trains():
+        foreground.step()
+        with foreground.waiting("network"):
+            pass
+        foreground.close()
+
+    with stretto.Foreground("exclusive:a") as foreground:
+        foreground.step()
+        served = foreground._device._words[2], foreground._device._words[1]
+        assert in_a_child(trains) == 0
+        after = foreground._device._words[2], foreground._device._words[1]
+        assert after == served
+
+
+def test_a_forked_child_has_no_lease_of_its_parents_device():
+    with stretto.Background("exclusive:a") as job:
+        job.wait()
+        assert in_a_child(job.end_task) == 0
+        assert job._device._tickets
+        assert in_a_child(job.wait) == 2
+        assert job.wait()
+
+
 def test_a_forked_child_ends_without_touching_the_device(monkeypatch):
     with background() as job:
         closed = []
