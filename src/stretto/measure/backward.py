@@ -131,6 +131,7 @@ class StepObserver:
         self._clock = clock_for(self._device)
         self._mark = self._clock.mark
         self._handles: list[Any] = []
+        self._output_hooks: list[Any] = []
         self._owners = self._find_owners()
         self._started: Any = None
         self._reset()
@@ -252,6 +253,9 @@ class StepObserver:
     # -- hooks -------------------------------------------------------------
 
     def _reset(self) -> None:
+        for handle in self._output_hooks:
+            handle.remove()
+        self._output_hooks.clear()
         self._begin: Any = None
         self._resumed = False
         """Whether the step began where the one before it ended, within forward."""
@@ -299,7 +303,9 @@ class StepObserver:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 if self.batch_size is None and leaf.dim() > 0:
                     self.batch_size = leaf.shape[0]
-                leaf.register_hook(self._held(StepObserver._backward_began))
+                hook = leaf.register_hook(self._held(StepObserver._backward_began))
+                if leaf.is_leaf:  # a parameter or an input, which keeps its hooks
+                    self._output_hooks.append(hook)
 
     def _module_hook(self, prefix: str) -> Callable[..., None]:
         def first_used(_module: nn.Module, _args: Any) -> None:

@@ -14,6 +14,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from stretto.autograd_engine import graph_task_id, queue_callback
+from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,6 +50,7 @@ def at_the_end(key: Key, call: Callable[[], None]) -> None:
     _waiting.calls.append((key, call))
 
 
+@without_dynamo
 def _execute() -> None:
     calls, _waiting.calls = _waiting.calls, []
     _waiting.task = -1

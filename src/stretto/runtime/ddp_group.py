@@ -78,6 +78,7 @@ class WatchedGroup(dist.ProcessGroup):
         self._native = False
         self._works: list[Any] = []
 
+    @without_dynamo
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         """Launch a bucket on the model's own group."""
         if self._native:
@@ -147,6 +148,7 @@ class WatchedGroup(dist.ProcessGroup):
         """Return the works of the model's own group, as DDP's C++ hooks need them."""
         self._native = True
 
+    @without_dynamo
     def _before_finalize(self) -> None:
         if self._works:
             self._marker.wait("all-reduce", self._await_works)
@@ -162,6 +164,7 @@ class WatchedGroup(dist.ProcessGroup):
         for work in works:
             self._failures.wait(work, _PLACE)
 
+    @without_dynamo
     def _after_finalize(self) -> None:
         call = None if self._reduced is None else self._reduced()
         if call is not None:

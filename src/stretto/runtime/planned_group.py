@@ -164,6 +164,7 @@ class PlannedGroup(dist.ProcessGroup):
 
     # Called by the Reducer.
 
+    @without_dynamo
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         """Launch the next bucket of the step."""
         buffer = tensors[0]
@@ -428,6 +429,7 @@ class PlannedGroup(dist.ProcessGroup):
     # from C++, which turns it into a bare RuntimeError. So all waiting is done here,
     # where the interrupt stays a KeyboardInterrupt. The Reducer raises the errors.
 
+    @without_dynamo
     def _before_finalize(self) -> None:
         if self._streams is None:  # on NCCL streams wait, not this thread
             self._marker.wait("all-reduce", self._await_works)
@@ -459,6 +461,7 @@ class PlannedGroup(dist.ProcessGroup):
             self._failures.wait(work, _USED)
         self._aside.clear()
 
+    @without_dynamo
     def _after_finalize(self) -> None:
         if self._failures.error is not None:
             raise self._failures.error

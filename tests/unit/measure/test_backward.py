@@ -303,3 +303,23 @@ def test_each_of_several_backwards_within_forward_may_be_a_step(aside):
         assert step.backward_s >= 2 * PAUSE_S
         assert max(step.ready_s) <= step.backward_s
         assert max(step.needed_s) <= step.forward_s
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_no_hooks_remain_on_a_parameter_that_the_model_returns(aside):
+    class Returns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x), self.linear.bias
+
+    model = Returns()
+    with StepObserver(model, aside=aside) as observer:
+        for _ in range(3):
+            out, bias = model(torch.ones(3, 4))
+            (out.sum() + bias.sum()).backward()
+        observer.end_step()
+    assert len(observer.steps) == 3
+    assert not model.linear.bias._backward_hooks

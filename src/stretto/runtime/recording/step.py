@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from stretto.autograd_engine import queue_callback
+from stretto.runtime.torch_compat import without_dynamo
 from stretto.runtime.weak_call import weakly
 from stretto.schema import Span, Timeline
 
@@ -469,6 +470,7 @@ class StepWatch:
         """Install the hooks of ``model`` and of its trained ``parameters``."""
         self._observer = observer
         self._ending = False
+        self._output_hooks: list[Any] = []
         # Weak, because objects kept by a parameter's hook are never freed with the
         # parameter.
         ready = weakly(self._gradient_ready)
@@ -484,25 +486,37 @@ class StepWatch:
 
     def remove(self) -> None:
         """Remove all hooks."""
+        self._forget_outputs()
         for handle in self._handles:
             handle.remove()
 
+    def _forget_outputs(self) -> None:
+        for handle in self._output_hooks:
+            handle.remove()
+        self._output_hooks.clear()
+
+    @without_dynamo
     def _forward_started(self, *_: Any) -> None:
         """Forward pre-hook."""
         self._ending = False
         self._observer.forward_started(perf_counter())
 
+    @without_dynamo
     def _forward_ended(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Forward hook."""
         now_s = perf_counter()
         for tensor in _tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._backward_started)
+                handle = tensor.register_hook(self._backward_started)
+                if tensor.is_leaf:  # a parameter or an input, which keeps its hooks
+                    self._output_hooks.append(handle)
         self._observer.forward_ended(now_s)
 
+    @without_dynamo
     def _backward_started(self, _gradient: torch.Tensor) -> None:
         self._observer.backward_started(perf_counter())
 
+    @without_dynamo
     def _gradient_ready(self, index: int, _parameter: nn.Parameter) -> None:
         """Post-accumulate hook of the parameter at ``index``."""
         self._observer.gradient_ready(index, perf_counter())
@@ -512,12 +526,15 @@ class StepWatch:
             # callback that it queues runs after that.
             queue_callback(self._computed)
 
+    @without_dynamo
     def _computed(self) -> None:
         self._observer.backward_computed(perf_counter())
         queue_callback(self._ended)
 
+    @without_dynamo
     def _ended(self) -> None:
         self._ending = False
+        self._forget_outputs()
         self._observer.backward_ended(perf_counter())
 
 
