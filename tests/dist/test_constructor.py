@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -66,3 +67,11 @@ def test_errors_of_the_constructor_are_ddp_s(ranks: Any, size: int) -> None:
     assert torch.distributed.is_available()
     for theirs, ours in ranks(rank_builds, size):
         assert ours == theirs
+
+
+def test_the_signature_has_ddp_s_arguments_in_ddp_s_order() -> None:
+    theirs = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    ours = inspect.signature(stretto.DDP).parameters
+    rows = [(p.name, p.kind, p.default) for p in theirs.values()]
+    assert [(p.name, p.kind, p.default) for p in ours.values()][: len(rows)] == rows
+    assert {"plan", "tune", "lane_backend"} <= ours.keys()

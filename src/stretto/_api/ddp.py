@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from stretto import runtime
 from stretto.errors import SpecError, StrettoError
 from stretto.logs import get_logger
+from stretto.runtime import backends
 from stretto.runtime.negotiated.reducer import NEGOTIATED
-from stretto.runtime.torch_compat import without_dynamo
+from stretto.runtime.torch_compat import with_arguments_of, without_dynamo
 from stretto.runtime.weak_call import weakly
 from stretto.schema import Plan
 from stretto.tune import AutoPlan, TuneOptions
@@ -65,6 +65,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         CommTimeout: a rank did not arrive in time.
     """
 
+    @with_arguments_of(runtime.DistributedDataParallel.__init__)
     def __init__(
         self,
         module: nn.Module,
@@ -109,8 +110,9 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         self._counts_steps = self._plans_itself = automatic
         super().__init__(module, *args, plan=plan, **kwargs)
         self._on_settled = on_settled
-        if not negotiates:  # its state is by bucket
-            rank = dist.get_rank(self.process_group)
+        rank = self._ranks.rank
+        # Its state is by bucket, and it gathers records through the group's store.
+        if not negotiates and backends.supported(self._backend):
             self._keeper = RunArtifacts.of_environment(rank, title=title_of(self))
             if self._keeper is not None and rank == 0:
                 weakref.finalize(self, self._keeper.end)
@@ -127,17 +129,16 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
 
     def _can_plan(self) -> bool:
         """Return whether measuring can lead to a better plan than DDP's rule."""
-        if dist.get_world_size(self.process_group) == 1:
+        if self._ranks.size == 1:
             return False
         reason = self.left_to_ddp()
-        if reason is not None and dist.get_rank(self.process_group) == 0:
+        if reason is not None and self._ranks.rank == 0:
             _log.warning("DDP's rule is kept: %s", reason)
         return reason is None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output, as DDP does."""
-        if self._auto is not None or self._keeper is not None:
-            self._before_forward()
+        self._before_forward()  # no condition here: TorchDynamo would depend on it
         return super().forward(*inputs, **kwargs)
 
     @without_dynamo

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from stretto.autograd_engine import graph_task_id
 from stretto.errors import PlanMismatch, SpecError, StrettoError
 from stretto.logs import get_logger
+from stretto.runtime import backends
 from stretto.runtime.agreement import require_plan_applied
 from stretto.runtime.ddp_reducer import ReplaceableReducerDDP
 from stretto.runtime.nan_check import check_words
@@ -33,6 +34,7 @@ from stretto.runtime.torch_compat import (
     on_lanes,
     process_group_of,
     warn_of_whole_compile,
+    with_arguments_of,
     without_dynamo,
 )
 
@@ -117,6 +119,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
     _asked_whether_compiled = False
     _negotiated: NegotiatedReducer | None = None
 
+    @with_arguments_of(torch.nn.parallel.DistributedDataParallel.__init__)
     def __init__(
         self,
         module: nn.Module,
@@ -337,6 +340,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         """
         self._alone = (
             self._ranks.size == 1
+            and backends.supported(self._backend)
             and not self._comm_hooks
             and self._builtin_hook is None
             and self._numerics is None

@@ -185,10 +185,13 @@ class RankedDDP(TorchDDP):
         trouble: StrettoError | None = None,
     ) -> None:
         """Require that all ranks have the same plan, model and settings."""
-        if plan is None and not backends.supported(self._backend):
+        if not backends.supported(self._backend):
+            # Such a group may have no store to meet in.
             if trouble is not None:
                 raise trouble
-            return  # such a group may have no store to meet in
+            if plan is not None:
+                self._routes(module, plan)  # says that plans can't run there
+            return
         rows = [row for row, _ in self._table(module)]
         if plan is not None and trouble is None:
             try:
@@ -279,6 +282,8 @@ class RankedDDP(TorchDDP):
         Any other exception is unchanged. An exception that is its own cause is a cycle,
         which keeps the model and DDP's hooks alive until garbage collection.
         """
+        if not backends.supported(self._backend):
+            return
         if is_communication_error(exc) and not isinstance(exc, StrettoError):
             raise self._failures.report(place, exc) from exc
 

@@ -41,8 +41,17 @@ LEAST_ANSWER_S = 1.0
 def ranks_of(group: dist.ProcessGroup, *, timeout_s: float | None) -> Ranks:
     """Return this process's place in a group.
 
-    ``timeout_s=None`` uses the group's own timeout.
+    ``timeout_s=None`` uses the group's own timeout. A group that a program has made by
+    itself, without `torch.distributed.new_group`, has no store: its ranks can't meet.
     """
+    if group not in dist.distributed_c10d._world.pg_map:  # noqa: SLF001
+        return Ranks(
+            rank=group.rank(),
+            size=group.size(),
+            names=tuple(range(group.size())),
+            store=cast("Any", dist).HashStore(),
+            timeout_s=timeout_s or LEAST_ANSWER_S,
+        )
     if timeout_s is None:
         timeout_s = _group_timeout_s(group)
     store = PrefixStore("stretto", _store_of(group))

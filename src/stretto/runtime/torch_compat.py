@@ -50,9 +50,12 @@ WHOLE_COMPILE = (
 
 
 def without_dynamo(function: _F) -> _F:
-    """Keep TorchDynamo out of a function called below a compiled forward.
+    """Keep TorchDynamo out of a function called below compiled code.
 
-    Dynamo inspects every frame there, and can't inspect a process group. Unlike
+    Dynamo inspects every frame there, and can't inspect a process group. Where forward
+    or the whole step is compiled, backward and its callbacks are below it too. A frame
+    that Dynamo compiles is compiled again when what it reads has changed, which a
+    program can forbid (``torch.compiler.set_stance("fail_on_recompile")``). Unlike
     ``torch.compiler.disable`` this imports nothing until the function is called.
     """
     disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
@@ -62,6 +65,27 @@ def without_dynamo(function: _F) -> _F:
 def is_tracing() -> bool:
     """Return whether TorchDynamo is compiling code of this thread."""
     return torch._guards.CompileContext.try_get() is not None  # noqa: SLF001
+
+
+def with_arguments_of(base: Callable[..., Any]) -> Callable[[_F], _F]:
+    """Show ``base``'s arguments in a constructor that passes ``*args, **kwargs`` on.
+
+    Programs read DDP's signature to see which arguments it has, and leave others out.
+    """
+
+    def shown(function: _F) -> _F:
+        named = {
+            name: parameter
+            for source in (base, function)
+            for name, parameter in inspect.signature(source).parameters.items()
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        }
+        # Their own are keyword-only, which come last.
+        rows = sorted(named.values(), key=lambda parameter: parameter.kind)
+        cast("Any", function).__signature__ = inspect.Signature(rows)
+        return function
+
+    return shown
 
 
 def arguments_of(
@@ -87,7 +111,13 @@ def process_group_of(
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the backend for tensors on a device: ``gloo``, ``nccl``, ..."""
+    """Return the backend for tensors on a device: ``gloo``, ``nccl``, ...
+
+    A group whose class is a program's own has no backend that plans know: lanes would
+    pass by its collectives.
+    """
+    if type(group) is not dist.ProcessGroup:
+        return type(group).__name__
     name: str = group._get_backend(device).name()  # noqa: SLF001
     return name
 
