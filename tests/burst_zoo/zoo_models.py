@@ -994,17 +994,61 @@ def root_near_its_end() -> nn.Module:
 
 
 class AlwaysNaN(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two((-1 - self.one(x).square()).sqrt().softmax(self.dim))
+
+
+@refused(flat, "gives only NaN")
+def nothing_but_nan() -> nn.Module:
+    return AlwaysNaN(1)
+
+
+@refused(flat, "'softmax': it mixes samples")
+def mixing_of_nothing_but_nan() -> nn.Module:
+    return AlwaysNaN(0)
+
+
+class BeyondMargin(nn.Module):
+    """Reads the sample before each, where that exceeds a margin."""
+
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.two((-1 - self.one(x).square()).sqrt().softmax(0))
+        x = self.one(x)
+        return self.two(x + functional.relu(x - 20).roll(1, 0))
 
 
-@refused(flat, "gives only NaN")
-def nothing_but_nan() -> nn.Module:
-    return AlwaysNaN()
+@refused(flat, "'roll': it mixes samples")
+def mixing_of_rare_values() -> nn.Module:
+    return BeyondMargin()
+
+
+class FlatWords(nn.Module):
+    """Reads a word of each sample by its place among the words of all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        first = torch.arange(len(x)) * x.shape[1]
+        last = (x[..., 0] > 0).sum(1).clamp(min=1) - 1
+        best = x[..., 1].argmax(1)
+        words = x.flatten(0, 1)
+        return self.two(words[first + last] * words.index_select(0, first + best))
+
+
+@right(sequence)
+def words_by_their_place_in_the_batch() -> nn.Module:
+    return FlatWords()
 
 
 class WarmUp(nn.Module):

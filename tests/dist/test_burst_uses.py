@@ -1441,6 +1441,11 @@ def no_model(side: Side) -> None:
     BurstParallel(None, side.plan(net(), side.widths))  # type: ignore[arg-type]
 
 
+def lazy_module(side: Side) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    BurstParallel(model, side.plan(net(), side.widths))
+
+
 def gradients_from_before(side: Side) -> None:
     model = net()
     x, y = side.data(0)
@@ -1612,6 +1617,7 @@ REFUSED = {
     plan_of_another_kind: "the plan must be a BurstPlan",
     example_without_tuple: "got Tensor: pass (x,)",
     no_model: "must be a torch.nn.Module, got None",
+    lazy_module: "'0.weight' has no shape yet",
     gradients_from_before: "call optimizer.zero_grad() or model.zero_grad()",
     gradients_read_together: "LBFGS reads the gradients of all layers together",
     optimizer_with_an_attribute: "attribute 'kept' of Momentum differs between ranks",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from stretto.burst.norm import KINDS
@@ -48,6 +49,14 @@ def require_module(module: Any, arguments: Any, named: Any) -> None:
             "keyword arguments of forward must be a dictionary of example inputs by "
             f"name, got {_kind(named)}"
         )
+    for name, tensor in itertools.chain(
+        module.named_parameters(), module.named_buffers()
+    ):
+        if is_lazy(tensor):
+            raise SpecError(
+                f"{name!r} has no shape yet, because a lazy module makes it in its "
+                "first forward: call the module once with a batch before"
+            )
 
 
 def _kind(value: Any) -> str:

@@ -156,3 +156,65 @@ def test_samples_in_any_part_of_a_dimension_are_captured(function):
     for node in graph.nodes:
         values[node.name] = node.module(*(values[name] for name in node.inputs))
     assert torch.allclose(values[graph.output], module(x))
+
+
+def beyond_a_margin(h):
+    return functional.relu(h - 8).flip(0)
+
+
+def convolved(h):
+    far = functional.hardshrink(h, 8.0).t().unsqueeze(1)
+    return functional.conv1d(far, torch.ones(1, 1, 3), padding=1)[:, 0].t()
+
+
+def where_a_mask_is_true(h):
+    return h.where((h > 8).roll(1, 0).logical_not(), 0.0)
+
+
+def _first_or_own(h):
+    return torch.where(h[:, 0] > 8, 0, torch.arange(len(h)))
+
+
+def first_for_some(h):
+    return h.index_select(0, _first_or_own(h))
+
+
+def added_to_the_first(h):
+    return torch.zeros_like(h).index_add(0, _first_or_own(h), h)
+
+
+def written_into_the_first(h):
+    return h.index_put((_first_or_own(h),), h)
+
+
+@pytest.mark.parametrize(
+    ("function", "operation"),
+    [
+        (beyond_a_margin, "flip"),
+        (convolved, "conv1d"),
+        (where_a_mask_is_true, "roll"),
+        (first_for_some, "index_select"),
+        (added_to_the_first, "index_add"),
+        (written_into_the_first, "index_put"),
+    ],
+)
+def test_mixing_of_values_that_do_not_come_at_capture_is_refused(function, operation):
+    with pytest.raises(SpecError, match=f"{operation}': it mixes") as caught:
+        capture(Inside(function), (torch.randn(6, 4),))
+    assert "test_mixing.py:" in str(caught.value)
+
+
+def positive_definite(h):
+    matrices = h[:, :, None] * h[:, None] + 5 * torch.eye(4)
+    return torch.linalg.cholesky(matrices).sum(1)
+
+
+def flat_cells(h):
+    cells = (h.sigmoid() * 4).long()  # in range for values from 0 to 1 only
+    first = torch.arange(len(h))[:, None] * 4
+    return h.flatten()[first + cells]
+
+
+@pytest.mark.parametrize("function", [positive_definite, flat_cells])
+def test_operations_that_need_values_in_a_range_are_captured(function):
+    assert capture(Inside(function), (torch.randn(6, 4),)).nodes

@@ -6,11 +6,12 @@ one after another must return the outputs and gradients of the module itself. Ea
 on some of the rows, in another order, and on the rest must return these rows of its
 output and of its inputs' gradients, with parameters' gradients that add up. So must
 each operation in it, because what it mixes may meet a factor that is zero now: that of
-a schedule, a counter, or a random mask. A backward that is not torch's own is also
-checked with large and small gradients and many rows. Parameters are perturbed because
-an effect may vanish behind a zero at initialization. Batch norms use fixed statistics
-for the second check, and random numbers are replaced by constants: the executor joins
-the first over ranks and draws the second by sample.
+a schedule, a counter, or a random mask. Each is also run with other values than the
+layer's, for which what it mixes may be zero: see ``other_values``. A backward that is
+not torch's own is also checked with large and small gradients and many rows. Parameters
+are perturbed because an effect may vanish behind a zero at initialization. Batch norms
+use fixed statistics for the second check, and random numbers are replaced by constants:
+the executor joins the first over ranks and draws the second by sample.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from stretto.burst.tracing.layer_runs import (
     trace_layer,
     twin_of,
 )
+from stretto.burst.tracing.other_values import OtherValues
 from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.burst.tracing.source_lines import source_line_in
 from stretto.burst.tracing.torch_modules import BatchNorm
@@ -410,7 +412,20 @@ class _Check:
         """Return where an operation inside a layer gives other rows for some."""
         many = self._many_rows(node, values, output, _MOST_ROWS)
         op = self._first_mixing(node, values, (_SOME, many))
+        op = op or self._first_mixing_others(node, values)
         return None if op is None else _mixing(f"{source_line_of(op)}: {op.name!r}")
+
+    def _first_mixing_others(
+        self, node: LayerNode, values: dict[str, Tensor]
+    ) -> fx.Node | None:
+        """Return the first operation that mixes rows of other values; see the note."""
+        full, some = (trace_layer(node, values, rows) for rows in (_EVERY, _SOME))
+        others = OtherValues(node, full, self._numbers)
+        return self._first_other(
+            others.traces(values, full, _EVERY),
+            others.traces(values, some, _SOME),
+            _SOME,
+        )
 
     def _first_mixing(
         self,
