@@ -171,6 +171,10 @@ def where_a_mask_is_true(h):
     return h.where((h > 8).roll(1, 0).logical_not(), 0.0)
 
 
+def where_a_mask_is_true_elsewhere(h):
+    return h * (h > 8)[torch.arange(len(h)).flip(0)]
+
+
 def _first_or_own(h):
     return torch.where(h[:, 0] > 8, 0, torch.arange(len(h)))
 
@@ -193,6 +197,7 @@ def written_into_the_first(h):
         (beyond_a_margin, "flip"),
         (convolved, "conv1d"),
         (where_a_mask_is_true, "roll"),
+        (where_a_mask_is_true_elsewhere, "getitem"),
         (first_for_some, "index_select"),
         (added_to_the_first, "index_add"),
         (written_into_the_first, "index_put"),

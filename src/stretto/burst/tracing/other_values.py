@@ -13,7 +13,7 @@ because an index may be in range for these only.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, fx
@@ -22,7 +22,7 @@ from stretto.burst.tracing.layer_runs import fresh_buffers, graph_of
 from stretto.burst.tracing.trial import ConstantDraws
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from stretto.burst.tracing.layers import LayerNode
     from stretto.burst.tracing.trial import RandomInputs
@@ -31,6 +31,28 @@ Trace = dict[fx.Node, Any]
 """The result of each operation of a layer."""
 
 
+_TIMES = 6
+"""How often truth values are drawn: few of them are often equal in other orders."""
+
+
+def other_values(
+    node: LayerNode, full: Trace, numbers: RandomInputs
+) -> Iterator[OtherValues]:
+    """Yield random values for the results of a layer's operations.
+
+    Args:
+        node: the layer.
+        full: its operations' results on all rows.
+        numbers: draws the values.
+    """
+    for _ in range(_TIMES):
+        found = OtherValues(node, full, numbers)
+        yield found
+        if not found.has_truths:
+            return
+
+
+@final
 class OtherValues:
     """Random values for the results of a layer's operations, the same for each row.
 
@@ -45,12 +67,14 @@ class OtherValues:
         self._module: Any = node.module
         self._full = full
         keep = _before_integers(graph_of(node), full)
+        self.has_truths = False
         self._tables: dict[fx.Node, tuple[int, Tensor]] = {}
         for op, value in full.items():
             side = _side_of(op, value)
             if side is None or (op in keep and value.dtype != torch.bool):
                 continue
             if value.dtype == torch.bool:
+                self.has_truths = True
                 self._tables[op] = side, _truths(value, side, numbers)
             elif value.is_floating_point() or value.is_complex():
                 self._tables[op] = side, numbers.normal(value.shape, value)
@@ -89,6 +113,7 @@ class _Ended(Exception):
     """No later operation can run."""
 
 
+@final
 class _Interpreter(fx.Interpreter):
     def __init__(
         self, module: Any, usual: Trace, tables: dict[fx.Node, Tensor]

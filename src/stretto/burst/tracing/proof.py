@@ -42,7 +42,7 @@ from stretto.burst.tracing.layer_runs import (
     trace_layer,
     twin_of,
 )
-from stretto.burst.tracing.other_values import OtherValues
+from stretto.burst.tracing.other_values import other_values
 from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.burst.tracing.source_lines import source_line_in
 from stretto.burst.tracing.torch_modules import BatchNorm
@@ -420,12 +420,15 @@ class _Check:
     ) -> fx.Node | None:
         """Return the first operation that mixes rows of other values; see the note."""
         full, some = (trace_layer(node, values, rows) for rows in (_EVERY, _SOME))
-        others = OtherValues(node, full, self._numbers)
-        return self._first_other(
-            others.traces(values, full, _EVERY),
-            others.traces(values, some, _SOME),
-            _SOME,
-        )
+        for others in other_values(node, full, self._numbers):
+            op = self._first_other(
+                others.traces(values, full, _EVERY),
+                others.traces(values, some, _SOME),
+                _SOME,
+            )
+            if op is not None:
+                return op
+        return None
 
     def _first_mixing(
         self,
@@ -451,6 +454,8 @@ class _Check:
         for op, want in full.items():
             if op.op == "placeholder":
                 exact.add(op)
+            if "samples" not in op.meta and exact.issuperset(op.all_input_nodes):
+                exact.add(op)  # sizes, positions, several results
             if "samples" not in op.meta or op not in some:
                 continue
             side, each = op.meta["samples"]
