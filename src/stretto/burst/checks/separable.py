@@ -15,6 +15,10 @@ finite, or a smaller one if their norm exceeds a limit. So there are further rou
 limit between the two is exceeded by all parameters together, and not by one half alone.
 An optimizer that raises an error for such gradients ends its round.
 
+A step may also depend on the loss that its closure returns, or on a number that the
+program passes. These are each rank's own, so the trial repeats its first round with
+other ones, and nothing may change.
+
 Other parameters of the copy have no gradient, and no memory if the step allows it. The
 chosen parameters depend on shapes only, so all ranks come to the same result.
 """
@@ -129,8 +133,11 @@ _RARE_OF_A_KIND, _MOST_RARE = 2, 24
 _LEAST_RATE = 1e-3
 """Replaces a learning rate of 0, as at the start of a warm-up."""
 
-_separate: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that a trial has found to be separate."""
+_LOSSES = (1.0, 7.0, 0.1, 30.0)
+"""By what losses are multiplied in turn, to find out if a step depends on them."""
+
+_separate: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+"""Optimizers that a trial has found to be separate; whether with a loss or number."""
 
 
 def why_together(
@@ -148,10 +155,14 @@ def why_together(
     kind = type(optimizer)
     if isinstance(optimizer, LBFGS):
         return "LBFGS reads the gradients of all layers together"
-    if is_known(optimizer) or optimizer in _separate:
+    if is_known(optimizer):
+        return None
+    named = dict(kwargs or {})
+    has_loss = any(_is_loss(value) for value in (*args[1:], *named.values()))
+    if _separate.get(optimizer, False) >= has_loss and optimizer in _separate:
         return None
     try:
-        found = _tried(optimizer, args, dict(kwargs or {}))
+        found = _tried(optimizer, args, named, has_loss=has_loss)
     except Exception as exc:  # noqa: BLE001 - of the program's optimizer
         text = (str(exc) or type(exc).__name__).splitlines()[0]
         found = (
@@ -159,7 +170,7 @@ def why_together(
             f"out whether it reads gradients of several layers together ({text})"
         )
     if found is None:
-        _separate.add(optimizer)
+        _separate[optimizer] = has_loss
     return found
 
 
@@ -168,11 +179,16 @@ def is_known(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
+def _is_loss(value: Any) -> bool:
+    """Return whether an argument of a step gives it a rank's own loss or number."""
+    return callable(value) or isinstance(value, Tensor | float)
+
+
 def _tried(
-    optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]
+    optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any], *, has_loss: bool
 ) -> str | None:
     chosen = _chosen(optimizer)
-    if len(chosen) < 2:
+    if len(chosen) < 2 and not (chosen and has_loss):
         return None
     name = type(optimizer).__name__
     with _own_draws(chosen[0].device):
@@ -184,6 +200,13 @@ def _tried(
                 "steps, so it is unknown whether it reads gradients of several layers "
                 "together"
             )
+        if has_loss and not usual.ignores_losses(whole):
+            return (
+                f"{name} reads the loss that its closure returns, or a number that is "
+                "passed to its step, which each rank has for its own samples only"
+            )
+        if len(chosen) < 2:
+            return None
         is_equal = usual.are_halves_equal(_ORDINARY, whole)
         if is_equal:
             few = _chosen(optimizer, _RARE_OF_A_KIND, _MOST_RARE)
@@ -229,16 +252,28 @@ class _Values:
             self.is_thin = False
             return self.run(_ORDINARY, every)
 
-    def run(self, each: _Round, part: Sequence[int]) -> list[list[Tensor]]:
+    def run(
+        self, each: _Round, part: Sequence[int], losses: Sequence[float] = (1.0,)
+    ) -> list[list[Tensor]]:
         """Return all values after each step of a round with gradients of a part."""
-        found = self._run(each, part, is_thin=self.is_thin)
+        found = self._run(each, part, losses, is_thin=self.is_thin)
         if self.is_thin and len(found) < len(each.steps):
             # Rare values may be what lets it write to all parameters.
-            found = self._run(each, part, is_thin=False)
+            found = self._run(each, part, losses, is_thin=False)
         return found
 
+    def ignores_losses(self, whole: Sequence[list[Tensor]]) -> bool:
+        """Return whether the ordinary round is the same with other losses."""
+        every = range(len(self._chosen))
+        return _is_equal(_ORDINARY, whole, self.run(_ORDINARY, every, _LOSSES), every)
+
     def _run(
-        self, each: _Round, part: Sequence[int], *, is_thin: bool
+        self,
+        each: _Round,
+        part: Sequence[int],
+        losses: Sequence[float],
+        *,
+        is_thin: bool,
     ) -> list[list[Tensor]]:
         _seed(self._chosen[0].device)
         trial = _Trial(
@@ -247,6 +282,7 @@ class _Values:
             [_multiplied(v, each.values[i % 2]) for i, v in enumerate(self.values)],
             self._grads,
             part,
+            losses,
             is_thin=is_thin,
         )
         with _NoMessages():  # type: ignore[no-untyped-call]
@@ -308,9 +344,12 @@ class _Trial:
         values: Sequence[Tensor],
         grads: Sequence[Tensor],
         part: Sequence[int],
+        losses: Sequence[float],
         *,
         is_thin: bool,
     ) -> None:
+        self._losses = losses
+        self._loss = 1.0
         numbers = {id(p): i for i, p in enumerate(chosen)}
         memo: dict[int, Any] = {}
         for parameter in _parameters(optimizer):
@@ -342,15 +381,16 @@ class _Trial:
         self, each: _Round, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> list[list[Tensor]]:
         """Return all values after each step, up to one that raises for rare values."""
-        given = [self._closure if callable(arg) else arg for arg in args[1:]]
-        named = {k: self._closure if callable(v) else v for k, v in kwargs.items()}
         found: list[list[Tensor]] = []
         is_ordinary = each is _ORDINARY
         for number in range(_MOST_STEPS if is_ordinary else len(each.steps)):
             if number >= len(each.steps) and not _is_same(found[-1], self._starts):
                 break
             self._step = each.steps[number % len(each.steps)]
+            self._loss = self._losses[number % len(self._losses)]
             self._closure()
+            given = [self._given(value) for value in args[1:]]
+            named = {key: self._given(value) for key, value in kwargs.items()}
             try:
                 self._optimizer.step(*given, **named)
             except Exception:
@@ -363,7 +403,18 @@ class _Trial:
     def _closure(self) -> Tensor:
         for number, grad in self._grads.items():
             self._parameters[number].grad = _scaled(grad, number, self._step)
-        return torch.ones((), requires_grad=True) * 1.0
+        return torch.ones((), requires_grad=True) * self._loss
+
+    def _given(self, value: Any) -> Any:
+        """Return an argument of the program's step for one of the trial."""
+        if callable(value):
+            return self._closure
+        if isinstance(value, Tensor):
+            if not value.is_floating_point():
+                return value
+            found = value.detach() * self._loss
+            return found.requires_grad_(value.requires_grad)
+        return value * self._loss if isinstance(value, float) else value
 
 
 class _NoMessages(TorchDispatchMode):

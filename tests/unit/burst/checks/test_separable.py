@@ -343,6 +343,45 @@ def test_a_wrapper_is_tried_with_what_it_wraps(
     assert (why_together(Around(make())) is None) == is_separate
 
 
+class ByLoss(torch.optim.Optimizer):
+    """Steps in proportion to the loss, of a closure or passed."""
+
+    def __init__(self, params: Any, *, is_used: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.is_used = is_used
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, loss: Any = 1.0) -> Any:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        factor = float(loss) if self.is_used else 1.0
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p -= 0.1 * factor * p.grad
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((lambda: torch.ones(()),), {}),
+        ((), {"closure": lambda: torch.ones(())}),
+        ((None, 2.0), {}),
+        ((), {"loss": torch.ones(())}),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 6])
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_step_that_reads_a_rank_s_loss_is_found(
+    args: Any, kwargs: Any, count: int, is_used: bool
+) -> None:
+    optimizer = ByLoss(parameters()[:count], is_used=is_used)
+    assert why_together(optimizer, (optimizer,)) is None
+    found = why_together(optimizer, (optimizer, *args), kwargs)
+    assert ("reads the loss" in str(found)) == is_used
+
+
 def test_an_optimizer_that_can_not_be_tried_is_refused() -> None:
     found = why_together(Own(parameters(), silent))
     assert found is not None
