@@ -59,7 +59,7 @@ def rank_that_replays(rank: int, size: int) -> dict[str, Any]:
         "predicted_s": found.predicted_s,
         "steps_s": found.steps_s,
         "buckets": found.buckets,
-        "timeline": found.timeline is not None,
+        "tracks": found.timeline.tracks,
     }
 
 
@@ -67,7 +67,7 @@ def test_every_rank_learns_the_same_of_a_replay(ranks: Any) -> None:
     plan, _ = planned(2)
     first, second = ranks(rank_that_replays, 2)
     assert first == second
-    assert (first["ranks"], first["timeline"]) == (2, True)
+    assert (first["ranks"], first["tracks"]) == (2, ("compute", "lane0"))
     assert first["predicted_s"] == plan.predicted.iteration_s
     # Waiting takes at least its time.
     assert len(first["steps_s"]) == 3

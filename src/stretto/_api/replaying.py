@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,15 @@ import torch.distributed as dist
 from stretto.errors import SpecError
 from stretto.measure.emulated import EmulatedModel
 from stretto.measure.network import device_of
-from stretto.runtime import DistributedDataParallel, Recorder
+from stretto.runtime import AbstractStepObserver, DistributedDataParallel
+from stretto.runtime.recording.step import StepMarks, compute_spans, lane_spans
 from stretto.schema import Timeline
 from stretto.sim.step import simulate_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from stretto.runtime.recording.step import BucketRow
     from stretto.schema import Cluster, Plan, Workload
 
 
@@ -60,7 +62,7 @@ class Replay:
     buckets: tuple[BucketTimes, ...]
     """Those that send something."""
 
-    timeline: Timeline | None
+    timeline: Timeline
     """This rank's last step."""
 
     @property
@@ -107,11 +109,11 @@ def replay(
             f"{warmup}"
         )
     predicted = _Predicted(workload, replace(cluster, contention=None), plan)
-    recorder = Recorder(keep=steps, name=f"{workload.name} replayed")
+    watch = _Watch()
     model = DistributedDataParallel(
         EmulatedModel(workload).to(device_of(None)),
         plan=plan,
-        record=recorder,
+        record=watch,
         gradient_as_bucket_view=True,
     )
     dist.barrier()
@@ -122,15 +124,18 @@ def replay(
         if progress is not None:
             progress(step + 1)
     starts_s.append(perf_counter())
+    with torch.no_grad():
+        model()  # waits for what is under way
     measured_s = [after - before for before, after in pairwise(starts_s)]
-    own = [_bucket_times(recorder, predicted.buckets), measured_s[warmup:]]
+    counted = range(warmup, warmup + steps)
+    own = [watch.times(counted, predicted.buckets), measured_s[warmup:]]
     slowest = _slowest(own)
     return Replay(
         ranks=dist.get_world_size(),
         steps_s=tuple(slowest[1]),
         predicted_s=predicted.iteration_s,
         buckets=predicted.beside(slowest[0]),
-        timeline=recorder.timeline,
+        timeline=watch.timeline(f"{workload.name} replayed", counted[-1]),
     )
 
 
@@ -171,25 +176,97 @@ class _Predicted:
         )
 
 
-def _bucket_times(recorder: Recorder, buckets: Sequence[int]) -> list[float]:
-    """Return this rank's median launch and end of each bucket, one after the other."""
-    launches_s: dict[int, list[float]] = {bucket: [] for bucket in buckets}
-    ends_s: dict[int, list[float]] = {bucket: [] for bucket in buckets}
-    for step, _ in recorder.steps:
-        last_s: dict[int, float] = {}
-        for bucket, launch_s in step.launched:
-            if bucket in launches_s:
-                launches_s[bucket].append(launch_s - step.backward_s)
-        for bucket, _, end_s in step.finished:
-            last_s[bucket] = max(end_s, last_s.get(bucket, end_s))
-        for bucket, end_s in last_s.items():
-            if bucket in ends_s:
-                ends_s[bucket].append(end_s - step.backward_s)
-    return [
-        statistics.median(times_s) if times_s else float("nan")
-        for bucket in buckets
-        for times_s in (launches_s[bucket], ends_s[bucket])
-    ]
+@final
+class _Watch(AbstractStepObserver):
+    """Keeps the events of all steps.
+
+    A bucket's slices end before it is launched again, so ends belong to steps by their
+    number, also those of slices that travel under the next step's forward.
+    """
+
+    def __init__(self) -> None:
+        self.buckets: tuple[BucketRow, ...] = ()
+        self.forwards_s: list[list[float]] = []
+        self.backwards_s: list[float] = []
+        self.computed_s: list[float] = []
+        self.ended_s: list[float] = []
+        self.launches_s: dict[int, list[float]] = {}
+        self.finished: dict[int, list[tuple[int, float]]] = {}
+
+    def attached(self, tensors: Sequence[str], buckets: Sequence[BucketRow]) -> None:
+        self.buckets = tuple(buckets)
+        self.launches_s = {i: [] for i in range(len(buckets))}
+        self.finished = {i: [] for i in range(len(buckets))}
+
+    def forward_started(self, now_s: float) -> None:
+        self.forwards_s.append([now_s, now_s])
+
+    def forward_ended(self, now_s: float) -> None:
+        self.forwards_s[-1][1] = now_s
+
+    def backward_started(self, now_s: float) -> None:
+        self.backwards_s.append(now_s)
+
+    def gradient_ready(self, tensor: int, now_s: float) -> None:
+        pass
+
+    def bucket_launched(self, bucket: int, now_s: float) -> None:
+        self.launches_s[bucket].append(now_s)
+
+    def slice_finished(
+        self, bucket: int, lane: int, elements: int, now_s: float
+    ) -> None:
+        self.finished[bucket].append((lane, now_s))
+
+    def backward_computed(self, now_s: float) -> None:
+        self.computed_s.append(now_s)
+
+    def backward_ended(self, now_s: float) -> None:
+        self.ended_s.append(now_s)
+
+    def step(self, number: int) -> StepMarks:
+        """Return one step, with all of its slices; one rank sends none."""
+        start_s, end_s = self.forwards_s[number]
+        launched = [(b, at_s[number]) for b, at_s in self.launches_s.items() if at_s]
+        return StepMarks(
+            number=number,
+            forward_s=(start_s, end_s),
+            backward_s=self.backwards_s[number],
+            computed_s=self.computed_s[number],
+            ended_s=self.ended_s[number],
+            launched=tuple(launched),
+            finished=tuple(
+                (bucket, lane, at_s)
+                for bucket, _ in launched
+                for lane, at_s in self._ends(bucket, number)
+            ),
+        )
+
+    def _ends(self, bucket: int, number: int) -> list[tuple[int, float]]:
+        count = len(self.buckets[bucket].slices)
+        return self.finished[bucket][number * count : (number + 1) * count]
+
+    def times(self, numbers: Iterable[int], buckets: Iterable[int]) -> list[float]:
+        """Return median launch and end of each bucket over some steps."""
+        rows: dict[int, tuple[list[float], list[float]]] = {
+            b: ([], []) for b in buckets
+        }
+        for number in numbers:
+            begins_s = self.backwards_s[number]
+            for bucket, (launches_s, ends_s) in rows.items():
+                launches_s.append(self.launches_s[bucket][number] - begins_s)
+                last_s = max(at_s for _, at_s in self._ends(bucket, number))
+                ends_s.append(last_s - begins_s)
+        return [statistics.median(times_s) for row in rows.values() for times_s in row]
+
+    def timeline(self, name: str, number: int) -> Timeline:
+        """Return one step from the start of its forward."""
+        step = self.step(number)
+        origin_s = step.forward_s[0]
+        spans = compute_spans(step, origin_s)
+        return Timeline(
+            name=name, spans=(*spans, *lane_spans(step, self.buckets, origin_s))
+        )
 
 
 def _slowest(values: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -113,7 +113,7 @@ def command(
         _say(rank, f"replaying {plan.planner}: {warmup} + {steps} steps")
         found = replay(workload, plan, cluster, steps=steps, warmup=warmup)
         if rank == 0:
-            if trace is not None and found.timeline is not None:
+            if trace is not None:
                 found.timeline.save(trace)
             click.echo(json.dumps(_row(found)) if as_json else _table(found))
         dist.barrier()
