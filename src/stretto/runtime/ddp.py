@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from stretto.runtime.forward.overlap import ForwardOverlap
     from stretto.runtime.recording.step import AbstractStepObserver
     from stretto.schema import Plan
 
@@ -298,15 +299,37 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         try:
             if self._negotiated is not None:
                 return self._negotiated.forward(inputs, kwargs)
-            return parent.forward(*inputs, **kwargs)
+            output = parent.forward(*inputs, **kwargs)
+            if self._planned is not None and self._planned.overlap is not None:
+                self._end_forward()
         except RuntimeError as exc:
             self._raise_named("a collective of forward", exc)
             raise
+        return output
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._begin_step(compiled=torch.compiler.is_compiling())
         parent: Any = super()
         return parent._pre_forward(*inputs, **kwargs)  # noqa: SLF001
+
+    @without_dynamo
+    def _end_forward(self) -> None:
+        if self._planned is not None and self._planned.overlap is not None:
+            self._planned.overlap.end_forward()
+
+    def _begin_overlap(self, overlap: ForwardOverlap, *, compiled: bool) -> None:
+        """Settle what this forward can't wait for until it is read."""
+        if compiled or self._join_config.enable:
+            overlap.armed = False
+            overlap.settle_all()
+            overlap.warn(
+                "the whole model is compiled, so its reads of parameters don't show"
+                if compiled
+                else "ranks may join"
+            )
+        if not self.training:
+            overlap.settle_all()
+        overlap.begin_forward()
 
     @without_dynamo
     def _begin_step(self, *, compiled: bool) -> None:
@@ -321,6 +344,11 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             # that backward's step continues.
             reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
             group.begin_forward(reduces=reduces)
+        if self._planned is not None:
+            if self._planned.may_overlap:
+                self._overlap_with_forward(self._planned)
+            if self._planned.overlap is not None:
+                self._begin_overlap(self._planned.overlap, compiled=compiled)
         if torch.is_grad_enabled():
             self._marker.begin_step()
             self._micro_steps = not self.require_backward_grad_sync
@@ -417,6 +445,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             self._numerics.blind("a communication hook has taken over")
         if self._planned is None:
             return
+        self._settle_forward()
         self._planned.hand_over()
         if self._comm_ready and self._ranks.rank == 0:
             _log.warning(
@@ -431,6 +460,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
     # Copies and pickles.
 
     def __getstate__(self) -> dict[str, Any]:
+        self._settle_forward()
         observer = self._observer
         self._observe(None)
         parent: Any = super()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stretto.errors import PlanMismatch, StrettoError
+from stretto.logs import get_logger
 from stretto.runtime import backends
 from stretto.runtime.after_backward import at_the_end
 from stretto.runtime.ddp_group import WatchedGroup
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from stretto.runtime.recording.step import AbstractStepObserver, BucketRow
     from stretto.schema import Plan
+
+_log = get_logger(__name__)
 
 
 class ReplaceableReducerDDP(RankedDDP):
@@ -136,6 +139,43 @@ class ReplaceableReducerDDP(RankedDDP):
         indices = [route.parameters for route in self._planned.routes]
         build_reducer(self, indices, self._planned, arguments)
 
+    def _overlap_with_forward(self, planned: PlannedGroup) -> None:
+        """Let a forward plan's communication overlap with forward, if it can.
+
+        This is decided in the plan's first forward, when the model's options are known.
+        """
+        planned.may_overlap = False
+        if self._ranks.size == 1:
+            return
+        from stretto.runtime.forward.fallback import why_backward
+        from stretto.runtime.forward.overlap import ForwardOverlap
+
+        table = [(row.name, p) for row, p in self._table(self.module)]
+        why = why_backward(self, table)
+        if why is not None:
+            self._warn_of_backward(why)
+            return
+        planned.overlap_with_forward(
+            ForwardOverlap(
+                self.module,
+                table,
+                planned.routes,
+                views=self.gradient_as_bucket_view,
+                sender=planned.sender,
+                marker=self._marker,
+                speaks=self._ranks.rank == 0,
+            )
+        )
+
+    def _warn_of_backward(self, why: str) -> None:
+        if self._ranks.rank == 0:
+            _log.warning("no overlap with forward: %s", why)
+
+    def _settle_forward(self) -> None:
+        """Finish what is under way between a backward and the next forward."""
+        if self._planned is not None and self._planned.overlap is not None:
+            self._planned.overlap.settle_all()
+
     def _build_group(
         self, module: nn.Module, group: dist.ProcessGroup, plan: Plan
     ) -> PlannedGroup:
@@ -153,6 +193,8 @@ class ReplaceableReducerDDP(RankedDDP):
             error_feedback=self._error_feedback,
             numerics=self._numerics,
             reduced=weakref.WeakMethod(self._backward_reduced),
+            overlaps=plan.overlap == "forward",
+            launch=plan.launch,
         )
 
     def _watch(self) -> WatchedGroup | None:
@@ -201,6 +243,7 @@ class ReplaceableReducerDDP(RankedDDP):
         ``agree`` gets this rank's error, if any. It returns on every rank or raises on
         every rank; if it raises, every rank is unchanged.
         """
+        self._settle_forward()
         before = (self._planned, self._plan, self._watched, self.reducer, self.logger)
         trouble: Exception | None = None
         planned = None
@@ -336,6 +379,7 @@ class ReplaceableReducerDDP(RankedDDP):
         """
         if self._plan is None:
             return
+        self._settle_forward()
         reducer, logger = self.reducer, self.logger
         self._waiting_plan = None
         self._rebuild_reducer(None, None)

@@ -172,10 +172,10 @@ def _check_digest(
 
 
 def _check_supported(plan: Plan, kind: AbstractBackend, device: torch.device) -> None:
-    if plan.overlap not in ("none", "backward"):
+    if plan.overlap == "halves":
         raise PlanMismatch(
-            f"this runtime does not support overlap {plan.overlap!r} yet: plan with "
-            "'backward' or 'none'."
+            "this runtime does not support overlap 'halves': plan with 'backward', "
+            "'forward' or 'none'."
         )
     for i, bucket in enumerate(plan.buckets):
         if bucket.algorithm != "ring":

@@ -38,6 +38,7 @@ from torch.futures import Future, collect_all
 from stretto.autograd_engine import graph_task_id, queue_callback
 from stretto.errors import StrettoError
 from stretto.logs import get_logger
+from stretto.runtime.forward.order import LaunchOrder
 from stretto.runtime.launch import (
     Launched,
     Pending,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from stretto.runtime.backends.base import AbstractBackend
     from stretto.runtime.bucket_schedule import BucketSchedule
     from stretto.runtime.failure import FailureReporter
+    from stretto.runtime.forward.overlap import ForwardOverlap
     from stretto.runtime.lanes import LanePool
     from stretto.runtime.nan_check import NanCheck
     from stretto.runtime.recording.step import AbstractStepObserver
@@ -91,6 +93,14 @@ def _settle(
     return buffer
 
 
+def _launch_for(
+    pending: Future[Any], launch: Any, buffer: torch.Tensor, opts: Any
+) -> None:
+    """Launch a bucket whose future was promised before its turn."""
+    work = launch(buffer, opts)
+    work.get_future().add_done_callback(partial(pass_on, pending))
+
+
 @final
 class PlannedGroup(dist.ProcessGroup):
     """The process group of a planned Reducer.
@@ -114,6 +124,8 @@ class PlannedGroup(dist.ProcessGroup):
         error_feedback: bool = False,
         numerics: NanCheck | None = None,
         reduced: Callable[[], Callable[[], None] | None] | None = None,
+        overlaps: bool = False,
+        launch: Sequence[int] = (),
     ) -> None:
         # Only this form of the constructor lets C++ call the methods below.
         super().__init__(base.rank(), base.size())  # type: ignore[call-arg]
@@ -132,6 +144,12 @@ class PlannedGroup(dist.ProcessGroup):
         self._reduced = reduced
         self._looked_at: list[dist.Work] = []
         self._deferred = deferred
+        self._order = LaunchOrder(launch) if launch else None
+        self._overlap: ForwardOverlap | None = None
+        self._overlaps_now = False
+        self.may_overlap = overlaps
+        """Whether to decide in the next forward if communication overlaps with it."""
+
         self._streams = backend.stream_launch(device) if base.size() > 1 else None
         self._elements = tuple(route.elements for route in routes)
         self._following = (*range(1, len(self._routes)), 0)
@@ -145,6 +163,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._settles: list[Future[Any]] = []
         self._held: list[tuple[Any, torch.Tensor, Any, Future[Any]]] = []
         self._rebuild_rows: list[list[int]] = []
+        self._forwards: tuple[Any, ...] = ()
         self._nothing = self._closing([launch_nothing] * len(self._routes))
         needs = {(p.lane, p.resource): None for route in routes for p in route.slices}
         self.needs = tuple(needs)
@@ -245,6 +264,8 @@ class PlannedGroup(dist.ProcessGroup):
             return
         self._next = 0
         self._held.clear()
+        if self._order is not None:
+            self._order.reset()
         if self._numerics is not None:
             self._numerics.begin_step()
 
@@ -253,12 +274,22 @@ class PlannedGroup(dist.ProcessGroup):
 
         Without it, lanes and their threads live until garbage collection.
         """
+        if self._overlap is not None:
+            self._overlap.release()
+            self._overlap = None
         self._tables = ((), ())
-        self._launchers = self._nothing = ()
+        self._launchers = self._nothing = self._forwards = ()
 
     def hand_over(self) -> None:
-        """Let a failure reach the user's own hook, which now waits for buckets."""
+        """Let a failure reach the user's own hook, which now waits for buckets.
+
+        A hook may wait for a bucket before it passes the next one, so buckets are
+        launched as they come, on every rank.
+        """
         self._raises_late = False
+        if self._order is not None:
+            self._order = None
+            self.observe(self._observer)
 
     def pass_through(self) -> None:
         """Return the works of the model's own group, as DDP's C++ hooks need them."""
@@ -266,6 +297,7 @@ class PlannedGroup(dist.ProcessGroup):
 
     def observe(self, observer: AbstractStepObserver | None) -> None:
         """Set up the launchers, reporting to ``observer`` if there is one."""
+        self._observer = observer
         settling = [self._settling(route, observer) for route in self._routes]
         quick = settling
         if observer is None and self._streams is None and self.size() > 1:
@@ -278,13 +310,50 @@ class PlannedGroup(dist.ProcessGroup):
                 if plain
                 else self._deferring(quick, self._hold_quick, self._launch_held_quick)
             )
+        if self._order is not None:
+            settling, quick = self._ordering(settling, quick)
         if self._numerics is not None:
             settling = [partial(self._look_at, launch) for launch in settling]
             quick = [partial(self._look_at, launch) for launch in quick]
         self._tables = (self._closing(settling), self._closing(quick))
         self._launchers = self._tables[0]
 
+    def overlap_with_forward(self, overlap: ForwardOverlap) -> None:
+        """Let backward return before its buckets are reduced, where that is possible.
+
+        Overlapping ends with this group. See `stretto.runtime.forward`.
+        """
+        self._overlap = overlap
+        self._forwards = self._closing([self._forward(route) for route in self._routes])
+
+    @property
+    def sender(self) -> BucketSender:
+        """What sends the buckets."""
+        return self._sender
+
+    @property
+    def overlap(self) -> ForwardOverlap | None:
+        """What is under way between backward and the next forward."""
+        return self._overlap
+
     # Setup.
+
+    def _forward(self, route: BucketSchedule) -> Any:
+        """Return a launcher of a bucket that nothing in this backward waits for."""
+        launch = partial(
+            self._launch_under_forward, self._sender.launcher(route), route
+        )
+        return partial(self._in_order_under_forward, launch, route.index)
+
+    def _ordering(
+        self, settling: Sequence[Any], quick: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return launchers that follow the plan's launch order."""
+        ordered = [partial(self._in_order, run, i) for i, run in enumerate(settling)]
+        if quick is settling:
+            return ordered, ordered
+        quicks = [partial(self._in_order_quick, run, i) for i, run in enumerate(quick)]
+        return ordered, quicks
 
     def _settling(
         self, route: BucketSchedule, observer: AbstractStepObserver | None
@@ -371,6 +440,45 @@ class PlannedGroup(dist.ProcessGroup):
         launched: dist.Work = launch(buffer, opts)
         return launched
 
+    def _in_order(
+        self, launch: Any, index: int, buffer: torch.Tensor, opts: Any
+    ) -> dist.Work:
+        pending: Future[Any] = (
+            Future() if self._streams is None else self._streams.future()
+        )
+        assert self._order is not None  # noqa: S101
+        self._order.note(index, partial(_launch_for, pending, launch, buffer, opts))
+        return self._awaited(pending.then(value_or_raise))
+
+    def _in_order_quick(
+        self, launch: Any, index: int, buffer: torch.Tensor, opts: Any
+    ) -> dist.Work:
+        pending: Future[Any] = Future()
+        self._pending.append((pending, buffer))
+        assert self._order is not None  # noqa: S101
+        self._order.note(index, partial(launch, buffer, opts))
+        return Launched(pending)
+
+    def _in_order_under_forward(
+        self, launch: Any, index: int, buffer: torch.Tensor, opts: Any
+    ) -> dist.Work:
+        if self._order is None:
+            launch(buffer, opts)
+        else:
+            self._order.note(index, partial(launch, buffer, opts))
+        return Launched(done(buffer))
+
+    def _launch_under_forward(
+        self, launch: Any, route: BucketSchedule, buffer: torch.Tensor, opts: Any
+    ) -> None:
+        if self._failures.error is not None or self._overlap is None:
+            return
+        sent = self._overlap.take(route.index, buffer)
+        try:
+            launch(sent, opts)
+        except RuntimeError as exc:
+            self.fail(route, exc)
+
     def _look_at(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
         assert self._numerics is not None  # noqa: S101
         self._numerics.launching(buffer)
@@ -381,14 +489,28 @@ class PlannedGroup(dist.ProcessGroup):
     # Begin and end of a step. With settled buckets, lanes' threads call these too.
 
     def _open_step(self) -> None:
+        if self._overlap is not None:  # nothing is, unless a backward had no forward
+            self._overlap.settle_all()
         self._in_backward = graph_task_id() != -1
         self._sender.forget()
         self._aside.clear()
         self._pending.clear()
         self._settles.clear()
         self._looked_at.clear()
+        if self._order is not None:
+            self._order.reset()
         quick = self._in_backward and self._raises_late and self._warm
         self._launchers = self._tables[quick]
+        overlap = self._overlap
+        self._overlaps_now = (
+            quick
+            and overlap is not None
+            and overlap.armed
+            and self._observer is None
+            and self._numerics is None
+        )
+        if self._overlaps_now:
+            self._launchers = self._forwards
         if self._failures.error is not None:
             self._launchers = self._nothing
 
@@ -431,6 +553,13 @@ class PlannedGroup(dist.ProcessGroup):
 
     @without_dynamo
     def _before_finalize(self) -> None:
+        if self._overlaps_now and self._overlap is not None:
+            if self._failures.error is not None:
+                raise self._failures.error
+            self._overlap.before_reducer()
+            self._marker.end_step()
+            queue_callback(self._after_finalize)
+            return
         if self._streams is None:  # on NCCL streams wait, not this thread
             self._marker.wait("all-reduce", self._await_works)
         else:
@@ -465,6 +594,8 @@ class PlannedGroup(dist.ProcessGroup):
     def _after_finalize(self) -> None:
         if self._failures.error is not None:
             raise self._failures.error
+        if self._overlaps_now and self._overlap is not None:
+            self._overlap.after_reducer()
         call = None if self._reduced is None else self._reduced()
         if call is not None:
             call()

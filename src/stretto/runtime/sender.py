@@ -247,6 +247,13 @@ class BucketSender:
             pending, buffer = self._pending.pop(index)
             pending.set_result(buffer)
 
+    def is_finished(self, schedule: BucketSchedule) -> bool:
+        """Return whether a launched bucket's works have ended, well or not."""
+        works = self._works[schedule.index]
+        if not isinstance(works, list):
+            return bool(works.is_completed())
+        return all(work.is_completed() for work in works)
+
     def wait_all(self) -> bool:
         """Wait for all launched buckets, in order; return whether there were any."""
         for index in self._works:

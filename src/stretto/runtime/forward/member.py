@@ -1,0 +1,93 @@
+"""A parameter as a member of its bucket."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from stretto.runtime.forward.lazy import LazyGradient
+    from stretto.runtime.forward.overlap import ForwardOverlap
+    from stretto.runtime.forward.steps import Update
+
+
+@final
+class Member:
+    """One parameter, its place in the bucket, and what is pending for it."""
+
+    __slots__ = (
+        "alarm",
+        "aside",
+        "bucket",
+        "gradient",
+        "group",
+        "guarded",
+        "lazy",
+        "name",
+        "offset",
+        "owner",
+        "parameter",
+        "seen",
+        "shape",
+        "update",
+    )
+
+    def __init__(
+        self,
+        owner: ForwardOverlap,
+        name: str,
+        parameter: nn.Parameter,
+        bucket: int,
+        offset: int,
+    ) -> None:
+        self.owner = owner
+        self.name = name
+        self.parameter = parameter
+        self.bucket = bucket
+        self.offset = offset
+        self.shape: tuple[torch.Size, tuple[int, ...] | None] | None = None
+        """Size and strides as the Reducer's views of the bucket have them."""
+
+        self.lazy: LazyGradient | None = None
+        self.gradient: torch.Tensor | None = None
+        """The gradient of an unfinished bucket; complete once that is settled."""
+
+        self.update: Update | None = None
+        """The optimizer's step that is to be executed on this parameter."""
+
+        self.group = 0
+        """Index of the optimizer's parameter group, while there is an update."""
+
+        self.guarded: list[torch.Tensor] = []
+        """Tensors with a class of `pending`."""
+
+        self.seen = False
+        """Whether some read in forward settled this parameter."""
+
+        self.alarm: Any = None
+        """Handle of a hook that reports a read that settled nothing."""
+
+        self.aside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """In poison mode, tensors and their true values."""
+
+    def view_of(self, bucket: torch.Tensor) -> torch.Tensor:
+        """Return this parameter's part of a reduced bucket, as the Reducer views it."""
+        flat = bucket
+        if self.parameter.is_complex() and not flat.is_complex():
+            flat = torch.view_as_complex(flat.view(-1, 2))
+        assert self.shape is not None  # noqa: S101
+        size, stride = self.shape
+        part = flat.narrow(0, self.offset, self.parameter.numel())
+        if stride is None:
+            return part.view(size)
+        return part.as_strided(size, stride, part.storage_offset())
+
+    def note_shape(self) -> None:
+        """Remember size and strides, once the Reducer has built its views."""
+        if self.shape is None:
+            p = self.parameter
+            dense = torch.ops.aten.is_non_overlapping_and_dense(p)
+            self.shape = (p.size(), p.stride() if dense else None)

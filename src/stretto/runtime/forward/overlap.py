@@ -1,0 +1,471 @@
+"""Overlap a model's communication with its next forward.
+
+# Note [What happens when]
+1. Backward: all buckets are launched in the plan's order. The Reducer gets futures that
+   are done, so backward returns with communication under way. Gradients of unfinished
+   buckets are `LazyGradient`s.
+2. ``optimizer.step()``: the step is deferred for parameters with such gradients
+   (`steps.py`), which become `PendingParameter`s (`pending.py`).
+3. The next forward: each module's call settles the buckets of its own parameters, and
+   so does any other read. To settle a bucket is to wait for its works, to put its
+   gradients back, and to execute the optimizer's step on its parameters.
+4. The end of forward settles the rest.
+
+Ranks only wait here, each for itself: all collectives were launched before backward
+returned. So ranks may settle at different places.
+
+# Note [Reads that nothing shows]
+Code that gets a parameter without asking its class, outside of its module's call, would
+read a value before its update. So a parameter counts as *seen* only after a read of it
+has settled something; until then its bucket is settled as forward begins, and its class
+only watches. In a model whose reads all show, that is one step. A seen parameter that
+was settled only at the end of a forward, and gets a gradient without having been read
+since, was read before its update: an error names it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from stretto.errors import StrettoError
+from stretto.logs import get_logger
+from stretto.runtime.forward import steps
+from stretto.runtime.forward.lazy import HELD_ALONE, holders, wrap
+from stretto.runtime.forward.member import Member
+from stretto.runtime.forward.pending import guard, plainly, unguard
+from stretto.runtime.forward.readers import Readers
+from stretto.runtime.forward.undisturbed import undisturbed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+
+    from stretto.foreground_marks import StepMarker
+    from stretto.runtime.bucket_schedule import BucketSchedule
+    from stretto.runtime.forward.steps import Update
+    from stretto.runtime.sender import BucketSender
+
+_log = get_logger(__name__)
+
+POISON_VARIABLE = "STRETTO_POISON"
+"""``1``: what is pending is NaN until it is settled, so a read that settles nothing
+can't go unnoticed. For tests."""
+
+_live: weakref.WeakSet[ForwardOverlap] = weakref.WeakSet()
+
+
+@final
+class ForwardOverlap:
+    """What is under way of one model between a backward and the end of a forward."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        table: Sequence[tuple[str, nn.Parameter]],
+        routes: Sequence[BucketSchedule],
+        *,
+        views: bool,
+        sender: BucketSender,
+        marker: StepMarker,
+        speaks: bool,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            root: The model that DDP wraps.
+            table: Names and parameters in the order of DDP's list.
+            routes: The plan's buckets.
+            views: Whether gradients are views of the buckets.
+            sender: Waits for launched buckets.
+            marker: Marks waits for a background.
+            speaks: Whether this rank logs.
+        """
+        self._routes = tuple(routes)
+        self._views = views
+        self._sender = sender
+        self._marker = marker
+        self._speaks = speaks
+        self._said: set[str] = set()
+        self._lock = threading.RLock()
+        self._poisons = os.environ.get(POISON_VARIABLE) == "1"
+        self._unfinished: dict[int, torch.Tensor] = {}
+        """The reduced data of buckets that are not settled, in launch order."""
+
+        self._poisoned: dict[int, torch.Tensor] = {}
+        """In poison mode, the Reducer's own buckets."""
+
+        self._pending: dict[Member, None] = {}
+        """Members with an update."""
+
+        self._watched: dict[Member, None] = {}
+        """Members that are guarded without an update."""
+
+        self._members: tuple[tuple[Member, ...], ...] = tuple(
+            self._members_of(route, table) for route in routes
+        )
+        self._unseen = {m: None for row in self._members for m in row}
+        self._readers = Readers(self, root)
+        self._in_forward = False
+        self.armed = True
+        """Whether the next backward may return with communication under way."""
+
+        _live.add(self)
+        steps.attach(self)
+
+    def _members_of(
+        self, route: BucketSchedule, table: Sequence[tuple[str, nn.Parameter]]
+    ) -> tuple[Member, ...]:
+        found, offset = [], 0
+        for position in route.parameters:
+            name, parameter = table[position]
+            found.append(Member(self, name, parameter, route.index, offset))
+            offset += parameter.numel()
+        return tuple(found)
+
+    def warn(self, why: str) -> None:
+        """Say once, on one rank, why a step does not overlap with forward."""
+        if self._speaks and why not in self._said:
+            self._said.add(why)
+            _log.warning("no overlap with forward: %s", why)
+
+    # Backward.
+
+    def take(self, index: int, bucket: torch.Tensor) -> torch.Tensor:
+        """Note a bucket that is being launched; return the tensor to send."""
+        sent = bucket
+        if self._poisons:
+            sent = bucket.clone()
+            self._poisoned[index] = bucket
+            bucket.fill_(float("nan"))
+        self._unfinished[index] = sent
+        return sent
+
+    def before_reducer(self) -> None:
+        """Finish the buckets that have arrived, just before the Reducer ends."""
+        if not self._poisons:
+            for index in self._arrived():
+                self._sender.wait(self._routes[index])
+                del self._unfinished[index]
+
+    def after_reducer(self) -> None:
+        """Replace the gradients of unfinished buckets."""
+        why = None
+        with plainly():
+            for index in self._unfinished:
+                for member in self._members[index]:
+                    why = self._replace_gradient(member) or why
+        if why is not None:
+            self.warn(why)
+            self.settle_all()
+
+    def _replace_gradient(self, member: Member) -> str | None:
+        """Set a wrapper as gradient; return why it must be complete at once, if so."""
+        parameter = member.parameter
+        held = holders(parameter) > HELD_ALONE
+        gradient = parameter.grad
+        if gradient is None:  # unused everywhere: the Reducer leaves it
+            return None
+        member.note_shape()
+        member.gradient = gradient
+        member.lazy = wrap(gradient, self.settle_all, member, member.lazy)
+        parameter.grad = member.lazy
+        if gradient.requires_grad:
+            return f"the gradient of {member.name!r} requires gradients itself"
+        if held:
+            return (
+                f"the program keeps the gradient of {member.name!r} over steps, and "
+                "its reads can't be seen"
+            )
+        return None
+
+    def _arrived(self) -> list[int]:
+        finished = self._sender.is_finished
+        return [i for i in self._unfinished if finished(self._routes[i])]
+
+    # Between backward and forward.
+
+    def land_finished(self) -> None:
+        """Settle the buckets whose communication has ended."""
+        if not self._poisons:
+            with self._lock:
+                for index in self._arrived():
+                    self._settle((index,))
+
+    def defer(self, update: Update, members: Iterable[Member]) -> None:
+        """Execute an optimizer's step on these members when they are settled."""
+        with self._lock:
+            found = [member for member in members if member.gradient is not None]
+            # As after a step: a backward of an older graph must fail.
+            torch.autograd.graph.increment_version([m.parameter for m in found])
+            for member in found:
+                self._unwatch(member)
+                member.update = update
+                states = update.states_of(member.parameter)
+                if self._poisons:
+                    self._poison(member, states)
+                guard(member, states)
+                self._pending[member] = None
+            if self._readers.changed():
+                self._readers.remove()
+                self._readers.build(m for row in self._members for m in row)
+            self._readers.install()
+
+    def _poison(self, member: Member, states: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for tensor in (member.parameter, *states):
+                if tensor.is_floating_point() or tensor.is_complex():
+                    plain = tensor.detach()
+                    member.aside.append((plain, plain.clone()))
+                    plain.fill_(float("nan"))
+
+    # Settle.
+
+    def touch(self, member: Member) -> None:
+        """Settle a member's bucket, because something reads the member."""
+        with self._lock:
+            if self._in_forward:
+                self._unseen.pop(member, None)
+            self._unwatch(member)
+            if member.update is not None:
+                self._settle((member.bucket,))
+
+    def settle_all(self, *, keep_hooks: bool = False) -> None:
+        """Settle all buckets."""
+        steps.show_hidden()
+        with self._lock:
+            if self._unfinished or self._pending:
+                left = {m.bucket: None for m in self._pending}
+                self._settle(tuple({**self._unfinished, **left}))
+            if not keep_hooks and not self._watched:
+                self._readers.remove()
+
+    def _settle(self, indices: Sequence[int]) -> None:
+        """Wait for buckets and execute the steps on their members."""
+        try:
+            for index in indices:
+                if index in self._unfinished:
+                    self._use_the_wait(index)
+                    self._land(index)
+        except BaseException:
+            self._give_up()
+            raise
+        self._execute(
+            [m for i in indices for m in self._members[i] if m.update is not None]
+        )
+
+    def _use_the_wait(self, index: int) -> None:
+        """Execute steps of other buckets while one is under way."""
+        if self._poisons or self._sender.is_finished(self._routes[index]):
+            return
+        for other in self._arrived():
+            if other in self._unfinished and other != index:
+                self._land(other)
+                self._execute([m for m in self._members[other] if m.update is not None])
+
+    def _land(self, index: int) -> None:
+        """Wait for a bucket and put its gradients back."""
+        route = self._routes[index]
+        if self._sender.is_finished(route):
+            self._sender.wait(route)
+        else:
+            self._marker.wait("all-reduce", lambda: self._sender.wait(route))
+        sent = self._unfinished.pop(index)
+        bucket = self._poisoned.pop(index, None)
+        with undisturbed():
+            if bucket is not None:
+                bucket.copy_(sent)
+            for member in self._members[index]:
+                gradient = member.gradient
+                if gradient is None:
+                    continue
+                if not self._views:
+                    gradient.copy_(member.view_of(sent))
+                if member.parameter.grad is member.lazy:
+                    member.parameter.grad = gradient
+                if member.update is None:
+                    member.gradient = None
+                self._release_lazy(member)
+
+    def _release_lazy(self, member: Member) -> None:
+        """Keep a wrapper for the next step, if nobody else has it."""
+        lazy = member.lazy
+        if lazy is None:
+            return
+        lazy.settle = lazy.member = None
+        # Refers to it: the member, this variable and the call's argument.
+        if sys.getrefcount(lazy) > 3:
+            member.lazy = None
+        else:
+            lazy.target = None
+
+    def _execute(self, members: Sequence[Member]) -> None:
+        """Execute the deferred steps on members whose gradients are complete."""
+        by_update: dict[int, tuple[Update, list[Member]]] = {}
+        for member in members:
+            assert member.update is not None  # noqa: S101
+            found = by_update.setdefault(id(member.update), (member.update, []))
+            found[1].append(member)
+        try:
+            for update, some in by_update.values():
+                self._execute_one(update, some)
+        finally:
+            for member in members:
+                self._end(member)
+
+    def _execute_one(self, update: Update, members: Sequence[Member]) -> None:
+        with undisturbed():
+            now = [member.parameter.grad for member in members]
+            for member in members:
+                for tensor, value in member.aside:
+                    tensor.copy_(value)
+                member.aside.clear()
+                member.parameter.grad = member.gradient
+        try:
+            update.execute(members)
+        finally:
+            with undisturbed():
+                for member, gradient in zip(members, now, strict=True):
+                    # Cleared, replaced or kept by the program in the meantime.
+                    member.parameter.grad = gradient
+
+    def _end(self, member: Member) -> None:
+        """Forget what was pending for a member."""
+        unguard(member)
+        self._pending.pop(member, None)
+        member.update = member.gradient = None
+
+    def _give_up(self) -> None:
+        """After a failure, leave parameters and states as before the step."""
+        with undisturbed():
+            for index in self._unfinished:
+                for member in self._members[index]:
+                    if member.lazy is not None:
+                        if member.parameter.grad is member.lazy:
+                            member.parameter.grad = member.gradient
+                        member.lazy.settle = member.lazy.member = None
+                        member.lazy = None
+                    if member.update is None:
+                        member.gradient = None
+            for member in list(self._pending):
+                for tensor, value in member.aside:
+                    tensor.copy_(value)
+                member.aside.clear()
+                self._end(member)
+        self._unfinished.clear()
+        self._poisoned.clear()
+
+    # Forward.
+
+    def begin_forward(self) -> None:
+        """Settle what this forward could read unseen."""
+        steps.show_hidden()
+        self._in_forward = torch.is_grad_enabled()
+        if not (self._unfinished or self._pending or self._watched):
+            return
+        if not torch.is_grad_enabled():
+            self.settle_all()
+            return
+        self._readers.install()
+        self.enter()
+
+    def enter(self) -> None:
+        """Settle what no read has shown yet, as the model's forward begins."""
+        if not self._pending:
+            return
+        with self._lock:
+            unseen = [m for m in self._pending if m in self._unseen]
+            buckets = dict.fromkeys(m.bucket for m in unseen)
+            for member in self._readers.at_entry:
+                if member.update is not None:
+                    buckets[member.bucket] = None
+            if buckets:
+                self._settle(tuple(buckets))
+                at_entry = set(self._readers.at_entry)
+                for member in unseen:
+                    if member not in at_entry:
+                        self._watch(member)
+
+    def end_forward(self) -> None:
+        """Settle the rest; watch what was read by nothing."""
+        self._in_forward = False
+        if not (self._unfinished or self._pending or self._watched):
+            return
+        with self._lock:
+            left = list(self._pending)
+            self.settle_all()
+            for member in left:
+                self._watch(member)
+                if member.parameter.requires_grad:
+                    alarm = _Alarm(member.name)
+                    member.alarm = member.parameter.register_hook(alarm)
+            self._readers.remove()
+
+    def _watch(self, member: Member) -> None:
+        guard(member, [])
+        self._watched[member] = None
+
+    def _unwatch(self, member: Member) -> None:
+        if member in self._watched:
+            del self._watched[member]
+            unguard(member)
+            if member.alarm is not None:
+                member.alarm.remove()
+                member.alarm = None
+
+    def wait_at_exit(self) -> None:
+        """Wait for what is under way, without any step."""
+        with contextlib.suppress(Exception):  # a lost rank; nothing is left to do
+            for index in list(self._unfinished):
+                self._sender.wait(self._routes[index])
+
+    def release(self) -> None:
+        """End this; whatever is pending is settled first."""
+        if not self._members:
+            return
+        self.armed = False
+        try:
+            self.settle_all()
+        except Exception:  # noqa: BLE001 - often called as a model is freed
+            _log.exception("an optimizer's step on a released model was not executed")
+        for member in list(self._watched):
+            self._unwatch(member)
+        self._readers.remove()
+        _live.discard(self)
+        steps.detach(self)
+        # Break the cycles, so that parameters and lanes are freed at once.
+        self._members = ()
+        self._unseen.clear()
+        self._readers.clear()
+        del self._sender
+
+
+class _Alarm:
+    """Raises when a gradient shows that a parameter was read before its update."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, _gradient: torch.Tensor) -> None:
+        raise StrettoError(
+            f"parameter {self._name!r} was read in forward before its update, by code "
+            "that bypasses PyTorch's argument parser and its module's call: this "
+            "backward's gradients are invalid. Train with overlap='backward'."
+        )
+
+
+def wait_at_exit() -> None:
+    """Wait for communication that is under way: other ranks need it to end."""
+    for overlap in list(_live):
+        overlap.wait_at_exit()
+
+
+atexit.register(wait_at_exit)

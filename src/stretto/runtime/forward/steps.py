@@ -1,0 +1,351 @@
+"""Defer an optimizer's step to each bucket's first use in the next forward.
+
+# Note [Hooks of every optimizer]
+Global hooks of ``torch.optim`` find an optimizer without the user's help. The hook
+before a step either settles all gradients, or hides the optimizer's parameters from
+this one call by empty lists; the hook after it puts the lists back and takes the step
+in parts: now where gradients are complete, later where they are under way. Each part
+calls the class's own ``step`` with the groups' options as they were at the user's call.
+This equals one call bit for bit for optimizers that treat each parameter separately:
+the exact types in `SEPARABLE_NAMES`, and what `separable` declares. A subclass may do
+anything else, so it is not among them.
+
+With a closure, the decision is taken as the closure ends: torch's optimizers call it
+before they look at any parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+
+from stretto.runtime.forward.lazy import LazyGradient
+from stretto.runtime.forward.member import Member
+from stretto.runtime.forward.pending import member_of, plainly
+from stretto.runtime.forward.undisturbed import has_modes, undisturbed
+from stretto.runtime.torch_compat import without_dynamo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.optim import Optimizer
+
+    from stretto.runtime.forward.overlap import ForwardOverlap
+
+_O = TypeVar("_O", bound="Optimizer")
+
+SEPARABLE_NAMES = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "ASGD",
+    "Rprop",
+    "Adafactor",
+    "Muon",
+)
+"""Classes of ``torch.optim`` whose step treats each parameter separately."""
+
+_SEPARABLE = {getattr(torch.optim, name, None) for name in SEPARABLE_NAMES} - {None}
+
+_declared: weakref.WeakSet[Any] = weakref.WeakSet()
+_stepped: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Optimizers that have made a step on a planned model's gradients: their states exist.
+
+Each first step is executed as it is called, so states are made in the usual order.
+"""
+
+_ALONE = 2
+"""Use count of a storage that only its tensor and the asking object refer to."""
+
+
+class _Executing(threading.local):
+    """Whether this thread is in a part of a deferred step."""
+
+    active = False
+
+
+_executing = _Executing()
+
+
+def separable(optimizer: _O) -> _O:
+    """Declare that an optimizer's step treats each parameter separately.
+
+    Its step may then be executed bucket by bucket, each with a part of the parameters.
+    The result must not depend on how they are divided: no norm over all gradients, no
+    counter in a parameter group. Optimizers of ``torch.optim`` need no declaration.
+
+    Args:
+        optimizer: The optimizer, which is returned.
+    """
+    _declared.add(optimizer)
+    return optimizer
+
+
+@final
+class Update:
+    """One call of an optimizer's ``step``, executed in parts."""
+
+    def __init__(self, optimizer: Optimizer, groups: Iterable[int]) -> None:
+        self._optimizer = optimizer
+        self._options = {
+            index: {
+                key: _copied(value)
+                for key, value in optimizer.param_groups[index].items()
+                if key != "params"
+            }
+            for index in groups
+        }
+
+    def states_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of a parameter's optimizer state."""
+        state = self._optimizer.state
+        if parameter not in state:
+            return []
+        found = state[parameter]
+        if not isinstance(found, dict):
+            return []
+        return [value for value in found.values() if isinstance(value, torch.Tensor)]
+
+    def execute(self, members: Sequence[Member]) -> None:
+        """Execute the step on these parameters, whose gradients are in place."""
+        groups: dict[int, list[torch.Tensor]] = {}
+        for member in members:
+            groups.setdefault(member.group, []).append(member.parameter)
+        call_step(
+            self._optimizer,
+            [
+                {**self._options[index], "params": groups[index]}
+                for index in sorted(groups)
+            ],
+        )
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, list | dict) else value
+
+
+def call_step(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    """Call an optimizer's own step, without its hooks, with other groups."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    own = optimizer.param_groups
+    before, _executing.active = _executing.active, True
+    optimizer.param_groups = groups
+    try:
+        with undisturbed():
+            step(optimizer)
+    finally:
+        optimizer.param_groups = own
+        _executing.active = before
+
+
+# The hooks.
+
+
+@dataclass(slots=True)
+class _Hidden:
+    """Parameters that an optimizer's running step must not see."""
+
+    optimizer: Any
+    lists: list[tuple[dict[str, Any], list[torch.Tensor]]]
+    members: list[Member]
+    others: list[tuple[int, list[torch.Tensor]]]
+
+
+_hidden: dict[int, _Hidden] = {}
+_live: weakref.WeakSet[ForwardOverlap] = weakref.WeakSet()
+_handles: list[Any] = []
+
+
+def attach(overlap: ForwardOverlap) -> None:
+    """Let optimizers' steps be deferred for a model."""
+    _live.add(overlap)
+    if not _handles:
+        _handles.append(torch_optimizer.register_optimizer_step_pre_hook(_before))
+        _handles.append(torch_optimizer.register_optimizer_step_post_hook(_after))
+
+
+def detach(overlap: ForwardOverlap) -> None:
+    """End that; the hooks go with the last model."""
+    _live.discard(overlap)
+    if not _live and not _hidden:
+        for handle in _handles:
+            handle.remove()
+        _handles.clear()
+
+
+@without_dynamo
+def _before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _executing.active:
+        return None
+    show_hidden()
+    given = args[1:] if args and args[0] is optimizer else args
+    closure = given[0] if given else kwargs.get("closure")
+    if not callable(closure):
+        _decide(optimizer)
+        return None
+
+    @functools.wraps(closure)
+    def decide_after() -> Any:
+        result = closure()
+        _decide(optimizer)
+        return result
+
+    if given:
+        return (*args[: len(args) - len(given)], decide_after, *given[1:]), kwargs
+    return args, {**kwargs, "closure": decide_after}
+
+
+def _decide(optimizer: Any) -> None:
+    """Settle the optimizer's gradients, or hide their parameters from its step."""
+    _settle_earlier(optimizer)
+    owners, members, others = _sorted_out(optimizer)
+    if not members and not owners:
+        return
+    for owner in owners:
+        owner.land_finished()
+    if any(member.gradient is None for member in members):
+        owners, members, others = _sorted_out(optimizer)
+    why = _why_not(optimizer, members)
+    first = optimizer not in _stepped
+    _stepped.add(optimizer)
+    if why is not None or first or not members:
+        for owner in owners:
+            owner.settle_all()
+            if why:
+                owner.warn(why)
+        return
+    lists = [(group, group["params"]) for group in optimizer.param_groups]
+    _hidden[id(optimizer)] = _Hidden(optimizer, lists, members, others)
+    for group, _ in lists:
+        group["params"] = []
+
+
+def _settle_earlier(optimizer: Any) -> None:
+    """Execute earlier steps on these parameters."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            member = member_of(parameter)
+            if member is not None and member.update is not None:
+                member.owner.touch(member)
+
+
+def _sorted_out(
+    optimizer: Any,
+) -> tuple[list[ForwardOverlap], list[Member], list[tuple[int, list[torch.Tensor]]]]:
+    """Return the models with unfinished gradients, their members, and the others.
+
+    A gradient of another parameter's, which the program has moved, is made real.
+    """
+    owners: dict[int, ForwardOverlap] = {}
+    members: list[Member] = []
+    others: list[tuple[int, list[torch.Tensor]]] = []
+    with plainly():
+        for index, group in enumerate(optimizer.param_groups):
+            rest = []
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                member = None
+                if type(gradient) is LazyGradient:
+                    member = gradient.member
+                    if gradient.settle is None:
+                        parameter.grad = gradient.target
+                    elif member is None or member.parameter is not parameter:
+                        gradient.settle()
+                        parameter.grad = gradient.target
+                        member = None
+                if member is None:
+                    rest.append(parameter)
+                else:
+                    member.group = index
+                    members.append(member)
+                    owners[id(member.owner)] = member.owner
+            others.append((index, rest))
+    return list(owners.values()), members, others
+
+
+def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
+    """Return why a step can't be deferred: "" if it is not worth a word."""
+    kind = type(optimizer)
+    if kind not in _SEPARABLE and optimizer not in _declared:
+        return (
+            f"{kind.__module__}.{kind.__qualname__} is not known to treat each "
+            "parameter separately, so its step waits for all gradients. If it does, "
+            "declare it with stretto.separable(optimizer)"
+        )
+    if optimizer.defaults.get("differentiable"):
+        return f"{kind.__qualname__} is differentiable"
+    globally = torch_optimizer._global_optimizer_pre_hooks  # noqa: SLF001
+    globally_after = torch_optimizer._global_optimizer_post_hooks  # noqa: SLF001
+    if (
+        optimizer._optimizer_step_pre_hooks  # noqa: SLF001
+        or optimizer._optimizer_step_post_hooks  # noqa: SLF001
+        or len(globally) > 1
+        or len(globally_after) > 1
+    ):
+        return f"{kind.__qualname__} has step hooks, which may read all parameters"
+    if getattr(optimizer, "grad_scale", None) is not None or has_modes():
+        return ""
+    state = optimizer.state
+    count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]  # noqa: SLF001
+    with plainly():
+        for member in members:
+            parameter = member.parameter
+            if state and parameter not in state:
+                return ""
+            if count(parameter.untyped_storage()._cdata) > _ALONE:  # noqa: SLF001
+                return (
+                    f"parameter {member.name!r} shares its memory with another "
+                    "tensor, whose readers can't be seen"
+                )
+    return None
+
+
+@without_dynamo
+def _after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    hidden = _hidden.pop(id(optimizer), None)
+    if hidden is None:
+        return
+    _show(hidden)
+    update = Update(optimizer, {member.group for member in hidden.members})
+    owners: dict[int, tuple[ForwardOverlap, list[Member]]] = {}
+    for member in hidden.members:
+        found = owners.setdefault(id(member.owner), (member.owner, []))
+        found[1].append(member)
+    for owner, members in owners.values():
+        owner.defer(update, members)
+    groups = [
+        {**optimizer.param_groups[index], "params": rest}
+        for index, rest in hidden.others
+        if any(parameter.grad is not None for parameter in rest)
+    ]
+    if groups:
+        call_step(optimizer, groups)
+
+
+def _show(hidden: _Hidden) -> None:
+    for group, parameters in hidden.lists:
+        if not group["params"]:
+            group["params"] = parameters
+
+
+def show_hidden() -> None:
+    """Show parameters again after a step that ended with an error."""
+    while _hidden:
+        _show(_hidden.popitem()[1])

@@ -1,0 +1,51 @@
+"""Execute operations as outside of everything that a program has switched on."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_c: Any = torch._C  # noqa: SLF001
+
+
+def has_modes() -> bool:
+    """Return whether modes change what this thread's operations do."""
+    return bool(
+        _c._len_torch_function_stack()  # noqa: SLF001
+        or _c._len_torch_dispatch_stack()  # noqa: SLF001
+        or torch.is_inference_mode_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
+        or _in_transform()
+    )
+
+
+def _in_transform() -> bool:
+    """Return whether this thread is in a transform of ``torch.func``."""
+    functorch: Any = _c._functorch  # noqa: SLF001
+    return functorch.peek_interpreter_stack() is not None
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Switch off gradients, modes, autocast, transforms and classes of tensors."""
+    with contextlib.ExitStack() as stack:
+        if has_modes():
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+            from torch.utils._python_dispatch import _disable_current_modes
+
+            stack.enter_context(_disable_current_modes())
+            stack.enter_context(torch.inference_mode(mode=False))
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            if _in_transform():
+                stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_c.DisableTorchFunction())
+        yield
