@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stretto.burst.profiling.collective_profile import profile_layers
     from stretto.gang.gang import Gang
     from stretto.measure import profile_model as profile
+    from stretto.runtime.forward.steps import separable
     from stretto.schema import Cluster, Plan, Timeline, Workload
     from stretto.schema.burst import BurstPlan, LayerProfile
     from stretto.tune import TuneOptions
@@ -49,6 +50,7 @@ __all__ = [
     "probe",
     "profile",
     "profile_layers",
+    "separable",
     "simulate",
 ]
 
@@ -67,6 +69,7 @@ _HOMES = {
     "profile": "stretto.measure:profile_model",
     "plan": "stretto._api.planning",
     "compare": "stretto._api.planning",
+    "separable": "stretto.runtime.forward.steps",
     "simulate": "stretto._api.planning",
     "Cluster": "stretto.schema",
     "Plan": "stretto.schema",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from typing import TYPE_CHECKING, Any
 
 from stretto.schema import Bucket, Plan
@@ -10,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import nn
+
+FORWARD_VARIABLE = "STRETTO_TEST_FORWARD"
 
 
 def reversed_names(model: nn.Module) -> list[str]:
@@ -25,14 +29,26 @@ def plan_of_buckets(
     overlap: str = "backward",
     workload_digest: str = "",
 ) -> Plan:
-    """A plan of these buckets; without a digest it fits any model with the names."""
+    """A plan of these buckets; without a digest it fits any model with the names.
+
+    `FORWARD_VARIABLE` makes a plan that overlaps with backward one that overlaps with
+    the next forward, too, in another launch order.
+    """
+    buckets = tuple(buckets)
+    launch: tuple[int, ...] = ()
+    if overlap == "backward" and os.environ.get(FORWARD_VARIABLE):
+        overlap = "forward"
+        launch = tuple(
+            random.Random(len(buckets)).sample(range(len(buckets)), len(buckets))
+        )
     return Plan(
         planner="test",
         workload_digest=workload_digest,
         ranks=ranks,
         overlap=overlap,
         lanes=lanes,
-        buckets=tuple(buckets),
+        buckets=buckets,
+        launch=launch,
     )
 
 

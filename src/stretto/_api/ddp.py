@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,11 @@ DDP_RULE = "ddp"
 PLAN_VARIABLE = "STRETTO_PLAN"
 """Set by `stretto run --plan`; replaces ``"auto"``."""
 
+OVERLAP_VARIABLE = "STRETTO_OVERLAP"
+"""Set by `stretto run --overlap`; replaces a missing ``overlap``."""
+
+OVERLAPS = ("backward", "forward")
+
 _COMPARED = ("order", "lanes", "unit_bytes", "nan", "nan_patience", "error_feedback")
 """Options of the runtime that must be equal on all ranks."""
 
@@ -53,6 +59,9 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         wire_dtype: With ``"auto"``, the type in which gradients may travel, narrower
             than their own: ``"float16"`` or ``"bfloat16"``. A plan has its own.
         tune: With ``"auto"``, options of the search within the run; see `TuneOptions`.
+        overlap: ``"forward"`` requires that communication also overlaps with the next
+            forward, for which the plan must be made; ``"backward"`` executes such a
+            plan without it. By default ``STRETTO_OVERLAP``, or else as the plan says.
         **kwargs: Passed on to PyTorch's class, and ``record``, ``timeout_s``,
             ``error_feedback``, ``nan``, ``nan_patience``, ``order``, ``lanes``,
             ``unit_bytes`` and ``lane_backend`` to
@@ -74,6 +83,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         on_settled: OnSettled | None = None,
         wire_dtype: str | None = None,
         tune: TuneOptions | None = None,
+        overlap: str | None = None,
         **kwargs: Any,
     ) -> None:
         self._auto: AutoPlan | None = None
@@ -89,6 +99,9 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             "wire_dtype": repr(wire_dtype),
             **{name: repr(kwargs[name]) for name in _COMPARED if name in kwargs},
         }
+        overlap = overlap or os.environ.get(OVERLAP_VARIABLE)
+        if overlap is not None:
+            self._compared["overlap"] = repr(overlap)
         if automatic:
             self._compared["tune"] = repr(options)
         # A rank that cannot continue still meets the others, so that none of them
@@ -107,6 +120,11 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
                 plan = Plan.load(plan)
             except StrettoError as exc:
                 self._trouble, plan = exc, None
+        if self._trouble is None:
+            try:
+                plan = _with_overlap(plan, overlap, automatic=automatic)
+            except StrettoError as exc:
+                self._trouble = exc
         self._counts_steps = self._plans_itself = automatic
         super().__init__(module, *args, plan=plan, **kwargs)
         self._on_settled = on_settled
@@ -205,3 +223,34 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         attributes = super().__getstate__()
         # A copy is a separate model, which its user may train or not.
         return {**attributes, "_auto": None, "_keeper": None, "_counts_steps": False}
+
+
+def _with_overlap(
+    plan: Plan | None, overlap: str | None, *, automatic: bool
+) -> Plan | None:
+    """Return the plan to execute with the option ``overlap``.
+
+    Raises:
+        SpecError: the option is invalid, or the plan does not fit it.
+    """
+    if overlap is None:
+        return plan
+    if overlap not in OVERLAPS:
+        choices = " or ".join(map(repr, OVERLAPS))
+        raise SpecError(
+            f"overlap must be {choices}, got {overlap!r}. Choosing automatically "
+            "between both is not supported yet."
+        )
+    if overlap == "backward":
+        if plan is None or plan.overlap != "forward":
+            return plan
+        return replace(plan, overlap="backward", launch=(), predicted=None)
+    if plan is None or plan.overlap != "forward":
+        what = "plan='auto'" if automatic else "DDP's own buckets"
+        if plan is not None:
+            what = f"a plan with overlap {plan.overlap!r}"
+        raise SpecError(
+            f"overlap='forward' needs a plan that was made for it, not {what}: "
+            "plan with planner 'joint' and its dimension 'overlap', and pass the plan."
+        )
+    return plan

@@ -27,6 +27,7 @@ SETTINGS = {
     "tuning": "STRETTO_TUNING",
     "memory": "STRETTO_MEMORY",
     "lane_backend": "STRETTO_LANE_BACKEND",
+    "overlap": "STRETTO_OVERLAP",
     "foreground": "STRETTO_FOREGROUND",
     "background": "STRETTO_BACKGROUND",
     "segments": "STRETTO_BACKGROUND_SEGMENTS",
@@ -123,6 +124,12 @@ def _torchrun_options() -> dict[str, argparse.Action]:
     metavar="NAME",
     help="Backend of the lanes: local is shared memory, for ranks on one host.  "
     "[default: the process group's own]",
+)
+@click.option(
+    "--overlap",
+    type=click.Choice(["backward", "forward"]),
+    help="Overlap communication with backward only, or also with the next forward, for "
+    "which the plan must be made.  [default: as the plan says]",
 )
 @click.option(
     "--foreground",

@@ -68,7 +68,7 @@ class LazyGradient(torch.Tensor):
         return func(*(_real(value, wait=wait) for value in args), **named)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,
@@ -102,7 +102,7 @@ def wrap(
     """Return a wrapper of a gradient; ``used`` again if it fits."""
     lazy = used
     if lazy is None or not _looks_like(lazy, real):
-        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # noqa: SLF001
+        make: Any = torch.Tensor._make_wrapper_subclass  # noqa: SLF001
         lazy = make(
             LazyGradient,
             real.size(),

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 _guarded: dict[int, Member] = {}
 """Members by the id of each of their tensors that has one of the classes here."""
 
-_get_grad: Any = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]  # noqa: SLF001
-_set_grad: Any = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]  # noqa: SLF001
-_del_grad: Any = torch._C.TensorBase.grad.__delete__  # type: ignore[attr-defined]  # noqa: SLF001
+_slot: Any = torch._C.TensorBase.grad  # noqa: SLF001
+_get_grad: Any = _slot.__get__
+_set_grad: Any = _slot.__set__
+_del_grad: Any = _slot.__delete__
 
 plainly: Any = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001
 """Context in which this thread's operations ask no tensor's class."""
@@ -150,5 +151,5 @@ def unguard(member: Member) -> None:
         if type(tensor) is PendingParameter:
             tensor.__class__ = nn.Parameter  # type: ignore[assignment]
         elif type(tensor) is PendingState:
-            tensor.__class__ = torch.Tensor
+            tensor.__class__ = torch.Tensor  # type: ignore[assignment]
     member.guarded = []

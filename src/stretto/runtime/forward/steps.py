@@ -303,7 +303,7 @@ def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
     if getattr(optimizer, "grad_scale", None) is not None or has_modes():
         return ""
     state = optimizer.state
-    count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]  # noqa: SLF001
+    count: Any = torch._C._storage_Use_Count  # noqa: SLF001
     with plainly():
         for member in members:
             parameter = member.parameter

@@ -1,0 +1,702 @@
+"""Overlap with the next forward, against the same buckets without it.
+
+Ranks poison what is pending (``STRETTO_POISON``): buckets count as unfinished until
+something reads, and a read that settles nothing finds NaN.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+import os
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import stretto
+from stretto.errors import StrettoError
+from stretto.runtime import DistributedDataParallel
+from stretto.runtime.forward.overlap import POISON_VARIABLE
+from support.forward_models import MODELS, OPTIMIZERS, SHAPE
+from support.plans import plan_in_turn, reversed_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stretto.schema import Plan
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+STEPS = 6
+READ = 3
+"""In this step parameters and states are read right after the optimizer's step."""
+
+
+def plans(net: nn.Module, ranks: int, share: int = 2) -> tuple[Plan, Plan]:
+    """The same buckets with backward alone, and launched in another order."""
+    names = reversed_names(net)
+    groups = [names[i : i + share] for i in range(0, len(names), share)]
+    backward = plan_in_turn(groups, ranks=ranks, lanes=2, slices=2)
+    turned = (0, *range(len(groups) - 1, 0, -1))
+    return backward, replace(backward, overlap="forward", launch=turned)
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(SHAPE, generator=generator)
+
+
+def state_of(optimizers: list[Any]) -> list[Any]:
+    found: list[Any] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                found += [
+                    value.clone() if isinstance(value, torch.Tensor) else value
+                    for value in optimizer.state[p].values()
+                ]
+    return found
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+def train(
+    make: Callable[[], nn.Module],
+    optimizers_of: Any,
+    plan: Plan,
+    rank: int,
+    *,
+    none: bool = True,
+    **settings: Any,
+) -> list[Any]:
+    """Losses of all steps; parameters and states of some."""
+    torch.manual_seed(3)
+    net = make()
+    model = DistributedDataParallel(net, plan=plan, **settings)
+    optimizers = optimizers_of(net)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in optimizers]
+    found: list[Any] = []
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=none)
+        loss = model(batch(rank, step)).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        found.append(loss.item())
+        if step in (READ, STEPS - 1):
+            found.append(state_of(optimizers))
+            found.append([p.detach().clone() for p in net.parameters()])
+    return found
+
+
+def rank_compares(rank: int, size: int) -> dict[str, bool]:
+    os.environ[POISON_VARIABLE] = "1"
+    cases: list[tuple[str, str, bool, bool]] = []
+    for number, name in enumerate(OPTIMIZERS):
+        views = bool(number % 2)
+        kinds = ("Convolutions", "Tied") if name != "Muon" else ("Tied", "Inner")
+        cases += [(kind, name, views, True) for kind in kinds[: 3 - size // 2]]
+    for kind in MODELS:
+        cases += [(kind, "Adam", views, True) for views in (False, True)]
+        cases.append((kind, "SGD momentum", False, False))
+    found = {}
+    for kind, name, views, none in cases:
+        make, optimizers = MODELS[kind], OPTIMIZERS[name]
+        both = [
+            train(
+                make,
+                optimizers,
+                plan,
+                rank,
+                none=none,
+                gradient_as_bucket_view=views,
+            )
+            for plan in plans(make(), size)
+        ]
+        found[f"{kind} {name} {views=} {none=}"] = same(*both)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_parameters_states_and_losses_are_those_of_backward_alone(
+    ranks: Any, size: int
+) -> None:
+    for found in ranks(rank_compares, size, timeout_s=100):
+        assert [name for name, equal in found.items() if not equal] == []
+        assert len(found) > 35
+
+
+# What a step leaves pending, with works that never seem to end.
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+class Case:
+    """A model that has made two steps, and whose third is pending."""
+
+    def __init__(self, size: int, steps: int = 3) -> None:
+        os.environ[POISON_VARIABLE] = "1"
+        torch.manual_seed(1)
+        self.net = Net()
+        self.model = DistributedDataParallel(self.net, plan=plans(self.net, size)[1])
+        self.optimizer: Any = torch.optim.Adam(self.net.parameters(), lr=0.01)
+        for _ in range(steps):
+            self.step()
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, 8) * (1 + dist.get_rank())).square().mean().backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+    def pending(self) -> list[str]:
+        return [
+            n for n, p in self.net.named_parameters() if type(p) is not nn.Parameter
+        ]
+
+
+def rank_leaves_pending(rank: int, size: int) -> list[Any]:
+    case = Case(size)
+    found: list[Any] = [case.pending()]
+    order: list[Any] = []
+    for name in ("first", "second", "last"):
+        module = getattr(case.net, name)
+        module.register_forward_hook(lambda *_: order.append(case.pending()))
+    case.model(torch.ones(2, 8))
+    return [*found, *order]
+
+
+def test_each_module_settles_its_own_bucket(ranks: Any) -> None:
+    everything = [
+        f"{module}.{name}"
+        for module in ("first", "second", "last")
+        for name in ("weight", "bias")
+    ]
+    for found in ranks(rank_leaves_pending, 2):
+        assert found == [everything, everything[2:], everything[4:], []]
+
+
+READS: dict[str, Callable[[Case], Any]] = {
+    "norm": lambda c: float(c.net.first.weight.norm()),
+    "data": lambda c: c.net.first.weight.data.clone(),
+    "numpy": lambda c: torch.from_numpy(c.net.last.bias.detach().numpy().copy()),
+    "state_dict": lambda c: list(c.model.state_dict().values()),
+    "deepcopy": lambda c: list(copy.deepcopy(c.net).state_dict().values()),
+    "pickle": lambda c: list(
+        torch.load(_saved(c.net), weights_only=False).state_dict().values()
+    ),
+    "vector": lambda c: nn.utils.parameters_to_vector(c.net.parameters()),
+    "optimizer state": lambda c: state_of([c.optimizer]),
+    "optimizer state_dict": lambda c: [
+        list(s.values()) for s in c.optimizer.state_dict()["state"].values()
+    ],
+    "gradient": lambda c: [p.grad.clone() for p in c.net.parameters()],
+    "gradient numpy": lambda c: [
+        p.grad.numpy().copy().tolist() for p in c.net.parameters()
+    ],
+    "gradient norm": lambda c: nn.utils.clip_grad_norm_(c.net.parameters(), 0.1),
+    "write": lambda c: _written(c),
+    "load": lambda c: _loaded(c),
+    "evaluation": lambda c: _evaluated(c.model),
+    "evaluation of the module": lambda c: _evaluated(c.net),
+    "evaluation of a part": lambda c: _evaluated(c.net.first),
+    "average": lambda c: _averaged(c),
+    "functional": lambda c: torch.func.functional_call(
+        c.net, dict(c.net.named_parameters()), (torch.ones(1, 8),)
+    ),
+    "vmap": lambda c: torch.func.vmap(lambda x: c.net.first.weight @ x)(
+        torch.ones(2, 8)
+    ),
+    "inference": lambda c: _inferred(c),
+    "broadcast": lambda c: _broadcast(c),
+    "second step": lambda c: _stepped_again(c),
+    "rate": lambda c: _changed_rate(c),
+    "new group": lambda c: _new_group(c),
+    "no optimizer": lambda c: _own_update(c),
+    "half": lambda c: list(c.net.half().state_dict().values()),
+    "text": lambda c: str(c.net.first.bias),
+}
+"""What programs do between a step and the next forward."""
+
+
+def _saved(net: nn.Module) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return file
+
+
+def _written(case: Case) -> Any:
+    with torch.no_grad():
+        case.net.first.weight.mul_(0.5)
+        case.net.last.bias += 1.0
+    return None
+
+
+def _loaded(case: Case) -> Any:
+    case.net.load_state_dict(
+        {name: value * 0.5 for name, value in case.net.state_dict().items()}
+    )
+    return None
+
+
+def _evaluated(net: nn.Module) -> Any:
+    net.eval()
+    with torch.no_grad():
+        found = net(torch.ones(1, 8))
+    net.train()
+    return found
+
+
+def _averaged(case: Case) -> Any:
+    average = torch.optim.swa_utils.AveragedModel(case.net)
+    average.update_parameters(case.net)
+    return list(average.state_dict().values())
+
+
+def _inferred(case: Case) -> Any:
+    with torch.inference_mode():
+        return case.net.first.weight.sum().clone()
+
+
+def _broadcast(case: Case) -> Any:
+    dist.broadcast(case.net.first.weight, src=0)
+    return None
+
+
+def _stepped_again(case: Case) -> Any:
+    case.optimizer.step()
+    return None
+
+
+def _changed_rate(case: Case) -> Any:
+    case.optimizer.param_groups[0]["lr"] = 0.5
+    return None
+
+
+def _new_group(case: Case) -> Any:
+    case.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    return None
+
+
+def _own_update(case: Case) -> Any:
+    with torch.no_grad():
+        for p in case.net.parameters():
+            p.sub_(p.grad, alpha=0.1)
+    return None
+
+
+def rank_reads(rank: int, size: int) -> dict[str, Any]:
+    found = {}
+    for name, read in READS.items():
+        outcomes = []
+        for forward in (False, True):
+            os.environ[POISON_VARIABLE] = "1"
+            torch.manual_seed(1)
+            case = Case.__new__(Case)
+            case.net = Net()
+            case.model = DistributedDataParallel(
+                case.net, plan=plans(case.net, size)[forward]
+            )
+            case.optimizer = torch.optim.Adam(case.net.parameters(), lr=0.01)
+            for _ in range(3):
+                case.step()
+            if forward and not case.pending():
+                outcomes.append("nothing is pending")
+            value = read(case)
+            if name != "half":
+                case.optimizer.zero_grad()
+                case.step()
+            outcomes.append(
+                [value, [p.detach().clone() for p in case.net.parameters()]]
+            )
+        found[name] = len(outcomes) == 2 and same(*outcomes)
+    return found
+
+
+def test_whatever_reads_earlier_is_exact(ranks: Any) -> None:
+    for found in ranks(rank_reads, 2, timeout_s=100):
+        assert [name for name, equal in found.items() if not equal] == []
+
+
+def rank_reads_gradients(rank: int, size: int) -> list[Any]:
+    """Between backward and step: what programs do with gradients."""
+    found = []
+    for forward in (False, True):
+        torch.manual_seed(1)
+        os.environ[POISON_VARIABLE] = "1"
+        net = Net()
+        model = DistributedDataParallel(net, plan=plans(net, size)[forward])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        rows: list[Any] = []
+        kept: list[Any] = []
+        for step in range(12):
+            optimizer.zero_grad()
+            model(torch.ones(2, 8) * (1 + rank + step)).square().mean().backward()
+            if step == 3:
+                rows.append(nn.utils.clip_grad_norm_(net.parameters(), 0.01))
+            if step == 4:
+                kept = [p.grad for p in net.parameters()]
+            if step == 5:
+                rows.append([g.clone() for g in kept])
+            if step == 6:
+                net.first.weight.grad = net.last.weight.new_ones(16, 8)
+            if step == 7:
+                net.first.bias.grad, net.second.bias.grad = (
+                    net.second.bias.grad,
+                    net.first.bias.grad,
+                )
+            if step == 8:
+                net.second.weight.grad = None
+            if step == 9:
+                with model.no_sync():
+                    model(torch.ones(1, 8)).mean().backward()
+                model(torch.ones(1, 8) * rank).mean().backward()
+            if step == 10:
+                for p in net.parameters():
+                    p.grad.mul_(0.5)
+            optimizer.step()
+        rows.append([p.detach().clone() for p in net.parameters()])
+        found.append(rows)
+    return [same(*found), len(found[0])]
+
+
+def test_gradients_that_a_program_uses_are_complete(ranks: Any) -> None:
+    assert ranks(rank_reads_gradients, 2) == [[True, 3]] * 2
+
+
+# What falls back, with a word.
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        logging.getLogger("stretto").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class OwnOptimizer(torch.optim.SGD):
+    """A subclass, which may do anything."""
+
+
+class Kept(nn.Linear):
+    """Keeps another tensor of its weight's memory."""
+
+    def keep(self) -> None:
+        self.alias = self.weight.detach()
+
+
+def rank_falls_back(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def run(
+        name: str,
+        net: nn.Module,
+        optimizer_of: Any = torch.optim.SGD,
+        prepare: Any = None,
+        **settings: Any,
+    ) -> None:
+        lines = Lines()
+        model = DistributedDataParallel(net, plan=plans(net, size)[1], **settings)
+        optimizer = optimizer_of(net.parameters(), lr=0.1)
+        if prepare is not None:
+            prepare(model, optimizer)
+        pending = False
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+            pending = pending or any(
+                type(p) is not nn.Parameter for p in net.parameters()
+            )
+        logging.getLogger("stretto").removeHandler(lines)
+        found[name] = (pending, lines.lines)
+
+    os.environ[POISON_VARIABLE] = "1"
+    run("usual", Net())
+    run("unused", Net(), find_unused_parameters=True)
+    run("static", Net(), static_graph=True)
+    run("nan", Net(), nan="warn")
+    run("script", nn.Sequential(torch.jit.script(nn.Linear(8, 4)), nn.Linear(4, 4)))
+    run("subclass", Net(), OwnOptimizer)
+    run(
+        "declared",
+        Net(),
+        lambda *a, **k: stretto.separable(OwnOptimizer(*a, **k)),
+    )
+    run(
+        "post-hook",
+        Net(),
+        prepare=lambda _, o: o.register_step_post_hook(lambda *_: None),
+    )
+    kept = Kept(8, 4)
+    run("alias", nn.Sequential(kept, nn.Linear(4, 4)), prepare=lambda *_: kept.keep())
+    run(
+        "hook",
+        Net(),
+        prepare=lambda m, _: m.register_comm_hook(
+            None,
+            default_hooks.allreduce_hook,
+        ),
+    )
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_prevents_overlap_is_named_once(ranks: Any) -> None:
+    words = {
+        "unused": "find_unused_parameters",
+        "static": "static_graph",
+        "nan": "nan=",
+        "script": "ScriptModule",
+        "subclass": "OwnOptimizer",
+        "post-hook": "step hooks",
+        "alias": "'0.weight'",
+        "hook": "communication hook",
+    }
+    first, second = ranks(rank_falls_back, 2)
+    assert first["usual"] == (True, [])
+    assert first["declared"] == (True, [])
+    for name, word in words.items():
+        pending, lines = first[name]
+        assert not pending, name
+        assert sum("no overlap with forward" in line for line in lines) == 1, (
+            name,
+            lines,
+        )
+        assert word in " ".join(lines), (name, lines)
+    assert all(lines == [] for _, lines in second.values())
+
+
+# Ends and failures.
+
+
+def rank_is_killed(rank: int, size: int) -> list[Any]:
+    case = Case(size, steps=2)
+    os.environ.pop(POISON_VARIABLE)
+    dist.barrier()
+    case = Case(size, steps=2)
+    before = [p.detach().clone() for p in case.net.parameters()]
+    states = state_of([case.optimizer])
+    if rank == 1:
+        # The other rank's buckets wait for this one's, which never come.
+        os._exit(7)
+    case.backward_error = None  # type: ignore[attr-defined]
+    try:
+        case.step()
+        case.backward()
+    except StrettoError as error:
+        after = [p.detach().clone() for p in case.net.parameters()]
+        return [
+            type(error).__name__,
+            "rank 1" in str(error),
+            same(before, after),
+            same(states, state_of([case.optimizer])),
+        ]
+    return ["no error"]
+
+
+def test_a_lost_rank_is_named_and_nothing_is_updated(ranks: Any) -> None:
+    first, second = ranks(rank_is_killed, 2, errors=True)
+    assert first == ["CommTimeout", True, True, True]
+    assert second is None
+
+
+def rank_ends_at_once(rank: int, size: int) -> float:
+    """Rank 0 returns right after its step; the other forwards later."""
+    case = Case(size)
+    if rank == 1:
+        time.sleep(1.0)
+        case.step()
+        return float(sum(p.sum() for p in case.net.parameters()))
+    return 0.0
+
+
+def rank_drops_its_model(rank: int, size: int) -> list[Any]:
+    """The update is executed though the model has been dropped."""
+    outcomes = []
+    for forward in (False, True):
+        os.environ[POISON_VARIABLE] = "1"
+        torch.manual_seed(1)
+        net = Net()
+        model = DistributedDataParallel(net, plan=plans(net, size)[forward])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+        pending = any(type(p) is not nn.Parameter for p in net.parameters())
+        del model, optimizer
+        gc.collect()
+        left = any(type(p) is not nn.Parameter for p in net.parameters())
+        hooks = sum(len(m._forward_pre_hooks) for m in net.modules())
+        outcomes.append(
+            [pending, left, hooks, [p.detach().clone() for p in net.parameters()]]
+        )
+    return [same(outcomes[0][3], outcomes[1][3]), *outcomes[1][:3]]
+
+
+def test_a_dropped_model_s_step_is_executed(ranks: Any) -> None:
+    assert ranks(rank_drops_its_model, 2) == [[True, True, False, 0]] * 2
+
+
+def rank_uses_a_closure(rank: int, size: int) -> list[Any]:
+    outcomes = []
+    for forward in (False, True):
+        os.environ[POISON_VARIABLE] = "1"
+        torch.manual_seed(1)
+        net = Net()
+        model = DistributedDataParallel(net, plan=plans(net, size)[forward])
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        losses = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 8) * (rank + 1)).square().mean()
+            loss.backward()
+            return loss
+
+        for step in range(5):
+            loss = (
+                optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
+            )
+            losses.append(float(loss))
+        pending = any(type(p) is not nn.Parameter for p in net.parameters())
+        outcomes.append(
+            [losses, [p.detach().clone() for p in net.parameters()], pending]
+        )
+    return [same(outcomes[0][:2], outcomes[1][:2]), outcomes[1][2]]
+
+
+def test_a_step_with_a_closure_is_deferred_after_it(ranks: Any) -> None:
+    assert ranks(rank_uses_a_closure, 2) == [[True, True]] * 2
+
+
+def rank_uses_an_old_graph(rank: int, size: int) -> list[str]:
+    """A backward of a graph made before the step fails as with DDP."""
+    found = []
+    for forward in (False, True):
+        os.environ[POISON_VARIABLE] = "1"
+        net = Net()
+        model = DistributedDataParallel(net, plan=plans(net, size)[forward])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        first, second = (model(torch.ones(2, 8)).square().mean() for _ in range(2))
+        first.backward()
+        optimizer.step()
+        try:
+            second.backward()
+        except RuntimeError as error:
+            found.append(str(error).partition(":")[0])
+    return found
+
+
+def test_a_graph_from_before_the_step_fails_as_with_ddp(ranks: Any) -> None:
+    first, second = ranks(rank_uses_an_old_graph, 2)
+    assert first == second
+    assert len(first) == 2
+    assert first[0] == first[1]
+
+
+class _Hidden(torch.autograd.Function):
+    """Reads a parameter as a compiled extension does: without asking its class."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            value = weight.detach()
+        ctx.save_for_backward(x, value)
+        return x @ value.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.T @ x
+
+
+class HiddenReader(nn.Module):
+    """Sometimes reads its last layer's weight unseen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 4, bias=False)
+        self.hides = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if not self.hides:
+            return self.last(x)
+        return _Hidden.apply(x, self.last.weight)
+
+
+def rank_reads_unseen(rank: int, size: int) -> list[Any]:
+    found = []
+    for forward in (False, True):
+        os.environ[POISON_VARIABLE] = "1"
+        torch.manual_seed(1)
+        net = HiddenReader()
+        plan = plans(net, size, 1)[forward]
+        model = DistributedDataParallel(net, plan=plan)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        losses = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        found.append(losses)
+        net.hides = False
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+        net.hides = True
+        optimizer.zero_grad()
+        try:
+            model(torch.ones(2, 8)).square().mean().backward()
+        except StrettoError as error:
+            found.append("'last.weight'" in str(error))
+    return [found[0] == found[1], found[2:]]
+
+
+def test_reads_that_never_show_are_settled_as_forward_begins(ranks: Any) -> None:
+    for same_losses, rest in ranks(rank_reads_unseen, 2):
+        assert same_losses
+        assert rest == [True]
