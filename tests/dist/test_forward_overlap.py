@@ -639,7 +639,7 @@ class _Hidden(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            value = weight.detach()
+            value = weight.detach().clone()
         ctx.save_for_backward(x, value)
         return x @ value.T
 

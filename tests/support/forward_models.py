@@ -65,7 +65,7 @@ class Tied(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.squeeze(1)
         return self.last(
-            torch.tanh(self.first(x)) + self.words((x * 3).long().abs() % 8)
+            torch.tanh(self.first(x)) + self.words((x[..., 0] * 3).long().abs() % 8)
         )
 
 

@@ -99,9 +99,13 @@ def wrap(
     member: Any,
     used: LazyGradient | None,
 ) -> LazyGradient:
-    """Return a wrapper of a gradient; ``used`` again if it fits."""
+    """Return a wrapper of a gradient; ``used`` again if it fits.
+
+    Call it where classes of tensors are not asked. Sizes of the wrapper only matter to
+    ``p.grad = wrapper``: metadata is read from the gradient.
+    """
     lazy = used
-    if lazy is None or not _looks_like(lazy, real):
+    if lazy is None or lazy.shape != real.shape:
         make: Any = torch.Tensor._make_wrapper_subclass  # noqa: SLF001
         lazy = make(
             LazyGradient,
@@ -116,26 +120,24 @@ def wrap(
     return lazy
 
 
-def _looks_like(lazy: torch.Tensor, real: torch.Tensor) -> bool:
-    """Compare sizes and types; call it where tensor subclasses are off."""
-    return (
-        lazy.shape == real.shape
-        and lazy.dtype == real.dtype
-        and lazy.device == real.device
-        and lazy.stride() == real.stride()
-    )
+def is_held(gradient: torch.Tensor, more: int = 0) -> bool:
+    """Return whether a program refers to a gradient, besides ``more`` references.
 
-
-def holders(parameter: torch.Tensor) -> int:
-    """Return how many references Python has to a parameter's gradient."""
-    return sys.getrefcount(parameter.grad)
+    The caller has it in one variable.
+    """
+    return sys.getrefcount(gradient) - more > _HELD_ALONE
 
 
 def _held_alone() -> int:
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
-    return holders(parameter)
+    gradient = parameter.grad
+    return _count(gradient)
 
 
-HELD_ALONE = _held_alone()
-"""`holders` of a gradient that only its parameter refers to."""
+def _count(gradient: torch.Tensor) -> int:
+    """Count as in `is_held`."""
+    return sys.getrefcount(gradient)
+
+
+_HELD_ALONE = _held_alone()

@@ -30,8 +30,9 @@ class Member:
         "offset",
         "owner",
         "parameter",
-        "seen",
+        "place",
         "shape",
+        "states",
         "update",
     )
 
@@ -41,12 +42,14 @@ class Member:
         name: str,
         parameter: nn.Parameter,
         bucket: int,
+        place: int,
         offset: int,
     ) -> None:
         self.owner = owner
         self.name = name
         self.parameter = parameter
         self.bucket = bucket
+        self.place = place
         self.offset = offset
         self.shape: tuple[torch.Size, tuple[int, ...] | None] | None = None
         """Size and strides as the Reducer's views of the bucket have them."""
@@ -64,8 +67,8 @@ class Member:
         self.guarded: list[torch.Tensor] = []
         """Tensors with a class of `pending`."""
 
-        self.seen = False
-        """Whether some read in forward settled this parameter."""
+        self.states: list[torch.Tensor] = []
+        """Tensors of the optimizer's state, while there is an update."""
 
         self.alarm: Any = None
         """Handle of a hook that reports a read that settled nothing."""

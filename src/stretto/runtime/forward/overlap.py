@@ -31,14 +31,14 @@ import os
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from stretto.errors import StrettoError
 from stretto.logs import get_logger
 from stretto.runtime.forward import steps
-from stretto.runtime.forward.lazy import HELD_ALONE, holders, wrap
+from stretto.runtime.forward.lazy import is_held, wrap
 from stretto.runtime.forward.member import Member
 from stretto.runtime.forward.pending import guard, plainly, unguard
 from stretto.runtime.forward.readers import Readers
@@ -103,6 +103,9 @@ class ForwardOverlap:
         self._poisoned: dict[int, torch.Tensor] = {}
         """In poison mode, the Reducer's own buckets."""
 
+        self._parts: dict[int, tuple[int, list[torch.Tensor]]] = {}
+        """Addresses of reduced buckets, and the views of their parts."""
+
         self._pending: dict[Member, None] = {}
         """Members with an update."""
 
@@ -125,9 +128,9 @@ class ForwardOverlap:
         self, route: BucketSchedule, table: Sequence[tuple[str, nn.Parameter]]
     ) -> tuple[Member, ...]:
         found, offset = [], 0
-        for position in route.parameters:
+        for place, position in enumerate(route.parameters):
             name, parameter = table[position]
-            found.append(Member(self, name, parameter, route.index, offset))
+            found.append(Member(self, name, parameter, route.index, place, offset))
             offset += parameter.numel()
         return tuple(found)
 
@@ -170,10 +173,10 @@ class ForwardOverlap:
     def _replace_gradient(self, member: Member) -> str | None:
         """Set a wrapper as gradient; return why it must be complete at once, if so."""
         parameter = member.parameter
-        held = holders(parameter) > HELD_ALONE
         gradient = parameter.grad
         if gradient is None:  # unused everywhere: the Reducer leaves it
             return None
+        held = is_held(gradient)
         member.note_shape()
         member.gradient = gradient
         member.lazy = wrap(gradient, self.settle_all, member, member.lazy)
@@ -209,7 +212,7 @@ class ForwardOverlap:
             for member in found:
                 self._unwatch(member)
                 member.update = update
-                states = update.states_of(member.parameter)
+                states = member.states
                 if self._poisons:
                     self._poison(member, states)
                 guard(member, states)
@@ -250,17 +253,18 @@ class ForwardOverlap:
 
     def _settle(self, indices: Sequence[int]) -> None:
         """Wait for buckets and execute the steps on their members."""
-        try:
-            for index in indices:
-                if index in self._unfinished:
-                    self._use_the_wait(index)
-                    self._land(index)
-        except BaseException:
-            self._give_up()
-            raise
-        self._execute(
-            [m for i in indices for m in self._members[i] if m.update is not None]
-        )
+        with undisturbed():
+            try:
+                for index in indices:
+                    if index in self._unfinished:
+                        self._use_the_wait(index)
+                        self._land(index)
+            except BaseException:
+                self._give_up()
+                raise
+            self._execute(
+                [m for i in indices for m in self._members[i] if m.update is not None]
+            )
 
     def _use_the_wait(self, index: int) -> None:
         """Execute steps of other buckets while one is under way."""
@@ -280,20 +284,29 @@ class ForwardOverlap:
             self._marker.wait("all-reduce", lambda: self._sender.wait(route))
         sent = self._unfinished.pop(index)
         bucket = self._poisoned.pop(index, None)
+        members = [m for m in self._members[index] if m.gradient is not None]
         with undisturbed():
             if bucket is not None:
                 bucket.copy_(sent)
-            for member in self._members[index]:
-                gradient = member.gradient
-                if gradient is None:
-                    continue
-                if not self._views:
-                    gradient.copy_(member.view_of(sent))
+            if members and not self._views:
+                views = self._views_of(index, sent)
+                gradients: Any = [member.gradient for member in members]
+                torch._foreach_copy_(gradients, [views[m.place] for m in members])
+            for member in members:
                 if member.parameter.grad is member.lazy:
-                    member.parameter.grad = gradient
+                    member.parameter.grad = member.gradient
                 if member.update is None:
                     member.gradient = None
                 self._release_lazy(member)
+
+    def _views_of(self, index: int, sent: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of a reduced bucket, whose memory rarely changes."""
+        known = self._parts.get(index)
+        address = sent.data_ptr()
+        if known is None or known[0] != address:
+            parts = [member.view_of(sent) for member in self._members[index]]
+            known = self._parts[index] = (address, parts)
+        return known[1]
 
     def _release_lazy(self, member: Member) -> None:
         """Keep a wrapper for the next step, if nobody else has it."""
@@ -342,6 +355,7 @@ class ForwardOverlap:
         unguard(member)
         self._pending.pop(member, None)
         member.update = member.gradient = None
+        member.states = []
 
     def _give_up(self) -> None:
         """After a failure, leave parameters and states as before the step."""
@@ -444,6 +458,7 @@ class ForwardOverlap:
         # Break the cycles, so that parameters and lanes are freed at once.
         self._members = ()
         self._unseen.clear()
+        self._parts.clear()
         self._readers.clear()
         del self._sender
 

@@ -109,16 +109,6 @@ class Update:
             for index in groups
         }
 
-    def states_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of a parameter's optimizer state."""
-        state = self._optimizer.state
-        if parameter not in state:
-            return []
-        found = state[parameter]
-        if not isinstance(found, dict):
-            return []
-        return [value for value in found.values() if isinstance(value, torch.Tensor)]
-
     def execute(self, members: Sequence[Member]) -> None:
         """Execute the step on these parameters, whose gradients are in place."""
         groups: dict[int, list[torch.Tensor]] = {}
@@ -307,8 +297,13 @@ def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
     with plainly():
         for member in members:
             parameter = member.parameter
-            if state and parameter not in state:
-                return ""
+            if state:
+                found = state.get(parameter)
+                if not isinstance(found, dict):
+                    return ""
+                member.states = [
+                    v for v in found.values() if isinstance(v, torch.Tensor)
+                ]
             if count(parameter.untyped_storage()._cdata) > _ALONE:  # noqa: SLF001
                 return (
                     f"parameter {member.name!r} shares its memory with another "

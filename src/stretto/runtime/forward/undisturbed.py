@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,9 +32,29 @@ def _in_transform() -> bool:
     return functorch.peek_interpreter_stack() is not None
 
 
+class _Inside(threading.local):
+    """Whether this thread is undisturbed already."""
+
+    now = False
+
+
+_inside = _Inside()
+
+
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Switch off gradients, modes, autocast, transforms and classes of tensors."""
+    if _inside.now:
+        yield
+        return
+    _inside.now = True
+    try:
+        yield from _switched_off()
+    finally:
+        _inside.now = False
+
+
+def _switched_off() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if has_modes():
             from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
