@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,11 @@ def shared(value: Any) -> Any:
     return found[0]
 
 
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
 def block_s(model: nn.Module, optimizer: Any, steps: int) -> float:
     """Return the period of a steady run, of the slowest rank."""
     dist.barrier()
@@ -100,6 +106,7 @@ def compare(case: str, cluster: Any, options: argparse.Namespace) -> dict[str, A
         for dims in (RUNNABLE_DIMS, (*RUNNABLE_DIMS, "forward")):
             found.append(JointPlanner(dims=dims).plan(workload, cluster))
     backward, forward = shared(found)
+    say(f"{case}: planned")
     plans = {
         "backward": backward,
         "forward's buckets": replace(
@@ -125,6 +132,7 @@ def compare(case: str, cluster: Any, options: argparse.Namespace) -> dict[str, A
         names = list(models) if number % 2 else list(models)[::-1]
         for name in names:
             rows[name].append(block_s(models[name], optimizers[name], options.steps))
+        say(" ".join(f"{name} {values[-1]:.4f}" for name, values in rows.items()))
     bound_s = backward.predicted.lower_bound_s if backward.predicted else 0.0
 
     def ratio(one: str, other: str) -> dict[str, Any]:
@@ -157,6 +165,7 @@ def in_lab(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cluster = stretto.probe(budget_s=options.probe_s)
+    say("probed")
     found = {case: compare(case, cluster, options) for case in options.cases}
     if dist.get_rank() == 0:
         link, rates = cluster.inter_host, cluster.concurrency

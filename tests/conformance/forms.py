@@ -7,6 +7,7 @@ runs over several buckets, lanes and slices.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import on_cpu
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import stretto
 from stretto.runtime import DistributedDataParallel as Ours
+from stretto.runtime.forward.overlap import POISON_VARIABLE
 from stretto.runtime.plan_binding import parameter_rows
 from stretto.schema import Bucket, Plan
 from stretto.tune.forced import SCHEDULE_VARIABLE
@@ -66,7 +68,25 @@ class Forced(Auto):
     """The same on the schedule that passes every phase within ten steps."""
 
 
-ENVIRONMENT = {"forced": {SCHEDULE_VARIABLE: "forced"}}
+class Forward(Ours):
+    """Ours with buckets that overlap with the next forward, and poison what is pending.
+
+    Buckets then count as unfinished until something reads, and such reads find NaN.
+    """
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        kwargs = on_cpu.without_devices(kwargs)
+        plan = plan_of(module)
+        if plan is not None:
+            turned = tuple(range(len(plan.buckets) - 1, -1, -1))
+            plan = replace(plan, overlap="forward", launch=turned)
+        super().__init__(module, *args[2:], plan=plan, **kwargs)
+
+
+ENVIRONMENT = {
+    "forced": {SCHEDULE_VARIABLE: "forced"},
+    "forward": {POISON_VARIABLE: "1"},
+}
 """What a form's ranks have in their environment besides."""
 
 FORMS: dict[str, type[TorchDDP]] = {
@@ -75,6 +95,7 @@ FORMS: dict[str, type[TorchDDP]] = {
     "planned": Planned,
     "auto": Auto,
     "forced": Forced,
+    "forward": Forward,
 }
 
 

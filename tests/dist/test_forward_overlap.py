@@ -11,8 +11,10 @@ import gc
 import io
 import logging
 import os
-import time
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,10 +25,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import stretto
 from stretto.errors import StrettoError
+from stretto.lab.ports import free_port
 from stretto.runtime import DistributedDataParallel
 from stretto.runtime.forward.overlap import POISON_VARIABLE
 from support.forward_models import MODELS, OPTIMIZERS, SHAPE
 from support.plans import plan_in_turn, reversed_names
+from support.ranks import rank_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -512,7 +516,6 @@ def rank_is_killed(rank: int, size: int) -> list[Any]:
     if rank == 1:
         # The other rank's buckets wait for this one's, which never come.
         os._exit(7)
-    case.backward_error = None  # type: ignore[attr-defined]
     try:
         case.step()
         case.backward()
@@ -533,14 +536,110 @@ def test_a_lost_rank_is_named_and_nothing_is_updated(ranks: Any) -> None:
     assert second is None
 
 
-def rank_ends_at_once(rank: int, size: int) -> float:
-    """Rank 0 returns right after its step; the other forwards later."""
-    case = Case(size)
-    if rank == 1:
-        time.sleep(1.0)
-        case.step()
-        return float(sum(p.sum() for p in case.net.parameters()))
-    return 0.0
+class Entered(nn.Module):
+    """Tells the other rank through the store that forward has come this far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.store is not None:
+            self.store.set("entered", "1")
+        return x
+
+
+def rank_has_a_late_peer(rank: int, size: int) -> list[Any]:
+    """Rank 1 sends nothing before rank 0 has made its step and begun its forward."""
+    os.environ[POISON_VARIABLE] = "1"
+    store = dist.distributed_c10d._get_default_store()
+    torch.manual_seed(1)
+    entered = Entered()
+    net = nn.Sequential(entered, Net())
+    model = DistributedDataParallel(net, plan=plans(net, size)[1])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 8) * (rank + step)).square().mean()
+        if step == 2 and rank == 1:
+            store.wait(["entered"])
+        loss.backward()
+        optimizer.step()
+        if step == 2 and rank == 0:
+            pending = sum(type(p) is not nn.Parameter for p in net.parameters())
+            entered.store = store
+    return [pending if rank == 0 else 6, [p.detach() for p in net.parameters()]]
+
+
+def test_backward_and_step_return_before_communication_ends(ranks: Any) -> None:
+    """It would hang if anything before the first module with parameters waited."""
+    first, second = ranks(rank_has_a_late_peer, 2)
+    assert first[0] == second[0] == 6
+    assert same(first[1], second[1])
+
+
+ENDS_AT_ONCE = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import torch
+import torch.distributed as dist
+from torch import nn
+from stretto.runtime import DistributedDataParallel
+from stretto.schema import Bucket, Plan
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+net = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 8))
+names = [name for name, _ in net.named_parameters()]
+plan = Plan(
+    planner="test",
+    workload_digest="",
+    ranks=2,
+    overlap="forward",
+    lanes=2,
+    buckets=tuple(
+        Bucket(tensors=(n,), lane=i % 2, wire_dtype="float32")
+        for i, n in enumerate(names[::-1])
+    ),
+)
+model = DistributedDataParallel(net, plan=plan)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 64)).square().mean()
+    if step == 2 and rank == 0:
+        time.sleep(2.0)
+    loss.backward()
+    optimizer.step()
+pending = any(type(p) is not nn.Parameter for p in net.parameters())
+if rank == 0:
+    net[0].weight.sum()
+print("pending" if pending else "settled")
+"""
+
+
+def test_a_process_that_ends_right_after_its_step_still_sends() -> None:
+    """Rank 1 ends before rank 0 has sent its gradients, which then need rank 1."""
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS_AT_ONCE, str(Path(__file__).parent)],
+            env=rank_environment(rank, 2, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        texts = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], texts
+    assert "pending" in texts[1]
 
 
 def rank_drops_its_model(rank: int, size: int) -> list[Any]:

@@ -11,14 +11,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stretto
+from stretto.runtime.forward.overlap import POISON_VARIABLE
 from stretto.testing.programs import ACTIONS, LOCAL_ACTIONS, compared, draw
-from stretto.tune.forced import SCHEDULE_VARIABLE
+from stretto.tune.forced import FORCED, FORCED_FORWARD, SCHEDULE_VARIABLE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 
-def compare(rank: int, size: int, numbers: list[int]) -> list[str]:
-    os.environ[SCHEDULE_VARIABLE] = "forced"
+def compare(rank: int, size: int, numbers: list[int], schedule: str) -> list[str]:
+    os.environ[SCHEDULE_VARIABLE] = schedule
+    if schedule == FORCED_FORWARD:
+        os.environ[POISON_VARIABLE] = "1"
     found = [
         compared(
             number,
@@ -43,7 +46,20 @@ def test_generated_programs_are_ddp_s_bit_for_bit(
     ranks: Any, numbers: list[int]
 ) -> None:
     """``benchmarks/generated_programs.py`` runs hundreds, also on three ranks."""
-    found = ranks(compare, 2, numbers, timeout_s=120.0, group_s=60.0)
+    found = ranks(compare, 2, numbers, FORCED, timeout_s=120.0, group_s=60.0)
+    assert found == [[], []], numbers
+
+
+@settings(
+    max_examples=2,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(numbers=st.lists(st.integers(0, 10**6), min_size=5, max_size=5, unique=True))
+def test_generated_programs_that_overlap_with_forward_are_ddp_s_bit_for_bit(
+    ranks: Any, numbers: list[int]
+) -> None:
+    found = ranks(compare, 2, numbers, FORCED_FORWARD, timeout_s=120.0, group_s=60.0)
     assert found == [[], []], numbers
 
 
@@ -54,7 +70,7 @@ def test_programs_of_a_few_hundred_numbers_have_every_action() -> None:
 
 
 def phases(rank: int, size: int) -> list[tuple[str, str | None]]:
-    os.environ[SCHEDULE_VARIABLE] = "forced"
+    os.environ[SCHEDULE_VARIABLE] = FORCED
     program = draw(0)
     found: list[tuple[str, str | None]] = []
     import torch

@@ -80,6 +80,9 @@ ACTIONS = (
     "clip",
     "wrap_again",
     "zero_to_none",
+    "look",
+    "overwrite",
+    "rate",
 )
 
 
@@ -452,6 +455,28 @@ class _Run:
     def do_zero_to_none(self, number: int) -> None:
         for p in self.net.parameters():
             p.grad = None if number % 2 else torch.zeros_like(p)
+
+    def do_look(self, number: int) -> None:
+        """Read what the last step changed: a parameter, its state, a gradient."""
+        p = list(self.net.parameters())[number % 3]
+        if number % 2:
+            self.found.append(float(p.detach().norm()))
+        for row in self.optimizer.state_dict()["state"].values():
+            if row.get("momentum_buffer") is not None:
+                self.found.append(float(row["momentum_buffer"].sum()))
+        if p.grad is not None:
+            self.found.append(float(p.grad.sum()))
+
+    def do_overwrite(self, number: int) -> None:
+        """Change a parameter in place, as averaging and clipping of weights do."""
+        p = list(self.net.parameters())[number % 3]
+        with torch.no_grad():
+            p.mul_(0.99)
+
+    def do_rate(self, number: int) -> None:
+        """Change the learning rate, as schedulers do after a step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + number % 3)
 
     def do_wrap_again(self, _number: int) -> None:
         self._wrap()

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
 SCHEDULE_VARIABLE = "STRETTO_TUNE_SCHEDULE"
 
+FORCED = "forced"
+FORCED_FORWARD = "forced-forward"
+"""The same with plans whose communication overlaps with the next forward, too."""
+
 PROFILED_STEPS = 2
 PLAN_STEPS = 2
 
@@ -53,7 +57,7 @@ _SHAPES: Final = ((3, 3, 2), (2, 2, 1))
 
 def is_forced() -> bool:
     """Return whether this process tunes on the fixed schedule."""
-    return os.environ.get(SCHEDULE_VARIABLE) == "forced"
+    return os.environ.get(SCHEDULE_VARIABLE) in (FORCED, FORCED_FORWARD)
 
 
 @final
@@ -180,11 +184,15 @@ def _plan(
         for (dtype, _), names in groups.items()
         for i in range(0, len(names), tensors)
     ]
+    forward = os.environ.get(SCHEDULE_VARIABLE) == FORCED_FORWARD
+    # The first gradients that are ready, then those that forward needs first.
+    launch = (0, *range(len(buckets) - 1, 0, -1)) if forward else ()
     return Plan(
         planner="forced",
         workload_digest=workload_of(model).digest,
         ranks=model._ranks.size,  # noqa: SLF001
-        overlap="backward",
+        overlap="forward" if forward else "backward",
+        launch=launch,
         lanes=lanes,
         buckets=tuple(
             Bucket(

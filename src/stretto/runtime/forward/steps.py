@@ -62,9 +62,9 @@ _SEPARABLE = {getattr(torch.optim, name, None) for name in SEPARABLE_NAMES} - {N
 
 _declared: weakref.WeakSet[Any] = weakref.WeakSet()
 _stepped: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers that have made a step on a planned model's gradients: their states exist.
+"""Optimizers that have made a step, so that their states exist.
 
-Each first step is executed as it is called, so states are made in the usual order.
+Each first step is executed as it is called: states are made in the usual order.
 """
 
 _ALONE = 2
@@ -213,9 +213,7 @@ def _decide(optimizer: Any) -> None:
     if any(member.gradient is None for member in members):
         owners, members, others = _sorted_out(optimizer)
     why = _why_not(optimizer, members)
-    first = optimizer not in _stepped
-    _stepped.add(optimizer)
-    if why is not None or first or not members:
+    if why is not None or optimizer not in _stepped or not members:
         for owner in owners:
             owner.settle_all()
             if why:
@@ -314,6 +312,9 @@ def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
 
 @without_dynamo
 def _after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if _executing.active:
+        return
+    _stepped.add(optimizer)
     hidden = _hidden.pop(id(optimizer), None)
     if hidden is None:
         return
