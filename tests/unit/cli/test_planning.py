@@ -164,6 +164,8 @@ def test_compare_gives_every_planner_a_row_beside_the_same_bound(files) -> None:
     rows = json.loads(out)
     assert [row["planner"] for row in rows] == list(planners.NAMES)
     assert all(set(row) == PLAN_KEYS for row in rows)
+    # Halves extend into the next forward, and have a bound of their own.
+    rows = [row for row in rows if row["planner"] != "dear"]
     assert len({row["lower_bound_s"] for row in rows}) == 1
     joint = next(row for row in rows if row["planner"] == "joint")
     # Rounding aside.
@@ -172,6 +174,15 @@ def test_compare_gives_every_planner_a_row_beside_the_same_bound(files) -> None:
     code, out, err = call("compare", *files)
     assert (code, err) == (0, "")
     assert all(name in out for name in planners.NAMES)
+
+
+def test_the_page_s_bound_is_not_that_of_halves(files, tmp_path) -> None:
+    page = tmp_path / "page.html"
+    code, _, err = call("compare", *files, "--report", page)
+    assert (code, err) == (0, "")
+    text = page.read_text()
+    assert "dear" in text
+    assert "in halves with" not in text
 
 
 def test_simulate_agrees_with_the_plan_s_prediction_and_writes_a_trace(
