@@ -223,3 +223,17 @@ def flat_cells(h):
 @pytest.mark.parametrize("function", [positive_definite, flat_cells])
 def test_operations_that_need_values_in_a_range_are_captured(function):
     assert capture(Inside(function), (torch.randn(6, 4),)).nodes
+
+
+class CountsGradients(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) * (1 + (self.linear.weight.grad is not None))
+
+
+def test_a_forward_that_reads_whether_there_is_a_gradient_is_refused():
+    with pytest.raises(SpecError, match=r"reads \.grad of a tensor in forward"):
+        capture(CountsGradients(), (torch.randn(6, 4),))

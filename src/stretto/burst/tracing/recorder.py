@@ -292,7 +292,13 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         value = func(*args)
         if name in ("requires_grad", "is_leaf", "grad_fn"):
             self._note_gradient_read(args[0], sys._getframe(2))  # noqa: SLF001
-        if not isinstance(value, Tensor) or not isinstance(args[0], Tensor):
+        is_grad = name in ("grad", "_grad") and may_read_users(
+            sys._getframe(2).f_globals.get("__name__")  # noqa: SLF001
+        )
+        # A parameter has no gradient at capture, and may have one later.
+        if not is_grad and not (
+            isinstance(value, Tensor) and isinstance(args[0], Tensor)
+        ):
             return value
         if name in ("grad", "_grad", "_base"):
             raise SpecError(
