@@ -103,8 +103,10 @@ def compare(case: str, cluster: Any, options: argparse.Namespace) -> dict[str, A
     workload = workload_of(CASES[case], ranks)
     found: list[Plan] = []
     if dist.get_rank() == 0:
-        for dims in (RUNNABLE_DIMS, (*RUNNABLE_DIMS, "forward")):
-            found.append(JointPlanner(dims=dims).plan(workload, cluster))
+        found += [
+            JointPlanner(dims=dims).plan(workload, cluster)
+            for dims in (RUNNABLE_DIMS, (*RUNNABLE_DIMS, "forward"))
+        ]
     backward, forward = shared(found)
     say(f"{case}: planned")
     plans = {
