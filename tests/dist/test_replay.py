@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,23 @@ def test_every_rank_learns_the_same_of_a_replay(ranks: Any) -> None:
         assert row.bytes == tensor.bytes
         assert row.measured_end_s > row.measured_launch_s >= tensor.ready_s - 1e-4
         assert row.predicted_launch_s == pytest.approx(tensor.ready_s)
+
+
+def rank_that_replays_forward(rank: int, size: int) -> list[tuple[int, float, float]]:
+    plan, cluster = planned(size)
+    plan = replace(plan, overlap="forward", launch=(0, 2, 3, 1))
+    found = replay(workload(), plan, cluster, steps=4, warmup=4)
+    return [
+        (row.bucket, row.measured_launch_s, row.measured_end_s) for row in found.buckets
+    ]
+
+
+def test_a_replay_follows_the_launch_order(ranks: Any) -> None:
+    first, second = ranks(rank_that_replays_forward, 2)
+    assert first == second
+    launches_s = {bucket: launch_s for bucket, launch_s, _ in first}
+    assert sorted(launches_s, key=launches_s.__getitem__) == [0, 2, 3, 1]
+    assert all(end_s > launch_s for _, launch_s, end_s in first)
 
 
 def rank_with_gradients(rank: int, size: int) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from stretto.errors import SpecError
 from stretto.measure.emulated import EmulatedModel
 from stretto.measure.network import device_of
 from stretto.runtime import AbstractStepObserver, DistributedDataParallel
+from stretto.runtime.forward.steps import separable
 from stretto.runtime.recording.step import StepMarks, compute_spans, lane_spans
 from stretto.schema import Timeline
 from stretto.sim.step import simulate_step
@@ -116,11 +117,13 @@ def replay(
         record=watch,
         gradient_as_bucket_view=True,
     )
+    optimizer = separable(_NoUpdate(model.parameters()))
     dist.barrier()
     starts_s = []
     for step in range(warmup + steps):
         starts_s.append(perf_counter())
         model().backward()
+        optimizer.step()
         if progress is not None:
             progress(step + 1)
     starts_s.append(perf_counter())
@@ -174,6 +177,21 @@ class _Predicted:
             )
             for i, bucket in enumerate(self.buckets)
         )
+
+
+@final
+class _NoUpdate(torch.optim.Optimizer):
+    """Leaves parameters as they are; a workload's forward has the optimizer's time.
+
+    With overlap ``forward`` its step tells the runtime that forward may begin before
+    all buckets have arrived.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
 
 
 @final
