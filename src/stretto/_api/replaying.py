@@ -183,8 +183,8 @@ class _Predicted:
 class _NoUpdate(torch.optim.Optimizer):
     """Leaves parameters as they are; a workload's forward has the optimizer's time.
 
-    With overlap ``forward`` its step tells the runtime that forward may begin before
-    all buckets have arrived.
+    With overlap ``forward`` its step lets the next forward begin before all buckets
+    have arrived.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
