@@ -10,6 +10,8 @@ StrettoError
 ├── MissingPackage (ImportError) a package of an extra is not installed
 ├── CommTimeout (RuntimeError)       a collective or a peer did not answer in time
 ├── BackgroundError (RuntimeError)   a device's board or its background cannot be used
+├── ClusterError (RuntimeError)      a cluster's coordinator or host cannot be used
+│   └── StoreUnavailable             the cluster's store cannot be written for now
 └── LabError                    an emulated cluster or its command does not start
     └── CommandNotFound         the command for its ranks is missing
 """
@@ -20,6 +22,7 @@ from typing import ClassVar
 
 __all__ = [
     "BackgroundError",
+    "ClusterError",
     "CommTimeout",
     "CommandNotFound",
     "Infeasible",
@@ -30,6 +33,7 @@ __all__ = [
     "PlanMismatch",
     "RankDisagreement",
     "SpecError",
+    "StoreUnavailable",
     "StrettoError",
 ]
 
@@ -103,6 +107,14 @@ class MissingPackage(StrettoError, ImportError):
 
 class BackgroundError(StrettoError, RuntimeError):
     """A device's board cannot be used, or the device has its background already."""
+
+
+class ClusterError(StrettoError, RuntimeError):
+    """A cluster's coordinator, store or host cannot be used."""
+
+
+class StoreUnavailable(ClusterError):
+    """A cluster's store cannot be written for now: full, locked or damaged."""
 
 
 class LabError(StrettoError):

@@ -21,11 +21,13 @@ PLANNING_HALF = [
     "stretto.report",
     "stretto.convert",
     "stretto.tune",
+    "stretto.cluster.coordinator",
     "stretto.background.foreground",
     "stretto.background.lease",
     "stretto.cli",
 ]
 WITHOUT_TORCH = [
+    "cluster",
     "compare",
     "convert",
     "lab",

@@ -17,6 +17,7 @@ from stretto.errors import StrettoError
 
 COMMANDS = {
     "burst": "plan how many GPUs each layer gets (burst parallelism)",
+    "cluster": "run and simulate many jobs on many devices",
     "compare": "compare all planners on one workload and cluster",
     "convert": "turn training code for one device into distributed code",
     "demo": "run the main job end to end on this machine",
