@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
-from stretto.cluster.commands import Command
+from stretto.cluster.commands import Command, MakePlan
+from stretto.cluster.events import PLANNED, REFUSED, Event
+from stretto.errors import Infeasible, SpecError, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stretto.cluster.events import Event
     from stretto.cluster.ledger import Ledger
     from stretto.cluster.store import Store
+    from stretto.cluster.views import Speeds
     from stretto.schema.job import Job
 
 
@@ -35,6 +38,7 @@ class Clock:
         return self._base_s + self._monotonic()
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What an agent gets for a heartbeat or for its events."""
@@ -45,14 +49,37 @@ class Answer:
     commands: tuple[Command, ...]
     """All that are outstanding for its host."""
 
+    join: bool = False
+    """The agent's events do not count until it sends `events.JOINED`, with all that its
+    host's supervisors know, as the next event of its life. Its lease is not renewed."""
+
 
 @final
 class Coordinator:
-    """Keeps before it commands. Not thread-safe."""
+    """Keeps events before it commands what follows. Not thread-safe.
 
-    def __init__(self, ledger: Ledger, store: Store, clock: Clock) -> None:
-        """Begin with the store's events."""
-        raise NotImplementedError
+    While the store is unavailable, submissions are refused, events of agents are taken
+    in but not acknowledged, and hosts get no new command; running jobs go on.
+    """
+
+    def __init__(
+        self, ledger: Ledger, store: Store, clock: Callable[[], float]
+    ) -> None:
+        """Begin with the store's events.
+
+        Raises:
+            ClusterError: the store is damaged.
+        """
+        self.ledger, self._store, self._clock = ledger, store, clock
+        for event in store.events():
+            ledger.apply(event)
+        ledger.state.dirty.clear()
+        self._unkept: list[Event] = []
+        self._kept_agents: dict[str, int] = dict(ledger.state.agents)
+        self.trouble = ""
+        """Why the store is unavailable; empty if it works."""
+
+    # Users.
 
     def submit(self, spec: Job, *, user: str = "") -> str:
         """Return the id of a new job.
@@ -62,7 +89,26 @@ class Coordinator:
             SpecError: it must start after an unknown job.
             StoreUnavailable: it cannot be kept; nothing was submitted.
         """
-        raise NotImplementedError
+        self._keep([])
+        if self.trouble:
+            raise StoreUnavailable(self.trouble)
+        now_s = self._clock()
+        try:
+            events = self.ledger.submit(spec, now_s, user=user)
+        except (Infeasible, SpecError) as exc:
+            data = {"name": spec.name, "why": str(exc)}
+            with contextlib.suppress(StoreUnavailable):
+                self._store.append(
+                    [Event(REFUSED, now_s, data=data)], self.ledger.state
+                )
+            raise
+        try:
+            self._store.append(events, self.ledger.state)
+        except StoreUnavailable:
+            self.ledger.withdraw(events[0].job)
+            raise
+        self.tick()
+        return events[0].job
 
     def stop(self, job: str, *, user: str = "") -> None:
         """Ask a job to end; one that has ended stays as it is.
@@ -70,29 +116,90 @@ class Coordinator:
         Raises:
             SpecError: there is no such job.
         """
-        raise NotImplementedError
+        self._keep(self.ledger.stop(job, self._clock(), user=user))
+        self.tick()
 
     def drain(self, host: str, *, user: str = "") -> None:
-        """Move a host's attempts, and start nothing new there."""
-        raise NotImplementedError
+        """Move a host's attempts, and start nothing new there.
+
+        Raises:
+            SpecError: there is no such host.
+        """
+        self._keep(self.ledger.drain(host, self._clock(), user=user))
+        self.tick()
 
     def open(self, host: str, *, user: str = "") -> None:
-        """Use a drained host again."""
-        raise NotImplementedError
+        """Use a drained host again.
+
+        Raises:
+            SpecError: there is no such host.
+        """
+        self._keep(self.ledger.open(host, self._clock(), user=user))
+        self.tick()
+
+    # Agents and the planner.
 
     def push(self, host: str, agent: str, events: Sequence[Event]) -> Answer:
         """Take in an agent's heartbeat with its events, oldest first, maybe none.
 
-        ``at_s`` of the events may be 0: the coordinator's time is filled in. While the
-        store is unavailable nothing is acknowledged, and commands stay as they were.
+        The coordinator's time is filled in, and ``host`` and ``agent``.
+
+        Raises:
+            SpecError: an event is of no agent's kind.
         """
-        raise NotImplementedError
+        now_s = self._clock()
+        kept: list[Event] = []
+        for event in events:
+            named = replace(event, at_s=now_s, host=host, agent=agent)
+            kept += self.ledger.offer(named)
+        joined = self.ledger.is_current(host, agent)
+        if joined:
+            self.ledger.heard(host, now_s)
+        self._keep(kept)
+        self.tick()
+        acknowledged = self.ledger.acknowledged(agent)
+        if self.trouble:
+            acknowledged = min(acknowledged, self._kept_agents.get(agent, 0))
+        hidden = self.trouble or not joined
+        return Answer(
+            acknowledged=acknowledged,
+            commands=() if hidden else tuple(self.ledger.commands(host)),
+            join=not joined,
+        )
+
+    def plans_to_make(self) -> list[MakePlan]:
+        """Return the jobs that wait for a plan."""
+        if self.trouble:
+            return []
+        found = self.ledger.commands("")
+        return [command for command in found if isinstance(command, MakePlan)]
+
+    def planned(self, job: str, speeds: Speeds | None, *, why: str = "") -> None:
+        """Take in a plan's speeds, or why it has no speeds."""
+        data = {"speeds": speeds, "why": why}
+        event = Event(PLANNED, self._clock(), job=job, data=data)
+        self._keep(self.ledger.offer(event))
+        self.tick()
 
     def tick(self) -> float | None:
         """Do what is due, and return the seconds until the next call, or ``None``."""
-        raise NotImplementedError
+        self._keep([])
+        if not self.trouble:
+            self._keep(self.ledger.decide(self._clock()))
+        next_s = self.ledger.next_s()
+        return None if next_s is None else max(0.0, next_s - self._clock())
 
-    @property
-    def trouble(self) -> str:
-        """Why the store is unavailable; empty if it works."""
-        raise NotImplementedError
+    def _keep(self, events: list[Event]) -> None:
+        """Write events, and before them those that could not be written."""
+        self._unkept += events
+        if not self._unkept:
+            self.trouble = ""
+            return
+        try:
+            self._store.append(self._unkept, self.ledger.state)
+        except StoreUnavailable as exc:
+            self.trouble = str(exc)
+            return
+        self._kept_agents = dict(self.ledger.state.agents)
+        self._unkept.clear()
+        self.trouble = ""

@@ -9,7 +9,7 @@ An engine (local processes, Ray, virtual time) does, in one thread:
     ...
     events = ledger.offer(event)             # what an agent or user reports
     events += ledger.decide(now_s)           # what follows from it
-    store.append(events, ledger)             # first kept,
+    store.append(events, ledger.state)       # first kept,
     for command in ledger.commands(host):    # then executed
         send(command)
 
@@ -46,15 +46,33 @@ a profile, are not profiled. `Ledger.reason` says why a job waits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import heapq
+import logging
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
+from stretto.cluster import events as ev
+from stretto.cluster import outstanding, state
+from stretto.cluster.commands import PROFILE, RUN
+from stretto.cluster.decisions import event_of
+from stretto.cluster.events import Event
+from stretto.errors import Infeasible, SpecError
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from stretto.cluster.commands import Command
-    from stretto.cluster.events import Event
     from stretto.cluster.policies.base import AbstractPolicy
+    from stretto.cluster.state import Attempt, Record
     from stretto.cluster.views import ClusterView, JobView
     from stretto.schema.job import Job
+
+_logger = logging.getLogger(__name__)
+
+_MOST_ROUNDS = 16
+"""After this number of rounds, a policy that still decides something is cut off."""
+
+_LONGEST_BACKOFF_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +95,15 @@ class Ledger:
 
     def __init__(self, policy: AbstractPolicy, limits: Limits | None = None) -> None:
         self.limits = Limits() if limits is None else limits
+        self.state = state.State()
+        self.refused_decision = ""
+        """The last decision of the policy that broke a rule; empty if none did."""
         self._policy = policy
+        self._heard: dict[str, float] = {}
+        self._delayed: list[tuple[float, int, str]] = []
+        self._policy_s: float | None = None
+
+    # What users want.
 
     def submit(self, spec: Job, now_s: float, *, user: str = "") -> list[Event]:
         """Add a job; the first returned event's ``job`` is its id.
@@ -86,42 +112,381 @@ class Ledger:
             Infeasible: it can never fit.
             SpecError: it must start after an unknown job.
         """
-        raise NotImplementedError
+        self._check_fits(spec)
+        after = tuple(self.job(name).id for name in spec.after)
+        number = len(self.state.records) + 1
+        data = {"spec": replace(spec, user=user) if user else spec, "number": number}
+        if after:
+            data["after"] = after
+        name = f"{spec.name}-{number}"
+        return self._applied([Event(ev.SUBMITTED, now_s, job=name, data=data)])
+
+    def withdraw(self, job: str) -> None:
+        """Undo the submission that was the last thing to happen."""
+        self.state.withdraw(job)
+
+    def stop(self, job: str, now_s: float, *, user: str = "") -> list[Event]:
+        """Ask a job to end; nothing happens if it has ended, or was asked already.
+
+        Raises:
+            SpecError: there is no such job.
+        """
+        record = self.state.records[self.job(job).id]
+        if record.stop_requested or record.view.state in state.ENDS:
+            return []
+        event = Event(
+            ev.STOP_REQUESTED, now_s, job=record.view.id, data={"by": user or "a user"}
+        )
+        return self._applied([event])
+
+    def drain(self, host: str, now_s: float, *, user: str = "") -> list[Event]:
+        """Move a host's attempts, and start nothing new there.
+
+        Raises:
+            SpecError: there is no such host.
+        """
+        return self._set_drained(host, now_s, user, ev.DRAINED)
+
+    def open(self, host: str, now_s: float, *, user: str = "") -> list[Event]:
+        """Use a drained host again.
+
+        Raises:
+            SpecError: there is no such host.
+        """
+        return self._set_drained(host, now_s, user, ev.OPENED)
+
+    def _set_drained(
+        self, host: str, now_s: float, user: str, kind: str
+    ) -> list[Event]:
+        found = self.cluster.hosts.get(host)
+        if found is None:
+            names = ", ".join(self.cluster.hosts) or "none has joined"
+            raise SpecError(f"host {host!r} is unknown; hosts: {names}")
+        if found.is_drained == (kind == ev.DRAINED):
+            return []
+        return self._applied([Event(kind, now_s, host=host, data={"by": user})])
+
+    def _check_fits(self, spec: Job) -> None:
+        """Refuse what the known hosts could not run even if they were empty."""
+        hosts = self.cluster.hosts.values()
+        if not hosts:
+            return
+        need, size = spec.gpus.least, spec.memory_bytes
+        large = sum(
+            1 for h in hosts for has in h.memory_bytes if not has or has >= size
+        )
+        if need > large:
+            devices = sum(len(h.memory_bytes) for h in hosts)
+            of = f"{large} of that memory" if large < devices else str(devices)
+            raise Infeasible(
+                f"job {spec.name!r} needs {need} devices"
+                + (f" with {size} bytes of memory" if size else "")
+                + f", the cluster has {of}: ask for fewer, or add hosts"
+            )
+
+    # What agents report.
 
     def offer(self, event: Event) -> list[Event]:
-        """Take in what an agent or user reports, and return what to keep."""
-        raise NotImplementedError
+        """Take in what an agent or the planner reports, and return what to keep."""
+        if event.agent:
+            if event.agent_seq <= self.state.agents.get(event.agent, 0):
+                return []
+            if event.kind != ev.JOINED and not self.is_current(event.host, event.agent):
+                return []
+        if not self._counts(event):
+            self.state.agents[event.agent] = event.agent_seq
+            return []
+        if event.kind == ev.JOINED:
+            self.heard(event.host, event.at_s)
+        return self._applied([event])
+
+    def is_current(self, host: str, agent: str) -> bool:
+        """Return whether events of a life of an agent count; else it must join."""
+        known = self.cluster.hosts.get(host)
+        return known is not None and known.is_up and self.state.agent_of[host] == agent
+
+    def _counts(self, event: Event) -> bool:
+        """Return whether a report changes anything."""
+        if event.kind == ev.JOINED:
+            return True
+        if event.kind == ev.PLANNED:
+            record = self.state.records.get(event.job)
+            return record is not None and record.needs_plan
+        if event.kind not in ev.FROM_AGENTS:
+            raise SpecError(f"an agent cannot report {event.kind!r}")
+        part = self.state.part(event)
+        if part is None:
+            stray = (event.job, event.attempt)
+            strays = self.state.strays.get(event.host, {})
+            return event.kind == ev.ENDED and stray in strays
+        return event.kind != ev.STARTED or not part.is_started
 
     def acknowledged(self, agent: str) -> int:
         """Return the last ``agent_seq`` of an agent that was taken in."""
-        raise NotImplementedError
+        return self.state.agents.get(agent, 0)
 
     def heard(self, host: str, now_s: float) -> None:
         """Record a heartbeat."""
-        raise NotImplementedError
+        self._heard[host] = now_s
+
+    # What follows.
 
     def decide(self, now_s: float) -> list[Event]:
         """Return what follows now from all events, and from time."""
-        raise NotImplementedError
+        out: list[Event] = []
+        out += self._lost_hosts(now_s)
+        out += self._passed_fences(now_s)
+        for _ in range(_MOST_ROUNDS):
+            out += self._settled(now_s)
+            self._wake(now_s)
+            due = self._policy_s is not None and self._policy_s <= now_s
+            if not self.state.changed and not due:
+                break
+            self.state.changed = False
+            self._policy_s = None
+            out += self._policy_events(now_s)
+            if not self.state.changed:
+                break
+        else:
+            _logger.warning(
+                "policy %s still changes its mind after %d rounds",
+                self._policy.name,
+                _MOST_ROUNDS,
+            )
+        return out
 
     def next_s(self) -> float | None:
         """Return when to call `decide` although nothing happened, or ``None``."""
-        raise NotImplementedError
+        times = [time_s for time_s in (self._policy_s,) if time_s is not None]
+        if self._delayed:
+            times.append(self._delayed[0][0])
+        times += self.state.fences.values()
+        if self.limits.silent_s < float("inf"):
+            times += [
+                self._heard.get(host.name, 0.0) + self.limits.silent_s
+                for host in self.cluster.hosts.values()
+                if host.is_up
+            ]
+        return min(times, default=None)
+
+    def _lost_hosts(self, now_s: float) -> list[Event]:
+        if self.limits.silent_s == float("inf"):
+            return []
+        limits, out = self.limits, []
+        for host in self.cluster.hosts.values():
+            heard_s = self._heard.setdefault(host.name, now_s)
+            if host.is_up and now_s - heard_s >= limits.silent_s:
+                data = {
+                    "why": f"nothing heard for {now_s - heard_s:.1f} s",
+                    "fence_s": heard_s + limits.lease_s + limits.margin_s,
+                }
+                out.append(Event(ev.LOST, now_s, host=host.name, data=data))
+        return self._applied(out)
+
+    def _passed_fences(self, now_s: float) -> list[Event]:
+        out = []
+        for host, fence_s in list(self.state.fences.items()):
+            if fence_s > now_s:
+                continue
+            data = {"why": f"{host} was silent for longer than the lease"}
+            out += [
+                Event(ev.LOST, now_s, job, number, host, data)
+                for job, number in self.state.on_host[host]
+            ]
+            del self.state.fences[host]
+        return self._applied(out)
+
+    def _wake(self, now_s: float) -> None:
+        """Show jobs whose backoff has passed to the policy."""
+        while self._delayed and self._delayed[0][0] <= now_s:
+            job = heapq.heappop(self._delayed)[2]
+            record = self.state.records[job]
+            if self.state.can_start(record, now_s):
+                self.state.enqueue(record)
+
+    def _settled(self, now_s: float) -> list[Event]:
+        """Return what follows for the jobs to which something happened."""
+        out: list[Event] = []
+        records = self.state.records
+        while self.state.touched:
+            touched = [records[job] for job in self.state.touched]
+            self.state.touched.clear()
+            for record in sorted(touched, key=lambda r: r.view.number):
+                found = self._follows(record, now_s)
+                if found is not None:
+                    out += self._applied([found])
+        return out
+
+    def _follows(self, record: Record, now_s: float) -> Event | None:
+        view, attempt = record.view, record.live
+        if view.state in state.ENDS:
+            return None
+        if attempt is not None:
+            if not attempt.live_parts():
+                return self._end_of(record, attempt, now_s)
+            return self._stop_of(record, attempt, now_s)
+        if record.stop_requested:
+            why = f"{record.stop_requested} stopped it before it started"
+            return Event(ev.STOPPED, now_s, view.id, data={"why": why})
+        for name in sorted(record.blocked_by):
+            end = self.state.records[name].view.state
+            if end in (state.FAILED, state.STOPPED):
+                why = f"it starts after {name}, which {_ENDED[end]}"
+                return Event(ev.FAILED, now_s, view.id, data={"why": why, "code": None})
+        if record.not_before_s > now_s:
+            item = (record.not_before_s, view.number, view.id)
+            heapq.heappush(self._delayed, item)
+        elif self.state.can_start(record, now_s):
+            self.state.enqueue(record)
+        return None
+
+    def _stop_of(self, record: Record, attempt: Attempt, now_s: float) -> Event | None:
+        """Return the event that stops a live attempt, if it must end."""
+        if record.stop_requested and attempt.then != state.STOP:
+            why, then = f"{record.stop_requested} stopped it", state.STOP
+        elif attempt.stopping:
+            return None
+        elif (moved := self._unusable_host(attempt)) is not None:
+            why, then = moved, state.REQUEUE
+        elif (part := attempt.failed_part) is not None:
+            why, then = self._failure(part), state.RETRY
+            if part.code is None:
+                then = state.REQUEUE
+        else:
+            return None
+        data = {"why": why, "then": then}
+        return Event(ev.STOPPING, now_s, record.view.id, attempt.number, data=data)
+
+    def _unusable_host(self, attempt: Attempt) -> str | None:
+        for part in attempt.live_parts():
+            host = self.cluster.hosts[part.host]
+            if not host.is_up:
+                return f"{host.name} is lost"
+            if host.is_drained:
+                return f"{host.name} is drained"
+        return None
+
+    @staticmethod
+    def _failure(part: state.Part) -> str:
+        if part.code is None:
+            return part.why or f"its ranks on {part.host} are lost"
+        why = part.why or f"ended with code {part.code}"
+        return f"on {part.host}: {why}"
+
+    def _end_of(self, record: Record, attempt: Attempt, now_s: float) -> Event:
+        """Return what follows when no part of an attempt is left."""
+        view, part = record.view, attempt.failed_part
+        name, number = view.id, attempt.number
+        if attempt.is_done and attempt.purpose == RUN:
+            return Event(ev.DONE, now_s, name, number)
+        if record.stop_requested:
+            why = f"{record.stop_requested} stopped it"
+            return Event(ev.STOPPED, now_s, name, number, data={"why": why})
+        if attempt.then == state.REQUEUE or (part is not None and part.code is None):
+            lost = "" if part is None else self._failure(part)
+            why = attempt.stopping or lost
+            return self._requeue(record, attempt, why, now_s)
+        if attempt.purpose == PROFILE:
+            return self._profile_end(record, attempt, now_s)
+        if part is None:  # it ended with 0 when it was asked to
+            return self._requeue(record, attempt, attempt.stopping, now_s)
+        why, rules = self._failure(part), view.spec.restart
+        if view.failures < rules.attempts:
+            wait_s = min(rules.backoff_s * 2**view.failures, _LONGEST_BACKOFF_S)
+            return self._requeue(
+                record, attempt, why, now_s, wait_s=wait_s, failures=view.failures + 1
+            )
+        after = f", after {view.failures} restarts" if view.failures else ""
+        data = {"why": f"{why}{after}", "code": part.code}
+        return Event(ev.FAILED, now_s, name, number, data=data)
+
+    def _profile_end(self, record: Record, attempt: Attempt, now_s: float) -> Event:
+        part = attempt.failed_part
+        if part is None and record.profile:
+            return self._requeue(record, attempt, "it was profiled", now_s)
+        why = "it wrote no profile" if part is None else self._failure(part)
+        # It runs with plain data parallelism.
+        found = self._requeue(record, attempt, f"profiling failed: {why}", now_s)
+        return replace(found, data={**found.data, "unprofiled": True})
+
+    @staticmethod
+    def _requeue(
+        record: Record,
+        attempt: Attempt,
+        why: str,
+        now_s: float,
+        *,
+        wait_s: float = 0.0,
+        failures: int | None = None,
+    ) -> Event:
+        data = {
+            "why": why,
+            "ready_s": now_s + wait_s,
+            "failures": record.view.failures if failures is None else failures,
+        }
+        return Event(ev.REQUEUED, now_s, record.view.id, attempt.number, data=data)
+
+    def _policy_events(self, now_s: float) -> list[Event]:
+        out: list[Event] = []
+        cluster, jobs = self.state.cluster, self.state.jobs
+        try:
+            decisions = self._policy.decide(now_s, cluster, jobs)
+        except Exception as exc:
+            # A policy of another package must not end the coordinator.
+            self.refused_decision = f"{self._policy.name}: {type(exc).__name__}: {exc}"
+            _logger.exception("policy %s failed", self._policy.name)
+            return []
+        for decision in decisions:
+            try:
+                event = event_of(decision, self.state, now_s)
+            except SpecError as exc:
+                self.refused_decision = f"{self._policy.name}: {decision}: {exc}"
+                _logger.warning("refused decision of policy %s", self.refused_decision)
+                continue
+            out += self._applied([event])
+        self._policy_s = self._policy.next_s(now_s, cluster, jobs)
+        return out
+
+    def _applied(self, events: Iterable[Event]) -> list[Event]:
+        kept = list(events)
+        for event in kept:
+            self.state.apply(event)
+        return kept
+
+    # What engines and users read.
 
     def commands(self, host: str | None = None) -> list[Command]:
         """Return the outstanding commands, all or those of a host.
 
         The host ``""`` is the coordinator itself.
         """
-        raise NotImplementedError
+        return outstanding.commands(self.state, host)
 
     def apply(self, event: Event) -> None:
         """Change the state as a kept event says."""
-        raise NotImplementedError
+        self.state.apply(event)
 
     def reason(self, job: str, now_s: float) -> str:
-        """Return why a job waits; empty if it does not."""
-        raise NotImplementedError
+        """Return why a job waits; empty if it does not.
+
+        Raises:
+            SpecError: there is no such job.
+        """
+        record = self.state.records[self.job(job).id]
+        view = record.view
+        if record.live is not None or view.state in state.ENDS:
+            return ""
+        if record.blocked_by:
+            return f"starts after {', '.join(sorted(record.blocked_by))}"
+        if record.needs_plan:
+            return "is being planned"
+        if record.not_before_s > now_s:
+            left_s = record.not_before_s - now_s
+            return f"starts again in {left_s:.0f} s, because {record.why}"
+        usable = self.cluster.free.num_usable
+        if usable < view.least:
+            return f"needs {view.least} devices, the open hosts have {usable}"
+        return self._policy.why_waiting(view, now_s, self.cluster, self.state.jobs)
 
     def job(self, job: str) -> JobView:
         """Return a job by its id, or the last one of a name.
@@ -129,9 +494,18 @@ class Ledger:
         Raises:
             SpecError: there is no such job.
         """
-        raise NotImplementedError
+        record = self.state.records.get(job)
+        if record is None:
+            named = [r for r in self.state.records.values() if r.view.spec.name == job]
+            if not named:
+                raise SpecError(f"job {job!r} is unknown: see `stretto cluster list`")
+            record = named[-1]
+        return record.view
 
     @property
     def cluster(self) -> ClusterView:
         """Hosts and devices."""
-        raise NotImplementedError
+        return self.state.cluster
+
+
+_ENDED = {state.FAILED: "failed", state.STOPPED: "was stopped"}

@@ -1,15 +1,50 @@
-"""The events of a cluster in SQLite, and tables of what they amount to."""
+"""The events of a cluster in SQLite, and tables of what they amount to.
+
+`events` is the truth: it is only appended to. `jobs`, `attempts` and `devices` are for
+readers, such as ``stretto cluster list`` without a coordinator; they are written in the
+same transaction, and are what a fold of the events gives.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+import contextlib
+import fcntl
+import json
+import os
+import sqlite3
+from typing import TYPE_CHECKING, Any, final
+
+from stretto.cluster.tables import TABLES, Rows, changed_rows
+from stretto.cluster.wire import event_of_row, row_of_event
+from stretto.errors import ClusterError, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from stretto.cluster.events import Event
-    from stretto.cluster.ledger import Ledger
+    from stretto.cluster.state import State
+
+DATABASE, LOCK = "cluster.db", "coordinator.lock"
+
+_VERSION = 1
+_BUSY_S = 2.0
+"""How long to wait for a reader's lock; WAL readers never hold one for long."""
+
+_EVENTS = """
+CREATE TABLE IF NOT EXISTS events (
+    seq INTEGER PRIMARY KEY,
+    at_s REAL NOT NULL,
+    kind TEXT NOT NULL,
+    job TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    host TEXT NOT NULL,
+    data TEXT NOT NULL,
+    agent TEXT,
+    agent_seq INTEGER,
+    UNIQUE (agent, agent_seq)
+)
+"""
 
 
 @final
@@ -26,22 +61,188 @@ class Store:
             ClusterError: another coordinator has it, or it cannot be opened; the
                 message says which, and the next step.
         """
-        raise NotImplementedError
+        self._folder = folder
+        self._lock = _locked(folder)
+        try:
+            self._database = _opened(folder / DATABASE)
+        except BaseException:
+            os.close(self._lock)
+            raise
 
     def events(self) -> Iterator[Event]:
-        """Yield the kept events in order, without steps."""
-        raise NotImplementedError
+        """Yield the kept events in order, without steps.
 
-    def append(self, events: Sequence[Event], ledger: Ledger) -> None:
-        """Keep events and the rows of jobs, attempts and devices that they changed.
+        Raises:
+            ClusterError: the file is damaged.
+        """
+        for _, event in read_events(self._database, self._folder, steps=False):
+            yield event
 
-        All or nothing. An event whose agent and number are kept already is skipped.
+    @property
+    def last_s(self) -> float:
+        """Time of the last kept event; 0 without one."""
+        row = self._database.execute("SELECT MAX(at_s) FROM events").fetchone()
+        return float(row[0] or 0.0)
+
+    def append(self, events: Sequence[Event], state: State) -> None:
+        """Keep events, and the rows of jobs, attempts and devices that changed.
+
+        All or nothing; then nothing of ``state`` is dirty. An event whose agent and
+        number are kept already is skipped.
 
         Raises:
             StoreUnavailable: the disk is full, or the file is locked or damaged.
         """
-        raise NotImplementedError
+        rows = changed_rows(state, events)
+        try:
+            with self._database:
+                self._database.execute("BEGIN IMMEDIATE")
+                self._database.executemany(
+                    "INSERT OR IGNORE INTO events VALUES (NULL,?,?,?,?,?,?,?,?)",
+                    [row_of_event(event) for event in events],
+                )
+                _write(self._database, rows)
+            state.dirty.clear()
+        except (sqlite3.Error, OSError) as exc:
+            raise StoreUnavailable(
+                f"{self._folder / DATABASE}: cannot be written: {exc}. Running jobs go "
+                "on; free disk space, or end what locks the file"
+            ) from exc
 
     def close(self) -> None:
         """Release the lock."""
-        raise NotImplementedError
+        self._database.close()
+        os.close(self._lock)
+
+
+def read_only(folder: Path) -> sqlite3.Connection:
+    """Return a reader's connection to a store, with or without its coordinator.
+
+    Raises:
+        ClusterError: there is no store, or it cannot be read.
+    """
+    path = folder / DATABASE
+    if not path.exists():
+        raise ClusterError(
+            f"{folder}: has no cluster: start one with `stretto cluster start`"
+        )
+    try:
+        database = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=_BUSY_S)
+        database.execute("SELECT 1 FROM events LIMIT 1")
+    except sqlite3.Error as exc:
+        raise ClusterError(f"{path}: cannot be read: {exc}") from exc
+    return database
+
+
+def read_events(
+    database: sqlite3.Connection, folder: Path, *, since: int = 0, steps: bool = True
+) -> Iterator[tuple[int, Event]]:
+    """Yield the kept events after a number, with their numbers.
+
+    Raises:
+        ClusterError: the file is damaged.
+    """
+    query = (
+        "SELECT seq, at_s, kind, job, attempt, host, data, agent, agent_seq "
+        "FROM events WHERE seq > ?"
+        + ("" if steps else " AND kind != 'step'")
+        + " ORDER BY seq"
+    )
+    try:
+        for seq, *row in database.execute(query, (since,)):
+            yield seq, event_of_row(row)
+    except (sqlite3.Error, ValueError, TypeError, KeyError) as exc:
+        raise ClusterError(
+            f"{folder / DATABASE}: is damaged: {exc}. Move it away and start again; "
+            "jobs that run now end after their lease"
+        ) from exc
+
+
+def read_table(database: sqlite3.Connection, table: str) -> list[dict[str, Any]]:
+    """Return the rows of ``jobs``, ``attempts`` or ``devices``, by their keys."""
+    columns = TABLES[table]
+    keys = ", ".join(columns[: _KEYS[table]])
+    names = ", ".join(columns)
+    # The names are those of `TABLES`, never a user's.
+    query = f"SELECT {names} FROM {table} ORDER BY {keys}"
+    return [
+        {
+            name: json.loads(value) if name in _JSON and value else value
+            for name, value in zip(columns, row, strict=True)
+        }
+        for row in database.execute(query)
+    ]
+
+
+_KEYS = {"jobs": 1, "attempts": 3, "devices": 2}
+_JSON = ("spec", "devices", "progress")
+
+
+def _locked(folder: Path) -> int:
+    """Return the descriptor that holds the folder's lock.
+
+    The kernel releases it when the process ends, however it ends.
+
+    Raises:
+        ClusterError: another coordinator has it, or it cannot be created.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as exc:
+        raise ClusterError(f"{folder}: cannot be opened: {exc.strerror}") from exc
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        text = os.pread(lock, 64, 0).decode(errors="replace").strip()
+        os.close(lock)
+        raise ClusterError(
+            f"{folder}: another coordinator has it (process {text or 'unknown'}): use "
+            "that one, or end it with `stretto cluster down`"
+        ) from exc
+    with contextlib.suppress(OSError):  # a full disk; the number is only for messages
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+    return lock
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """Return the writer's connection.
+
+    Raises:
+        ClusterError: the file is of another version, damaged, or cannot be opened.
+    """
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        database = sqlite3.connect(
+            path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+        )
+        version = database.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, _VERSION):
+            database.close()
+            raise ClusterError(
+                f"{path}: has version {version}, this stretto writes {_VERSION}: "
+                "upgrade stretto, or move the file away"
+            )
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = FULL")
+        database.execute(_EVENTS)
+        for name, columns in TABLES.items():
+            keys = ", ".join(columns[: _KEYS[name]])
+            database.execute(
+                f"CREATE TABLE IF NOT EXISTS {name} "
+                f"({', '.join(columns)}, PRIMARY KEY ({keys}))"
+            )
+        database.execute(f"PRAGMA user_version = {_VERSION}")
+    except (sqlite3.Error, OSError) as exc:
+        raise ClusterError(f"{path}: cannot be opened: {exc}") from exc
+    return database
+
+
+def _write(database: sqlite3.Connection, rows: Rows) -> None:
+    for table, some in rows.items():
+        marks = ",".join("?" * len(TABLES[table]))
+        database.executemany(
+            f"INSERT OR REPLACE INTO {table} VALUES ({marks})",
+            some,
+        )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, final
+from dataclasses import dataclass
+from heapq import merge
+from typing import TYPE_CHECKING, final
 
-from stretto.schema.job import Job
+from stretto.cluster.devices import Device, DeviceMap
+from stretto.schema.job import BACKGROUND, Job
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -15,13 +17,6 @@ if TYPE_CHECKING:
 DATA_PARALLEL, WEAK, BATCH_OPTIMAL, BURST = "strong", "weak", "batch-optimal", "burst"
 WAYS = (DATA_PARALLEL, WEAK, BATCH_OPTIMAL, BURST)
 """How a job uses more devices, see `planners.burst.scaling`."""
-
-
-class Device(NamedTuple):
-    """One device of a cluster."""
-
-    host: str
-    number: int
 
 
 @final
@@ -125,27 +120,35 @@ class JobView:
         return (-self.priority, self.submitted_s, self.number)
 
 
+_Row = tuple[tuple[int, float, int], JobView]
+
+
 @final
 class JobsView:
     """The jobs that wait and run, by role. Jobs that cannot start yet are not here."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, JobView] = {}
-        self._waiting: dict[str, list[tuple[tuple[int, float, int], JobView]]] = {}
+        self._waiting: dict[str, dict[int, list[_Row]]] = {}
         self._live: dict[str, dict[str, JobView]] = {}
 
-    def __getitem__(self, job: str) -> JobView:
-        """Return a job by id."""
-        return self._by_id[job]
+    def waiting(self, role: str, most: int | None = None) -> Iterator[JobView]:
+        """Yield the jobs of a role that wait for devices, in their order.
 
-    def waiting(self, role: str) -> Iterator[JobView]:
-        """Yield the jobs of a role that wait for devices, in their order."""
-        for _, job in self._waiting.get(role, ()):
+        With ``most``, only those that can start on that many.
+        """
+        by_least = self._waiting.get(role, {})
+        rows = [row for n, row in by_least.items() if most is None or n <= most]
+        for _, job in merge(*rows) if len(rows) != 1 else rows[0]:
             yield job
 
-    def num_waiting(self, role: str) -> int:
-        """Return how many jobs of a role wait for devices."""
-        return len(self._waiting.get(role, ()))
+    def first(self, role: str) -> JobView | None:
+        """Return the job of a role whose turn it is, or ``None``."""
+        heads = [row[0] for row in self._waiting.get(role, {}).values()]
+        return min(heads)[1] if heads else None
+
+    def least_waiting(self, role: str) -> int | None:
+        """Return the fewest devices with which a waiting job can start, or ``None``."""
+        return min(self._waiting.get(role, {}), default=None)
 
     def live(self, role: str) -> Iterable[JobView]:
         """Return the jobs of a role that have devices, in the order of their start."""
@@ -155,69 +158,74 @@ class JobsView:
 
     def add_waiting(self, job: JobView) -> None:
         """Add a job that waits for devices."""
-        self._by_id[job.id] = job
-        insort(self._waiting.setdefault(job.role, []), (job.key, job))
+        rows = self._waiting.setdefault(job.role, {}).setdefault(job.least, [])
+        insort(rows, (job.key, job))
+
+    def remove_waiting(self, job: JobView) -> None:
+        """Remove a job that waits for devices."""
+        by_least = self._waiting[job.role]
+        rows = by_least[job.least]
+        del rows[bisect_left(rows, job.key, key=lambda row: row[0])]
+        if not rows:
+            del by_least[job.least]
 
     def add_live(self, job: JobView) -> None:
         """Add a job that has devices."""
-        self._by_id[job.id] = job
         self._live.setdefault(job.role, {})[job.id] = job
 
-    def remove(self, job: JobView) -> None:
-        """Remove a job that ended or cannot start for now."""
-        if self._by_id.pop(job.id, None) is None:
-            return
-        if self._live.get(job.role, {}).pop(job.id, None) is None:
-            rows = self._waiting[job.role]
-            del rows[bisect_left(rows, job.key, key=lambda row: row[0])]
+    def remove_live(self, job: JobView) -> None:
+        """Remove a job that has no devices any more."""
+        del self._live[job.role][job.id]
 
 
 @final
 @dataclass(slots=True, eq=False, kw_only=True)
 class HostView:
-    """A host, its devices, and who has them."""
+    """A host and its devices."""
 
     name: str
-
-    number: int
-    """Order in which hosts first joined."""
 
     memory_bytes: tuple[int, ...]
     """By device; 0 if unknown."""
 
-    is_open: bool = True
-    """It is heard from, and not drained."""
+    is_up: bool = True
+    """It is heard from."""
 
-    foreground: list[str | None] = field(default_factory=list)
-    """The foreground job on each device."""
-
-    background: list[str | None] = field(default_factory=list)
-    """The background job on each device."""
-
-    @property
-    def devices(self) -> int:
-        """How many devices it has."""
-        return len(self.memory_bytes)
+    is_drained: bool = False
+    """Nothing new starts on it."""
 
 
 @final
 class ClusterView:
-    """All hosts that ever joined, and their free devices."""
+    """All hosts that ever joined, and who has their devices."""
 
     def __init__(self) -> None:
-        self.hosts: list[HostView] = []
-        self._by_name: dict[str, HostView] = {}
+        self.hosts: dict[str, HostView] = {}
+        """By name, in the order in which they joined."""
 
-    def __getitem__(self, host: str) -> HostView:
-        """Return a host by name."""
-        return self._by_name[host]
+        self.free = DeviceMap()
+        """Free devices; a policy picks from a copy."""
 
-    @property
-    def num_free(self) -> int:
-        """Devices of open hosts that no job has."""
-        raise NotImplementedError
+        self.foreground: dict[Device, JobView] = {}
+        """The foreground job on each device that has one."""
 
-    @property
-    def num_devices(self) -> int:
-        """Devices of open hosts."""
-        raise NotImplementedError
+        self.background: dict[Device, JobView] = {}
+        """The background job on each device that has one."""
+
+    def may_join(self, job: JobView, device: Device) -> bool:
+        """Return whether a job may be on a device beside what is there.
+
+        A foreground decides what runs beside it, and both need their memory.
+        """
+        size = self.hosts[device.host].memory_bytes[device.number]
+        if 0 < size < job.memory_bytes:
+            return False
+        beside = self.background.get(device)
+        foreground = job
+        if job.role == BACKGROUND:
+            beside, foreground = job, self.foreground.get(device, job)
+        if beside is None or foreground is beside:
+            return True
+        if not foreground.allows_background:
+            return False
+        return not size or foreground.memory_bytes + beside.memory_bytes <= size

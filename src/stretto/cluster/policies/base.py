@@ -6,7 +6,8 @@ import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from stretto.cluster.views import DATA_PARALLEL, Device
+from stretto.cluster.devices import Device
+from stretto.cluster.views import DATA_PARALLEL
 
 if TYPE_CHECKING:
     from stretto.cluster.views import ClusterView, JobsView, JobView
@@ -95,7 +96,7 @@ class AbstractPolicy(abc.ABC):
     ) -> str:
         """Return why a job that could start does not, in a few words."""
         del now_s, jobs
-        free = cluster.num_free
+        free = cluster.free.num_free()
         if free < job.least:
             return f"needs {job.least} devices, {free} are free"
         return "waits for its turn"

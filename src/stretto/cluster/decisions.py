@@ -1,0 +1,141 @@
+"""A policy's decisions as events, after a check that they break no rule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stretto.cluster import events as ev
+from stretto.cluster.commands import PROFILE, RUN
+from stretto.cluster.devices import Device
+from stretto.cluster.events import Event
+from stretto.cluster.policies.base import (
+    Attach,
+    Detach,
+    Resize,
+    Start,
+    Stop,
+)
+from stretto.cluster.state import REQUEUE, by_host
+from stretto.errors import SpecError
+from stretto.schema.job import BACKGROUND, FOREGROUND
+
+if TYPE_CHECKING:
+    from stretto.cluster.policies.base import Decision
+    from stretto.cluster.state import Attempt, Record, State
+    from stretto.cluster.views import JobView
+
+
+def event_of(decision: Decision, state: State, now_s: float) -> Event:
+    """Return the event that makes a decision part of the state.
+
+    Raises:
+        SpecError: the decision breaks a rule of `policies.base.AbstractPolicy`.
+    """
+    record = state.records.get(decision.job)
+    if record is None:
+        raise SpecError(f"job {decision.job!r} is unknown")
+    match decision:
+        case Start():
+            return _start(decision, record, state, now_s)
+        case Attach():
+            return _attach(decision, record, state, now_s)
+        case Detach():
+            return _detach(decision, record, now_s)
+        case Stop() | Resize():
+            attempt = _live(record)
+            data = {"why": decision.why, "then": REQUEUE}
+            return Event(ev.STOPPING, now_s, decision.job, attempt.number, data=data)
+
+
+def _start(decision: Start, record: Record, state: State, now_s: float) -> Event:
+    view = record.view
+    if not record.in_queue:
+        raise SpecError("it does not wait for devices")
+    if not view.least <= len(decision.devices) <= view.most:
+        raise SpecError(
+            f"it can use {view.least} to {view.most} devices, not "
+            f"{len(decision.devices)}"
+        )
+    _check_free(view, decision.devices, state)
+    devices = [
+        Device(host, number)
+        for host, numbers in by_host(decision.devices).items()
+        for number in numbers
+    ]
+    profiled = view.role == view.spec.role
+    return Event(
+        ev.PLACED,
+        now_s,
+        decision.job,
+        view.attempt + 1,
+        data={
+            "purpose": RUN if profiled else PROFILE,
+            "devices": devices,
+            "way": decision.way,
+            "batch": decision.batch,
+        },
+    )
+
+
+def _attach(decision: Attach, record: Record, state: State, now_s: float) -> Event:
+    view, attempt = record.view, _live(record)
+    if view.role != BACKGROUND:
+        raise SpecError("only a background's devices change while it runs")
+    if len(view.devices) + len(decision.devices) > view.most:
+        raise SpecError(f"it can use at most {view.most} devices")
+    for host in by_host(decision.devices):
+        part = attempt.parts.get(host)
+        if part is not None and part.is_released and not part.has_ended:
+            raise SpecError(f"it is leaving {host}")
+    _check_free(view, decision.devices, state)
+    return Event(
+        ev.ATTACHING,
+        now_s,
+        decision.job,
+        attempt.number,
+        data={"devices": list(decision.devices)},
+    )
+
+
+def _detach(decision: Detach, record: Record, now_s: float) -> Event:
+    view, attempt = record.view, _live(record)
+    if view.role != BACKGROUND:
+        raise SpecError("only a background's devices change while it runs")
+    left = set(view.devices) - set(decision.devices)
+    if len(left) != len(view.devices) - len(decision.devices):
+        raise SpecError("it does not have all these devices")
+    if len(left) < view.least:
+        raise SpecError(f"it needs {view.least} devices: stop it")
+    return Event(
+        ev.DETACHING,
+        now_s,
+        decision.job,
+        attempt.number,
+        data={"devices": list(decision.devices)},
+    )
+
+
+def _live(record: Record) -> Attempt:
+    if record.live is None or record.live.stopping:
+        raise SpecError("it does not run")
+    return record.live
+
+
+def _check_free(view: JobView, devices: tuple[Device, ...], state: State) -> None:
+    """Require devices that the job may have.
+
+    Raises:
+        SpecError: a device is unknown, occupied, or too small.
+    """
+    cluster = state.cluster
+    if len(set(devices)) < len(devices):
+        raise SpecError("a device is named twice")
+    foreground = view.role == FOREGROUND
+    held = cluster.foreground if foreground else cluster.background
+    for device in devices:
+        if not cluster.free.is_usable(device):
+            raise SpecError(f"{device} cannot be used")
+        if device in held:
+            raise SpecError(f"{device} has {held[device].id}")
+        if not cluster.may_join(view, device):
+            raise SpecError(f"{device}: it may not run beside what is there")

@@ -1,0 +1,81 @@
+"""The commands that follow from a state: what is wanted and not yet reported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stretto.cluster.commands import (
+    MakePlan,
+    StartPart,
+    StopPart,
+    UseDevices,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stretto.cluster.commands import Command
+    from stretto.cluster.state import Attempt, Part, Record, State
+
+
+def commands(state: State, host: str | None = None) -> list[Command]:
+    """Return the outstanding commands, all or those of a host."""
+    found: list[Command] = []
+    names = list(state.cluster.hosts) if host is None else [host] if host else []
+    for name in names:
+        for (job, _), attempt in state.on_host.get(name, {}).items():
+            record = state.records[job]
+            found += _for_part(record, attempt, attempt.parts[name])
+        for job, number in state.strays.get(name, {}):
+            found.append(
+                StopPart(
+                    host=name,
+                    job=job,
+                    attempt=number,
+                    signal="KILL",
+                    grace_s=0.0,
+                    why="it should not run here any more",
+                )
+            )
+    if not host:
+        found += [
+            MakePlan(job=job, spec=record.view.spec, profile=record.profile)
+            for job, record in state.records.items()
+            if record.needs_plan and record.live is None
+        ]
+    return found
+
+
+def _for_part(record: Record, attempt: Attempt, part: Part) -> Iterator[Command]:
+    spec = record.view.spec
+    if attempt.stopping or part.is_released:
+        yield StopPart(
+            host=part.host,
+            job=attempt.job,
+            attempt=attempt.number,
+            signal=spec.restart.signal,
+            grace_s=spec.restart.grace_s,
+            why=attempt.stopping or "its devices are needed",
+        )
+    elif not part.is_started:
+        yield StartPart(
+            host=part.host,
+            job=attempt.job,
+            attempt=attempt.number,
+            spec=spec,
+            purpose=attempt.purpose,
+            devices=part.wanted,
+            first_rank=part.first_rank,
+            ranks=sum(len(each.wanted) for each in attempt.parts.values()),
+            hosts=tuple(attempt.parts),
+            way=attempt.way,
+            batch=attempt.batch,
+            resume=record.num_runs > 1,
+        )
+    elif part.uses is None or set(part.uses) != set(part.wanted):
+        yield UseDevices(
+            host=part.host,
+            job=attempt.job,
+            attempt=attempt.number,
+            devices=part.wanted,
+        )

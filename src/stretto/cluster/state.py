@@ -1,0 +1,613 @@
+"""The state of a cluster: a pure fold of its events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+from stretto.cluster import events as ev
+from stretto.cluster.commands import RUN
+from stretto.cluster.devices import Device
+from stretto.cluster.views import ClusterView, HostView, JobsView, JobView
+from stretto.schema.job import BACKGROUND, FOREGROUND, Job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from stretto.cluster.events import Event
+
+SUBMITTED, PROFILING, WAITING = "submitted", "profiling", "waiting"
+STARTING, RUNNING, PAUSED, STOPPING = "starting", "running", "paused", "stopping"
+DONE, FAILED, STOPPED = "done", "failed", "stopped"
+ENDS = (DONE, FAILED, STOPPED)
+
+REQUEUE, RETRY, STOP = "requeue", "retry", "stop"
+"""What follows when a stopping attempt has ended: the job waits again for free, after a
+failure, or ends."""
+
+
+@final
+@dataclass(slots=True, eq=False, kw_only=True)
+class Part:
+    """The ranks of an attempt on one host."""
+
+    host: str
+
+    first_rank: int
+
+    wanted: tuple[int, ...]
+    """The devices that it should use, in the order of ranks."""
+
+    held: tuple[int, ...]
+    """The devices that it may be using; a superset of ``wanted``."""
+
+    is_started: bool = False
+
+    uses: tuple[int, ...] | None = None
+    """The devices that it uses by its last report; ``None``: not known."""
+
+    is_released: bool = False
+    """All its devices were taken away, so it ends and the attempt goes on."""
+
+    has_ended: bool = False
+
+    code: int | None = None
+    """0 only if all its ranks ended with 0; ``None``: unknown, because it was lost."""
+
+    by_itself: bool = False
+    """It ended, and nothing had asked it to."""
+
+    why: str = ""
+
+
+@final
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attempt:
+    """One start of a job."""
+
+    job: str
+
+    number: int
+
+    purpose: str
+
+    way: str
+
+    batch: int | None
+
+    placed_s: float
+
+    parts: dict[str, Part]
+    """By host, in the order of ranks."""
+
+    stopping: str = ""
+    """Why it must end; empty if it need not."""
+
+    then: str = ""
+    """`REQUEUE`, `RETRY` or `STOP`, if it must end."""
+
+    has_ended: bool = False
+
+    def live_parts(self) -> list[Part]:
+        """Return the parts that have not ended."""
+        return [part for part in self.parts.values() if not part.has_ended]
+
+    @property
+    def failed_part(self) -> Part | None:
+        """The part that failed, one that failed by itself before others."""
+        failed = [
+            part
+            for part in self.parts.values()
+            if part.has_ended and part.code != 0 and not part.is_released
+        ]
+        return next((part for part in failed if part.by_itself), None) or (
+            failed[0] if failed else None
+        )
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all parts ended with success, and nothing had asked them to."""
+        return all(
+            part.has_ended and part.code == 0 and part.by_itself
+            for part in self.parts.values()
+            if not part.is_released
+        )
+
+
+@final
+@dataclass(slots=True, eq=False, kw_only=True)
+class Record:
+    """All that is known of a job."""
+
+    view: JobView
+
+    after: tuple[str, ...] = ()
+    """Ids of jobs that must be done before."""
+
+    blocked_by: set[str] = field(default_factory=set)
+    """Those of ``after`` that are not done."""
+
+    live: Attempt | None = None
+
+    attempts: list[Attempt] = field(default_factory=list)
+    """All, oldest first."""
+
+    in_queue: bool = False
+    """It waits for devices, and policies see it."""
+
+    not_before_s: float = 0.0
+
+    stop_requested: str = ""
+    """By whom; empty if not requested."""
+
+    profile: str = ""
+    """Path of its layer profile; empty if it has no profile."""
+
+    needs_plan: bool = False
+
+    num_runs: int = 0
+    """How many attempts of purpose `RUN` were placed."""
+
+    why: str = ""
+    """Why it last ended, failed or was requeued."""
+
+    code: int | None = None
+
+    ended_s: float | None = None
+
+    progress: dict[str, Any] = field(default_factory=dict)
+    """Of the last reports: step times, checkpoints, losses."""
+
+
+@final
+class State:
+    """Jobs, attempts, hosts and devices."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+        self.cluster = ClusterView()
+        self.jobs = JobsView()
+        self.agents: dict[str, int] = {}
+        """The last number taken in, by life of an agent."""
+        self.agent_of: dict[str, str] = {}
+        """The current life of each host's agent."""
+        self.fences: dict[str, float] = {}
+        """Lost hosts: when their attempts have certainly ended."""
+        self.strays: dict[str, dict[tuple[str, int], tuple[int, ...]]] = {}
+        """By host: attempts that should not live there, and their devices."""
+        self.on_host: dict[str, dict[tuple[str, int], Attempt]] = {}
+        """By host: attempts with a part there that has not ended."""
+        self.touched: dict[str, None] = {}
+        """Jobs to which something happened; the ledger empties it."""
+        self.changed = True
+        """Something happened that a policy may react to; the ledger resets it."""
+        self.dirty: dict[tuple[str, int], Attempt | None] = {}
+        """Jobs and attempts that changed since the store's last write, and ``None``
+        where a job has no attempt."""
+        self.dependents: dict[str, list[str]] = {}
+        self.last_s = 0.0
+        self._handlers: dict[str, Callable[[Event], None]] = {
+            ev.SUBMITTED: self._submitted,
+            ev.STOP_REQUESTED: self._stop_requested,
+            ev.DRAINED: self._drained,
+            ev.OPENED: self._drained,
+            ev.JOINED: self._joined,
+            ev.STARTED: self._started,
+            ev.ENDED: self._ended,
+            ev.ATTACHED: self._uses,
+            ev.DETACHED: self._uses,
+            ev.PAUSED: self._paused,
+            ev.RESUMED: self._paused,
+            ev.STEP: self._progress,
+            ev.SLOWED: self._progress,
+            ev.REPLANNED: self._progress,
+            ev.CHECKPOINTED: self._progress,
+            ev.PROFILED: self._profiled,
+            ev.PLANNED: self._planned,
+            ev.PLACED: self._placed,
+            ev.ATTACHING: self._attaching,
+            ev.DETACHING: self._detaching,
+            ev.STOPPING: self._stopping,
+            ev.LOST: self._lost,
+            ev.REQUEUED: self._requeued,
+            ev.DONE: self._finished,
+            ev.FAILED: self._finished,
+            ev.STOPPED: self._finished,
+        }
+
+    def apply(self, event: Event) -> None:
+        """Change the state as an event says."""
+        self.last_s = max(self.last_s, event.at_s)
+        if event.agent:
+            self.agents[event.agent] = event.agent_seq
+        record = self.records.get(event.job)
+        if record is not None:
+            self._mark(record)
+        handler = self._handlers.get(event.kind)
+        if handler is not None:
+            handler(event)
+
+    def _mark(self, record: Record) -> None:
+        attempt = record.live
+        number = attempt.number if attempt else 0
+        self.dirty[record.view.id, number] = attempt
+
+    def part(self, event: Event) -> Part | None:
+        """Return the live part that an event is about, or ``None``."""
+        record = self.records.get(event.job)
+        if record is None or record.live is None:
+            return None
+        if record.live.number != event.attempt:
+            return None
+        part = record.live.parts.get(event.host)
+        return None if part is None or part.has_ended else part
+
+    # Users.
+
+    def _submitted(self, event: Event) -> None:
+        spec: Job = event.data["spec"]
+        view = JobView(
+            id=event.job,
+            number=event.data["number"],
+            spec=spec,
+            role=spec.role,
+            least=spec.gpus.least,
+            most=spec.gpus.most,
+            priority=spec.priority,
+            submitted_s=event.at_s,
+            ready_s=event.at_s,
+            speeds=event.data.get("speeds"),
+        )
+        after = tuple(event.data.get("after", ()))
+        record = Record(view=view, after=after)
+        self.records[event.job] = record
+        self._mark(record)
+        for name in after:
+            if self.records[name].view.state != DONE:
+                record.blocked_by.add(name)
+                self.dependents.setdefault(name, []).append(event.job)
+        burst = spec.burst
+        if burst is not None and view.speeds is None:
+            if burst.profile is None:
+                view.role, view.least, view.most = BACKGROUND, 1, 1
+                view.state = PROFILING
+            else:
+                record.profile, record.needs_plan = burst.profile, True
+                view.state = PROFILING
+        else:
+            view.state = WAITING
+        self._enqueue(record, event.at_s)
+
+    def withdraw(self, job: str) -> None:
+        """Undo `events.SUBMITTED` of the last job, before any other event."""
+        record = self.records.pop(job)
+        if record.in_queue:
+            self.jobs.remove_waiting(record.view)
+        for name in record.blocked_by:
+            self.dependents[name].remove(job)
+        self.touched.pop(job, None)
+        self.dirty.pop((job, 0), None)
+
+    def _stop_requested(self, event: Event) -> None:
+        self.records[event.job].stop_requested = event.data.get("by") or "a user"
+        self.touched[event.job] = None
+
+    def _drained(self, event: Event) -> None:
+        host = self.cluster.hosts[event.host]
+        host.is_drained = event.kind == ev.DRAINED
+        self._refresh(event.host)
+
+    # Agents.
+
+    def _joined(self, event: Event) -> None:
+        name = event.host
+        sizes = tuple(
+            row.get("memory_bytes", 0)
+            for row in sorted(event.data["devices"], key=lambda row: row["index"])
+        )
+        host = self.cluster.hosts.get(name)
+        if host is None:
+            self.cluster.hosts[name] = HostView(name=name, memory_bytes=sizes)
+        else:
+            host.memory_bytes, host.is_up = sizes, True
+        self.agent_of[name] = event.agent
+        self.fences.pop(name, None)
+        seen: set[tuple[str, int]] = set()
+        strays: dict[tuple[str, int], tuple[int, ...]] = {}
+        here = self.on_host.setdefault(name, {})
+        for row in event.data["attempts"]:
+            key = (row["job"], row["attempt"])
+            seen.add(key)
+            attempt = here.get(key)
+            if row["state"] == "ended":
+                if attempt is not None:
+                    self._end_part(attempt, name, row)
+            elif attempt is None:
+                strays[key] = tuple(row["devices"])
+            else:
+                part = attempt.parts[name]
+                part.is_started = True
+                part.uses = tuple(row["devices"])
+                self._show_running(attempt)
+        self.strays[name] = strays
+        for key, attempt in list(here.items()):
+            if key not in seen and attempt.parts[name].is_started:
+                why = f"it was gone when {name} joined"
+                self._end_part(attempt, name, {"why": why})
+        self._refresh(name)
+
+    def _started(self, event: Event) -> None:
+        part = self.part(event)
+        if part is None:
+            return
+        attempt = self.records[event.job].live
+        if attempt is None:
+            return
+        part.is_started = True
+        devices = event.data.get("devices")
+        if devices is not None:
+            part.uses = tuple(devices)
+        elif set(part.held) == set(part.wanted):
+            part.uses = part.wanted
+        self._show_running(attempt)
+
+    def _show_running(self, attempt: Attempt) -> None:
+        view = self.records[attempt.job].view
+        if view.state == STARTING and all(
+            part.is_started or part.has_ended for part in attempt.parts.values()
+        ):
+            view.state = RUNNING
+
+    def _ended(self, event: Event) -> None:
+        key = (event.job, event.attempt)
+        strays = self.strays.get(event.host, {})
+        if key in strays:
+            del strays[key]
+            self._refresh(event.host)
+        attempt = self.on_host.get(event.host, {}).get(key)
+        if attempt is not None:
+            self._end_part(attempt, event.host, event.data)
+
+    def _end_part(self, attempt: Attempt, host: str, data: Mapping[str, Any]) -> None:
+        self.dirty[attempt.job, attempt.number] = attempt
+        part = attempt.parts[host]
+        part.has_ended, part.code = True, data.get("code")
+        part.why = data.get("why", "")
+        asked = bool(attempt.stopping) or part.is_released
+        part.by_itself = part.code is not None and not data.get("signaled", asked)
+        del self.on_host[host][attempt.job, attempt.number]
+        self._release(attempt, part, part.held)
+        part.held = part.wanted = ()
+        self.touched[attempt.job] = None
+        self._show_running(attempt)
+
+    def _uses(self, event: Event) -> None:
+        part, attempt = self.part(event), self.records[event.job].live
+        if part is None or attempt is None:
+            return
+        part.uses = tuple(event.data["devices"])
+        left = set(part.held) - set(part.uses) - set(part.wanted)
+        self._release(attempt, part, left)
+        part.held = tuple(n for n in part.held if n not in left)
+        self.changed = True
+
+    def _paused(self, event: Event) -> None:
+        view = self.records[event.job].view
+        before, after = (RUNNING, PAUSED)
+        if event.kind == ev.RESUMED:
+            before, after = after, before
+        if view.state == before:
+            view.state = after
+
+    def _progress(self, event: Event) -> None:
+        self.records[event.job].progress[event.kind] = {
+            "at_s": event.at_s,
+            **event.data,
+        }
+
+    def _profiled(self, event: Event) -> None:
+        self.records[event.job].profile = event.data["profile"]
+
+    # The coordinator's planner and the ledger.
+
+    def _planned(self, event: Event) -> None:
+        record = self.records[event.job]
+        view = record.view
+        record.needs_plan = False
+        record.why = event.data.get("why", "")
+        view.speeds = event.data.get("speeds")
+        self._as_submitted(view)
+        view.state = WAITING
+        self._enqueue(record, event.at_s)
+
+    @staticmethod
+    def _as_submitted(view: JobView) -> None:
+        view.role = view.spec.role
+        view.least, view.most = view.spec.gpus.least, view.spec.gpus.most
+
+    def _placed(self, event: Event) -> None:
+        record = self.records[event.job]
+        view = record.view
+        if record.in_queue:
+            self.jobs.remove_waiting(view)
+            record.in_queue = False
+        devices = tuple(Device(*pair) for pair in event.data["devices"])
+        attempt = Attempt(
+            job=event.job,
+            number=event.attempt,
+            purpose=event.data.get("purpose", RUN),
+            way=event.data["way"],
+            batch=event.data["batch"],
+            placed_s=event.at_s,
+            parts={},
+        )
+        for host, numbers in by_host(devices).items():
+            self._add_part(attempt, host, numbers)
+        record.live = attempt
+        record.attempts.append(attempt)
+        self._mark(record)
+        record.num_runs += attempt.purpose == RUN
+        view.devices, view.attempt = devices, event.attempt
+        view.way, view.batch, view.placed_s = attempt.way, attempt.batch, event.at_s
+        view.state = STARTING
+        self.jobs.add_live(view)
+        self._occupy(view, devices)
+
+    def _add_part(self, attempt: Attempt, host: str, numbers: tuple[int, ...]) -> None:
+        first = sum(len(part.wanted) for part in attempt.parts.values())
+        attempt.parts[host] = Part(
+            host=host, first_rank=first, wanted=numbers, held=numbers
+        )
+        self.on_host[host][attempt.job, attempt.number] = attempt
+
+    def _occupy(self, view: JobView, devices: Iterable[Device]) -> None:
+        foreground = view.role == FOREGROUND
+        held = self.cluster.foreground if foreground else self.cluster.background
+        self.cluster.free.take(devices, foreground=foreground)
+        for device in devices:
+            held[device] = view
+        self.changed = True
+
+    def _release(self, attempt: Attempt, part: Part, numbers: Iterable[int]) -> None:
+        view = self.records[attempt.job].view
+        devices = [Device(part.host, number) for number in numbers]
+        foreground = view.role == FOREGROUND
+        held = self.cluster.foreground if foreground else self.cluster.background
+        for device in devices:
+            del held[device]
+        self.cluster.free.release(devices, foreground=foreground)
+        self.changed = True
+
+    def _attaching(self, event: Event) -> None:
+        record = self.records[event.job]
+        attempt = record.live
+        if attempt is None:
+            return
+        devices = tuple(Device(*pair) for pair in event.data["devices"])
+        for host, numbers in by_host(devices).items():
+            part = attempt.parts.get(host)
+            if part is None or part.has_ended:
+                self._add_part(attempt, host, numbers)
+            else:
+                part.wanted += numbers
+                part.held += tuple(n for n in numbers if n not in part.held)
+        record.view.devices += devices
+        self._occupy(record.view, devices)
+
+    def _detaching(self, event: Event) -> None:
+        record = self.records[event.job]
+        attempt = record.live
+        if attempt is None:
+            return
+        devices = tuple(Device(*pair) for pair in event.data["devices"])
+        for host, numbers in by_host(devices).items():
+            part = attempt.parts[host]
+            part.wanted = tuple(n for n in part.wanted if n not in numbers)
+            part.is_released = not part.wanted
+        left = set(devices)
+        record.view.devices = tuple(d for d in record.view.devices if d not in left)
+
+    def _stopping(self, event: Event) -> None:
+        record = self.records[event.job]
+        if record.live is not None:
+            record.live.stopping = event.data["why"]
+            record.live.then = event.data["then"]
+            record.view.state = STOPPING
+            self.changed = True
+
+    def _lost(self, event: Event) -> None:
+        if event.job:
+            attempt = self.on_host[event.host][event.job, event.attempt]
+            self._end_part(attempt, event.host, {"why": event.data["why"]})
+            return
+        self.cluster.hosts[event.host].is_up = False
+        self.fences[event.host] = event.data["fence_s"]
+        self._refresh(event.host)
+
+    def _requeued(self, event: Event) -> None:
+        record = self.records[event.job]
+        view = record.view
+        self._no_attempt(record)
+        record.why = event.data["why"]
+        view.failures = event.data["failures"]
+        if event.data.get("unprofiled"):
+            self._as_submitted(view)
+        record.needs_plan = view.role != view.spec.role and bool(record.profile)
+        view.state = PROFILING if view.role != view.spec.role else WAITING
+        view.ready_s = record.not_before_s = event.data["ready_s"]
+        self._enqueue(record, event.at_s)
+
+    def _finished(self, event: Event) -> None:
+        record = self.records[event.job]
+        if record.in_queue:
+            self.jobs.remove_waiting(record.view)
+            record.in_queue = False
+        self._no_attempt(record)
+        record.view.state = event.kind
+        record.why = event.data.get("why", "")
+        record.code = event.data.get("code")
+        record.ended_s = event.at_s
+        record.needs_plan = False
+        for name in self.dependents.pop(event.job, ()):
+            waiting = self.records[name]
+            if event.kind == ev.DONE:
+                waiting.blocked_by.discard(event.job)
+                waiting.view.ready_s = event.at_s
+                self._enqueue(waiting, event.at_s)
+            self.touched[name] = None
+
+    def _no_attempt(self, record: Record) -> None:
+        if record.live is not None:
+            record.live.has_ended = True
+            record.live = None
+            record.view.devices = ()
+            self.jobs.remove_live(record.view)
+        self.changed = True
+
+    def _enqueue(self, record: Record, now_s: float) -> None:
+        """Show a job to policies if it can start now, else the ledger does it later."""
+        if self.can_start(record, now_s):
+            self.enqueue(record)
+        self.touched[record.view.id] = None
+
+    def can_start(self, record: Record, now_s: float) -> bool:
+        """Return whether only devices are missing."""
+        return (
+            record.live is None
+            and not record.in_queue
+            and not record.blocked_by
+            and not record.needs_plan
+            and not record.stop_requested
+            and record.not_before_s <= now_s
+            and record.view.state in (WAITING, PROFILING)
+        )
+
+    def enqueue(self, record: Record) -> None:
+        """Show a job to policies."""
+        record.in_queue = True
+        self.jobs.add_waiting(record.view)
+        self.changed = True
+
+    def _refresh(self, name: str) -> None:
+        """Recompute which devices of a host may be used."""
+        host = self.cluster.hosts[name]
+        usable = 0
+        if host.is_up and not host.is_drained:
+            usable = (1 << len(host.memory_bytes)) - 1
+            for numbers in self.strays.get(name, {}).values():
+                usable &= ~sum(1 << number for number in numbers)
+        self.cluster.free.set_host(name, host.memory_bytes, usable)
+        self.on_host.setdefault(name, {})
+        for job, _ in self.on_host[name]:
+            self.touched[job] = None
+        self.changed = True
+
+
+def by_host(devices: Sequence[Device]) -> dict[str, tuple[int, ...]]:
+    """Return the numbers of devices by host, both in their first order."""
+    if len(devices) == 1:
+        return {devices[0].host: (devices[0].number,)}
+    found: dict[str, list[int]] = {}
+    for device in devices:
+        found.setdefault(device.host, []).append(device.number)
+    return {host: tuple(numbers) for host, numbers in found.items()}
