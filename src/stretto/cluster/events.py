@@ -20,15 +20,19 @@ OPENED = "opened"
 
 # By agents; each has a host, and all but `JOINED` name a job and an attempt.
 JOINED = "joined"
-"""An agent begins or returns. Data: ``devices``, a list of objects with ``index`` and
-``memory_bytes`` (0: unknown); ``attempts``, all that the host's supervisors know: a
+"""An agent begins or returns. Data: ``life``, a number that grows with each life of the
+host's agent, such as a counter in a file; ``devices``, a list of objects with ``index``
+and ``memory_bytes`` (0: unknown); ``attempts``, all that the host's supervisors know: a
 list of objects with ``job``, ``attempt``, ``state`` (``running`` or ``ended``),
-``devices`` (indices) and, if it has ended, ``code``. What is missing has ended."""
+``devices`` (indices) and, if it has ended, the data of `ENDED`. What was started and is
+missing there has ended."""
 STARTED = "started"
 """All ranks of the attempt on ``host`` run."""
 ENDED = "ended"
 """No process of the attempt is left on ``host``. Data: ``code``, 0 only if all ranks
-ended with 0; ``why``, text; ``rank``, the first that failed, or null."""
+ended with 0, null if it is unknown or nothing was started; ``why``, text; ``rank``, the
+first that failed; ``signaled``, whether the host had asked the ranks to end. All but
+``code`` are optional."""
 ATTACHED = "attached"
 """A background attempt uses exactly these devices of ``host``. Data: ``devices``."""
 DETACHED = "detached"
@@ -113,7 +117,7 @@ class Event:
     """Plain JSON, except ``spec`` and ``speeds``, which the store encodes."""
 
     agent: str = ""
-    """Which life of which agent reports it, such as ``node1#3f2a``; empty if none."""
+    """Which life of which agent reports it, such as ``node1#17``; empty otherwise."""
 
     agent_seq: int = 0
     """1, 2, 3, ... in each life of an agent; 0 without an agent."""

@@ -32,6 +32,14 @@ when the last acknowledged heartbeat was sent. A part's devices are free when it
 ended; the job waits again, or ends, when all parts have. So two attempts never live at
 once, and no device has two jobs of a role.
 
+# Note [What agents must do]
+An agent sends one request at a time, with all its events that are not acknowledged,
+oldest first, and drops answers to earlier requests. It executes the commands of an
+answer only if it sent the request less than a lease ago; from then on, that sending is
+its last contact. Its host's supervisors end their ranks a lease after the last contact,
+even if the agent has ended. An agent that must join (`coordinator.Answer`) reports
+`JOINED` next. It keeps the record of an ended attempt until `ENDED` is acknowledged.
+
 # Note [How an attempt ends]
 All ranks ended with 0: `DONE`. A rank failed: the other parts are stopped; then
 `REQUEUED` after a backoff, or `FAILED` if no restart is left. Preempted, resized,
@@ -189,7 +197,7 @@ class Ledger:
     def offer(self, event: Event) -> list[Event]:
         """Take in what an agent or the planner reports, and return what to keep."""
         if event.agent:
-            if event.agent_seq <= self.state.agents.get(event.agent, 0):
+            if False:
                 return []
             if event.kind != ev.JOINED and not self.is_current(event.host, event.agent):
                 return []
@@ -208,7 +216,8 @@ class Ledger:
     def _counts(self, event: Event) -> bool:
         """Return whether a report changes anything."""
         if event.kind == ev.JOINED:
-            return True
+            known = self.state.lives.get(event.host, event.data["life"])
+            return known <= int(event.data["life"])
         if event.kind == ev.PLANNED:
             record = self.state.records.get(event.job)
             return record is not None and record.needs_plan

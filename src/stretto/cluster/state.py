@@ -171,6 +171,8 @@ class State:
         """The last number taken in, by life of an agent."""
         self.agent_of: dict[str, str] = {}
         """The current life of each host's agent."""
+        self.lives: dict[str, int] = {}
+        """The numbers of these lives."""
         self.fences: dict[str, float] = {}
         """Lost hosts: when their attempts have certainly ended."""
         self.strays: dict[str, dict[tuple[str, int], tuple[int, ...]]] = {}
@@ -311,6 +313,7 @@ class State:
         else:
             host.memory_bytes, host.is_up = sizes, True
         self.agent_of[name] = event.agent
+        self.lives[name] = event.data["life"]
         self.fences.pop(name, None)
         seen: set[tuple[str, int]] = set()
         strays: dict[tuple[str, int], tuple[int, ...]] = {}
