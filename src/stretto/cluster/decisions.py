@@ -15,13 +15,15 @@ from stretto.cluster.policies.base import (
     Start,
     Stop,
 )
-from stretto.cluster.state import REQUEUE, by_host
+from stretto.cluster.records import REQUEUE
+from stretto.cluster.state import by_host
 from stretto.errors import SpecError
 from stretto.schema.job import BACKGROUND, FOREGROUND
 
 if TYPE_CHECKING:
     from stretto.cluster.policies.base import Decision
-    from stretto.cluster.state import Attempt, Record, State
+    from stretto.cluster.records import Attempt, Record
+    from stretto.cluster.state import State
     from stretto.cluster.views import JobView
 
 

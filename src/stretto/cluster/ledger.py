@@ -60,10 +60,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
 from stretto.cluster import events as ev
-from stretto.cluster import outstanding, state
-from stretto.cluster.commands import PROFILE, RUN
+from stretto.cluster import outstanding
+from stretto.cluster.consequences import follows
 from stretto.cluster.decisions import event_of
 from stretto.cluster.events import Event
+from stretto.cluster.records import ENDS
+from stretto.cluster.state import State
 from stretto.errors import Infeasible, SpecError
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ if TYPE_CHECKING:
 
     from stretto.cluster.commands import Command
     from stretto.cluster.policies.base import AbstractPolicy
-    from stretto.cluster.state import Attempt, Record
+    from stretto.cluster.records import Record
     from stretto.cluster.views import ClusterView, JobView
     from stretto.schema.job import Job
 
@@ -79,8 +81,6 @@ _logger = logging.getLogger(__name__)
 
 _MOST_ROUNDS = 16
 """After this number of rounds, a policy that still decides something is cut off."""
-
-_LONGEST_BACKOFF_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class Ledger:
 
     def __init__(self, policy: AbstractPolicy, limits: Limits | None = None) -> None:
         self.limits = Limits() if limits is None else limits
-        self.state = state.State()
+        self.state = State()
         self.refused_decision = ""
         """The last decision of the policy that broke a rule; empty if none did."""
         self._policy = policy
@@ -140,7 +140,7 @@ class Ledger:
             SpecError: there is no such job.
         """
         record = self.state.records[self.job(job).id]
-        if record.stop_requested or record.view.state in state.ENDS:
+        if record.stop_requested or record.view.state in ENDS:
             return []
         event = Event(
             ev.STOP_REQUESTED, now_s, job=record.view.id, data={"by": user or "a user"}
@@ -197,7 +197,7 @@ class Ledger:
     def offer(self, event: Event) -> list[Event]:
         """Take in what an agent or the planner reports, and return what to keep."""
         if event.agent:
-            if False:
+            if event.agent_seq <= self.state.agents.get(event.agent, 0):
                 return []
             if event.kind != ev.JOINED and not self.is_current(event.host, event.agent):
                 return []
@@ -216,8 +216,8 @@ class Ledger:
     def _counts(self, event: Event) -> bool:
         """Return whether a report changes anything."""
         if event.kind == ev.JOINED:
-            known = self.state.lives.get(event.host, event.data["life"])
-            return known <= int(event.data["life"])
+            life = int(event.data["life"])
+            return self.state.lives.get(event.host, life) <= life
         if event.kind == ev.PLANNED:
             record = self.state.records.get(event.job)
             return record is not None and record.needs_plan
@@ -321,119 +321,22 @@ class Ledger:
             touched = [records[job] for job in self.state.touched]
             self.state.touched.clear()
             for record in sorted(touched, key=lambda r: r.view.number):
-                found = self._follows(record, now_s)
+                found = follows(record, self.state, now_s)
                 if found is not None:
                     out += self._applied([found])
+                elif record.live is None:
+                    self._queue(record, now_s)
         return out
 
-    def _follows(self, record: Record, now_s: float) -> Event | None:
-        view, attempt = record.view, record.live
-        if view.state in state.ENDS:
-            return None
-        if attempt is not None:
-            if not attempt.live_parts():
-                return self._end_of(record, attempt, now_s)
-            return self._stop_of(record, attempt, now_s)
-        if record.stop_requested:
-            why = f"{record.stop_requested} stopped it before it started"
-            return Event(ev.STOPPED, now_s, view.id, data={"why": why})
-        for name in sorted(record.blocked_by):
-            end = self.state.records[name].view.state
-            if end in (state.FAILED, state.STOPPED):
-                why = f"it starts after {name}, which {_ENDED[end]}"
-                return Event(ev.FAILED, now_s, view.id, data={"why": why, "code": None})
+    def _queue(self, record: Record, now_s: float) -> None:
+        """Show a job that can start to the policy, or remember when it can."""
+        if record.view.state in ENDS:
+            return
         if record.not_before_s > now_s:
-            item = (record.not_before_s, view.number, view.id)
+            item = (record.not_before_s, record.view.number, record.view.id)
             heapq.heappush(self._delayed, item)
         elif self.state.can_start(record, now_s):
             self.state.enqueue(record)
-        return None
-
-    def _stop_of(self, record: Record, attempt: Attempt, now_s: float) -> Event | None:
-        """Return the event that stops a live attempt, if it must end."""
-        if record.stop_requested and attempt.then != state.STOP:
-            why, then = f"{record.stop_requested} stopped it", state.STOP
-        elif attempt.stopping:
-            return None
-        elif (moved := self._unusable_host(attempt)) is not None:
-            why, then = moved, state.REQUEUE
-        elif (part := attempt.failed_part) is not None:
-            why, then = self._failure(part), state.RETRY
-            if part.code is None:
-                then = state.REQUEUE
-        else:
-            return None
-        data = {"why": why, "then": then}
-        return Event(ev.STOPPING, now_s, record.view.id, attempt.number, data=data)
-
-    def _unusable_host(self, attempt: Attempt) -> str | None:
-        for part in attempt.live_parts():
-            host = self.cluster.hosts[part.host]
-            if not host.is_up:
-                return f"{host.name} is lost"
-            if host.is_drained:
-                return f"{host.name} is drained"
-        return None
-
-    @staticmethod
-    def _failure(part: state.Part) -> str:
-        if part.code is None:
-            return part.why or f"its ranks on {part.host} are lost"
-        why = part.why or f"ended with code {part.code}"
-        return f"on {part.host}: {why}"
-
-    def _end_of(self, record: Record, attempt: Attempt, now_s: float) -> Event:
-        """Return what follows when no part of an attempt is left."""
-        view, part = record.view, attempt.failed_part
-        name, number = view.id, attempt.number
-        if attempt.is_done and attempt.purpose == RUN:
-            return Event(ev.DONE, now_s, name, number)
-        if record.stop_requested:
-            why = f"{record.stop_requested} stopped it"
-            return Event(ev.STOPPED, now_s, name, number, data={"why": why})
-        if attempt.then == state.REQUEUE or (part is not None and part.code is None):
-            lost = "" if part is None else self._failure(part)
-            why = attempt.stopping or lost
-            return self._requeue(record, attempt, why, now_s)
-        if attempt.purpose == PROFILE:
-            return self._profile_end(record, attempt, now_s)
-        if part is None:  # it ended with 0 when it was asked to
-            return self._requeue(record, attempt, attempt.stopping, now_s)
-        why, rules = self._failure(part), view.spec.restart
-        if view.failures < rules.attempts:
-            wait_s = min(rules.backoff_s * 2**view.failures, _LONGEST_BACKOFF_S)
-            return self._requeue(
-                record, attempt, why, now_s, wait_s=wait_s, failures=view.failures + 1
-            )
-        after = f", after {view.failures} restarts" if view.failures else ""
-        data = {"why": f"{why}{after}", "code": part.code}
-        return Event(ev.FAILED, now_s, name, number, data=data)
-
-    def _profile_end(self, record: Record, attempt: Attempt, now_s: float) -> Event:
-        part = attempt.failed_part
-        if part is None and record.profile:
-            return self._requeue(record, attempt, "it was profiled", now_s)
-        why = "it wrote no profile" if part is None else self._failure(part)
-        # It runs with plain data parallelism.
-        found = self._requeue(record, attempt, f"profiling failed: {why}", now_s)
-        return replace(found, data={**found.data, "unprofiled": True})
-
-    @staticmethod
-    def _requeue(
-        record: Record,
-        attempt: Attempt,
-        why: str,
-        now_s: float,
-        *,
-        wait_s: float = 0.0,
-        failures: int | None = None,
-    ) -> Event:
-        data = {
-            "why": why,
-            "ready_s": now_s + wait_s,
-            "failures": record.view.failures if failures is None else failures,
-        }
-        return Event(ev.REQUEUED, now_s, record.view.id, attempt.number, data=data)
 
     def _policy_events(self, now_s: float) -> list[Event]:
         out: list[Event] = []
@@ -483,7 +386,7 @@ class Ledger:
         """
         record = self.state.records[self.job(job).id]
         view = record.view
-        if record.live is not None or view.state in state.ENDS:
+        if record.live is not None or view.state in ENDS:
             return ""
         if record.blocked_by:
             return f"starts after {', '.join(sorted(record.blocked_by))}"
@@ -515,6 +418,3 @@ class Ledger:
     def cluster(self) -> ClusterView:
         """Hosts and devices."""
         return self.state.cluster
-
-
-_ENDED = {state.FAILED: "failed", state.STOPPED: "was stopped"}

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stretto.cluster.commands import Command
-    from stretto.cluster.state import Attempt, Part, Record, State
+    from stretto.cluster.records import Attempt, Part, Record
+    from stretto.cluster.state import State
 
 
 def commands(state: State, host: str | None = None) -> list[Command]:

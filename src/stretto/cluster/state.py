@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from stretto.cluster import events as ev
 from stretto.cluster.commands import RUN
 from stretto.cluster.devices import Device
+from stretto.cluster.records import (
+    DONE,
+    PAUSED,
+    PROFILING,
+    RUNNING,
+    STARTING,
+    STOPPING,
+    WAITING,
+    Attempt,
+    Part,
+    Record,
+)
 from stretto.cluster.views import ClusterView, HostView, JobsView, JobView
 from stretto.schema.job import BACKGROUND, FOREGROUND, Job
 
@@ -15,148 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from stretto.cluster.events import Event
-
-SUBMITTED, PROFILING, WAITING = "submitted", "profiling", "waiting"
-STARTING, RUNNING, PAUSED, STOPPING = "starting", "running", "paused", "stopping"
-DONE, FAILED, STOPPED = "done", "failed", "stopped"
-ENDS = (DONE, FAILED, STOPPED)
-
-REQUEUE, RETRY, STOP = "requeue", "retry", "stop"
-"""What follows when a stopping attempt has ended: the job waits again for free, after a
-failure, or ends."""
-
-
-@final
-@dataclass(slots=True, eq=False, kw_only=True)
-class Part:
-    """The ranks of an attempt on one host."""
-
-    host: str
-
-    first_rank: int
-
-    wanted: tuple[int, ...]
-    """The devices that it should use, in the order of ranks."""
-
-    held: tuple[int, ...]
-    """The devices that it may be using; a superset of ``wanted``."""
-
-    is_started: bool = False
-
-    uses: tuple[int, ...] | None = None
-    """The devices that it uses by its last report; ``None``: not known."""
-
-    is_released: bool = False
-    """All its devices were taken away, so it ends and the attempt goes on."""
-
-    has_ended: bool = False
-
-    code: int | None = None
-    """0 only if all its ranks ended with 0; ``None``: unknown, because it was lost."""
-
-    by_itself: bool = False
-    """It ended, and nothing had asked it to."""
-
-    why: str = ""
-
-
-@final
-@dataclass(slots=True, eq=False, kw_only=True)
-class Attempt:
-    """One start of a job."""
-
-    job: str
-
-    number: int
-
-    purpose: str
-
-    way: str
-
-    batch: int | None
-
-    placed_s: float
-
-    parts: dict[str, Part]
-    """By host, in the order of ranks."""
-
-    stopping: str = ""
-    """Why it must end; empty if it need not."""
-
-    then: str = ""
-    """`REQUEUE`, `RETRY` or `STOP`, if it must end."""
-
-    has_ended: bool = False
-
-    def live_parts(self) -> list[Part]:
-        """Return the parts that have not ended."""
-        return [part for part in self.parts.values() if not part.has_ended]
-
-    @property
-    def failed_part(self) -> Part | None:
-        """The part that failed, one that failed by itself before others."""
-        failed = [
-            part
-            for part in self.parts.values()
-            if part.has_ended and part.code != 0 and not part.is_released
-        ]
-        return next((part for part in failed if part.by_itself), None) or (
-            failed[0] if failed else None
-        )
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all parts ended with success, and nothing had asked them to."""
-        return all(
-            part.has_ended and part.code == 0 and part.by_itself
-            for part in self.parts.values()
-            if not part.is_released
-        )
-
-
-@final
-@dataclass(slots=True, eq=False, kw_only=True)
-class Record:
-    """All that is known of a job."""
-
-    view: JobView
-
-    after: tuple[str, ...] = ()
-    """Ids of jobs that must be done before."""
-
-    blocked_by: set[str] = field(default_factory=set)
-    """Those of ``after`` that are not done."""
-
-    live: Attempt | None = None
-
-    attempts: list[Attempt] = field(default_factory=list)
-    """All, oldest first."""
-
-    in_queue: bool = False
-    """It waits for devices, and policies see it."""
-
-    not_before_s: float = 0.0
-
-    stop_requested: str = ""
-    """By whom; empty if not requested."""
-
-    profile: str = ""
-    """Path of its layer profile; empty if it has no profile."""
-
-    needs_plan: bool = False
-
-    num_runs: int = 0
-    """How many attempts of purpose `RUN` were placed."""
-
-    why: str = ""
-    """Why it last ended, failed or was requeued."""
-
-    code: int | None = None
-
-    ended_s: float | None = None
-
-    progress: dict[str, Any] = field(default_factory=dict)
-    """Of the last reports: step times, checkpoints, losses."""
 
 
 @final
@@ -379,7 +248,10 @@ class State:
         asked = bool(attempt.stopping) or part.is_released
         part.by_itself = part.code is not None and not data.get("signaled", asked)
         del self.on_host[host][attempt.job, attempt.number]
-        self._release(attempt, part, part.held)
+        view = self.records[attempt.job].view
+        if not attempt.stopping and not part.is_released:
+            self.jobs.set_stopping(view)
+        self._release(view, host, part.held)
         part.held = part.wanted = ()
         self.touched[attempt.job] = None
         self._show_running(attempt)
@@ -390,7 +262,7 @@ class State:
             return
         part.uses = tuple(event.data["devices"])
         left = set(part.held) - set(part.uses) - set(part.wanted)
-        self._release(attempt, part, left)
+        self._release(self.records[event.job].view, event.host, left)
         part.held = tuple(n for n in part.held if n not in left)
         self.changed = True
 
@@ -453,8 +325,11 @@ class State:
         view.devices, view.attempt = devices, event.attempt
         view.way, view.batch, view.placed_s = attempt.way, attempt.batch, event.at_s
         view.state = STARTING
-        self.jobs.add_live(view)
+        view.speed, view.beside = None, 0
+        if view.speeds is not None and view.role == FOREGROUND:
+            view.speed = view.speeds.at(attempt.way, len(devices))
         self._occupy(view, devices)
+        self.jobs.add_live(view)
 
     def _add_part(self, attempt: Attempt, host: str, numbers: tuple[int, ...]) -> None:
         first = sum(len(part.wanted) for part in attempt.parts.values())
@@ -463,23 +338,40 @@ class State:
         )
         self.on_host[host][attempt.job, attempt.number] = attempt
 
-    def _occupy(self, view: JobView, devices: Iterable[Device]) -> None:
-        foreground = view.role == FOREGROUND
-        held = self.cluster.foreground if foreground else self.cluster.background
-        self.cluster.free.take(devices, foreground=foreground)
-        for device in devices:
-            held[device] = view
+    def _occupy(self, view: JobView, devices: Sequence[Device]) -> None:
+        cluster = self.cluster
+        if view.role == FOREGROUND:
+            for rank, device in enumerate(devices):
+                cluster.foreground[device] = view
+                cluster.ranks[device] = rank
+                if device in cluster.background:
+                    view.beside |= 1 << rank
+        else:
+            for device in devices:
+                cluster.background[device] = view
+                self._show_beside(device, is_there=True)
+        cluster.free.take(devices, foreground=view.role == FOREGROUND)
         self.changed = True
 
-    def _release(self, attempt: Attempt, part: Part, numbers: Iterable[int]) -> None:
-        view = self.records[attempt.job].view
-        devices = [Device(part.host, number) for number in numbers]
-        foreground = view.role == FOREGROUND
-        held = self.cluster.foreground if foreground else self.cluster.background
+    def _release(self, view: JobView, host: str, numbers: Iterable[int]) -> None:
+        cluster = self.cluster
+        devices = [Device(host, number) for number in numbers]
         for device in devices:
-            del held[device]
-        self.cluster.free.release(devices, foreground=foreground)
+            if view.role == FOREGROUND:
+                del cluster.foreground[device], cluster.ranks[device]
+            else:
+                del cluster.background[device]
+                self._show_beside(device, is_there=False)
+        cluster.free.release(devices, foreground=view.role == FOREGROUND)
         self.changed = True
+
+    def _show_beside(self, device: Device, *, is_there: bool) -> None:
+        """Show a foreground what is beside one of its ranks."""
+        foreground = self.cluster.foreground.get(device)
+        if foreground is not None:
+            bit = 1 << self.cluster.ranks[device]
+            beside = foreground.beside | bit if is_there else foreground.beside & ~bit
+            self.jobs.set_beside(foreground, beside)
 
     def _attaching(self, event: Event) -> None:
         record = self.records[event.job]
@@ -516,6 +408,7 @@ class State:
             record.live.stopping = event.data["why"]
             record.live.then = event.data["then"]
             record.view.state = STOPPING
+            self.jobs.set_stopping(record.view)
             self.changed = True
 
     def _lost(self, event: Event) -> None:

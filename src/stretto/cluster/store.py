@@ -15,7 +15,7 @@ import sqlite3
 from typing import TYPE_CHECKING, Any, final
 
 from stretto.cluster.tables import TABLES, Rows, changed_rows
-from stretto.cluster.wire import event_of_row, row_of_event
+from stretto.cluster.wire import data_of, event_of_row, row_of_event
 from stretto.errors import ClusterError, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from stretto.cluster.events import Event
     from stretto.cluster.state import State
+    from stretto.schema.job import Job
 
 DATABASE, LOCK = "cluster.db", "coordinator.lock"
 
@@ -174,8 +175,19 @@ def read_table(database: sqlite3.Connection, table: str) -> list[dict[str, Any]]
     ]
 
 
+def read_spec(database: sqlite3.Connection, job: str) -> Job | None:
+    """Return a job as it was submitted, or ``None`` if there is no such job."""
+    row = database.execute(
+        "SELECT data FROM events WHERE kind = 'submitted' AND job = ?", (job,)
+    ).fetchone()
+    if row is None:
+        return None
+    spec: Job = data_of(json.loads(row[0]))["spec"]
+    return spec
+
+
 _KEYS = {"jobs": 1, "attempts": 3, "devices": 2}
-_JSON = ("spec", "devices", "progress")
+_JSON = ("devices",)
 
 
 def _locked(folder: Path) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from stretto.schema import codec
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from stretto.cluster.events import Event
-    from stretto.cluster.state import Attempt, Record, State
+    from stretto.cluster.records import Attempt, Record
+    from stretto.cluster.state import State
 
 TABLES = {
     "jobs": (
@@ -31,7 +30,6 @@ TABLES = {
         "ready_s",
         "ended_s",
         "devices",
-        "spec",
     ),
     "attempts": (
         "job",
@@ -108,7 +106,6 @@ def _job_row(record: Record) -> tuple[Any, ...]:
         view.ready_s,
         record.ended_s,
         json.dumps([list(device) for device in view.devices]),
-        codec.encode(spec).decode(),
     )
 
 

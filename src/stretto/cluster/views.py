@@ -9,10 +9,10 @@ from heapq import merge
 from typing import TYPE_CHECKING, final
 
 from stretto.cluster.devices import Device, DeviceMap
-from stretto.schema.job import BACKGROUND, Job
+from stretto.schema.job import BACKGROUND, FOREGROUND, Job
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, ValuesView
 
 DATA_PARALLEL, WEAK, BATCH_OPTIMAL, BURST = "strong", "weak", "batch-optimal", "burst"
 WAYS = (DATA_PARALLEL, WEAK, BATCH_OPTIMAL, BURST)
@@ -96,6 +96,12 @@ class JobView:
     batch: int | None = None
     """How the live attempt uses its devices."""
 
+    speed: Speed | None = None
+    """The known speed of the live attempt."""
+
+    beside: int = 0
+    """Bits of the live attempt's ranks that have a background beside them."""
+
     placed_s: float = 0.0
     """When the live attempt got its devices."""
 
@@ -130,6 +136,10 @@ class JobsView:
     def __init__(self) -> None:
         self._waiting: dict[str, dict[int, list[_Row]]] = {}
         self._live: dict[str, dict[str, JobView]] = {}
+        self._stopping: dict[str, dict[str, JobView]] = {}
+        self.hosting: dict[int, dict[int, dict[str, JobView]]] = {}
+        """Live foreground jobs that allow a background and have a known speed: by the
+        identity of ``speed``, then by ``beside``. Those of a group offer the same."""
 
     def waiting(self, role: str, most: int | None = None) -> Iterator[JobView]:
         """Yield the jobs of a role that wait for devices, in their order.
@@ -150,9 +160,13 @@ class JobsView:
         """Return the fewest devices with which a waiting job can start, or ``None``."""
         return min(self._waiting.get(role, {}), default=None)
 
-    def live(self, role: str) -> Iterable[JobView]:
-        """Return the jobs of a role that have devices, in the order of their start."""
+    def live(self, role: str) -> ValuesView[JobView]:
+        """Return the jobs of a role that run or start, in the order of their start."""
         return self._live.get(role, {}).values()
+
+    def stopping(self, role: str) -> ValuesView[JobView]:
+        """Return the jobs of a role that have devices and are to end."""
+        return self._stopping.get(role, {}).values()
 
     # Only the ledger calls these.
 
@@ -172,10 +186,40 @@ class JobsView:
     def add_live(self, job: JobView) -> None:
         """Add a job that has devices."""
         self._live.setdefault(job.role, {})[job.id] = job
+        self._host(job)
+
+    def set_stopping(self, job: JobView) -> None:
+        """Show that a live job is to end."""
+        if self._live[job.role].pop(job.id, None) is not None:
+            self._unhost(job)
+            self._stopping.setdefault(job.role, {})[job.id] = job
 
     def remove_live(self, job: JobView) -> None:
         """Remove a job that has no devices any more."""
-        del self._live[job.role][job.id]
+        if self._live[job.role].pop(job.id, None) is not None:
+            self._unhost(job)
+        else:
+            del self._stopping[job.role][job.id]
+
+    def set_beside(self, job: JobView, beside: int) -> None:
+        """Show which ranks of a foreground have a background beside them."""
+        self._unhost(job)
+        job.beside = beside
+        if job.id in self._live.get(job.role, {}):
+            self._host(job)
+
+    def _host(self, job: JobView) -> None:
+        if job.role == FOREGROUND and job.speed is not None and job.allows_background:
+            groups = self.hosting.setdefault(id(job.speed), {})
+            groups.setdefault(job.beside, {})[job.id] = job
+
+    def _unhost(self, job: JobView) -> None:
+        groups = self.hosting.get(id(job.speed), {})
+        group = groups.get(job.beside, {})
+        if group.pop(job.id, None) is not None and not group:
+            del groups[job.beside]
+            if not groups:
+                del self.hosting[id(job.speed)]
 
 
 @final
@@ -211,6 +255,9 @@ class ClusterView:
 
         self.background: dict[Device, JobView] = {}
         """The background job on each device that has one."""
+
+        self.ranks: dict[Device, int] = {}
+        """The foreground's rank on each device that has one."""
 
     def may_join(self, job: JobView, device: Device) -> bool:
         """Return whether a job may be on a device beside what is there.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import types
 import typing
@@ -52,7 +53,7 @@ def _key_errors(body: Any, value_type: Any, place: str) -> Iterator[tuple[str, s
     if not isinstance(body, dict):
         return
     fields = {f.name: f for f in dataclasses.fields(value_type)}
-    hints = typing.get_type_hints(value_type)
+    hints = _hints_of(value_type)
     for key, item in body.items():
         if key not in fields:
             known = ", ".join(sorted(fields))
@@ -63,6 +64,12 @@ def _key_errors(body: Any, value_type: Any, place: str) -> Iterator[tuple[str, s
         # A field added in a later release has a default that gives older files' meaning
         if key not in body and not known_field.metadata.get(ADDED):
             yield f"{place}.{key}", "is missing"
+
+
+@functools.cache
+def _hints_of(value_type: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields; finding them takes long."""
+    return typing.get_type_hints(value_type)
 
 
 def _dataclass_in(hint: Any) -> Any:

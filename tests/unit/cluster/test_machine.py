@@ -17,11 +17,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.cluster_world import World
 
 from stretto.cluster import events as ev
 from stretto.cluster.policies import registry
 from stretto.errors import Infeasible, StoreUnavailable
+from support.cluster_world import World
 
 RUNS = int(os.environ.get("STRETTO_MACHINE_RUNS", "40"))
 SIZES = st.sampled_from([(1,), (2, 2), (1, 3), (4, 2, 1)])
