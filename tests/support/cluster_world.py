@@ -12,10 +12,37 @@ from stretto.cluster.commands import StartPart, StopPart, UseDevices
 from stretto.cluster.coordinator import Coordinator
 from stretto.cluster.ledger import Ledger, Limits
 from stretto.cluster.tables import all_rows
+from stretto.cluster.views import WAYS, Speed, Speeds
 from stretto.errors import StoreUnavailable
-from stretto.schema.job import BackgroundRules, GpuRange, Job, RestartRules
+from stretto.schema.job import (
+    BackgroundRules,
+    BurstOptions,
+    GpuRange,
+    Job,
+    RestartRules,
+)
 
 LIMITS = Limits(silent_s=4.0, lease_s=20.0, margin_s=3.0)
+
+
+SPEEDS = Speeds(
+    ways={
+        way: tuple(
+            Speed(
+                gpus=gpus,
+                batch=8 * gpus if way == "weak" else 8,
+                step_s=0.1 / gpus,
+                speedup=float(gpus),
+                idle_ratios=(0.1, 0.3, 0.5, 1.0, 1.0)[:gpus],
+                background=(0.1, 0.2, 0.4, 1.0, 1.0)[:gpus],
+                loss=0.01,
+            )
+            for gpus in range(1, 6)
+        )
+        for way in WAYS
+    }
+)
+"""Speeds by which the last ranks of a large job are never used."""
 
 
 class MemoryStore:
@@ -42,6 +69,7 @@ class Supervisor:
     attempt: int
     role: str
     devices: tuple[int, ...]
+    purpose: str
     lives: bool = True
     code: int | None = None
     signaled: bool = False
@@ -123,7 +151,9 @@ class Host:
                     assert all(a < command.attempt for a in later)
                     role = command.spec.role
                     role = "background" if command.purpose == "profile" else role
-                    self.supervisors[key] = Supervisor(*key, role, command.devices)
+                    self.supervisors[key] = Supervisor(
+                        *key, role, command.devices, command.purpose
+                    )
                     self.report(ev.STARTED, *key, devices=list(command.devices))
             case StopPart():
                 if known is None:
@@ -145,6 +175,8 @@ class Host:
         known = self.supervisors[key]
         known.lives, known.code, known.signaled = False, code, signaled
         if self.agent_up:
+            if known.purpose == "profile" and code == 0:
+                self.report(ev.PROFILED, *key, profile="/work/profile.json")
             self.report(ev.ENDED, *key, code=code, signaled=signaled)
 
     def expire(self):
@@ -161,6 +193,7 @@ class World:
     def __init__(self, policy, sizes=(2, 2), store=None):
         self.now_s = 0.0
         self.policy = policy
+        self.speeds = SPEEDS
         self.store = MemoryStore() if store is None else store
         self.hosts = [Host(f"h{i}", n, lambda: self.now_s) for i, n in enumerate(sizes)]
         self.delayed = []
@@ -178,6 +211,9 @@ class World:
         return self.coordinator.ledger
 
     def submit(self, role="foreground", least=1, most=None, **fields):
+        if burst := fields.pop("burst", ""):
+            profile = None if burst == "unprofiled" else "/work/profile.json"
+            fields["burst"] = BurstOptions(factory="train.py:make", profile=profile)
         restart = RestartRules(attempts=fields.pop("attempts", 1), backoff_s=5.0)
         allow = fields.pop("allow", True)
         return self.coordinator.submit(
@@ -216,13 +252,20 @@ class World:
             del self.delayed[index]
         self.coordinator.push(name, agent, events)
 
-    def advance(self, seconds):
-        """Let time pass; leases end before the coordinator looks."""
-        self.now_s += seconds
-        for host in self.hosts:
-            if host.is_up:
-                host.expire()
-        self.coordinator.tick()
+    def advance(self, seconds, beats=4):
+        """Let time pass; agents send requests, and leases end before others look."""
+        for _ in range(beats):
+            self.now_s += seconds / beats
+            for host in self.hosts:
+                if host.is_up:
+                    host.expire()
+            self.coordinator.tick()
+            for plan in self.coordinator.plans_to_make():
+                self.coordinator.planned(plan.job, self.speeds, why="")
+            for host in self.hosts:
+                self.beat(host)
+            self.check_attempts()
+            self.check_devices()
 
     def restart(self):
         """Kill the coordinator, and start another on its store."""

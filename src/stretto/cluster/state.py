@@ -387,6 +387,7 @@ class State:
                 part.wanted += numbers
                 part.held += tuple(n for n in numbers if n not in part.held)
         record.view.devices += devices
+        self.jobs.show_growth(record.view)
         self._occupy(record.view, devices)
 
     def _detaching(self, event: Event) -> None:
@@ -401,6 +402,8 @@ class State:
             part.is_released = not part.wanted
         left = set(devices)
         record.view.devices = tuple(d for d in record.view.devices if d not in left)
+        self.jobs.show_growth(record.view)
+        self.changed = True
 
     def _stopping(self, event: Event) -> None:
         record = self.records[event.job]

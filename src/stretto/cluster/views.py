@@ -12,7 +12,7 @@ from stretto.cluster.devices import Device, DeviceMap
 from stretto.schema.job import BACKGROUND, FOREGROUND, Job
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, ValuesView
+    from collections.abc import Iterator, Reversible
 
 DATA_PARALLEL, WEAK, BATCH_OPTIMAL, BURST = "strong", "weak", "batch-optimal", "burst"
 WAYS = (DATA_PARALLEL, WEAK, BATCH_OPTIMAL, BURST)
@@ -126,7 +126,7 @@ class JobView:
         return (-self.priority, self.submitted_s, self.number)
 
 
-_Row = tuple[tuple[int, float, int], JobView]
+Row = tuple[tuple[int, float, int], JobView]
 
 
 @final
@@ -134,22 +134,25 @@ class JobsView:
     """The jobs that wait and run, by role. Jobs that cannot start yet are not here."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, dict[int, list[_Row]]] = {}
+        self._waiting: dict[str, dict[int, list[Row]]] = {}
         self._live: dict[str, dict[str, JobView]] = {}
         self._stopping: dict[str, dict[str, JobView]] = {}
+        self._growable: dict[str, dict[str, JobView]] = {}
         self.hosting: dict[int, dict[int, dict[str, JobView]]] = {}
         """Live foreground jobs that allow a background and have a known speed: by the
         identity of ``speed``, then by ``beside``. Those of a group offer the same."""
 
-    def waiting(self, role: str, most: int | None = None) -> Iterator[JobView]:
-        """Yield the jobs of a role that wait for devices, in their order.
-
-        With ``most``, only those that can start on that many.
-        """
-        by_least = self._waiting.get(role, {})
-        rows = [row for n, row in by_least.items() if most is None or n <= most]
-        for _, job in merge(*rows) if len(rows) != 1 else rows[0]:
+    def waiting(self, role: str) -> Iterator[JobView]:
+        """Yield the jobs of a role that wait for devices, in their order."""
+        for _, job in merge(*self._waiting.get(role, {}).values()):
             yield job
+
+    def queues(self, role: str) -> Mapping[int, Sequence[Row]]:
+        """Return the jobs of a role that wait, by the fewest devices they need.
+
+        Each list is in order; its rows begin with the job's key.
+        """
+        return self._waiting.get(role, {})
 
     def first(self, role: str) -> JobView | None:
         """Return the job of a role whose turn it is, or ``None``."""
@@ -160,13 +163,17 @@ class JobsView:
         """Return the fewest devices with which a waiting job can start, or ``None``."""
         return min(self._waiting.get(role, {}), default=None)
 
-    def live(self, role: str) -> ValuesView[JobView]:
+    def live(self, role: str) -> Reversible[JobView]:
         """Return the jobs of a role that run or start, in the order of their start."""
         return self._live.get(role, {}).values()
 
-    def stopping(self, role: str) -> ValuesView[JobView]:
+    def stopping(self, role: str) -> Reversible[JobView]:
         """Return the jobs of a role that have devices and are to end."""
         return self._stopping.get(role, {}).values()
+
+    def growable(self, role: str) -> Reversible[JobView]:
+        """Return the live jobs of a role that could use more devices."""
+        return self._growable.get(role, {}).values()
 
     # Only the ledger calls these.
 
@@ -187,19 +194,30 @@ class JobsView:
         """Add a job that has devices."""
         self._live.setdefault(job.role, {})[job.id] = job
         self._host(job)
+        self.show_growth(job)
 
     def set_stopping(self, job: JobView) -> None:
         """Show that a live job is to end."""
         if self._live[job.role].pop(job.id, None) is not None:
             self._unhost(job)
+            self.show_growth(job)
             self._stopping.setdefault(job.role, {})[job.id] = job
 
     def remove_live(self, job: JobView) -> None:
         """Remove a job that has no devices any more."""
         if self._live[job.role].pop(job.id, None) is not None:
             self._unhost(job)
+            self.show_growth(job)
         else:
             del self._stopping[job.role][job.id]
+
+    def show_growth(self, job: JobView) -> None:
+        """Show whether a live job could use more devices than it has now."""
+        live = job.id in self._live.get(job.role, {})
+        if live and len(job.devices) < job.most:
+            self._growable.setdefault(job.role, {})[job.id] = job
+        elif job.role in self._growable:
+            self._growable[job.role].pop(job.id, None)
 
     def set_beside(self, job: JobView, beside: int) -> None:
         """Show which ranks of a foreground have a background beside them."""

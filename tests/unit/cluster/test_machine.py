@@ -48,8 +48,9 @@ class Machine(RuleBasedStateMachine):
         allow=st.booleans(),
         priority=st.integers(0, 1),
         after=st.booleans(),
+        burst=st.sampled_from(["", "", "profiled", "unprofiled"]),
     )
-    def submit(self, role, least, more, attempts, allow, priority, after):
+    def submit(self, role, least, more, attempts, allow, priority, after, burst):
         records = self.world.ledger.state.records
         try:
             self.world.submit(
@@ -60,6 +61,7 @@ class Machine(RuleBasedStateMachine):
                 allow=allow,
                 priority=priority,
                 after=(next(iter(records)),) if after and records else (),
+                burst=burst if role == "foreground" else "",
             )
         except Infeasible:
             assert least > sum(host.devices for host in self.world.hosts)
@@ -143,6 +145,10 @@ class Machine(RuleBasedStateMachine):
     def advance(self, seconds):
         self.world.advance(seconds)
 
+    @rule()
+    def plans_are_unknown(self):
+        self.world.speeds = None
+
     @invariant()
     def holds(self):
         if self.world is not None:
@@ -153,10 +159,10 @@ class Machine(RuleBasedStateMachine):
             return
         self.world.calm()
         for job, record in self.world.ledger.state.records.items():
-            assert record.view.state in ev.ENDS, (
-                job,
-                self.world.ledger.reason(job, self.world.now_s),
-            )
+            reason = self.world.ledger.reason(job, self.world.now_s)
+            too_large = "foregrounds have" in reason or "backgrounds have" in reason
+            waits = record.blocked_by or too_large
+            assert record.view.state in ev.ENDS or waits, (job, reason)
 
 
 def test_the_core_survives_everything_in_any_order():

@@ -10,7 +10,14 @@ import inspect
 from typing import Any
 
 from stretto.cluster.policies.base import AbstractPolicy
+from stretto.cluster.policies.deeppool import DeepPoolPolicy
 from stretto.cluster.policies.fifo import FifoPolicy
+from stretto.cluster.policies.partition import PartitionPolicy
+from stretto.cluster.policies.sized import (
+    BatchOptimalPolicy,
+    StrongPolicy,
+    WeakPolicy,
+)
 from stretto.errors import SpecError
 from stretto.plugins import ClassRegistry
 
@@ -20,7 +27,14 @@ ENTRY_POINTS = "stretto.policies"
 _POLICIES = ClassRegistry(
     ENTRY_POINTS,
     AbstractPolicy,  # type: ignore[type-abstract]
-    (FifoPolicy,),
+    (
+        FifoPolicy,
+        PartitionPolicy,
+        StrongPolicy,
+        WeakPolicy,
+        BatchOptimalPolicy,
+        DeepPoolPolicy,
+    ),
 )
 
 NAMES = tuple(_POLICIES.own)

@@ -1,0 +1,179 @@
+"""What policies have in common that give a device to one job at a time."""
+
+from __future__ import annotations
+
+import math
+from heapq import heapify, heappop, heapreplace
+from typing import TYPE_CHECKING
+
+from stretto.cluster.devices import NO_FOREGROUND
+from stretto.cluster.policies.base import AbstractPolicy, Decision, Start, Stop
+from stretto.cluster.views import DATA_PARALLEL
+from stretto.errors import SpecError
+from stretto.schema.job import BACKGROUND, FOREGROUND
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from stretto.cluster.devices import DeviceMap
+    from stretto.cluster.views import ClusterView, JobsView, JobView
+
+PATIENCE_S = 3600.0
+"""How long jobs may pass the first one, by default."""
+
+
+class ExclusivePolicy(AbstractPolicy):
+    """Gives a device to one job at a time.
+
+    # Note [Backfill without starvation]
+    Jobs start in the order of priority, then submission. If the first does not fit,
+    later ones that fit may pass it. How long jobs will run is not known, so this could
+    go on for ever. When the first has waited for ``patience_s``, devices that become
+    free are kept for it, and no job passes it any more.
+
+    # Note [Backgrounds give way]
+    A background has a device alone while no foreground needs it. If a foreground does
+    not fit, the backgrounds that started last are stopped, as many as needed, unless
+    even all of them would not suffice.
+    """
+
+    def __init__(self, *, patience_s: float = PATIENCE_S) -> None:
+        """Set how long jobs may pass the first one."""
+        self.patience_s = at_least_zero("patience_s", patience_s)
+
+    def size(self, job: JobView, free: int) -> tuple[int, str, int | None]:
+        """Return how many of ``free`` devices a job gets, the way and the batch."""
+        return min(job.most, free), DATA_PARALLEL, None
+
+    def decide(
+        self, now_s: float, cluster: ClusterView, jobs: JobsView
+    ) -> list[Decision]:
+        """Return starts, and stops of backgrounds that give way."""
+        free = cluster.free
+        out: list[Decision] = []
+        least = jobs.least_waiting(FOREGROUND)
+        if least is not None:
+            if free.num_free() >= least:
+                free = free.copy()
+                out += self.starts(FOREGROUND, now_s, free, jobs)
+            first = first_besides(FOREGROUND, jobs, out)
+            if first is not None:
+                can_start, stops = giving_way(first, cluster, free, jobs)
+                out += stops
+                if can_start or self.keeps(first, now_s):
+                    return out
+        least = jobs.least_waiting(BACKGROUND)
+        if least is not None and free.num_free() >= least:
+            free = free.copy() if free is cluster.free else free
+            out += self.starts(BACKGROUND, now_s, free, jobs)
+        return out
+
+    def keeps(self, first: JobView, now_s: float) -> bool:
+        """Return whether free devices are kept for a job that waits."""
+        return now_s - first.ready_s >= self.patience_s
+
+    def starts(
+        self, role: str, now_s: float, free: DeviceMap, jobs: JobsView
+    ) -> list[Decision]:
+        """Return which jobs of a role start; their devices are taken from ``free``."""
+        out: list[Decision] = []
+        for job in in_turn(
+            role, jobs, free.num_free, lambda job: self.keeps(job, now_s)
+        ):
+            gpus, way, batch = self.size(job, free.num_free())
+            devices = free.pick(gpus, memory_bytes=job.memory_bytes)
+            if devices is not None:
+                free.take(devices, foreground=role == FOREGROUND)
+                out.append(Start(job.id, devices, way, batch))
+        return out
+
+    def why_waiting(
+        self, job: JobView, now_s: float, cluster: ClusterView, jobs: JobsView
+    ) -> str:
+        """Return what is missing, or for which job free devices are kept."""
+        first = jobs.first(FOREGROUND) or jobs.first(job.role)
+        if first is not None and first is not job and self.keeps(first, now_s):
+            return f"free devices are kept for {first.id}, which waits longer"
+        return super().why_waiting(job, now_s, cluster, jobs)
+
+
+def in_turn(
+    role: str,
+    jobs: JobsView,
+    room: Callable[[], int],
+    keeps: Callable[[JobView], bool],
+) -> Iterator[JobView]:
+    """Yield the waiting jobs of a role that fit, in their turn.
+
+    Args:
+        role: the jobs'.
+        jobs: all jobs.
+        room: how many devices are free; called again after each job.
+        keeps: whether free devices are kept for a job that does not fit.
+    """
+    queues = jobs.queues(role)
+    heads = [(rows[0], least, 0) for least, rows in queues.items()]
+    heapify(heads)
+    while heads:
+        (_, job), least, at = heads[0]
+        if least > room():
+            if keeps(job):
+                return
+            heappop(heads)  # nor does any other job of this size fit
+            continue
+        yield job
+        rows = queues[least]
+        if at + 1 < len(rows):
+            heapreplace(heads, (rows[at + 1], least, at + 1))
+        else:
+            heappop(heads)
+
+
+def first_besides(
+    role: str, jobs: JobsView, starting: list[Decision]
+) -> JobView | None:
+    """Return the first waiting job of a role that does not start now."""
+    names = {decision.job for decision in starting}
+    return next((job for job in jobs.waiting(role) if job.id not in names), None)
+
+
+def giving_way(
+    first: JobView, cluster: ClusterView, free: DeviceMap, jobs: JobsView
+) -> tuple[bool, list[Decision]]:
+    """Return whether a foreground can start if backgrounds stop, and which do now.
+
+    Only backgrounds that are alone on their devices help; the last ones stop first.
+    """
+    num_empty = free.num_free()
+    if free.num_free(NO_FOREGROUND) < first.least or num_empty >= first.least:
+        return num_empty >= first.least, []
+    missing = first.least - num_empty
+    missing -= sum(_num_alone(job, cluster) for job in jobs.stopping(BACKGROUND))
+    stops: list[Decision] = []
+    for job in reversed(jobs.live(BACKGROUND)):
+        if missing <= 0:
+            break
+        gained = _num_alone(job, cluster)
+        if gained:
+            missing -= gained
+            stops.append(Stop(job.id, f"{first.id} needs its devices"))
+    return True, stops
+
+
+def _num_alone(job: JobView, cluster: ClusterView) -> int:
+    """Return on how many devices that can be used a background is alone."""
+    return sum(
+        device not in cluster.foreground and cluster.free.is_usable(device)
+        for device in job.devices
+    )
+
+
+def at_least_zero(name: str, value: float) -> float:
+    """Return an option's value.
+
+    Raises:
+        SpecError: it is negative or not a number.
+    """
+    if math.isnan(value) or value < 0:
+        raise SpecError(f"{name} must be >= 0, got {value}", place=f".{name}")
+    return value
