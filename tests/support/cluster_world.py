@@ -95,7 +95,14 @@ class Host:
     life: int = 0
     is_up: bool = True
     agent_up: bool = True
-    reachable: bool = True
+    down_s: float = 0.0
+    """When its agent, or all of it, works again."""
+    cut_s: float = 0.0
+    """Until when no request reaches the coordinator."""
+    deaf_s: float = 0.0
+    """Until when no answer reaches it."""
+    late_s: float = 0.0
+    """Until when its requests arrive late."""
     seq: int = 0
     outbox: list = field(default_factory=list)
     supervisors: dict = field(default_factory=dict)
@@ -108,9 +115,21 @@ class Host:
         self.agent_up, self.joining = True, True
         self.seq, self.outbox = 0, []
 
-    def die(self):
-        self.is_up = self.agent_up = False
-        self.supervisors.clear()
+    def fail(self, kind, until_s):
+        """Let its agent or all of it die, or its network fail, for a while."""
+        if kind in ("cut", "deaf", "late"):
+            setattr(self, f"{kind}_s", until_s)
+        elif self.agent_up or kind == "host":
+            self.agent_up, self.down_s = False, until_s
+            if kind == "host":
+                self.is_up = False
+                self.supervisors.clear()
+
+    def recover(self):
+        """Start the agent again when it is time."""
+        if not self.agent_up and self.now() >= self.down_s:
+            self.is_up = True
+            self.start_agent()
 
     def report(self, kind, job="", attempt=0, **data):
         self.seq += 1
@@ -197,6 +216,8 @@ class World:
         self.store = MemoryStore() if store is None else store
         self.hosts = [Host(f"h{i}", n, lambda: self.now_s) for i, n in enumerate(sizes)]
         self.delayed = []
+        self.full_s = 0.0
+        """Until when the store is full."""
         self.coordinator = self.started()
         for host in self.hosts:
             host.start_agent()
@@ -231,19 +252,17 @@ class World:
 
     # The network.
 
-    def beat(self, host, *, lost_request=False, lost_answer=False, late=False):
+    def beat(self, host):
         """Let an agent send a request, and get its answer unless it is lost."""
-        if not (host.is_up and host.agent_up):
+        if not host.agent_up:
             return
         agent, events, sent_s = host.request()
-        if late:
+        if self.now_s < host.late_s:
             self.delayed.append((host.name, agent, events))
-            return
-        if lost_request or not host.reachable:
-            return
-        answer = self.coordinator.push(host.name, agent, events)
-        if not lost_answer:
-            host.answered(answer, sent_s)
+        elif self.now_s >= host.cut_s:
+            answer = self.coordinator.push(host.name, agent, events)
+            if self.now_s >= host.deaf_s:
+                host.answered(answer, sent_s)
 
     def deliver(self, index, *, again=False):
         """Deliver a delayed request; its answer comes too late."""
@@ -259,10 +278,12 @@ class World:
             for host in self.hosts:
                 if host.is_up:
                     host.expire()
+            self.store.fails = self.now_s < self.full_s
             self.coordinator.tick()
             for plan in self.coordinator.plans_to_make():
                 self.coordinator.planned(plan.job, self.speeds, why="")
             for host in self.hosts:
+                host.recover()
                 self.beat(host)
             self.check_attempts()
             self.check_devices()
@@ -334,19 +355,15 @@ class World:
 
     def calm(self, rounds=60):
         """Repair everything and let all ranks end with success."""
-        self.store.fails = False
-        self.coordinator.tick()
+        self.full_s = 0.0
         for host in self.hosts:
-            host.reachable = True
-            if not host.is_up or not host.agent_up:
-                host.is_up = True
-                host.start_agent()
+            host.down_s = host.cut_s = host.deaf_s = host.late_s = 0.0
+        self.advance(1.0, 1)
+        for host in self.hosts:
             if self.ledger.cluster.hosts[host.name].is_drained:
                 self.coordinator.open(host.name)
         for _ in range(rounds):
-            self.advance(2.0)
-            for host in self.hosts:
-                self.beat(host)
+            self.advance(2.0, 2)
             self.check()
             for host in self.hosts:
                 for key, s in host.supervisors.items():

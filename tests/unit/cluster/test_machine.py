@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -26,6 +27,19 @@ from support.cluster_world import World
 RUNS = int(os.environ.get("STRETTO_MACHINE_RUNS", "40"))
 SIZES = st.sampled_from([(1,), (2, 2), (1, 3), (4, 2, 1)])
 HOST = st.integers(0, 2)
+SECONDS = st.sampled_from([1.0, 3.0, 6.0, 25.0, 60.0])
+JOB = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["foreground", "background"]),
+        "least": st.sampled_from([1, 1, 1, 2, 2, 3, 5]),
+        "more": st.integers(0, 2),
+        "attempts": st.integers(0, 1),
+        "allow": st.booleans(),
+        "priority": st.integers(0, 1),
+        "after": st.sampled_from([False, False, True]),
+        "burst": st.sampled_from(["", "", "profiled", "unprofiled"]),
+    }
+)
 
 
 class Machine(RuleBasedStateMachine):
@@ -33,117 +47,92 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.world = None
 
-    @initialize(policy=st.sampled_from(registry.NAMES), sizes=SIZES)
-    def begin(self, policy, sizes):
-        self.world = World(registry.get(policy), sizes)
-
-    def host(self, number):
-        return self.world.hosts[number % len(self.world.hosts)]
-
-    @rule(
-        role=st.sampled_from(["foreground", "background"]),
-        least=st.integers(1, 5),
-        more=st.integers(0, 2),
-        attempts=st.integers(0, 1),
-        allow=st.booleans(),
-        priority=st.integers(0, 1),
-        after=st.booleans(),
-        burst=st.sampled_from(["", "", "profiled", "unprofiled"]),
+    @initialize(
+        policy=st.sampled_from(registry.NAMES),
+        sizes=SIZES,
+        jobs=st.lists(JOB, min_size=2, max_size=4),
     )
-    def submit(self, role, least, more, attempts, allow, priority, after, burst):
+    def begin(self, policy, sizes, jobs):
+        self.world = World(registry.get(policy), sizes)
+        for job in jobs:
+            self.submit(job)
+        self.world.advance(1.0, 1)
+
+    def submit(self, job):
         records = self.world.ledger.state.records
+        fields = dict(job)
+        after = (next(iter(records)),) if fields.pop("after") and records else ()
+        if job["role"] == "background":
+            fields["burst"] = ""
+        fields["most"] = job["least"] + fields.pop("more")
         try:
-            self.world.submit(
-                role,
-                least,
-                least + more,
-                attempts=attempts,
-                allow=allow,
-                priority=priority,
-                after=(next(iter(records)),) if after and records else (),
-                burst=burst if role == "foreground" else "",
-            )
+            self.world.submit(**fields, after=after)
         except Infeasible:
-            assert least > sum(host.devices for host in self.world.hosts)
+            assert job["least"] > sum(host.devices for host in self.world.hosts)
         except StoreUnavailable:
             assert self.world.store.fails
 
-    @precondition(lambda self: self.world.ledger.state.records)
-    @rule(number=st.integers(0, 9))
-    def stop(self, number):
+    def then(self, seconds=1.0, beats=1):
+        self.world.advance(seconds, beats)
+
+    @rule(job=JOB)
+    def another_job(self, job):
+        self.submit(job)
+        self.then()
+
+    @rule(number=st.integers(0, 9), pause=st.booleans())
+    def stop(self, number, pause):
         jobs = list(self.world.ledger.state.records)
-        self.world.coordinator.stop(jobs[number % len(jobs)])
+        if jobs and pause:
+            self.world.coordinator.stop(jobs[number % len(jobs)])
+        self.then()
 
     @rule(number=HOST, opens=st.booleans())
     def drain(self, number, opens):
-        coordinator = self.world.coordinator
-        change = coordinator.open if opens else coordinator.drain
-        change(self.host(number).name)
+        host = self.world.hosts[number % len(self.world.hosts)]
+        if host.name in self.world.ledger.cluster.hosts:
+            coordinator = self.world.coordinator
+            (coordinator.open if opens else coordinator.drain)(host.name)
+        self.then()
 
     @rule(
         number=HOST,
-        fate=st.sampled_from(["ok", "ok", "ok", "lost_request", "lost_answer", "late"]),
+        kind=st.sampled_from(["agent", "host", "cut", "deaf", "late"]),
+        seconds=st.sampled_from([2.0, 6.0, 22.0, 40.0]),
+        then=SECONDS,
     )
-    def beat(self, number, fate):
-        fates = {} if fate == "ok" else {fate: True}
-        self.world.beat(self.host(number), **fates)
-
-    @rule()
-    def beat_all(self):
-        for host in self.world.hosts:
-            self.world.beat(host)
+    def fault(self, number, kind, seconds, then):
+        host = self.world.hosts[number % len(self.world.hosts)]
+        host.fail(kind, self.world.now_s + seconds)
+        self.then(then, 4)
 
     @precondition(lambda self: self.world.delayed)
     @rule(number=st.integers(0, 9), again=st.booleans())
     def deliver(self, number, again):
         self.world.deliver(number % len(self.world.delayed), again=again)
+        self.then()
 
-    @rule(number=HOST, pick=st.integers(0, 9), code=st.sampled_from([0, 0, 1]))
-    def ranks_end(self, number, pick, code):
-        host = self.host(number)
-        keys = [key for key, s in host.supervisors.items() if s.lives]
-        if host.is_up and keys:
-            host.end(keys[pick % len(keys)], code)
+    @precondition(lambda self: self.world.live())
+    @rule(pick=st.integers(0, 9), code=st.sampled_from([0, 0, 0, 1]))
+    def ranks_end(self, pick, code):
+        live = self.world.live()
+        host, supervisor = live[pick % len(live)]
+        host.end((supervisor.job, supervisor.attempt), code)
+        self.then()
 
-    @rule(number=HOST)
-    def agent_dies(self, number):
-        host = self.host(number)
-        if host.is_up:
-            host.agent_up = False
-
-    @rule(number=HOST)
-    def agent_starts(self, number):
-        host = self.host(number)
-        if host.is_up:
-            host.start_agent()
-
-    @rule(number=HOST)
-    def host_dies(self, number):
-        self.host(number).die()
-
-    @rule(number=HOST)
-    def host_returns(self, number):
-        host = self.host(number)
-        if not host.is_up:
-            host.is_up = True
-            host.start_agent()
-
-    @rule(number=HOST)
-    def partition(self, number):
-        host = self.host(number)
-        host.reachable = not host.reachable
-
-    @rule()
-    def coordinator_restarts(self):
+    @rule(seconds=SECONDS)
+    def coordinator_restarts(self, seconds):
         self.world.restart()
+        self.then(seconds, 4)
 
-    @rule(fails=st.booleans())
-    def store(self, fails):
-        self.world.store.fails = fails
+    @rule(seconds=SECONDS)
+    def store_is_full(self, seconds):
+        self.world.full_s = self.world.now_s + seconds
+        self.then()
 
-    @rule(seconds=st.sampled_from([0.5, 3.0, 6.0, 21.0, 60.0]))
-    def advance(self, seconds):
-        self.world.advance(seconds)
+    @rule(seconds=SECONDS)
+    def time_passes(self, seconds):
+        self.then(seconds, 4)
 
     @rule()
     def plans_are_unknown(self):
@@ -165,6 +154,7 @@ class Machine(RuleBasedStateMachine):
             assert record.view.state in ev.ENDS or waits, (job, reason)
 
 
+@pytest.mark.timeout(120 + 2 * RUNS)
 def test_the_core_survives_everything_in_any_order():
     run_state_machine_as_test(
         Machine,
