@@ -111,6 +111,10 @@ class Ledger:
         self._delayed: list[tuple[float, int, str]] = []
         self._policy_s: float | None = None
 
+    def take(self, event: Event) -> None:
+        """Take in a submission that needs no check and is not kept, as in a trace."""
+        self.state.apply(event)
+
     # What users want.
 
     def submit(self, spec: Job, now_s: float, *, user: str = "") -> list[Event]:
