@@ -232,22 +232,23 @@ class World:
         return self.coordinator.ledger
 
     def submit(self, role="foreground", least=1, most=None, **fields):
+        return self.coordinator.submit(self.spec(role, least, most, **fields))
+
+    def spec(self, role="foreground", least=1, most=None, **fields):
         if burst := fields.pop("burst", ""):
             profile = None if burst == "unprofiled" else "/work/profile.json"
             fields["burst"] = BurstOptions(factory="train.py:make", profile=profile)
         restart = RestartRules(attempts=fields.pop("attempts", 1), backoff_s=5.0)
         allow = fields.pop("allow", True)
-        return self.coordinator.submit(
-            Job(
-                name="j",
-                role=role,
-                command=("train.py",),
-                directory="/work",
-                gpus=GpuRange(least=least, most=most or least),
-                restart=restart,
-                background=BackgroundRules(allow=allow),
-                **fields,
-            )
+        return Job(
+            name="j",
+            role=role,
+            command=("train.py",),
+            directory="/work",
+            gpus=GpuRange(least=least, most=most or least),
+            restart=restart,
+            background=BackgroundRules(allow=allow),
+            **fields,
         )
 
     # The network.

@@ -192,20 +192,20 @@ class _Simulation:
 
     def _decide(self) -> None:
         """Let the ledger decide, and do what it wants, until it wants nothing."""
-        while True:
-            events = self._ledger.decide(self._now_s)
-            if not events:
-                break
-            for event in events:
+        again = True
+        while again:
+            again = False
+            for event in self._ledger.decide(self._now_s):
                 if event.kind == ev.PLACED:
                     self._started(self._runs[event.job])
                 elif event.kind == ev.STOPPING:
-                    run = self._runs[event.job]
+                    run, again = self._runs[event.job], True
                     run.preemptions += 1
                     self._end(run, code=143)
                 elif event.kind == ev.ATTACHING:
                     self._mark(self._runs[event.job])
                 elif event.kind == ev.DETACHING:
+                    again = True
                     self._detached(event)
             self._refresh()
 

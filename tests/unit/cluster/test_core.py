@@ -1,0 +1,175 @@
+"""Single promises of the core: fences, lives, strays, dependencies, profiles."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.cluster import events as ev
+from stretto.cluster.policies import registry
+from stretto.errors import Infeasible, SpecError
+from support.cluster_world import LIMITS, World
+
+
+@pytest.fixture
+def world():
+    return World(registry.get("fifo"), (2, 2))
+
+
+def state(world, job):
+    return world.ledger.job(job).state
+
+
+def test_a_job_of_a_silent_host_starts_elsewhere_after_the_fence_only(world):
+    job = world.submit(least=2)
+    world.advance(1.0, 1)
+    world.advance(1.0, 1)
+    first, second = world.hosts
+    assert (job, 1) in first.supervisors
+    first.fail("cut", 1e9)
+    world.advance(6.0, 6)
+    assert state(world, job) == "stopping"
+    world.advance(LIMITS.lease_s, 40)
+    assert not any(s.lives for s in first.supervisors.values())
+    world.advance(LIMITS.margin_s + 2, 10)
+    assert (job, 2) in second.supervisors
+
+
+def test_a_job_survives_the_death_of_an_agent(world):
+    job = world.submit(least=2)
+    world.advance(2.0, 2)
+    world.hosts[0].fail("agent", world.now_s + 2)
+    world.advance(10.0, 10)
+    assert state(world, job) == "running"
+    assert world.ledger.job(job).attempt == 1
+
+
+def test_a_report_of_an_earlier_life_does_not_take_over(world):
+    host = world.hosts[0]
+    host.start_agent()
+    agent, events, _ = host.request()
+    host.start_agent()
+    world.beat(host)
+    world.coordinator.push(host.name, agent, events)
+    assert world.ledger.is_current(host.name, f"{host.name}#{host.life}")
+
+
+def test_devices_of_an_attempt_that_should_not_live_are_not_given(world):
+    host = world.hosts[0]
+    row = {"job": "gone-9", "attempt": 1, "state": "running", "devices": [0]}
+    host.start_agent()
+    host.joining = False
+    host.report(
+        ev.JOINED,
+        life=host.life,
+        devices=[{"index": 0}, {"index": 1}],
+        attempts=[row],
+    )
+    world.beat(host)
+    assert world.ledger.cluster.free.num_free() == 3
+    assert [c.attempt for c in world.ledger.commands(host.name)] == [1]
+
+
+def test_a_duplicate_changes_nothing(world):
+    host = world.hosts[0]
+    world.submit(least=1)
+    host.late_s = 1e9
+    world.beat(host)
+    host.late_s = 0.0
+    kept = len(world.store.kept)
+    world.deliver(0, again=True)
+    after = len(world.store.kept)
+    world.deliver(0)
+    assert len(world.store.kept) == after >= kept
+
+
+def test_a_failed_job_starts_again_after_a_backoff_until_none_is_left(world):
+    job = world.submit(attempts=1)
+    for _ in range(2):
+        world.advance(6.0, 6)
+        host, supervisor = world.live()[0]
+        host.end((supervisor.job, supervisor.attempt), 1)
+    world.advance(2.0, 2)
+    record = world.ledger.state.records[job]
+    assert (record.view.state, record.code) == ("failed", 1)
+    assert "after 1 restarts" in record.why
+
+
+def test_a_restart_waits_and_says_why(world):
+    job = world.submit(attempts=1)
+    world.advance(2.0, 2)
+    host, supervisor = world.live()[0]
+    host.end((supervisor.job, supervisor.attempt), 1)
+    world.advance(1.0, 1)
+    assert "starts again in" in world.ledger.reason(job, world.now_s)
+
+
+def test_a_job_after_a_stopped_one_fails(world):
+    first = world.submit(least=1)
+    second = world.submit(least=1, after=(first,))
+    world.coordinator.stop(first)
+    world.calm()
+    assert state(world, second) == "failed"
+
+
+def test_a_job_after_an_unknown_one_is_refused(world):
+    with pytest.raises(SpecError, match="is unknown"):
+        world.submit(after=("nobody",))
+
+
+def test_a_job_that_never_fits_is_refused_and_recorded(world):
+    with pytest.raises(Infeasible, match="needs 5 devices, the cluster has 4"):
+        world.submit(least=5)
+    assert world.store.kept[-1].kind == ev.REFUSED
+
+
+def test_a_job_without_a_profile_is_profiled_on_one_device(world):
+    job = world.submit(least=2, burst="unprofiled")
+    world.advance(2.0, 2)
+    (host, supervisor), *rest = world.live()
+    assert (supervisor.purpose, len(supervisor.devices), rest) == ("profile", 1, [])
+    host.end((job, 1), 0)
+    world.advance(3.0, 3)
+    assert state(world, job) == "running"
+    assert world.ledger.job(job).speeds is not None
+
+
+def test_a_drained_host_is_left_and_not_used(world):
+    job = world.submit(least=2)
+    world.advance(2.0, 2)
+    world.coordinator.drain("h0")
+    world.advance(4.0, 4)
+    assert {host.name for host, _ in world.live()} == {"h1"}
+    assert world.ledger.job(job).failures == 0
+
+
+def test_nothing_is_commanded_that_is_not_kept(world):
+    world.full_s = 1e9
+    world.store.fails = True
+    world.coordinator.ledger.submit(  # as if kept before the disk was full
+        world.spec(least=1), world.now_s
+    )
+    world.advance(2.0, 2)
+    assert not world.live()
+
+
+def test_what_a_host_lost_while_it_was_down_starts_again(world):
+    job = world.submit(least=2)
+    world.advance(2.0, 2)
+    assert state(world, job) == "running"
+    world.hosts[0].fail("host", world.now_s + 2)
+    world.advance(4.0, 4)
+    assert world.ledger.job(job).attempt == 2
+
+
+def test_devices_that_a_background_leaves_are_free_when_it_has_left():
+    world = World(registry.get("deeppool"), (3,))
+    gang = world.submit("background", 1, 3)
+    world.advance(2.0, 2)
+    assert len(world.ledger.job(gang).devices) == 3
+    world.submit(least=1, allow=False)
+    world.coordinator.tick()
+    assert len(world.ledger.job(gang).devices) == 2
+    assert world.ledger.cluster.free.num_free() == 0
+    world.advance(3.0, 3)
+    world.check()
+    assert len(world.ledger.cluster.foreground) == 1

@@ -1,0 +1,149 @@
+"""The store: what it keeps, whom it refuses, and what a full disk does."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+
+import pytest
+
+from stretto.cluster import store as stores
+from stretto.cluster import wire
+from stretto.cluster.coordinator import Clock
+from stretto.cluster.ledger import Ledger
+from stretto.cluster.policies import registry
+from stretto.cluster.store import Store, read_events, read_only, read_spec, read_table
+from stretto.cluster.tables import TABLES, all_rows
+from stretto.errors import ClusterError, StoreUnavailable
+from support.cluster_world import LIMITS, World
+
+
+@pytest.fixture
+def store(tmp_path):
+    opened = Store(tmp_path / "cluster")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def world(store):
+    return World(registry.get("deeppool"), (2, 2), store)
+
+
+def busy(world):
+    jobs = [
+        world.submit(least=2),
+        world.submit("background", 1, 2),
+        world.submit(least=1, burst="profiled"),
+    ]
+    world.advance(4.0, 4)
+    world.coordinator.stop(jobs[0])
+    world.advance(4.0, 4)
+    return jobs
+
+
+def test_tables_are_the_fold_of_events(world, store):
+    busy(world)
+    ledger = Ledger(world.policy, LIMITS)
+    for event in store.events():
+        ledger.apply(event)
+    database = read_only(store._folder)
+    for table, rows in all_rows(ledger.state).items():
+        raw = database.execute(f"SELECT * FROM {table}").fetchall()
+        assert sorted(raw, key=str) == sorted(rows, key=str), table
+    database.close()
+
+
+def test_a_restart_goes_on(world):
+    busy(world)
+    world.restart()
+    world.calm()
+
+
+def test_readers_see_jobs_with_and_without_a_coordinator(world, store):
+    first, *_ = busy(world)
+    database = read_only(store._folder)
+    assert {row["id"] for row in read_table(database, "jobs")} >= {first}
+    assert set(read_table(database, "devices")[0]) == set(TABLES["devices"])
+    assert read_spec(database, first).name == "j"
+    assert read_spec(database, "nobody") is None
+    numbers = [seq for seq, _ in read_events(database, store._folder, since=3)]
+    assert numbers[0] == 4
+    database.close()
+
+
+def test_a_second_coordinator_is_refused_by_name(store):
+    with pytest.raises(ClusterError, match=f"another coordinator.*{os.getpid()}"):
+        Store(store._folder)
+
+
+def test_files_are_the_users_alone(store):
+    for path in store._folder.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+    assert stat.S_IMODE(store._folder.stat().st_mode) == 0o700
+
+
+def test_a_full_disk_refuses_submissions_and_recovers(world, store):
+    job = world.submit(least=1)
+    world.advance(2.0, 2)
+    used = store._database.execute("PRAGMA page_count").fetchone()[0]
+    store._database.execute(f"PRAGMA max_page_count = {used}")
+    refused = 0
+    for _ in range(200):
+        try:
+            world.submit(least=1)
+        except StoreUnavailable as exc:
+            refused += 1
+            assert "full" in str(exc)
+    assert refused
+    world.advance(2.0, 2)
+    assert world.ledger.job(job).state == "running"
+    store._database.execute("PRAGMA max_page_count = 1000000")
+    world.advance(2.0, 2)
+    assert world.coordinator.trouble == ""
+    world.submit(least=1)
+    world.check_fold()
+
+
+def test_a_locked_store_is_unavailable_and_says_so(world, store, monkeypatch):
+    store._database.execute("PRAGMA busy_timeout = 10")
+    other = sqlite3.connect(store._folder / stores.DATABASE, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreUnavailable, match="locked"):
+        world.submit(least=1)
+    other.execute("ROLLBACK")
+    other.close()
+    world.submit(least=1)
+
+
+def test_a_store_of_another_version_is_refused(tmp_path):
+    first = Store(tmp_path)
+    first._database.execute("PRAGMA user_version = 99")
+    first.close()
+    with pytest.raises(ClusterError, match="version 99"):
+        Store(tmp_path)
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path):
+    (tmp_path / stores.DATABASE).write_text("hello" * 1000)
+    with pytest.raises(ClusterError, match="cannot be opened"):
+        Store(tmp_path)
+
+
+def test_the_clock_never_goes_back():
+    wall, monotonic = [100.0], [5.0]
+    clock = Clock(250.0, lambda: wall[0], lambda: monotonic[0])
+    assert clock() == 250.0
+    wall[0], monotonic[0] = 0.0, 7.0
+    assert clock() == 252.0
+
+
+def test_events_and_commands_survive_the_wire(world):
+    busy(world)
+    for event in world.store.events():
+        assert wire.event_of(wire.plain_event(event)) == wire.event_of_row(
+            wire.row_of_event(event)
+        )
+    for command in world.ledger.commands():
+        assert wire.command_of(wire.plain_command(command)) == command
