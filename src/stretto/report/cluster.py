@@ -26,7 +26,7 @@ _HEADS = [
     "ended",
     "preempted",
 ]
-_USES = ("foreground", "background_alone", "unused")
+_USES = ("foreground", "background_alone")
 
 
 def policies_table(found: Mapping[str, Any]) -> str:
@@ -75,7 +75,7 @@ def save_policies(path: str | Path, found: Mapping[str, Any]) -> None:
         )
         + _section(
             "GPU-hours by use",
-            "Foreground, background alone and unused are all of the cluster. Beside: "
+            "Blue: foreground; gray: background alone; the rest is unused. Beside: "
             "background work on foregrounds' devices.",
             uses_svg(rows)
             + _scroll(
@@ -116,7 +116,7 @@ def uses_svg(rows: Sequence[Mapping[str, Any]]) -> str:
         y = 4 + _ROW * i + (_ROW - _BAR) / 2
         parts.append(_text(_LEFT - 10, y + 14, row["policy"], text_anchor="end"))
         begin, hours = _LEFT, row["gpu_hours"]
-        for use, style in zip(_USES, ("bar best", "bar", "bar saved"), strict=True):
+        for use, style in zip(_USES, ("bar best", "bar"), strict=True):
             share = hours[use] / hours["all"] if hours["all"] else 0.0
             width = (_RIGHT - _LEFT) * max(0.0, share)
             parts.append(
