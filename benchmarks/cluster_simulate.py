@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/cluster_simulate.py [--policy fifo] [--runs 1]
 
 Jobs are drawn by a seed: exponential times between submissions and exponential
-durations, 1 to 16 GPUs, 30 % backgrounds, 90 % load. Times are of the processor, because
-other work on the machine lengthens them less. Stores results/cluster_simulate.json.
+durations, 1 to 16 GPUs, 30 % backgrounds, 90 % load. Times are of the processor: other
+work on the machine lengthens them less. Stores results/cluster_simulate.json.
 """
 
 from __future__ import annotations

@@ -181,20 +181,25 @@ class DeviceMap:
     def take(self, devices: Iterable[Device], *, foreground: bool) -> None:
         """Occupy devices."""
         masks = self.foreground if foreground else self.background
-        for device in devices:
-            host = self.numbers[device.host]
+        for host, bits in self._bits(devices).items():
             before = self._counted(host)
-            masks[host] |= 1 << device.number
+            masks[host] |= bits
             self._recount(host, before)
 
     def release(self, devices: Iterable[Device], *, foreground: bool) -> None:
         """Free devices."""
         masks = self.foreground if foreground else self.background
-        for device in devices:
-            host = self.numbers[device.host]
+        for host, bits in self._bits(devices).items():
             before = self._counted(host)
-            masks[host] &= ~(1 << device.number)
+            masks[host] &= ~bits
             self._recount(host, before)
+
+    def _bits(self, devices: Iterable[Device]) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for name, number in devices:
+            host = self.numbers[name]
+            found[host] = found.get(host, 0) | 1 << number
+        return found
 
     def set_host(self, name: str, memory_bytes: Sequence[int], usable: int) -> None:
         """Add a host, or change which of its devices may be used.

@@ -156,10 +156,15 @@ def assumptions(trace: Trace, options: ReplayOptions) -> list[str]:
         f"The trace names no models: seed {options.seed} draws one for each job, from "
         + models
         + ".",
-        "A job's work is its duration in the trace times its speed, data parallel, on "
-        + "the devices that it had. Speeds are simulated on A100 behind one NVSwitch.",
-        f"Burst plans have amplification limit {AMPLIFICATION_LIMIT:g}. For other "
-        + f"batches, the critical batch of each model is {CRITICAL_BATCH:g}.",
+        (
+            "A job's work is its duration in the trace times its speed, data "
+            "parallel, on the devices that it had. Speeds are simulated on A100 "
+            "behind one NVSwitch."
+        ),
+        (
+            f"Burst plans have amplification limit {AMPLIFICATION_LIMIT:g}. For other "
+            f"batches, the critical batch of each model is {CRITICAL_BATCH:g}."
+        ),
     ]
     if any(job.role is None for job in trace.jobs):
         found.append(

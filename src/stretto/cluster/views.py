@@ -159,6 +159,16 @@ class JobsView:
         heads = [row[0] for row in self._waiting.get(role, {}).values()]
         return min(heads)[1] if heads else None
 
+    def only_waiting(self) -> JobView | None:
+        """Return the one job that waits for devices; ``None`` otherwise."""
+        found: JobView | None = None
+        for queues in self._waiting.values():
+            for rows in queues.values():
+                if found is not None or len(rows) > 1:
+                    return None
+                found = rows[0][1]
+        return found
+
     def least_waiting(self, role: str) -> int | None:
         """Return the fewest devices with which a waiting job can start, or ``None``."""
         return min(self._waiting.get(role, {}), default=None)

@@ -31,6 +31,11 @@ def world(store):
     return World(registry.get("deeppool"), (2, 2), store)
 
 
+def submit_many(world):
+    for _ in range(200):
+        world.submit(least=1)
+
+
 def busy(world):
     jobs = [
         world.submit(least=2),
@@ -90,8 +95,7 @@ def test_a_full_disk_refuses_submissions_and_recovers(world, store):
     used = store._database.execute("PRAGMA page_count").fetchone()[0]
     store._database.execute(f"PRAGMA max_page_count = {used}")
     with pytest.raises(StoreUnavailable, match="full"):
-        for _ in range(200):
-            world.submit(least=1)
+        submit_many(world)
     world.advance(2.0, 2)
     assert world.ledger.job(job).state == "running"
     store._database.execute("PRAGMA max_page_count = 1000000")
