@@ -28,6 +28,7 @@ from stretto.errors import StrettoError
 from stretto.lab.ports import free_port
 from stretto.runtime import DistributedDataParallel
 from stretto.runtime.forward.overlap import POISON_VARIABLE
+from stretto.runtime.recording.step import AbstractStepObserver
 from support.forward_models import MODELS, OPTIMIZERS, SHAPE
 from support.plans import plan_in_turn, reversed_names
 from support.ranks import rank_environment
@@ -799,3 +800,100 @@ def test_reads_that_never_show_are_settled_as_forward_begins(ranks: Any) -> None
     for same_losses, rest in ranks(rank_reads_unseen, 2):
         assert same_losses
         assert rest == [True]
+
+
+# Options and observers.
+
+
+def rank_passes_options(rank: int, size: int) -> list[Any]:
+    found: list[Any] = []
+    backward, forward = plans(Net(), size)
+    for plan, overlap in (
+        (forward, None),
+        (forward, "backward"),
+        (forward, "forward"),
+        (backward, "backward"),
+        (backward, "forward"),
+        ("auto", "forward"),
+        (forward, "auto"),
+    ):
+        try:
+            model = stretto.DDP(Net(), plan=plan, overlap=overlap)
+        except StrettoError as error:
+            found.append(str(error).partition(":")[0])
+        else:
+            found.append(model.plan.overlap)
+    return found
+
+
+def test_the_option_overlap_decides_what_a_plan_may_do(ranks: Any) -> None:
+    refused = "overlap='forward' needs a plan that was made for it, not"
+    for found in ranks(rank_passes_options, 2):
+        assert found[:4] == ["forward", "backward", "forward", "backward"]
+        assert found[4] == f"{refused} a plan with overlap 'backward'"
+        assert found[5] == f"{refused} plan='auto'"
+        assert "got 'auto'" in found[6]
+
+
+class Ends(AbstractStepObserver):
+    """Counts what happens, also slices that end late."""
+
+    takes_late_ends = True
+
+    def __init__(self) -> None:
+        self.launched: list[int] = []
+        self.ended = 0
+
+    def attached(self, tensors: Any, buckets: Any) -> None:
+        pass
+
+    def forward_started(self, now_s: float) -> None:
+        pass
+
+    def forward_ended(self, now_s: float) -> None:
+        pass
+
+    def backward_started(self, now_s: float) -> None:
+        pass
+
+    def gradient_ready(self, tensor: int, now_s: float) -> None:
+        pass
+
+    def bucket_launched(self, bucket: int, now_s: float) -> None:
+        self.launched.append(bucket)
+
+    def slice_finished(
+        self, bucket: int, lane: int, elements: int, now_s: float
+    ) -> None:
+        self.ended += 1
+
+    def backward_computed(self, now_s: float) -> None:
+        pass
+
+    def backward_ended(self, now_s: float) -> None:
+        pass
+
+
+def rank_is_observed(rank: int, size: int) -> list[Any]:
+    os.environ[POISON_VARIABLE] = "1"
+    torch.manual_seed(1)
+    net, ends = Net(), Ends()
+    plan = plans(net, size)[1]
+    model = DistributedDataParallel(net, plan=plan, record=ends)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+    pending = sum(type(p) is not nn.Parameter for p in net.parameters())
+    net.first.weight.sum()
+    model.state_dict()
+    return [pending, ends.launched[-3:], len(ends.launched), ends.ended, plan.launch]
+
+
+def test_an_observer_that_takes_late_ends_sees_the_launch_order(ranks: Any) -> None:
+    for pending, last, launched, ended, order in ranks(rank_is_observed, 2):
+        assert pending == 6
+        assert last == list(order)
+        assert launched == 4 * 3
+        assert ended == 4 * 3 * 2

@@ -26,9 +26,13 @@ class Launched(dist.Work):
         """Return the future of the bucket's reduced buffer."""
         return self._future
 
+    def is_completed(self) -> bool:
+        """Return whether the future has a value or an error."""
+        return self._future.done()
+
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for the future."""
-        self._future.wait()
+        """Wait for the future, at most for the time given."""
+        Pending(self._future).wait(timeout or None)
         return True
 
 

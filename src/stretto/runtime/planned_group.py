@@ -315,6 +315,9 @@ class PlannedGroup(dist.ProcessGroup):
         if self._numerics is not None:
             settling = [partial(self._look_at, launch) for launch in settling]
             quick = [partial(self._look_at, launch) for launch in quick]
+        if self._overlap is not None:
+            forwards = [self._forward(route, observer) for route in self._routes]
+            self._forwards = self._closing(forwards)
         self._tables = (self._closing(settling), self._closing(quick))
         self._launchers = self._tables[0]
 
@@ -324,7 +327,7 @@ class PlannedGroup(dist.ProcessGroup):
         Overlapping ends with this group. See `stretto.runtime.forward`.
         """
         self._overlap = overlap
-        self._forwards = self._closing([self._forward(route) for route in self._routes])
+        self.observe(self._observer)
 
     @property
     def sender(self) -> BucketSender:
@@ -338,10 +341,12 @@ class PlannedGroup(dist.ProcessGroup):
 
     # Setup.
 
-    def _forward(self, route: BucketSchedule) -> Any:
+    def _forward(
+        self, route: BucketSchedule, observer: AbstractStepObserver | None
+    ) -> Any:
         """Return a launcher of a bucket that nothing in this backward waits for."""
         launch = partial(
-            self._launch_under_forward, self._sender.launcher(route), route
+            self._launch_under_forward, self._sender.launcher(route, observer), route
         )
         return partial(self._in_order_under_forward, launch, route.index)
 
@@ -506,7 +511,7 @@ class PlannedGroup(dist.ProcessGroup):
             quick
             and overlap is not None
             and overlap.armed
-            and self._observer is None
+            and (self._observer is None or self._observer.takes_late_ends)
             and self._numerics is None
         )
         if self._overlaps_now:

@@ -132,10 +132,13 @@ class BucketSender:
         return partial(_start_slices, reduces, sizes)
 
     def launcher(
-        self, schedule: BucketSchedule
+        self, schedule: BucketSchedule, observer: AbstractStepObserver | None = None
     ) -> Callable[[torch.Tensor, Any], object]:
         """Return what launches a bucket, which `wait` then waits for."""
         self._add(schedule)
+        if observer is not None:
+            start = self.starter(schedule, observer)
+            return partial(self._launch_slices, start, schedule.index)
         if self._is_native(schedule):
             return self._whole_launcher(schedule, _raise)
         return partial(self._launch_slices, self.starter(schedule), schedule.index)

@@ -1,17 +1,46 @@
-"""A parameter as a member of its bucket."""
+"""A parameter as a member of its bucket, and what it may ask of the overlap."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from torch import nn
 
     from stretto.runtime.forward.lazy import LazyGradient
-    from stretto.runtime.forward.overlap import ForwardOverlap
-    from stretto.runtime.forward.steps import Update
+
+
+class DeferredUpdate(Protocol):
+    """An optimizer's step that is executed in parts."""
+
+    def execute(self, members: Sequence[Member]) -> None:
+        """Execute it on these parameters, whose gradients are in place."""
+
+
+class Overlap(Protocol):
+    """What is under way of one model; `overlap.ForwardOverlap` is it."""
+
+    def warn(self, why: str) -> None:
+        """Say once why a step does not overlap with forward."""
+
+    def land_finished(self) -> None:
+        """Settle the buckets whose communication has ended."""
+
+    def defer(self, update: DeferredUpdate, members: Iterable[Member]) -> None:
+        """Execute an optimizer's step on these members when they are settled."""
+
+    def touch(self, member: Member) -> None:
+        """Settle a member's bucket, because something reads the member."""
+
+    def enter(self) -> None:
+        """Settle what no read has shown yet, as the model's forward begins."""
+
+    def settle_all(self, *, keep_hooks: bool = False) -> None:
+        """Settle all buckets."""
 
 
 @final
@@ -38,7 +67,7 @@ class Member:
 
     def __init__(
         self,
-        owner: ForwardOverlap,
+        owner: Overlap,
         name: str,
         parameter: nn.Parameter,
         bucket: int,
@@ -58,7 +87,7 @@ class Member:
         self.gradient: torch.Tensor | None = None
         """The gradient of an unfinished bucket; complete once that is settled."""
 
-        self.update: Update | None = None
+        self.update: DeferredUpdate | None = None
         """The optimizer's step that is to be executed on this parameter."""
 
         self.group = 0

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from stretto.foreground_marks import StepMarker
     from stretto.runtime.bucket_schedule import BucketSchedule
-    from stretto.runtime.forward.steps import Update
+    from stretto.runtime.forward.member import DeferredUpdate
     from stretto.runtime.sender import BucketSender
 
 _log = get_logger(__name__)
@@ -203,7 +203,7 @@ class ForwardOverlap:
                 for index in self._arrived():
                     self._settle((index,))
 
-    def defer(self, update: Update, members: Iterable[Member]) -> None:
+    def defer(self, update: DeferredUpdate, members: Iterable[Member]) -> None:
         """Execute an optimizer's step on these members when they are settled."""
         with self._lock:
             found = [member for member in members if member.gradient is not None]
@@ -309,7 +309,7 @@ class ForwardOverlap:
         return known[1]
 
     def _release_lazy(self, member: Member) -> None:
-        """Keep a wrapper for the next step, if nobody else has it."""
+        """Keep a wrapper for the next step, if nothing else refers to it."""
         lazy = member.lazy
         if lazy is None:
             return
@@ -322,7 +322,7 @@ class ForwardOverlap:
 
     def _execute(self, members: Sequence[Member]) -> None:
         """Execute the deferred steps on members whose gradients are complete."""
-        by_update: dict[int, tuple[Update, list[Member]]] = {}
+        by_update: dict[int, tuple[DeferredUpdate, list[Member]]] = {}
         for member in members:
             assert member.update is not None  # noqa: S101
             found = by_update.setdefault(id(member.update), (member.update, []))
@@ -334,7 +334,7 @@ class ForwardOverlap:
             for member in members:
                 self._end(member)
 
-    def _execute_one(self, update: Update, members: Sequence[Member]) -> None:
+    def _execute_one(self, update: DeferredUpdate, members: Sequence[Member]) -> None:
         with undisturbed():
             now = [member.parameter.grad for member in members]
             for member in members:

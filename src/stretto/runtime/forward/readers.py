@@ -18,8 +18,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from stretto.runtime.forward.member import Member
-    from stretto.runtime.forward.overlap import ForwardOverlap
+    from stretto.runtime.forward.member import Member, Overlap
 
 _KEY = "stretto-settle"
 """Of the hook among a module's; handles of other hooks have numbers."""
@@ -36,7 +35,7 @@ class _Reader:
 
     def __init__(
         self,
-        overlap: ForwardOverlap,
+        overlap: Overlap,
         own: tuple[Member, ...],
         below: tuple[Member, ...],
         *,
@@ -71,7 +70,7 @@ class _Reader:
 class Readers:
     """The hooks of a model's modules."""
 
-    def __init__(self, overlap: ForwardOverlap, root: nn.Module) -> None:
+    def __init__(self, overlap: Overlap, root: nn.Module) -> None:
         self._overlap = overlap
         self._root = root
         self._installed = False

@@ -27,7 +27,7 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 
 from stretto.runtime.forward.lazy import LazyGradient
-from stretto.runtime.forward.member import Member
+from stretto.runtime.forward.member import Member, Overlap
 from stretto.runtime.forward.pending import member_of, plainly
 from stretto.runtime.forward.undisturbed import has_modes, undisturbed
 from stretto.runtime.torch_compat import without_dynamo
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from stretto.runtime.forward.overlap import ForwardOverlap
 
 _O = TypeVar("_O", bound="Optimizer")
 
@@ -159,11 +158,11 @@ class _Hidden:
 
 
 _hidden: dict[int, _Hidden] = {}
-_live: weakref.WeakSet[ForwardOverlap] = weakref.WeakSet()
+_live: weakref.WeakSet[Overlap] = weakref.WeakSet()
 _handles: list[Any] = []
 
 
-def attach(overlap: ForwardOverlap) -> None:
+def attach(overlap: Overlap) -> None:
     """Let optimizers' steps be deferred for a model."""
     _live.add(overlap)
     if not _handles:
@@ -171,7 +170,7 @@ def attach(overlap: ForwardOverlap) -> None:
         _handles.append(torch_optimizer.register_optimizer_step_post_hook(_after))
 
 
-def detach(overlap: ForwardOverlap) -> None:
+def detach(overlap: Overlap) -> None:
     """End that; the hooks go with the last model."""
     _live.discard(overlap)
     if not _live and not _hidden:
@@ -236,12 +235,12 @@ def _settle_earlier(optimizer: Any) -> None:
 
 def _sorted_out(
     optimizer: Any,
-) -> tuple[list[ForwardOverlap], list[Member], list[tuple[int, list[torch.Tensor]]]]:
+) -> tuple[list[Overlap], list[Member], list[tuple[int, list[torch.Tensor]]]]:
     """Return the models with unfinished gradients, their members, and the others.
 
     A gradient of another parameter's, which the program has moved, is made real.
     """
-    owners: dict[int, ForwardOverlap] = {}
+    owners: dict[int, Overlap] = {}
     members: list[Member] = []
     others: list[tuple[int, list[torch.Tensor]]] = []
     with plainly():
@@ -320,7 +319,7 @@ def _after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
         return
     _show(hidden)
     update = Update(optimizer, {member.group for member in hidden.members})
-    owners: dict[int, tuple[ForwardOverlap, list[Member]]] = {}
+    owners: dict[int, tuple[Overlap, list[Member]]] = {}
     for member in hidden.members:
         found = owners.setdefault(id(member.owner), (member.owner, []))
         found[1].append(member)

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 
@@ -249,6 +249,10 @@ class AbstractStepObserver(abc.ABC):
     gradient and its collective. `slice_finished` is called from lanes' threads, the
     others from the thread that runs forward and backward.
     """
+
+    takes_late_ends: ClassVar[bool] = False
+    """Whether slices may finish after the next forward has started. If not, a forward
+    plan's steps end in backward while they are observed."""
 
     @abc.abstractmethod
     def attached(self, tensors: Sequence[str], buckets: Sequence[BucketRow]) -> None:
