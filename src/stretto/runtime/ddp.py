@@ -300,8 +300,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             if self._negotiated is not None:
                 return self._negotiated.forward(inputs, kwargs)
             output = parent.forward(*inputs, **kwargs)
-            if self._planned is not None and self._planned.overlap is not None:
-                self._end_forward()
+            self._end_forward()  # no condition: TorchDynamo would depend on it
         except RuntimeError as exc:
             self._raise_named("a collective of forward", exc)
             raise
