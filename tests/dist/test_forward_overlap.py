@@ -897,3 +897,52 @@ def test_an_observer_that_takes_late_ends_sees_the_launch_order(ranks: Any) -> N
         assert last == list(order)
         assert launched == 4 * 3
         assert ended == 4 * 3 * 2
+
+
+def compiled(net: Net, model: Any, how: str) -> Any:
+    if how == "wrapped block":
+        net.second = torch.compile(net.second, backend="eager")
+    elif how == "compiled block":
+        net.second.compile(backend="eager")
+    elif how == "compiled net":
+        net.compile(backend="eager")
+    else:
+        return torch.compile(model, backend="eager")
+    return model
+
+
+def rank_compiles(rank: int, size: int) -> list[Any]:
+    found = []
+    for how in ("wrapped block", "compiled block", "compiled net", "compiled model"):
+        outcomes = []
+        for forward in (False, True):
+            os.environ[POISON_VARIABLE] = "1"
+            torch.manual_seed(1)
+            torch._dynamo.reset()
+            net = Net()
+            model = DistributedDataParallel(net, plan=plans(net, size)[forward])
+            run = compiled(net, model, how)
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+            losses = []
+            for step in range(5):
+                optimizer.zero_grad()
+                loss = run(torch.ones(2, 8) * (rank + step)).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            pending = any(type(p) is not nn.Parameter for p in net.parameters())
+            outcomes.append([losses, [p.detach().clone() for p in net.parameters()]])
+        found.append((how, same(*outcomes), pending))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_models_are_exact(ranks: Any) -> None:
+    """A model compiled around DDP does not overlap; others do."""
+    for found in ranks(rank_compiles, 2):
+        assert found == [
+            ("wrapped block", True, True),
+            ("compiled block", True, True),
+            ("compiled net", True, True),
+            ("compiled model", True, False),
+        ]
